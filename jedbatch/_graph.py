@@ -1,0 +1,544 @@
+"""What instances compute, as data.
+
+A batched program starts as a graph: every node is one call of one operation, every
+edge one value read. Nothing of the user's Python is left in it and nothing of JAX is
+needed to handle it, so that graphs can be merged, scheduled, laid out, stored on disk
+and prepared by a data loader with NumPy alone.
+
+The unusual part is what a node's *type* is, because two nodes may share a batch exactly
+when their types are equal. `NodeType` states that rule once, for the whole package.
+
+Everything of variable length is a pointer/index pair: row `i` of `x` is
+`x[x_ptr[i]:x_ptr[i + 1]]`. Letters: `N` nodes, `V` results of nodes, `E` operands read,
+`I` inputs, `T` node types, `B` instances.
+"""
+
+import functools
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = "jedbatch graph, version 1"
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """Shape and dtype of one value of one instance.
+
+    `weak` marks what JAX calls a weak type: a Python number, which takes the dtype of
+    what it meets (bfloat16 × 0.5 stays bfloat16).
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak: bool = False
+
+    def __str__(self) -> str:
+        name = str(self.dtype)
+        for long, short in (("float", "f"), ("uint", "u"), ("int", "i")):
+            if name.startswith(long):
+                name = short + name.removeprefix(long)
+                break
+        return f"{name}[{','.join(map(str, self.shape))}]{'~' if self.weak else ''}"
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """What makes two nodes batchable: they may share a batch exactly if their types agree.
+
+    A type is
+
+    - the operation: a cell, a jit-ted function or a primitive with its parameters;
+    - its static arguments: keyword arguments of a cell, Python values a cell closes over
+      (both are part of `operation`);
+    - the types of its operands: shape, dtype and weakness;
+    - *which* shared values it reads: two layers with equal shapes and different weights
+      have different types.
+
+    Values are not part of it. Arrays, positional Python numbers given to a cell and scalar
+    literals in raw operations are inputs: nodes that differ only in them run together, each
+    with its own value. A concrete `jax.Array` that the function closes over counts as a
+    weight, as under `jax.vmap`; a NumPy array counts as a value.
+
+    Attributes:
+      name: for people; also how a stored graph finds its cell again.
+      operation: compared by equality; `None` in a bare graph, which can be scheduled only.
+      operands: types of the operands, in order.
+      shared: ids of the shared values read, in order.
+      results: types of the results, in order.
+    """
+
+    name: str
+    operation: Hashable = None
+    operands: tuple[ValueType, ...] = ()
+    shared: tuple[int, ...] = ()
+    results: tuple[ValueType, ...] = ()
+
+    @property
+    def num_results(self) -> int:
+        """Results per node; a node of a bare graph counts as one."""
+        return len(self.results) or 1
+
+    def __str__(self) -> str:
+        if self.operation is None:
+            return self.name
+        reads = ", ".join(map(str, self.operands))
+        return f"{self.name}({reads}) -> {', '.join(map(str, self.results))}"
+
+
+@dataclass(frozen=True, eq=False)
+class InputRows:
+    """Consecutive inputs of one value type: where their values come from.
+
+    Either `rows` holds them, or they are rows of the instance's own array number `leaf`:
+    `array[index]` for each entry of `rows`, or `array[index]` once if `rows` is None.
+    """
+
+    type: ValueType
+    rows: np.ndarray | None  # [k, *type.shape], or int[k] positions in the leaf
+    leaf: int | None = None
+    index: Any = None
+
+    def __len__(self) -> int:
+        return 1 if self.rows is None else len(self.rows)
+
+
+def pointers(counts: np.ndarray) -> np.ndarray:
+    """Row pointers of a CSR pair from the length of each row: int64[len + 1]."""
+    ptr = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ptr[1:])
+    return ptr
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The ranges `starts[i], …, starts[i] + counts[i] - 1` one after the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + counts, counts)
+
+
+def distinct(indices: np.ndarray) -> np.ndarray:
+    """The indices ascending, each once (`np.unique` costs five times as much on a few)."""
+    if len(indices) < 2:
+        return indices
+    indices = np.sort(indices)
+    first = np.empty(len(indices), bool)
+    first[0] = True
+    np.not_equal(indices[1:], indices[:-1], out=first[1:])
+    return indices[first]
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Who waits for whom, and for how long: what scheduling asks of a graph.
+
+    Edges are between nodes; a node that reads two results of one other node counts once.
+    """
+
+    num_preds: np.ndarray  # int32[N], nodes each node reads
+    succ_ptr: np.ndarray  # int64[N + 1]
+    succ: np.ndarray  # int32[...], readers of each node
+    depth: np.ndarray  # int32[N], longest path that ends in the node; 0 if it reads none
+    chain: np.ndarray  # int32[N, T], most nodes of each type on a path to it, itself included
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A typed dataflow graph of one or more instances.
+
+    Nodes are in an order in which operands come before their readers. An operand is the
+    index of a result (`>= 0`) or names input `i` as `-1 - i`.
+
+    Attributes:
+      types: the node types, T; ids without nodes are allowed.
+      node_type: int32[N], index into `types`.
+      operand_ptr: int64[N + 1] and
+      operand: int32[E], what each node reads.
+      inputs: the values that enter, in order; I in all.
+      outputs: int32[...], what the instances return: results or inputs, like `operand`.
+      node_ptr, input_ptr, output_ptr: int64[B + 1], the share of each instance; one
+        instance by default.
+    """
+
+    types: tuple[NodeType, ...]
+    node_type: np.ndarray
+    operand_ptr: np.ndarray
+    operand: np.ndarray
+    inputs: tuple[InputRows, ...] = ()
+    outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    node_ptr: np.ndarray | None = None
+    input_ptr: np.ndarray | None = None
+    output_ptr: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_ptr is None:
+            object.__setattr__(self, "node_ptr", np.array([0, len(self.node_type)]))
+            object.__setattr__(self, "input_ptr", np.array([0, self.num_inputs]))
+            object.__setattr__(self, "output_ptr", np.array([0, len(self.outputs)]))
+
+    @staticmethod
+    def from_dag(
+        node_type: Sequence[int] | np.ndarray,
+        preds: Sequence[Sequence[int]] | tuple[np.ndarray, np.ndarray],
+        *,
+        names: Sequence[str] | None = None,
+        inputs: Sequence[np.ndarray] = (),
+        outputs: Sequence[int] | None = None,
+    ) -> "Graph":
+        """A bare graph from arrays, without running any Python per node.
+
+        It can be scheduled as it is. With `names`, the cells are told apart by name and
+        `jedbatch.evaluate` computes it inside (or outside) a batched function.
+
+        Args:
+          node_type: int[N], the type of each node; ids may have gaps.
+          preds: what each node reads, in order: a list of lists, or a CSR pair
+            `(ptr int[N + 1], index int[E])`. An entry `k >= 0` is node `k` and must be
+            smaller than the reader; `-1 - i` is input `i`.
+          names: name of each type id; `type 0`, `type 1`, … by default.
+          inputs: arrays whose rows are the inputs, numbered through: input `i` is row `i`
+            of their concatenation along the first axis.
+          outputs: nodes the graph returns; by default those nobody reads.
+
+        Returns:
+          The graph.
+
+        Raises:
+          ValueError: lengths disagree, an entry is out of range, or an operand does not
+            come before its reader.
+
+        Example:
+          >>> from jedbatch import Graph
+          >>> graph = Graph.from_dag([0, 0, 1], [[], [], [0, 1]])
+          >>> print(graph)
+          Graph of 1 instance: 3 nodes, 2 types, 2 operands, 0 inputs
+            2 × type 0
+            1 × type 1
+        """
+        node_type = np.asarray(node_type, np.int32)
+        if isinstance(preds, tuple) and len(preds) == 2 and hasattr(preds[0], "dtype"):
+            ptr, operand = (np.asarray(x) for x in preds)
+        else:
+            ptr = pointers(np.fromiter((len(p) for p in preds), np.int64, len(preds)))
+            operand = np.fromiter((x for p in preds for x in p), np.int64, int(ptr[-1]))
+        if len(ptr) != len(node_type) + 1:
+            raise ValueError(
+                f"`Graph.from_dag` got {len(node_type)} node types and operands for "
+                f"{len(ptr) - 1} nodes; give one list of operands per node (an empty one "
+                "for a node that reads nothing)."
+            )
+        num_types = int(node_type.max(initial=-1)) + 1
+        if names is None:
+            names = [f"type {t}" for t in range(num_types)]
+        if len(names) < num_types:
+            raise ValueError(
+                f"`Graph.from_dag` got type id {num_types - 1} and {len(names)} names; "
+                "give a name for every id."
+            )
+        if outputs is None:
+            read = np.zeros(len(node_type), bool)
+            read[operand[(operand >= 0) & (operand < len(node_type))]] = True
+            outputs = np.flatnonzero(~read)
+        arrays = [np.asarray(a) for a in inputs]
+        graph = Graph(
+            types=tuple(NodeType(name) for name in names),
+            node_type=node_type,
+            operand_ptr=ptr.astype(np.int64),
+            operand=operand.astype(np.int32),
+            inputs=tuple(InputRows(ValueType(a.shape[1:], a.dtype), a) for a in arrays),
+            outputs=np.asarray(outputs, np.int32),
+        )
+        graph.check()
+        return graph
+
+    @staticmethod
+    def concatenate(graphs: Sequence["Graph"]) -> "Graph":
+        """The disjoint union of graphs over the same types, instance after instance.
+
+        The graphs' `types` must be prefixes of one another, as they are when one traced
+        function made them.
+        """
+        if len(graphs) == 1:
+            return graphs[0]
+        num_nodes = np.array([len(g.node_type) for g in graphs])
+        num_operands = np.array([len(g.operand) for g in graphs])
+        num_inputs = np.array([g.num_inputs for g in graphs])
+        num_outputs = np.array([len(g.outputs) for g in graphs])
+        num_instances = np.array([g.num_instances for g in graphs])
+        value_start = pointers(np.array([g.num_values for g in graphs]))[:-1]
+        input_start = pointers(num_inputs)[:-1]
+
+        def shift(references: np.ndarray, counts: np.ndarray) -> np.ndarray:
+            up, down = np.repeat(value_start, counts), np.repeat(input_start, counts)
+            return np.where(references >= 0, references + up, references - down).astype(np.int32)
+
+        def join(name: str, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+            return _join_pointers([getattr(g, name) for g in graphs], sizes, counts)
+
+        union = Graph(
+            types=max((g.types for g in graphs), key=len),
+            node_type=np.concatenate([g.node_type for g in graphs]),
+            operand_ptr=join("operand_ptr", num_operands, num_nodes),
+            operand=shift(np.concatenate([g.operand for g in graphs]), num_operands),
+            inputs=tuple(chunk for g in graphs for chunk in g.inputs),
+            outputs=shift(np.concatenate([g.outputs for g in graphs]), num_outputs),
+            node_ptr=join("node_ptr", num_nodes, num_instances),
+            input_ptr=join("input_ptr", num_inputs, num_instances),
+            output_ptr=join("output_ptr", num_outputs, num_instances),
+        )
+        parts = [g.__dict__.get("topology") for g in graphs]
+        if all(part is not None for part in parts):
+            union.__dict__["topology"] = _join_topologies(parts, num_nodes, len(union.types))
+        return union
+
+    @property
+    def num_instances(self) -> int:
+        return len(self.node_ptr) - 1
+
+    @functools.cached_property
+    def num_results(self) -> np.ndarray:
+        """int32[N], results of each node."""
+        return np.array([t.num_results for t in self.types], np.int32)[self.node_type]
+
+    @functools.cached_property
+    def value_ptr(self) -> np.ndarray:
+        """int64[N + 1], the results of each node."""
+        return pointers(self.num_results)
+
+    @property
+    def num_values(self) -> int:
+        return int(self.value_ptr[-1])
+
+    @functools.cached_property
+    def value_node(self) -> np.ndarray:
+        """int64[V], the node whose result each value is."""
+        return np.repeat(np.arange(len(self.node_type)), self.num_results)
+
+    @functools.cached_property
+    def num_inputs(self) -> int:
+        return sum(map(len, self.inputs))
+
+    @functools.cached_property
+    def preds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[N + 1], int32[...]): the nodes each node reads, most repeats left out."""
+        reader = np.repeat(np.arange(len(self.node_type)), np.diff(self.operand_ptr))
+        internal = self.operand >= 0
+        reader, operand = reader[internal], self.operand[internal]
+        maker = self.value_node[operand]
+        again = np.zeros(len(maker), bool)
+        again[1:] = (maker[1:] == maker[:-1]) & (reader[1:] == reader[:-1])
+        reader, maker = reader[~again], maker[~again].astype(np.int32)
+        return pointers(np.bincount(reader, minlength=len(self.node_type))), maker
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        """Readers, depths and chains of every node, by one sweep over the levels."""
+        num_nodes, num_types = len(self.node_type), len(self.types)
+        pred_ptr, pred = self.preds
+        num_preds = np.diff(pred_ptr).astype(np.int32)
+        by_maker = np.argsort(pred, kind="stable")
+        reader = np.repeat(np.arange(num_nodes, dtype=np.int32), num_preds)
+        succ = reader[by_maker]
+        succ_ptr = pointers(np.bincount(pred, minlength=num_nodes))
+        depth = np.zeros(num_nodes, np.int32)
+        chain = np.zeros((num_nodes, num_types), np.int32)
+        chain[np.arange(num_nodes), self.node_type] = 1
+
+        waiting = num_preds.astype(np.int64)  # int64: `subtract.at` is slow when it casts
+        num_succ = np.diff(succ_ptr)
+        level, nodes = 0, np.flatnonzero(waiting == 0)
+        while len(nodes):
+            reached = succ[ranges(succ_ptr[nodes], num_succ[nodes])]
+            np.subtract.at(waiting, reached, 1)
+            nodes = distinct(reached[waiting[reached] == 0])
+            if not len(nodes):
+                break
+            level += 1
+            depth[nodes] = level
+            counts = num_preds[nodes]
+            makers = pred[ranges(pred_ptr[nodes], counts)]
+            chain[nodes] += np.maximum.reduceat(chain[makers], np.cumsum(counts) - counts)
+        return Topology(num_preds, succ_ptr, succ, depth, chain)
+
+    def split(self) -> list["Graph"]:
+        """One graph per instance; the inverse of `concatenate`."""
+        topology = self.topology
+        chunks = iter(self.inputs)
+        graphs = []
+        for i in range(self.num_instances):
+            a, b = int(self.node_ptr[i]), int(self.node_ptr[i + 1])
+            operands = slice(int(self.operand_ptr[a]), int(self.operand_ptr[b]))
+            up, down = int(self.value_ptr[a]), int(self.input_ptr[i])
+
+            def shift(references: np.ndarray, up: int = up, down: int = down) -> np.ndarray:
+                moved = np.where(references >= 0, references - up, references + down)
+                return moved.astype(np.int32)
+
+            inputs, missing = [], int(self.input_ptr[i + 1]) - down
+            while missing:
+                inputs.append(next(chunks))
+                missing -= len(inputs[-1])
+            graph = Graph(
+                self.types,
+                self.node_type[a:b],
+                self.operand_ptr[a : b + 1] - operands.start,
+                shift(self.operand[operands]),
+                tuple(inputs),
+                shift(self.outputs[self.output_ptr[i] : self.output_ptr[i + 1]]),
+            )
+            succ = slice(int(topology.succ_ptr[a]), int(topology.succ_ptr[b]))
+            graph.__dict__["topology"] = Topology(
+                topology.num_preds[a:b],
+                topology.succ_ptr[a : b + 1] - succ.start,
+                topology.succ[succ] - np.int32(a),
+                topology.depth[a:b],
+                topology.chain[a:b],
+            )
+            graphs.append(graph)
+        return graphs
+
+    def check(self) -> None:
+        """Raises `ValueError` unless every invariant of the class holds."""
+
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(f"not a valid graph: {what}")
+
+        num_nodes, num_inputs = len(self.node_type), self.num_inputs
+        in_range = (self.node_type >= 0) & (self.node_type < len(self.types))
+        require(bool(in_range.all()), "`node_type` has an id that is not in `types`")
+        require(len(self.operand_ptr) == num_nodes + 1, "`operand_ptr` needs N + 1 entries")
+        counts = np.diff(self.operand_ptr)
+        require(bool((counts >= 0).all()), "`operand_ptr` decreases")
+        require(int(self.operand_ptr[-1]) == len(self.operand), "`operand_ptr` must end at E")
+        reader = np.repeat(np.arange(num_nodes), counts)
+        late = np.flatnonzero(self.operand >= self.value_ptr[reader])
+        if len(late):
+            k = late[0]
+            require(
+                False,
+                f"node {reader[k]} reads {self.operand[k]}, which does not come before it; "
+                "list nodes so that operands precede their readers",
+            )
+        for name in ("operand", "outputs"):
+            low = int(getattr(self, name).min(initial=0))
+            high = int(getattr(self, name).max(initial=-1))
+            require(
+                low >= -num_inputs,
+                f"`{name}` names input {-1 - low} of {num_inputs} inputs",
+            )
+            require(high < self.num_values, f"`{name}` names result {high} of {self.num_values}")
+        for name, end in (
+            ("node_ptr", num_nodes),
+            ("input_ptr", num_inputs),
+            ("output_ptr", len(self.outputs)),
+        ):
+            ptr = getattr(self, name)
+            rising = bool((np.diff(ptr) >= 0).all())
+            require(
+                rising and ptr[0] == 0 and ptr[-1] == end, f"`{name}` must rise from 0 to {end}"
+            )
+        for t in np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types))):
+            node_type = self.types[t]
+            if node_type.operation is not None:
+                arity = counts[self.node_type == t]
+                require(
+                    bool((arity == len(node_type.operands)).all()),
+                    f"a node of type {node_type.name} has {arity.max()} operands and its type "
+                    f"{len(node_type.operands)}",
+                )
+
+    def __str__(self) -> str:
+        counts = np.bincount(self.node_type, minlength=len(self.types))
+        some = "instance" if self.num_instances == 1 else "instances"
+        lines = [
+            f"Graph of {self.num_instances} {some}: {len(self.node_type)} nodes, "
+            f"{np.count_nonzero(counts)} types, {len(self.operand)} operands, "
+            f"{self.num_inputs} inputs"
+        ]
+        width = len(str(counts.max(initial=0)))
+        lines += [f"  {counts[t]:{width}} × {self.types[t]}" for t in np.flatnonzero(counts)]
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph as an npz file (no pickle inside).
+
+        Types are stored by name. Only inputs that the graph holds itself can be stored, not
+        those that are read from an instance at hand.
+        """
+        if any(chunk.leaf is not None for chunk in self.inputs):
+            raise ValueError(
+                "`Graph.save` got a graph that reads arrays of a Python instance; store "
+                "graphs made by `Graph.from_dag`, which hold their inputs."
+            )
+        header = {"format": FORMAT, "names": [t.name for t in self.types]}
+        arrays = {f"input_{i}": chunk.rows for i, chunk in enumerate(self.inputs)}
+        with open(path, "wb") as file:
+            np.savez_compressed(
+                file,
+                header=np.array(json.dumps(header)),
+                node_type=self.node_type,
+                operand_ptr=self.operand_ptr,
+                operand=self.operand,
+                outputs=self.outputs,
+                **arrays,
+            )
+
+    @staticmethod
+    def load(path: str | Path) -> "Graph":
+        """Reads what `save` wrote; raises `ValueError` on anything else."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                data = {name: file[name] for name in file.files}
+            header = json.loads(str(data["header"]))
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
+            num_inputs = sum(name.startswith("input_") for name in data)
+            arrays = [data[f"input_{i}"] for i in range(num_inputs)]
+            return Graph.from_dag(
+                data["node_type"],
+                (data["operand_ptr"], data["operand"]),
+                names=header["names"],
+                inputs=arrays,
+                outputs=data["outputs"],
+            )
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"`Graph.load` cannot read {str(path)!r}: {error}. It expects a file written "
+                "by `Graph.save`."
+            ) from error
+
+
+def _join_pointers(
+    parts: Sequence[np.ndarray], sizes: np.ndarray, counts: np.ndarray
+) -> np.ndarray:
+    """Row pointers of concatenated CSR pairs with `sizes` entries in `counts` rows each."""
+    joined = np.zeros(int(counts.sum()) + 1, np.int64)
+    starts = np.repeat(pointers(sizes)[:-1], counts)
+    joined[1:] = np.concatenate([p[1:] for p in parts]) + starts
+    return joined
+
+
+def _join_topologies(parts: Sequence[Any], counts: np.ndarray, num_types: int) -> Topology:
+    node_start = pointers(counts)[:-1]
+    num_succ = np.array([len(t.succ) for t in parts])
+    if all(t.chain.shape[1] == num_types for t in parts):
+        chain = np.concatenate([t.chain for t in parts])
+    else:  # some were traced before the later types were met
+        chain = np.zeros((int(counts.sum()), num_types), np.int32)
+        for start, t in zip(node_start.tolist(), parts, strict=True):
+            chain[start : start + len(t.chain), : t.chain.shape[1]] = t.chain
+    succ = np.concatenate([t.succ for t in parts])
+    return Topology(
+        num_preds=np.concatenate([t.num_preds for t in parts]),
+        succ_ptr=_join_pointers([t.succ_ptr for t in parts], num_succ, counts),
+        succ=succ + np.repeat(node_start.astype(np.int32), num_succ),
+        depth=np.concatenate([t.depth for t in parts]),
+        chain=chain,
+    )
