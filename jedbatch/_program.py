@@ -1,0 +1,556 @@
+"""Lowering: a scheduled graph as integer tables and a signature.
+
+A `Program` is what crosses from the host to the device. Its `Signature` says what must be
+compiled: node types, capacities, widths. Everything about this minibatch is in int32 tables, so
+minibatches that share a signature share a compiled program. Capacities are powers of two with
+room to spare, and a signature that exists is used again for every minibatch that fits it, so
+that a stream of new topologies soon compiles nothing.
+
+**Rows.** The values of one shape and dtype are rows of one arena: first the inputs, then, for
+every result of every node type, one row per lane.
+
+**Cotangents.** In reverse every operand of every lane has a row for the cotangent it sends to
+the value it reads, and so has every output. A value's cotangent is the sum of the rows of its
+readers, which a table lists, at most `MAX_READERS`; more readers are first summed, four rows at
+a time, by steps of their own. One row of each arena is zero, for readers that do not exist.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jedbatch._cells import Kernel, differentiable, has_gradient, stored
+from jedbatch._graph import Graph, distinct, pointers, ranges
+from jedbatch._layout import BLOCKS, WIDTHS, Layout, cover
+from jedbatch._schedule import Schedule
+
+MAX_READERS = 4
+HEADROOM = 1.1  # capacity over need, before rounding up
+SLACK = 4  # a program is used for minibatches down to a quarter of its lanes
+SMALL = 256  # lanes; below, any program will do
+
+
+class TableForm:
+    """Where things are in a flat int32 table: one large argument dispatches fastest."""
+
+    def __init__(self) -> None:
+        self.places: dict[Any, tuple[int, tuple[int, ...]]] = {}
+        self.size = 0
+
+    def add(self, name: Any, *shape: int) -> None:
+        self.places[name] = (self.size, shape)
+        self.size += math.prod(shape)
+
+    def view(self, table: np.ndarray, *name: Any) -> np.ndarray:
+        """One part of a NumPy table, for writing."""
+        offset, shape = self.places[name]
+        return table[offset : offset + math.prod(shape)].reshape(shape)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What is compiled to run minibatches forwards.
+
+    Attributes:
+      kernels: the node types that may occur.
+      lanes: capacity of each.
+      widest: number of widths compiled for each, narrowest first.
+      arenas: (shape, dtype) of every kind of value.
+      inputs: capacity of input rows, for each arena.
+      outputs: rows returned, for each arena.
+      steps: capacity of batches.
+    """
+
+    kernels: tuple[Kernel, ...]
+    lanes: tuple[int, ...]
+    widest: tuple[int, ...]
+    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    steps: int
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.steps)
+        return hash((self.kernels, self.arenas, parts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _arena_ids(self) -> dict[Any, int]:
+        return {kind: a for a, kind in enumerate(self.arenas)}
+
+    def arena(self, value_type: Any) -> int:
+        """The arena in which values of a type are rows."""
+        return self._arena_ids[stored(value_type)]
+
+    @functools.cached_property
+    def _rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        ends = list(self.inputs)
+        bases = []
+        for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
+            mine = []
+            for t in kernel.results:
+                mine.append(ends[self.arena(t)])
+                ends[self.arena(t)] += lanes
+            bases.append(tuple(mine))
+        return tuple(bases), tuple(ends)
+
+    @property
+    def bases(self) -> tuple[tuple[int, ...], ...]:
+        """The first row of each result of each type."""
+        return self._rows[0]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each arena."""
+        return self._rows[1]
+
+    @functools.cached_property
+    def form(self) -> TableForm:
+        form = TableForm()
+        form.add(("num_steps",), 1)
+        form.add(("steps",), self.steps, 2 + len(WIDTHS))
+        for k, kernel in enumerate(self.kernels):
+            form.add(("operands", k), len(kernel.operands), self.lanes[k])
+        for a, rows in enumerate(self.outputs):
+            form.add(("outputs", a), rows)
+        return form
+
+
+@dataclass(frozen=True)
+class ReverseSignature:
+    """What is compiled to run minibatches backwards.
+
+    Attributes:
+      forward: the program it reverses.
+      readers: readers listed per value, for each result of each type.
+      input_readers: readers listed per input, for each arena.
+      sums: capacity of the rows that sum up readers, for each arena.
+      steps: capacity of steps.
+    """
+
+    forward: Signature
+    readers: tuple[tuple[int, ...], ...]
+    input_readers: tuple[int, ...]
+    sums: tuple[int, ...]
+    steps: int
+
+    @functools.cached_property
+    def bases(self) -> tuple[tuple[int, ...], ...]:
+        """The first cotangent row of each operand of each type; -1 if it has none."""
+        return _cotangent_rows(self.forward)[0]
+
+    @functools.cached_property
+    def sum_bases(self) -> tuple[int, ...]:
+        """The first row of sums of each arena."""
+        return _cotangent_rows(self.forward)[1]
+
+    @property
+    def zero(self) -> tuple[int, ...]:
+        """The row of zeros, the last of each arena."""
+        return tuple(a + b for a, b in zip(self.sum_bases, self.sums, strict=True))
+
+    @functools.cached_property
+    def form(self) -> TableForm:
+        forward, form = self.forward, TableForm()
+        form.add(("num_steps",), 1)
+        form.add(("steps",), self.steps, 2 + len(WIDTHS))
+        for k, lanes in enumerate(forward.lanes):
+            form.add(("used", k), 1)
+            form.add(("blocks", k), len(BLOCKS))
+            for s, readers in enumerate(self.readers[k]):
+                form.add(("readers", k, s), readers, lanes)
+        for a, rows in enumerate(forward.inputs):
+            form.add(("input_readers", a), self.input_readers[a], rows)
+            form.add(("sums", a), MAX_READERS, self.sums[a])
+        return form
+
+
+def _cotangent_rows(forward: Signature) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    ends = list(forward.outputs)
+    bases = []
+    for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True):
+        mine = []
+        for t in kernel.operands:
+            mine.append(ends[forward.arena(t)] if differentiable(t) else -1)
+            ends[forward.arena(t)] += lanes if differentiable(t) else 0
+        bases.append(tuple(mine))
+    return tuple(bases), tuple(ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A scheduled graph with everything in its place, ready to be written as tables.
+
+    Attributes:
+      kernels: of the types present, by ascending type id.
+      type_ids: their ids.
+      arenas: (shape, dtype) of every kind of value.
+      input_arena, input_row: int[I], where each input is.
+      outputs: for each arena, what it returns, as in `graph.outputs`.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    layout: Layout
+    kernels: tuple[Kernel, ...]
+    type_ids: tuple[int, ...]
+    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    input_arena: np.ndarray
+    input_row: np.ndarray
+    outputs: tuple[np.ndarray, ...]
+
+    @functools.cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
+        lanes = self.layout.lanes[list(self.type_ids)]
+        blocks = cover(lanes, BLOCKS) @ np.array(BLOCKS)
+        return tuple(np.maximum(lanes, blocks).tolist())
+
+    @functools.cached_property
+    def widest(self) -> tuple[int, ...]:
+        """Number of widths needed for each kernel."""
+        trips, batch_type = self.layout.trips, self.schedule.batch_type
+        return tuple(
+            int(np.flatnonzero(trips[batch_type == t].any(axis=0))[-1]) + 1 for t in self.type_ids
+        )
+
+    @functools.cached_property
+    def input_counts(self) -> tuple[int, ...]:
+        return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
+
+
+def capacity(need: int) -> int:
+    """A power of two above the need; 0 for nothing."""
+    return 1 << math.ceil(math.log2(need * HEADROOM)) if need else 0
+
+
+def fits(placed: Placed, signature: Signature) -> bool:
+    """Whether a program can run a minibatch without too much room going to waste."""
+    place = {kernel: k for k, kernel in enumerate(signature.kernels)}
+    arenas = signature._arena_ids
+    if not (set(placed.kernels) <= place.keys() and set(placed.arenas) <= arenas.keys()):
+        return False
+    mine = [place[kernel] for kernel in placed.kernels]
+    arena_ids = [arenas[kind] for kind in placed.arenas]
+    outputs = [0] * len(signature.arenas)
+    for a, refs in zip(arena_ids, placed.outputs, strict=True):
+        outputs[a] = len(refs)
+    return (
+        all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
+        and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
+        and all(
+            n <= signature.inputs[a]
+            for a, n in zip(arena_ids, placed.input_counts, strict=True)
+        )
+        and len(placed.schedule) <= signature.steps
+        and tuple(outputs) == signature.outputs
+        and sum(signature.lanes) <= max(SMALL, SLACK * sum(placed.lanes))
+    )
+
+
+def make_signature(placed: Placed, model: Signature | None) -> Signature:
+    """A signature with room for a minibatch, and for what `model` had room for.
+
+    Growing from the last program instead of starting anew makes capacities settle after a few
+    minibatches.
+    """
+    lanes = dict(zip(placed.kernels, map(capacity, placed.lanes), strict=True))
+    widest = dict(zip(placed.kernels, placed.widest, strict=True))
+    inputs = dict(zip(placed.arenas, map(capacity, placed.input_counts), strict=True))
+    outputs = dict(zip(placed.arenas, map(len, placed.outputs), strict=True))
+    steps = capacity(len(placed.schedule))
+    if model is not None:
+        for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
+            lanes[kernel] = max(n, lanes.get(kernel, 0))
+            widest[kernel] = max(w, widest.get(kernel, 0))
+        for kind, n in zip(model.arenas, model.inputs, strict=True):
+            inputs[kind] = max(n, inputs.get(kind, 0))
+        steps = max(steps, model.steps)
+    return Signature(
+        tuple(lanes),
+        tuple(lanes.values()),
+        tuple(widest[kernel] for kernel in lanes),
+        tuple(inputs),
+        tuple(inputs.values()),
+        tuple(outputs.get(kind, 0) for kind in inputs),
+        steps,
+    )
+
+
+def forward_table(placed: Placed, signature: Signature) -> np.ndarray:
+    """The int32 table of a minibatch for a program that it fits."""
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    form = signature.form
+    table = np.zeros(form.size, np.int32)
+    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    position = np.full(len(graph.types), -1, np.int32)
+    position[list(placed.type_ids)] = place
+
+    num_steps = len(schedule)
+    form.view(table, "num_steps")[0] = num_steps
+    steps = form.view(table, "steps")
+    steps[:num_steps, 0] = position[schedule.batch_type]
+    steps[:num_steps, 1] = layout.start
+    steps[:num_steps, 2:] = layout.trips
+
+    row = np.empty(graph.num_values + graph.num_inputs, np.int32)
+    row[graph.num_values :] = placed.input_row[::-1]  # so that input i is at -1 - i
+    most = max((len(b) for b in signature.bases), default=0)
+    base = np.zeros((len(graph.types), most), np.int64)
+    for t, k in zip(placed.type_ids, place, strict=True):
+        base[t, : len(signature.bases[k])] = signature.bases[k]
+    maker = graph.value_node
+    slot = np.arange(graph.num_values) - graph.value_ptr[:-1][maker]
+    row[: graph.num_values] = base[graph.node_type[maker], slot] + layout.lane[maker]
+
+    for t, k in zip(placed.type_ids, place, strict=True):
+        places = form.view(table, "operands", k)
+        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
+        first = graph.operand_ptr[nodes]
+        for j in range(len(places)):
+            places[j, : len(nodes)] = row[graph.operand[first + j]]
+            places[j, len(nodes) :] = places[j, 0]
+    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
+        form.view(table, "outputs", signature._arena_ids[kind])[:] = row[outputs]
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The reverse of a minibatch, before a program is chosen for it.
+
+    Attributes:
+      columns: cotangent rows that make up the cotangent of every value and input, -1 for none:
+        a list of int32[V + I], in which input i is at -1 - i.
+      sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
+      steps: (kind, first lane, trips), kind k for kernel k and -1 - a for sums of arena a.
+    """
+
+    columns: list[np.ndarray]
+    sums: list[np.ndarray]
+    steps: np.ndarray
+
+
+def find_readers(placed: Placed, signature: Signature) -> Readers:
+    """Lists the readers of every value."""
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    bases, sum_bases = _cotangent_rows(signature)
+    size = graph.num_values + graph.num_inputs
+    targets, rows, arenas = [], [], []
+    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
+        if has_gradient(kind[1]):
+            targets.append(outputs)
+            rows.append(np.arange(len(outputs)))
+            arenas.append(np.full(len(outputs), signature._arena_ids[kind]))
+    for t, k in zip(placed.type_ids, place, strict=True):
+        nodes = np.flatnonzero(graph.node_type == t)
+        for j, value_type in enumerate(signature.kernels[k].operands):
+            if differentiable(value_type):
+                targets.append(graph.operand[graph.operand_ptr[nodes] + j])
+                rows.append(bases[k][j] + layout.lane[nodes])
+                arenas.append(np.full(len(nodes), signature.arena(value_type)))
+    target, row, arena = (
+        np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows, arenas)
+    )
+    target = np.where(target >= 0, target, size + target)
+
+    columns = []
+    left = np.arange(len(target))
+    while len(left) and len(columns) < MAX_READERS:
+        holder = np.full(size, -1)
+        holder[target[left]] = left  # the last of several stays
+        won = holder[target[left]] == left
+        column = np.full(size, -1, np.int32)
+        column[target[left[won]]] = row[left[won]]
+        columns.append(column)
+        left = left[~won]
+
+    position = np.full(len(graph.types), -1)
+    position[list(placed.type_ids)] = place
+    steps = np.column_stack([position[schedule.batch_type], layout.start, layout.trips])[::-1]
+    sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
+    if len(left):
+        busy = np.isin(target, distinct(target[left]))
+        sums, before = _sum_up(
+            target[busy], row[busy], arena[busy], placed, sum_bases, columns, len(sums)
+        )
+        batch = np.arange(len(schedule))[::-1]
+        steps = np.concatenate([steps, before[:, 2:]])
+        order = np.lexsort(
+            (
+                np.concatenate([np.full(len(batch), np.iinfo(int).max), before[:, 1]]),
+                -np.concatenate([batch, before[:, 0]]),
+            )
+        )
+        steps = steps[order]
+    return Readers(columns, sums, steps)
+
+
+def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
+    """Sums of four for values with many readers; changes `columns` for those values.
+
+    Returns the rows each sum adds up, by arena, and int64[..., 5 + widths]: (batch whose values
+    need them or -1 for inputs, level, kind, first lane, trips) of the steps that compute them.
+    """
+    graph, schedule = placed.graph, placed.schedule
+    when = np.empty(len(graph.node_type), np.int64)
+    when[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
+    order = np.argsort(target, kind="stable")
+    target, row, arena = target[order], row[order], arena[order]
+    made = []  # (target, arena, level, members) of every sum
+    level = 0
+    num_made = 0
+    while True:
+        first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+        counts = np.diff(np.r_[first, len(target)])
+        if counts.max() <= MAX_READERS:
+            break
+        groups = -(-counts // MAX_READERS)
+        sizes = np.minimum(
+            MAX_READERS,
+            np.repeat(counts, groups) - MAX_READERS * ranges(np.zeros_like(groups), groups),
+        )
+        starts = np.cumsum(sizes) - sizes
+        members = np.full((len(sizes), MAX_READERS), -1)
+        filled = np.arange(MAX_READERS) < sizes[:, None]
+        members[filled] = row
+        made.append((target[starts], arena[starts], np.full(len(sizes), level), members))
+        row = -2 - num_made - np.arange(len(sizes))  # sum s, until its lane is known
+        num_made += len(sizes)
+        target, arena = target[starts], arena[starts]
+        level += 1
+
+    of, where, levels, members = (np.concatenate(x) for x in zip(*made, strict=True))
+    is_value = of < graph.num_values
+    batch = np.full(len(of), -1)
+    batch[is_value] = when[graph.value_node[of[is_value]]]
+    final = np.empty(num_made, np.int64)  # the row of each sum
+    steps, lanes = [], [0] * num_arenas
+    order = np.lexsort((of, levels, -batch, where))
+    key = np.stack([where, batch, levels])[:, order]
+    change = np.flatnonzero(np.r_[True, (key[:, 1:] != key[:, :-1]).any(axis=0)])
+    lane_of = np.empty(num_made, np.int64)
+    for group in np.split(order, change[1:]):
+        a = int(where[group[0]])
+        trips = cover(np.array([len(group)]))[0]
+        lane_of[group] = lanes[a] + np.arange(len(group))
+        final[group] = sum_bases[a] + lane_of[group]
+        steps.append([batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips])
+        lanes[a] += int(trips @ np.array(WIDTHS))
+
+    def resolve(rows):
+        return np.where(rows <= -2, final[np.maximum(0, -2 - rows)], rows)
+
+    sums = []
+    for a in range(num_arenas):
+        mine = np.flatnonzero(where == a)
+        table = np.full((MAX_READERS, lanes[a]), -1, np.int32)
+        table[:, lane_of[mine]] = resolve(members[mine]).T
+        sums.append(table)
+    for column in columns:
+        column[target] = -1
+    first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+    counts = np.diff(np.r_[first, len(target)])
+    which = np.arange(len(target)) - np.repeat(first, counts)
+    rows = resolve(row)
+    for i, column in enumerate(columns):
+        column[target[which == i]] = rows[which == i]
+    return sums, np.array(steps, np.int64)
+
+
+def make_reverse_signature(
+    placed: Placed, readers: Readers, forward: Signature, model: ReverseSignature | None
+) -> ReverseSignature:
+    """A reverse signature with room for a minibatch, and for what `model` had room for."""
+    graph = placed.graph
+    listed = [[0] * len(kernel.results) for kernel in forward.kernels]
+    inputs = [0] * len(forward.arenas)
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        first = graph.value_ptr[:-1][graph.node_type == t]
+        for s in range(len(kernel.results)):
+            listed[k][s] = _count(readers.columns, first + s)
+    for a, kind in enumerate(placed.arenas):
+        found = np.flatnonzero(placed.input_arena == a)
+        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
+    sums = [capacity(x.shape[1]) for x in readers.sums]
+    steps = capacity(len(readers.steps))
+    if model is not None:
+        listed = [
+            [max(a, b) for a, b in zip(x, y, strict=True)]
+            for x, y in zip(listed, model.readers, strict=True)
+        ]
+        inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
+        sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
+        steps = max(steps, model.steps)
+    return ReverseSignature(
+        forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), steps
+    )
+
+
+def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
+    """Columns needed for some values: 0, 1, 2 or 4."""
+    used = [i for i, column in enumerate(columns) if (column[values] >= 0).any()]
+    return 1 << (used[-1]).bit_length() if used else 0
+
+
+def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
+    """Whether a program lists enough readers for a minibatch."""
+    return (
+        needed.forward == signature.forward
+        and all(
+            a <= b
+            for x, y in zip(needed.readers, signature.readers, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
+        and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
+        and needed.steps <= signature.steps
+    )
+
+
+def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature) -> np.ndarray:
+    """The int32 table of a minibatch for a reverse program that it fits."""
+    graph, layout, forward = placed.graph, placed.layout, signature.forward
+    form = signature.form
+    table = np.zeros(form.size, np.int32)
+    form.view(table, "num_steps")[0] = len(readers.steps)
+    steps = form.view(table, "steps")
+    steps[: len(readers.steps)] = readers.steps
+    kinds = steps[: len(readers.steps), 0]
+    kinds[kinds < 0] = len(forward.kernels) - 1 - kinds[kinds < 0]
+
+    def fill(view, values, places, zero):
+        view[:] = zero
+        for rows, column in zip(view, readers.columns, strict=False):
+            found = column[values]
+            rows[places] = np.where(found >= 0, found, zero)
+
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        used = int(layout.lanes[t])
+        form.view(table, "used", k)[0] = used
+        form.view(table, "blocks", k)[:] = cover(np.array([used]), BLOCKS)[0]
+        nodes = np.flatnonzero(graph.node_type == t)
+        for s, value_type in enumerate(kernel.results):
+            zero = signature.zero[forward.arena(value_type)]
+            view = form.view(table, "readers", k, s)
+            fill(view, graph.value_ptr[nodes] + s, layout.lane[nodes], zero)
+    for a, kind in enumerate(placed.arenas):
+        b = forward._arena_ids[kind]
+        found = np.flatnonzero(placed.input_arena == a)
+        view = form.view(table, "input_readers", b)
+        fill(view, -1 - found, placed.input_row[found], signature.zero[b])
+    for a, sums in enumerate(readers.sums):
+        view = form.view(table, "sums", a)
+        view[:] = signature.zero[a]
+        view[:, : sums.shape[1]] = np.where(sums >= 0, sums, signature.zero[a])
+    return table
