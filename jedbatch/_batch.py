@@ -4,7 +4,7 @@
 
 The first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA program. What can
 be kept is kept by the `Batched` object and by nothing else: node types and graphs of instances
-in a `Vocabulary` for each structure of shared arguments, and programs by signature.
+in a `Registry` for each structure of shared arguments, and programs by signature.
 """
 
 import collections
@@ -37,7 +37,7 @@ from jedbatch._program import (
     reverse_table,
 )
 from jedbatch._schedule import Policy, Schedule, lower_bound, schedule
-from jedbatch._trace import Record, Vocabulary, shared_consts, trace
+from jedbatch._trace import Record, Registry, shared_consts, trace
 
 STAGES = ("trace", "merge", "schedule", "layout", "lower")
 
@@ -132,13 +132,13 @@ class Session:
     """What a batched function keeps for one structure of shared arguments.
 
     Attributes:
-      vocabulary: node types met so far, graphs of instances seen before.
+      registry: node types met so far, graphs of instances seen before.
       signatures: programs in use, newest last.
       compilations: counts of XLA programs built, by kind.
     """
 
     def __init__(self, avals: Sequence[ShapedArray], structure: Any, executor: str | None):
-        self.vocabulary = Vocabulary(avals, structure)
+        self.registry = Registry(avals, structure)
         self.executor = executor
         self.signatures: list[Signature] = []
         self.reverses: list[ReverseSignature] = []
@@ -152,7 +152,7 @@ class Session:
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
         if type_id not in self._kernels:
-            self._kernels[type_id] = Kernel(self.vocabulary.node_types[type_id])
+            self._kernels[type_id] = Kernel(self.registry.node_types[type_id])
         return self._kernels[type_id]
 
     def count(self, kind: str) -> None:
@@ -166,7 +166,7 @@ class Session:
     @functools.lru_cache(maxsize=None)  # noqa: B019  (lives as long as the session)
     def _program(self, signature: Signature) -> tuple[Callable, list[int]]:
         ids = [kernel.node_type.shared for kernel in signature.kernels]
-        compute, lifted = shared_consts(self.vocabulary, ids)
+        compute, lifted = shared_consts(self.registry, ids)
 
         def prepare(shared):
             values = compute(shared)
@@ -363,7 +363,7 @@ class Batched:
         if todo:
             made, caching, tracers = trace(
                 self.fn,
-                session.vocabulary,
+                session.registry,
                 [instances[i] for i in todo],
                 [arrays[i] for i in todo],
                 self._arrange,
@@ -478,9 +478,9 @@ class Batched:
         signature = static.signature
         lifted = []
         for index in session.lifted(signature):
-            position = session.vocabulary.shared[index].lifted
+            position = session.registry.shared[index].lifted
             if position >= 0:
-                lifted.append(session.vocabulary.arrays[position])
+                lifted.append(session.registry.arrays[position])
             else:
                 lifted.append(plan._host.lifted[-1 - position])
         shared = [*leaves, *lifted]

@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
 
 from jedbatch._graph import NodeType, ValueType
@@ -40,6 +41,11 @@ _LINEAR = frozenset({"dot_general", "add", "add_any", "sub", "mul", "conv_genera
 _ADDITIVE = frozenset({"add", "add_any", "sub"})
 # The same as linear, and their gradient is a scatter, better done once than block by block.
 _LOOK_UPS = frozenset({"gather", "dynamic_slice"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+# Whatever runs a program of its own is not run again in reverse.
+_EXPENSIVE = frozenset({"scan", "while", "cond", "custom_vjp_call"})
+PRODUCT = "product"
+_keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 # Only move or convert elements: cheaper to do again than to save the result.
 _STRUCTURAL = frozenset(
     {
@@ -178,6 +184,8 @@ class Kernel:
         for eqn in self._body:
             outs = _run(self._inner, eqn, [read(v) for v in eqn.invars], const_vars)
             for v, out in zip(eqn.outvars, outs, strict=True):
+                if eqn.primitive.name in _PRODUCTS:
+                    out = checkpoint_name(out, PRODUCT)
                 env[v] = _tap(out, deltas[v]) if v in deltas else out
         results = [_unwrapped(read(v), t) for v, t in zip(self._outvars, self.results, strict=True)]
         return results, env
@@ -193,6 +201,16 @@ class Kernel:
     @property
     def cotangents(self):
         return self._reverse.cotangents
+
+    @property
+    def rooms(self):
+        """Where the rows for the taps are put: over something saved, or behind it."""
+        return self._reverse.rooms
+
+    @property
+    def extra(self):
+        """(shape, dtype) of the rooms behind what is saved."""
+        return self._reverse.extra
 
     @property
     def taps(self):
@@ -231,6 +249,7 @@ class _Reverse:
         inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
         returned = [s for s, t in enumerate(kernel.results) if differentiable(t)]
         structure = []
+        cheap = not any(eqn.primitive.name in _EXPENSIVE for eqn in kernel._body)
 
         def save(consts, operands):
             def run(moving, deltas):
@@ -242,6 +261,8 @@ class _Reverse:
 
             deltas = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in taps]
             moving = [operands[j] for j in inexact]
+            if cheap:
+                run = jax.checkpoint(run, policy=_keep_products, prevent_cse=False)
             _, vjp, (results, rows) = jax.vjp(run, moving, deltas, has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
             structure.append(tree)
@@ -264,6 +285,8 @@ class _Reverse:
             [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaf_vars],
             [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in returned],
         )
+        if cheap:
+            backward = _inlined(backward, ("jit", "remat2", "checkpoint"))
         back_inner = backward.jaxpr
         used = _used(back_inner)
         num_leaves = len(leaf_vars)
@@ -322,6 +345,19 @@ class _Reverse:
         first = {row: k for k, row in reversed(list(enumerate(shares)))}
         kept = [delta_vars[first[row]] for row in range(len(rows))]
         self.cotangents = tuple((v.aval.shape, v.aval.dtype) for v in kept)
+        # A cotangent may take the room of something saved that is not needed after the sweep.
+        needed = {room[v] for v in row_vars if v in room}
+        free = {s: kind for s, kind in enumerate(self.saved) if s not in needed}
+        self.rooms, extra = [], []
+        for kind in self.cotangents:
+            s = next((s for s, other in free.items() if other == kind), None)
+            if s is None:
+                self.rooms.append(len(self.saved) + len(extra))
+                extra.append(kind)
+            else:
+                self.rooms.append(s)
+                del free[s]
+        self.extra = tuple(extra)
         self._backward = back_inner.replace(outvars=[*moving_vars, *kept])
         self._backward_consts, self._num_moving = backward.consts, len(inexact)
         self.taps = tuple(
@@ -486,23 +522,24 @@ def _run(inner: Any, eqn: Any, values: Sequence[Any], const_vars: set) -> list[A
     return jax.core.eval_jaxpr(one, [], *reads.values())
 
 
-def _inlined(closed: Any) -> Any:
-    """The program with calls of jit-ted functions replaced by their bodies."""
+def _inlined(closed: Any, inline: Sequence[str] = ("jit",)) -> Any:
+    """The program with calls of jit-ted (or other) functions replaced by their bodies."""
 
     def evaluate(jaxpr, consts, args):
         env = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if eqn.primitive.name == "jit":
+            if eqn.primitive.name in inline:
                 inner = eqn.params["jaxpr"]
-                outs = evaluate(inner.jaxpr, inner.consts, values)
+                consts_ = getattr(inner, "consts", ())
+                outs = evaluate(getattr(inner, "jaxpr", inner), consts_, values)
             else:
                 outs = _run(jaxpr, eqn, values, set())
             env.update(zip(eqn.outvars, outs, strict=True))
         return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
-    if not any(eqn.primitive.name == "jit" for eqn in closed.jaxpr.eqns):
+    if not any(eqn.primitive.name in inline for eqn in closed.jaxpr.eqns):
         return closed
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs))(*avals)

@@ -65,6 +65,15 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(arena, rows.astype(arena.dtype), start, 0)
 
 
+def isolated(form: TableForm, table: Any, write: Callable, state: Any) -> Any:
+    """`write(0, state)` in a loop of its own, of one trip.
+
+    Otherwise XLA fuses reading rows with writing them and copies the arena to be able to.
+    """
+    once = jnp.minimum(row(form, table, ("num_steps",))[0], 1)
+    return lax.fori_loop(0, once, write, state)
+
+
 def empty(rows: int, kind: tuple[tuple[int, ...], Any]) -> Any:
     """An arena of zeros."""
     shape, dtype = kind
@@ -111,17 +120,22 @@ class Forward:
         kernel = signature.kernels[k]
         arenas, saved = list(state[0]), list(state[1])
         operands = self.operands(k, table, arenas, lane, width)
-        if self.saving:
-            run = jax.vmap(kernel.save, in_axes=(None, 0), axis_size=width)
-            results, rows = run(consts[k], operands)
-            saved[k] = tuple(put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True))
-        else:
-            run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
-            results = run(consts[k], operands)
-        for t, base, rows in zip(kernel.results, signature.bases[k], results, strict=True):
-            a = signature.arena(t)
-            arenas[a] = put(arenas[a], rows, base + lane)
-        return tuple(arenas), tuple(saved)
+
+        def write(_, state):
+            arenas, saved = list(state[0]), list(state[1])
+            if self.saving:
+                run = jax.vmap(kernel.save, in_axes=(None, 0), axis_size=width)
+                results, rows = run(consts[k], operands)
+                saved[k] = tuple(put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True))
+            else:
+                run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
+                results = run(consts[k], operands)
+            for t, base, rows in zip(kernel.results, signature.bases[k], results, strict=True):
+                a = signature.arena(t)
+                arenas[a] = put(arenas[a], rows, base + lane)
+            return tuple(arenas), tuple(saved)
+
+        return isolated(signature.form, table, write, state)
 
     def finish(self, table: Any, state: Any) -> tuple[Any, ...]:
         """The rows returned from each arena."""
@@ -134,15 +148,16 @@ class Forward:
 class Reverse:
     """The reverse half of a program.
 
-    Its state is `(cotangents, taps)`: for each arena a row per operand of every lane, and for
-    each kernel the rows that its weight gradients are made of.
+    Its state is `(cotangents, rooms)`: for each arena a row per operand of every lane; and for
+    each kernel what was saved, which the rows that weight gradients are made of replace as the
+    sweep goes.
     """
 
     def __init__(self, signature: ReverseSignature):
         self.signature = signature
         self.forward = Forward(signature.forward, saving=True)
 
-    def start(self, outputs: Sequence[Any]) -> Any:
+    def start(self, outputs: Sequence[Any], saved: Any) -> Any:
         """The state before the first step; `outputs` are cotangents of the rows returned."""
         signature, forward = self.signature, self.signature.forward
         cotangents = []
@@ -152,11 +167,11 @@ class Reverse:
                 cotangents.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
             else:
                 cotangents.append(None)
-        taps = [
-            tuple(empty(lanes, kind) for kind in kernel.cotangents)
-            for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True)
+        rooms = [
+            (*rows, *(empty(lanes, kind) for kind in kernel.extra))
+            for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
         ]
-        return tuple(cotangents), tuple(taps)
+        return tuple(cotangents), tuple(rooms)
 
     def gather(self, name: tuple, table: Any, cotangents: Any, start: Any = 0, size: int = 0):
         """Sums of the cotangent rows listed in the columns of a table."""
@@ -171,12 +186,11 @@ class Reverse:
         ]
         return functools.reduce(jnp.add, columns)
 
-    def chunk(self, k, width, consts, tables, values, state, lane):
+    def chunk(self, k, width, consts, tables, arenas, state, lane):
         """Reverses `width` lanes of kernel k, from `lane` on."""
         signature, forward = self.signature, self.signature.forward
         kernel = forward.kernels[k]
-        arenas, saved = values
-        cotangents, taps = list(state[0]), list(state[1])
+        cotangents, rooms = state
         operands_read, results_read = kernel.reads_back
         operands = self.forward.operands(k, tables[0], arenas, lane, width, operands_read)
         results, given = [], []
@@ -189,15 +203,23 @@ class Reverse:
             given.append(
                 self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
             )
-        kept = [cut(rows, lane, width) for rows in saved[k]]
-        run = jax.vmap(kernel.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
-        sent, rows = run(consts[k], operands, results, kept, given)
-        inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-        for j, out in zip(inexact, sent, strict=True):
-            a = forward.arena(kernel.operands[j])
-            cotangents[a] = put(cotangents[a], out, signature.bases[k][j] + lane)
-        taps[k] = tuple(put(arena, x, lane) for arena, x in zip(taps[k], rows, strict=True))
-        return tuple(cotangents), tuple(taps)
+        kept = [cut(rows, lane, width) for rows in rooms[k][: len(kernel.saved)]]
+
+        def write(_, state):
+            cotangents, rooms = list(state[0]), list(state[1])
+            run = jax.vmap(kernel.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(consts[k], operands, results, kept, given)
+            inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+            for j, out in zip(inexact, sent, strict=True):
+                a = forward.arena(kernel.operands[j])
+                cotangents[a] = put(cotangents[a], out, signature.bases[k][j] + lane)
+            mine = list(rooms[k])
+            for room, x in zip(kernel.rooms, rows, strict=True):
+                mine[room] = put(mine[room], x, lane)
+            rooms[k] = tuple(mine)
+            return tuple(cotangents), tuple(rooms)
+
+        return isolated(signature.form, tables[1], write, state)
 
     def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
@@ -213,24 +235,25 @@ class Reverse:
             for a, cotangents in enumerate(state[0])
         )
 
-    def consts(self, consts: Any, tables: Any, values: Any, state: Any) -> list[list[Any]]:
+    def consts(self, consts: Any, tables: Any, arenas: Any, state: Any) -> list[list[Any]]:
         """Gradients of the consts of every kernel, from the rows the sweep left behind."""
         gradients = []
         for k, kernel in enumerate(self.signature.forward.kernels):
             total = [jnp.zeros(t.shape, t.dtype) for t in kernel.const_types]
             for tap in kernel.taps:
-                total = self._tap(k, tap, consts[k], tables, values, state[1][k], total)
+                total = self._tap(k, tap, consts[k], tables, arenas, state[1][k], total)
             gradients.append(total)
         return gradients
 
-    def _tap(self, k, tap, consts, tables, values, cotangents, total):
+    def _tap(self, k, tap, consts, tables, arenas, rooms, total):
         """Adds what one tapped operation contributes to the gradients of its consts."""
         forward, form = self.signature.forward, self.signature.form
-        arenas, saved = values
+        kernel = forward.kernels[k]
+        saved = rooms[: len(kernel.saved)]
 
         def rows_of(lane, width):
             operands = self.forward.operands(k, tables[0], arenas, lane, width)
-            kept = [cut(rows, lane, width) for rows in saved[k]]
+            kept = [cut(rows, lane, width) for rows in saved]
             return jax.vmap(tap.rows, axis_size=width)(operands, kept)
 
         def block(width, lane, total):
@@ -243,7 +266,7 @@ class Reverse:
                     jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, y)
                     for x, y in zip(rows, first, strict=True)
                 ]
-            given = [cut(cotangents[c], lane, width) for c in tap.cotangents]
+            given = [cut(rooms[kernel.rooms[c]], lane, width) for c in tap.cotangents]
             total = list(total)
             for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
                 total[c] = total[c] + gradient
@@ -291,7 +314,7 @@ def run_chunks(widest: int, step: Any, chunk: Callable, state: Any) -> Any:
 
         def run(_, carry, width=width):
             state, lane = carry
-            return chunk(width, state, lane), lane + width
+            return lax.optimization_barrier(chunk(width, state, lane)), lane + width
 
         carry = lax.fori_loop(0, step[2 + i], run, carry)
     return carry[0]
@@ -324,11 +347,12 @@ def fused_forward(forward: Forward, consts: Any, inputs: Any, table: Any) -> tup
 
 def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outputs: Any):
     """(gradients of the consts of each kernel, cotangents of the inputs of each arena)."""
+    arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward
 
     def kind(k):
         return lambda width, state, lane: reverse.chunk(
-            k, width, consts, tables, values, state, lane
+            k, width, consts, tables, arenas, state, lane
         )
 
     def sums(a):
@@ -339,8 +363,8 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
         if rows:
             kinds += [(0, None)] * (len(forward.kernels) + a - len(kinds))
             kinds.append((sum(w <= rows for w in WIDTHS), sums(a)))
-    state = sweep(signature.form, tables[1], kinds, reverse.start(outputs))
-    gradients = reverse.consts(consts, tables, values, state)
+    state = sweep(signature.form, tables[1], kinds, reverse.start(outputs, saved))
+    gradients = reverse.consts(consts, tables, arenas, state)
     return gradients, reverse.inputs(tables[1], state)
 
 
@@ -424,15 +448,16 @@ class Dispatch:
         reverse = Reverse(signature)
         kinds = len(signature.forward.kernels)
         consts = self._call("prepare", self.prepare, shared)
-        state = self._call(("start", signature), reverse.start, outputs)
+        arenas, saved = values
+        state = self._call(("start", signature), reverse.start, outputs, saved)
         for k, width, lane in _host_chunks(signature.form, np.asarray(tables[1])):
             if k < kinds:
 
-                def chunk(consts_k, tables, values, state, lane, k=k, width=width):
-                    return reverse.chunk(k, width, {k: consts_k}, tables, values, state, lane)
+                def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
+                    return reverse.chunk(k, width, {k: consts_k}, tables, arenas, state, lane)
 
                 key = ("reverse", signature, k, width)
-                args = (consts[k], tables, values, state, lane)
+                args = (consts[k], tables, arenas, state, lane)
                 state = self._call(key, chunk, *args, donate=3)
             else:
 
@@ -442,13 +467,13 @@ class Dispatch:
                 key = ("sums", signature, k, width)
                 state = self._call(key, sums, tables[1], state, lane, donate=1)
 
-        def finish(shared, tables, values, state):
+        def finish(shared, tables, arenas, state):
             consts, pull_back = jax.vjp(self.prepare, shared)
-            gradients = reverse.consts(consts, tables, values, state)
+            gradients = reverse.consts(consts, tables, arenas, state)
             pulled = pull_back(_cotangents_like(consts, gradients))[0]
             return pulled, reverse.inputs(tables[1], state)
 
-        return self._call(("finish", signature), finish, shared, tables, values, state)
+        return self._call(("finish", signature), finish, shared, tables, arenas, state)
 
 
 def _host_chunks(form: TableForm, table: np.ndarray) -> Any:

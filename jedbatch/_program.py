@@ -30,6 +30,7 @@ from jedbatch._schedule import Schedule
 
 MAX_READERS = 4
 HEADROOM = 1.1  # capacity over need, before rounding up
+FINE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its lanes
 SMALL = 256  # lanes; below, any program will do
 
@@ -227,8 +228,18 @@ class Placed:
 
 
 def capacity(need: int) -> int:
-    """A power of two above the need; 0 for nothing."""
-    return 1 << math.ceil(math.log2(need * HEADROOM)) if need else 0
+    """Room for a little more than is needed, in steps that grow with it; 0 for nothing.
+
+    Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
+    are large and memory counts.
+    """
+    if not need:
+        return 0
+    room = math.ceil(need * HEADROOM)
+    step = 1 << max(0, room.bit_length() - 1)
+    if room > FINE:
+        step >>= 3
+    return -(-room // step) * step
 
 
 def fits(placed: Placed, signature: Signature) -> bool:

@@ -18,7 +18,7 @@ becomes of it:
     shared arguments only       computed once per minibatch, before the nodes
     neither                     computed now; the result is a constant
 
-Everything met is interned in a `Vocabulary`, which belongs to one structure of shared
+Everything met is interned in a `Registry`, which belongs to one structure of shared
 arguments and lives as long as the batched function: types, shared values and the graphs of
 instances seen before.
 
@@ -260,7 +260,7 @@ class _Callee:
         self.unit = unit  # token of the result as a whole, if it is a flat tuple
 
 
-class Vocabulary:
+class Registry:
     """All that has been met while recording for one structure of shared arguments.
 
     Attributes:
@@ -573,7 +573,7 @@ class Value(_Symbol):
 
 
 class Shared(_Symbol):
-    """A symbolic value that all instances share: `vocabulary.shared[index]`."""
+    """A symbolic value that all instances share: `registry.shared[index]`."""
 
     __slots__ = ()
 
@@ -596,9 +596,9 @@ class _GoOn(Exception):
 class Recorder(Trace):
     """Records instances, one after the other, into flat lists."""
 
-    def __init__(self, vocabulary: Vocabulary, parent: Trace):
+    def __init__(self, registry: Registry, parent: Trace):
         super().__init__()
-        self.vocabulary = vocabulary
+        self.registry = registry
         self.parent = parent
         self.active = True
         self.instance: Any = None
@@ -631,8 +631,8 @@ class Recorder(Trace):
     def share(self, tree: Any) -> Any:
         """The shared arguments with symbols for leaves."""
         leaves = [
-            Shared(self, self.vocabulary.shared[i].aval, i)
-            for i in range(self.vocabulary.num_leaves)
+            Shared(self, self.registry.shared[i].aval, i)
+            for i in range(self.registry.num_leaves)
         ]
         shared = jax.tree.unflatten(tree, leaves)
         stack = [shared]
@@ -659,25 +659,25 @@ class Recorder(Trace):
             return instance
         values = []
         for leaf, array in enumerate(arrays):
-            kind = self.vocabulary.value_type(*array_type(array))
+            kind = self.registry.value_type(*array_type(array))
             values.append(self._leaf_value(kind, leaf, None))
         return replace_arrays(instance, iter(values))
 
     def _leaf_value(self, kind: int, leaf: int, index: Any) -> Value:
         single = isinstance(index, int)
-        group = self.vocabulary.group("leaf", kind, leaf, None if single else _freeze(index), single)
+        group = self.registry.group("leaf", kind, leaf, None if single else _freeze(index), single)
         self.input_group.append(group)
         self.input_value.append(index)
         position = -len(self.input_group)
         self._leaf_inputs[position] = (leaf, index)
-        return Value(self, self.vocabulary.avals[kind], position, kind)
+        return Value(self, self.registry.avals[kind], position, kind)
 
     def input(self, x: Any) -> Value:
         """A number or concrete array as an input of the instance."""
-        kind = self.vocabulary.value_type(*array_type(x))
-        self.input_group.append(self.vocabulary.group("value", kind))
+        kind = self.registry.value_type(*array_type(x))
+        self.input_group.append(self.registry.group("value", kind))
         self.input_value.append(x)
-        return Value(self, self.vocabulary.avals[kind], -len(self.input_group), kind)
+        return Value(self, self.registry.avals[kind], -len(self.input_group), kind)
 
     def lift(self, x: Any) -> "Shared":
         """Something the function closes over as a shared value."""
@@ -690,13 +690,13 @@ class Recorder(Trace):
                 position = len(self.tracers)
                 self.tracers.append(x)
             aval = jax.typeof(x)
-            index = self.vocabulary.lifted(("tracer", position, aval), aval, -1 - position)
+            index = self.registry.lifted(("tracer", position, aval), aval, -1 - position)
             return Shared(self, aval, index)
         key = ("array", _Same(x))
-        if key not in self.vocabulary._shared_ids:
-            self.vocabulary.arrays.append(x)
+        if key not in self.registry._shared_ids:
+            self.registry.arrays.append(x)
         aval = jax.typeof(x)
-        index = self.vocabulary.lifted(key, aval, len(self.vocabulary.arrays) - 1)
+        index = self.registry.lifted(key, aval, len(self.registry.arrays) - 1)
         return Shared(self, aval, index)
 
     def _symbol(self, x: Any) -> "Value | Shared":
@@ -720,7 +720,7 @@ class Recorder(Trace):
         if cell.identity is None or static:
             return self._call_cell(cell, args, static, None)
         # The short way: what a call of this kind was found to be the last time.
-        key: list[Hashable] = [cell.identity]
+        key: list[Hashable] = [cell]
         references = []
         units, containers = self._units, self._containers
         for arg in args:
@@ -741,7 +741,7 @@ class Recorder(Trace):
                 key.append(token)
             else:
                 return self._call_cell(cell, args, static, None)
-        callee = self.vocabulary._fast_callees.get(fast := tuple(key))
+        callee = self.registry._fast_callees.get(fast := tuple(key))
         if callee is None:
             return self._call_cell(cell, args, static, fast)
         self.references += references
@@ -750,8 +750,8 @@ class Recorder(Trace):
     def _number(self, kind: type) -> tuple[int, Hashable]:
         found = self._number_groups.get(kind)
         if found is None:
-            value_type = self.vocabulary.value_type(*array_type(kind(0)))
-            found = self.vocabulary.group("value", value_type), (kind, value_type)
+            value_type = self.registry.value_type(*array_type(kind(0)))
+            found = self.registry.group("value", value_type), (kind, value_type)
             self._number_groups[kind] = found
         return found
 
@@ -820,7 +820,7 @@ class Recorder(Trace):
 
         identity = cell.identity or _function_identity(fn)
         if free:
-            self.vocabulary.warn_if_many(fn.__code__, identity, cell.name)
+            self.registry.warn_if_many(fn.__code__, identity, cell.name)
         key = ("cell", identity, options, tree, tuple(slots))
 
         def call(shared_values, operand_values):
@@ -856,7 +856,7 @@ class Recorder(Trace):
             out = primitive.bind(*values, **params)
             return out if primitive.multiple_results else [out]
 
-        key = (primitive, self.vocabulary.params_key(params))
+        key = (primitive, self.registry.params_key(params))
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self._operation(name, key, call, tracers)
         return out if primitive.multiple_results else out[0]
@@ -889,9 +889,9 @@ class Recorder(Trace):
 
     def _custom(self, kind, fun, call, tracers):
         avals = [jax.typeof(t) for t in tracers]
-        before = len(self.vocabulary.node_types), len(self.vocabulary.shared)
+        before = len(self.registry.node_types), len(self.registry.shared)
         out = self._operation(getattr(fun, "__name__", kind), (kind, _hashable(fun)), call, tracers)
-        if before == (len(self.vocabulary.node_types), len(self.vocabulary.shared)):
+        if before == (len(self.registry.node_types), len(self.registry.shared)):
             with pause(), take_current_trace():  # JAX reads the result's structure off this run
                 jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*avals)
         return out
@@ -923,7 +923,7 @@ class Recorder(Trace):
             hash(full)
         except TypeError:
             full = None
-        cache = self.vocabulary._constants
+        cache = self.registry._constants
         out = cache.get(full) if full is not None else None
         if out is None:
             with pause(), take_current_trace():
@@ -949,32 +949,32 @@ class Recorder(Trace):
             values = iter(values)
             return call(*(next(values) if c is None else c for c in constants))
 
-        ids = self.vocabulary.shared_values((key, marks), filled, shared)
-        return [Shared(self, self.vocabulary.shared[i].aval, i) for i in ids]
+        ids = self.registry.shared_values((key, marks), filled, shared)
+        return [Shared(self, self.registry.shared[i].aval, i) for i in ids]
 
     def _node(self, name, key, call, shared, operands, *, fast=None, user_code=False):
         """Records one node; returns its results as `call` arranges them."""
-        vocabulary = self.vocabulary
+        registry = self.registry
         shared_ids = tuple(shared)
         kinds = tuple(v.type for v in operands)
-        callee = vocabulary._callees.get((key, shared_ids, kinds))
+        callee = registry._callees.get((key, shared_ids, kinds))
         if callee is None:
-            index = vocabulary.node_type(
+            index = registry.node_type(
                 name, key, call, shared_ids, kinds, user_code=user_code
             )
-            tree, results = vocabulary.results_of(index)
+            tree, results = registry.results_of(index)
             flat = tree == jax.tree.structure((0,) * len(results))
             callee = _Callee(
                 index,
                 (1,) * len(kinds),
-                tuple((vocabulary.avals[v], v) for v in results),
+                tuple((registry.avals[v], v) for v in results),
                 None if tree == jax.tree.structure(0) else tree,
-                vocabulary.unit(results) if flat else None,
+                registry.unit(results) if flat else None,
             )
-            vocabulary._callees[key, shared_ids, kinds] = callee
-        if fast is not None and fast not in vocabulary._fast_callees:
+            registry._callees[key, shared_ids, kinds] = callee
+        if fast is not None and fast not in registry._fast_callees:
             widths = self._widths(fast)
-            vocabulary._fast_callees[fast] = _Callee(
+            registry._fast_callees[fast] = _Callee(
                 callee.type, widths, callee.results, callee.tree, callee.unit
             )
         self.references += [v.index for v in operands]
@@ -982,7 +982,7 @@ class Recorder(Trace):
 
     def _widths(self, fast: tuple) -> tuple[int, ...]:
         """How many operands each reference of a short key stands for."""
-        units = list(self.vocabulary._units)
+        units = list(self.registry._units)
         widths = []
         for token in fast[1:]:
             if isinstance(token, int):
@@ -1005,7 +1005,7 @@ class Recorder(Trace):
             shape = value.shape[1:]
         else:
             shape = np.empty(value.shape, np.bool_)[item].shape
-        kind = self.vocabulary.value_type(shape, value.dtype, value.aval.weak_type)
+        kind = self.registry.value_type(shape, value.dtype, value.aval.weak_type)
         return self._leaf_value(kind, found[0], item)
 
     def index_shared(self, value: Shared, item: Any) -> Any:
@@ -1110,7 +1110,7 @@ class Record:
 
 def trace(
     fn: Callable,
-    vocabulary: Vocabulary,
+    registry: Registry,
     instances: Sequence[Sequence[Any]],
     arrays: Sequence[Sequence[Any]],
     arrange: Callable,
@@ -1119,7 +1119,7 @@ def trace(
 
     Args:
       fn: the function of one instance.
-      vocabulary: where types are interned.
+      registry: where types are interned.
       instances: the mapped arguments of each instance.
       arrays: the arrays in them, in order.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
@@ -1129,8 +1129,8 @@ def trace(
       transformations that `fn` closes over.
     """
     with take_current_trace() as parent:
-        recorder = Recorder(vocabulary, parent)
-        shared = recorder.share(vocabulary.structure)
+        recorder = Recorder(registry, parent)
+        shared = recorder.share(registry.structure)
         outputs: list[int] = []
         forms, caching, ends = [], [], []
         with set_current_trace(recorder), _recording_with(recorder):
@@ -1181,7 +1181,7 @@ def _recording_with(recorder: Recorder) -> Iterator[None]:
 
 def _finish(recorder: Recorder, outputs: list[int], ends: list[tuple]) -> list[Graph]:
     """The lists of a recorder as graphs, one per instance."""
-    vocabulary = recorder.vocabulary
+    registry = recorder.registry
     node_ptr, reference_ptr, input_ptr, output_ptr = (
         np.concatenate([[0], column]) for column in np.array(ends, np.int64).reshape(-1, 4).T
     )
@@ -1213,10 +1213,10 @@ def _finish(recorder: Recorder, outputs: list[int], ends: list[tuple]) -> list[G
     for references in (operand, result):
         negative = references < 0
         references[negative] = -1 - place[-1 - references[negative]]
-    chunks = _input_rows(vocabulary, recorder.input_value, kept, owner, group[kept])
+    chunks = _input_rows(registry, recorder.input_value, kept, owner, group[kept])
 
     whole = Graph(
-        vocabulary.types,
+        registry.types,
         types[which] if len(which) else np.zeros(0, np.int32),
         pointers(arity),
         operand.astype(np.int32),
@@ -1229,15 +1229,15 @@ def _finish(recorder: Recorder, outputs: list[int], ends: list[tuple]) -> list[G
     return whole.split()
 
 
-def _input_rows(vocabulary, values, kept, owner, group) -> Iterator[InputRows]:
+def _input_rows(registry, values, kept, owner, group) -> Iterator[InputRows]:
     """The inputs in order, as few chunks as there are changes of instance or group."""
     if not len(kept):
         return
-    groups = vocabulary.groups
+    groups = registry.groups
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
     for part in np.split(np.arange(len(kept)), change):
         kind, value_id, *where = groups[group[part[0]]]
-        value_type = vocabulary.value_types[value_id]
+        value_type = registry.value_types[value_id]
         items = [values[k] for k in kept[part].tolist()]
         if kind == "value":
             yield InputRows(value_type, host_rows(items, value_type))
@@ -1260,14 +1260,14 @@ def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
 
 
 def shared_consts(
-    vocabulary: Vocabulary, wanted: Sequence[Sequence[int]]
+    registry: Registry, wanted: Sequence[Sequence[int]]
 ) -> tuple[Callable, list[int]]:
     """How to compute shared values: (function, ids of the lifted values it needs).
 
     The function maps the leaves of the shared arguments followed by the lifted values to one
     list of values for each list of ids wanted.
     """
-    shared = vocabulary.shared
+    shared = registry.shared
     order: list[int] = []
     seen: set[int] = set()
 
@@ -1284,7 +1284,7 @@ def shared_consts(
     lifted = [index for index in order if shared[index].lifted is not None]
 
     def compute(values: Sequence[Any]) -> list[list[Any]]:
-        env = dict(zip(lifted, values[vocabulary.num_leaves :], strict=True))
+        env = dict(zip(lifted, values[registry.num_leaves :], strict=True))
         calls: dict[tuple, list[Any]] = {}
         for index in order:
             value = shared[index]

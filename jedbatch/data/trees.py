@@ -1,0 +1,239 @@
+"""Binary trees over words: a reader for bracketed treebanks and a synthetic treebank.
+
+A tree is a plain tuple, either `(label, word)` or `(label, left, right)`. Plain tuples of plain
+things are what `jedbatch` remembers fastest.
+
+Treebanks have nodes with any number of children. A TreeLSTM of two children reads a binary form
+of them: unary chains collapse into one node, labels joined by `+`, and a node with more than two
+children branches to the right through nodes labelled `@` and the label. `parse_tree` does this
+as it reads; a tree that is binary already passes through unchanged.
+"""
+
+import gzip
+import os
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Tree = tuple[Any, ...]  # (label, word) or (label, left, right)
+
+_TOKEN = re.compile(r"[()]|[^() \t\r\n]+")  # words may hold other spaces
+
+
+class Vocabulary:
+    """Numbers for words: each gets the next number when it is first met.
+
+    Args:
+      words: words to begin with.
+      unknown: if given, word number 0, which stands for all words met after `freeze`.
+
+    Example:
+      >>> from jedbatch.data import Vocabulary
+      >>> words = Vocabulary(unknown="<unk>")
+      >>> [words[w] for w in "the cat saw the dog".split()]
+      [1, 2, 3, 1, 4]
+      >>> words.freeze()
+      >>> words["bird"]
+      0
+    """
+
+    def __init__(self, words: Iterable[Hashable] = (), *, unknown: Hashable | None = None):
+        self._numbers: dict[Hashable, int] = {}
+        self._frozen = False
+        self._unknown = unknown
+        if unknown is not None:
+            self._numbers[unknown] = 0
+        for word in words:
+            self[word]
+
+    def __getitem__(self, word: Hashable) -> int:
+        number = self._numbers.get(word)
+        if number is not None:
+            return number
+        if not self._frozen:
+            return self._numbers.setdefault(word, len(self._numbers))
+        if self._unknown is None:
+            raise KeyError(
+                f"{word!r} is not among the {len(self)} words of a frozen vocabulary; make it "
+                "with `unknown=...` to give unknown words a number of their own."
+            )
+        return 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._numbers)
+
+    def freeze(self) -> None:
+        """From now on new words are unknown."""
+        self._frozen = True
+
+
+def parse_tree(text: str) -> Tree:
+    """Reads one bracketed tree, `(S (NP I) (VP (V saw) (NP stars)))`, as a binary tree.
+
+    Raises `ValueError` that says what is wrong with the text.
+    """
+    stack: list[list[Any]] = []
+    done: Tree | str | None = None
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if done is not None:
+            raise ValueError(f"{token!r} follows the end of the tree, at column {match.start()}")
+        if token == "(":
+            stack.append([])
+        elif not stack:
+            raise ValueError(f"{token!r} stands outside of any bracket, at column {match.start()}")
+        elif token == ")":
+            node = _binary(stack.pop(), match.start())
+            if stack:
+                stack[-1].append(node)
+            else:
+                done = node
+        else:
+            stack[-1].append(token)
+    if done is None:
+        raise ValueError(f"{len(stack)} brackets are not closed" if stack else "there is no tree")
+    return done
+
+
+def _binary(parts: list[Any], column: int) -> Tree:
+    """A node of a treebank as a binary node; `parts` are its label and its children."""
+    label = ""
+    if parts and isinstance(parts[0], str) and (len(parts) > 1):
+        label, *parts = parts
+    if not parts:
+        raise ValueError(f"the bracket that ends at column {column} is empty")
+    if len(parts) == 1:
+        (child,) = parts
+        if isinstance(child, str):
+            return (label, child)
+        return (f"{label}+{child[0]}" if label and child[0] else label or child[0], *child[1:])
+    if any(isinstance(child, str) for child in parts):
+        raise ValueError(
+            f"the bracket that ends at column {column} has words beside brackets; expected one "
+            "word, as in (NN word), or brackets only"
+        )
+    last = label.rsplit("+", 1)[-1].removeprefix("@")
+    node = parts[-1]
+    for child in reversed(parts[1:-1]):
+        node = (f"@{last}", child, node)
+    return (label, parts[0], node)
+
+
+def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
+    """Reads a treebank with one bracketed tree a line, gzipped if its name ends in `.gz`.
+
+    Args:
+      path: the file.
+      limit: the number of trees to read at most.
+
+    Returns:
+      Binary trees of strings, `(label, word)` or `(label, left, right)`.
+
+    Raises:
+      ValueError: names the file and the line that is not a tree.
+    """
+    opener = gzip.open if Path(path).suffix == ".gz" else open
+    trees = []
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if len(trees) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                trees.append(parse_tree(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: {error}; expected one bracketed tree a "
+                    "line, such as (S (NP I) (VP (V saw) (NP stars)))"
+                ) from None
+    return trees
+
+
+def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) -> list[Tree]:
+    """The trees with numbers for words and labels."""
+    indexed = []
+    for tree in trees:
+        # Post-order without recursion: trees may be deep.
+        values: list[Tree] = []
+        stack: list[tuple[Tree, bool]] = [(tree, False)]
+        while stack:
+            node, ready = stack.pop()
+            if len(node) == 2:
+                values.append((labels[node[0]], words[node[1]]))
+            elif ready:
+                right, left = values.pop(), values.pop()
+                values.append((labels[node[0]], left, right))
+            else:
+                stack += [(node, True), (node[2], False), (node[1], False)]
+        indexed.append(values.pop())
+    return indexed
+
+
+def synthetic_treebank(
+    num_trees: int, *, seed: int = 0, num_words: int = 500, mean_length: float = 24.0
+) -> list[Tree]:
+    """Random sentiment trees shaped like those of a newspaper treebank.
+
+    Sentence lengths follow a gamma distribution (mean 24 words, 5 % above 44), trees branch
+    mostly to the right (depth 12 on average). Every word has a valence; some words turn the
+    valence of the phrase that follows around, some strengthen it. The label of a node is the
+    valence of its phrase, from 0 (very negative) to 4 (very positive), so labels follow from
+    composition, not from counting words.
+
+    Args:
+      num_trees: how many.
+      seed: of the random generator; the same seed gives the same trees.
+      num_words: size of the vocabulary; words are numbers below it.
+      mean_length: words per sentence on average.
+
+    Returns:
+      Trees `(label, word)` or `(label, left, right)` of integers.
+
+    Example:
+      >>> from jedbatch.data import synthetic_treebank
+      >>> synthetic_treebank(1, seed=1, mean_length=2)
+      [(2, (2, 10), (2, 21))]
+    """
+    rng = np.random.default_rng(seed)
+    meaning = np.random.default_rng(20_23)  # what words mean does not depend on the seed
+    valence = meaning.choice([-2.0, -1.0, 0.0, 1.0, 2.0], num_words, p=[0.1, 0.15, 0.5, 0.15, 0.1])
+    turns = meaning.random(num_words) < 0.06
+    strengthens = meaning.random(num_words) < 0.06
+    frequency = 1 / np.arange(3, num_words + 3)
+    frequency = np.cumsum(frequency / frequency.sum())
+
+    def word() -> int:
+        return int(np.searchsorted(frequency, rng.random()))
+
+    def label(score: float) -> int:
+        return int(np.clip(np.round(score), -2, 2)) + 2
+
+    def grow(n: int) -> tuple[Tree, float, int | None]:
+        """(tree, valence, its word if it is one) of n words."""
+        if n == 1:
+            w = word()
+            plain = 0.0 if turns[w] or strengthens[w] else float(valence[w])
+            return (label(plain), w), plain, w
+        left_size = min(n - 1, int(rng.geometric(0.52)))
+        if rng.random() < 0.12:
+            left_size = int(rng.integers(1, n))
+        left, a, w = grow(left_size)
+        right, b, _ = grow(n - left_size)
+        if w is not None and turns[w]:
+            score = -b
+        elif w is not None and strengthens[w]:
+            score = 2 * b
+        else:
+            score = float(np.clip(a + b, -2, 2))
+        return (label(score), left, right), score, None
+
+    shape = 4.5
+    lengths = np.maximum(2, np.round(rng.gamma(shape, mean_length / shape, num_trees)))
+    return [grow(int(n))[0] for n in lengths]
