@@ -22,7 +22,7 @@ from jax.core import ShapedArray, Tracer
 from jedbatch._cells import Kernel, is_key, stored
 from jedbatch._execute import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph, InputRows
-from jedbatch._instances import array_type, instance_key, is_array
+from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._layout import Layout, assign_lanes
 from jedbatch._program import (
     Placed,
@@ -37,7 +37,8 @@ from jedbatch._program import (
     reverse_table,
 )
 from jedbatch._schedule import Policy, Schedule, lower_bound, schedule
-from jedbatch._trace import Record, Registry, shared_consts, trace
+from jedbatch._registry import Registry
+from jedbatch._trace import Record, trace
 
 STAGES = ("trace", "merge", "schedule", "layout", "lower")
 
@@ -144,6 +145,7 @@ class Session:
         self.reverses: list[ReverseSignature] = []
         self.compilations: collections.Counter[str] = collections.Counter()
         self.graphs: collections.OrderedDict[Hashable, Record] = collections.OrderedDict()
+        self.seen: collections.OrderedDict[int, tuple[Any, Record]] = collections.OrderedDict()
         self._kernels: dict[int, Kernel] = {}
         self._executors: dict[Any, Any] = {}
         self._runs: dict[Any, Any] = {}
@@ -166,7 +168,7 @@ class Session:
     @functools.lru_cache(maxsize=None)  # noqa: B019  (lives as long as the session)
     def _program(self, signature: Signature) -> tuple[Callable, list[int]]:
         ids = [kernel.node_type.shared for kernel in signature.kernels]
-        compute, lifted = shared_consts(self.registry, ids)
+        compute, lifted = self.registry.prologue(ids)
 
         def prepare(shared):
             values = compute(shared)
@@ -318,7 +320,7 @@ class Batched:
 
         records, arrays, tracers, num_cached = self._records(session, instances)
         tick()
-        graph = Graph.concatenate([r.graph for r in records])
+        graph = Graph.select([(r.whole, r.index) for r in records])
         tick()
         cut = schedule(graph, self.policy)
         tick()
@@ -340,19 +342,25 @@ class Batched:
 
     def _records(self, session, instances):
         """Graphs of the instances, recorded or remembered."""
-        keys, arrays = [], []
+        seen = session.seen
+        records: list[Record | None] = [None] * len(instances)
+        keys: list[Hashable] = [None] * len(instances)
+        arrays: list[Any] = [()] * len(instances)
         for i, instance in enumerate(instances):
+            what = instance if len(instance) > 1 else instance[0]
+            if (same := seen.get(id(what))) is not None:
+                records[i] = same[1]
+                continue
             try:
-                found, mine = instance_key(instance if len(instance) > 1 else instance[0])
+                found, arrays[i] = instance_key(what)
             except TypeError as error:
                 error.add_note(f"This happened while instance {i} was read.")
                 raise
             if self._key is not None:
                 found = ("user", self._key(*instance), found)
-            keys.append(found)
-            arrays.append(mine)
+            keys[i] = found
+            records[i] = session.graphs.get(found) if found is not None else None
         cache = session.graphs
-        records: list[Record | None] = [cache.get(k) if k is not None else None for k in keys]
         todo: list[int] = []
         first: dict[Hashable, int] = {}
         for i, (k, record) in enumerate(zip(keys, records, strict=True)):
@@ -372,6 +380,11 @@ class Batched:
                 records[i] = record
                 if keep and keys[i] is not None:
                     cache[keys[i]] = record
+                    what = instances[i] if len(instances[i]) > 1 else instances[i][0]
+                    if isinstance(keys[i], bytes) and immutable(what):
+                        seen[id(what)] = what, record
+            while len(seen) > self._cache_size:
+                seen.popitem(last=False)
             while len(cache) > self._cache_size:
                 cache.popitem(last=False)
         records = [
@@ -478,11 +491,8 @@ class Batched:
         signature = static.signature
         lifted = []
         for index in session.lifted(signature):
-            position = session.registry.shared[index].lifted
-            if position >= 0:
-                lifted.append(session.registry.arrays[position])
-            else:
-                lifted.append(plan._host.lifted[-1 - position])
+            value = session.registry.shared[index]
+            lifted.append(plan._host.lifted[value.tracer] if value.array is None else value.array)
         shared = [*leaves, *lifted]
         rows = tuple(inputs[_name(kind)] for kind in signature.arenas)
         traced = any(isinstance(x, Tracer) for x in (*shared, *rows, plan._table))
@@ -520,7 +530,7 @@ def _assemble(placed, signature, records, arrays) -> dict[str, Any]:
     """The input rows of each arena, up to capacity."""
     parts: dict[Any, list[Any]] = {}
     for record, mine in zip(records, arrays, strict=True):
-        for chunk in record.graph.inputs:
+        for chunk in record.whole.chunks[record.index]:
             parts.setdefault(stored(chunk.type), []).append(_rows(chunk, mine))
     inputs = {}
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):

@@ -116,9 +116,10 @@ def pointers(counts: np.ndarray) -> np.ndarray:
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The ranges `starts[i], …, starts[i] + counts[i] - 1` one after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - ends + counts, counts)
+    ends = counts.cumsum()
+    index = (starts - ends + counts).repeat(counts)
+    index += np.arange(len(index))
+    return index
 
 
 def distinct(indices: np.ndarray) -> np.ndarray:
@@ -130,20 +131,6 @@ def distinct(indices: np.ndarray) -> np.ndarray:
     first[0] = True
     np.not_equal(indices[1:], indices[:-1], out=first[1:])
     return indices[first]
-
-
-@dataclass(frozen=True, eq=False)
-class Topology:
-    """Who waits for whom, and for how long: what scheduling asks of a graph.
-
-    Edges are between nodes; a node that reads two results of one other node counts once.
-    """
-
-    num_preds: np.ndarray  # int32[N], nodes each node reads
-    succ_ptr: np.ndarray  # int64[N + 1]
-    succ: np.ndarray  # int32[...], readers of each node
-    depth: np.ndarray  # int32[N], longest path that ends in the node; 0 if it reads none
-    chain: np.ndarray  # int32[N, T], most nodes of each type on a path to it, itself included
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,41 +246,74 @@ class Graph:
     def concatenate(graphs: Sequence["Graph"]) -> "Graph":
         """The disjoint union of graphs over the same types, instance after instance.
 
-        The graphs' `types` must be prefixes of one another, as they are when one traced
-        function made them.
+        The graphs' `types` must be prefixes of one another, as they are when one batched
+        function recorded them.
         """
-        if len(graphs) == 1:
-            return graphs[0]
-        num_nodes = np.array([len(g.node_type) for g in graphs])
-        num_operands = np.array([len(g.operand) for g in graphs])
-        num_inputs = np.array([g.num_inputs for g in graphs])
-        num_outputs = np.array([len(g.outputs) for g in graphs])
-        num_instances = np.array([g.num_instances for g in graphs])
-        value_start = pointers(np.array([g.num_values for g in graphs]))[:-1]
-        input_start = pointers(num_inputs)[:-1]
+        return Graph.select([(g, i) for g in graphs for i in range(g.num_instances)])
 
-        def shift(references: np.ndarray, counts: np.ndarray) -> np.ndarray:
-            up, down = np.repeat(value_start, counts), np.repeat(input_start, counts)
-            return np.where(references >= 0, references + up, references - down).astype(np.int32)
+    def split(self) -> list["Graph"]:
+        """One graph per instance; the inverse of `concatenate`."""
+        return [Graph.select([(self, i)]) for i in range(self.num_instances)]
 
-        def join(name: str, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-            return _join_pointers([getattr(g, name) for g in graphs], sizes, counts)
+    @staticmethod
+    def select(parts: Sequence[tuple["Graph", int]]) -> "Graph":
+        """The disjoint union of single instances `(graph, index)`, in this order."""
+        whole = parts[0][0]
+        if len(parts) == whole.num_instances and all(
+            g is whole and i == k for k, (g, i) in enumerate(parts)
+        ):
+            return whole
+        bounds = np.array([g._bounds[i] for g, i in parts])  # (nodes, operands, ...) from, to
+        first, last = bounds[:, 0::2], bounds[:, 1::2]
+        node_ptr, operand_end, input_ptr, output_ptr, value_ptr = map(pointers, (last - first).T)
+        rows = bounds.tolist()
 
-        union = Graph(
-            types=max((g.types for g in graphs), key=len),
-            node_type=np.concatenate([g.node_type for g in graphs]),
-            operand_ptr=join("operand_ptr", num_operands, num_nodes),
-            operand=shift(np.concatenate([g.operand for g in graphs]), num_operands),
-            inputs=tuple(chunk for g in graphs for chunk in g.inputs),
-            outputs=shift(np.concatenate([g.outputs for g in graphs]), num_outputs),
-            node_ptr=join("node_ptr", num_nodes, num_instances),
-            input_ptr=join("input_ptr", num_inputs, num_instances),
-            output_ptr=join("output_ptr", num_outputs, num_instances),
+        def join(name: str, column: int) -> np.ndarray:
+            arrays = [getattr(g, name) for g, _ in parts]
+            pieces = [x[r[column] : r[column + 1]] for x, r in zip(arrays, rows, strict=True)]
+            return np.concatenate(pieces)
+
+        up = value_ptr[:-1] - first[:, 4]
+        down = input_ptr[:-1] - first[:, 2]
+
+        def moved(references: np.ndarray, ptr: np.ndarray) -> np.ndarray:
+            counts = np.diff(ptr)
+            shift = np.where(references >= 0, np.repeat(up, counts), -np.repeat(down, counts))
+            return (references + shift).astype(np.int32)
+
+        sizes = np.concatenate(
+            [np.diff(g.operand_ptr[r[0] : r[1] + 1]) for (g, _), r in zip(parts, rows, strict=True)]
         )
-        parts = [g.__dict__.get("topology") for g in graphs]
-        if all(part is not None for part in parts):
-            union.__dict__["topology"] = _join_topologies(parts, num_nodes, len(union.types))
+        union = Graph(
+            types=max((g.types for g, _ in parts), key=len),
+            node_type=join("node_type", 0),
+            operand_ptr=pointers(sizes),
+            operand=moved(join("operand", 2), operand_end),
+            inputs=tuple(chunk for g, i in parts for chunk in g.chunks[i]),
+            outputs=moved(join("outputs", 6), output_ptr),
+            node_ptr=node_ptr,
+            input_ptr=input_ptr,
+            output_ptr=output_ptr,
+        )
+        if all("rank" in g.__dict__ for g, _ in parts):
+            union.__dict__["rank"] = join("rank", 0)
         return union
+
+    @functools.cached_property
+    def _bounds(self) -> list[tuple[int, ...]]:
+        """From and to, of every instance's nodes, operands, inputs, outputs and results."""
+        nodes = self.node_ptr
+        columns = (nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr)
+        columns = (*columns, self.value_ptr[nodes])
+        flat = [end for x in columns for end in (x[:-1], x[1:])]
+        return list(zip(*(x.tolist() for x in flat), strict=True))
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[InputRows, ...]]:
+        """The inputs of every instance."""
+        ends = pointers(np.fromiter(map(len, self.inputs), np.int64, len(self.inputs)))
+        ptr = np.searchsorted(ends, self.input_ptr).tolist()
+        return [self.inputs[a:b] for a, b in zip(ptr, ptr[1:], strict=False)]
 
     @property
     def num_instances(self) -> int:
@@ -325,81 +345,93 @@ class Graph:
     @functools.cached_property
     def preds(self) -> tuple[np.ndarray, np.ndarray]:
         """(int64[N + 1], int32[...]): the nodes each node reads, most repeats left out."""
-        reader = np.repeat(np.arange(len(self.node_type)), np.diff(self.operand_ptr))
-        internal = self.operand >= 0
-        reader, operand = reader[internal], self.operand[internal]
-        maker = self.value_node[operand]
-        again = np.zeros(len(maker), bool)
-        again[1:] = (maker[1:] == maker[:-1]) & (reader[1:] == reader[:-1])
-        reader, maker = reader[~again], maker[~again].astype(np.int32)
-        return pointers(np.bincount(reader, minlength=len(self.node_type))), maker
+        num_nodes = len(self.node_type)
+        reader = np.repeat(np.arange(num_nodes), np.diff(self.operand_ptr))
+        internal = np.flatnonzero(self.operand >= 0)
+        reader = reader[internal]
+        maker = self.value_node[self.operand[internal]]
+        fresh = np.ones(len(maker), bool)  # reading two results of one node is one edge
+        fresh[1:] = (maker[1:] != maker[:-1]) | (reader[1:] != reader[:-1])
+        reader, maker = reader[fresh], maker[fresh]
+        return pointers(np.bincount(reader, minlength=num_nodes)), maker.astype(np.int32)
 
     @functools.cached_property
-    def topology(self) -> Topology:
-        """Readers, depths and chains of every node, by one sweep over the levels."""
-        num_nodes, num_types = len(self.node_type), len(self.types)
-        pred_ptr, pred = self.preds
-        num_preds = np.diff(pred_ptr).astype(np.int32)
-        by_maker = np.argsort(pred, kind="stable")
-        reader = np.repeat(np.arange(num_nodes, dtype=np.int32), num_preds)
-        succ = reader[by_maker]
-        succ_ptr = pointers(np.bincount(pred, minlength=num_nodes))
-        depth = np.zeros(num_nodes, np.int32)
-        chain = np.zeros((num_nodes, num_types), np.int32)
-        chain[np.arange(num_nodes), self.node_type] = 1
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int32[...], int32[...]): maker and reader of every edge, by reader."""
+        ptr, maker = self.preds
+        return maker, np.repeat(np.arange(len(self.node_type), dtype=np.int32), np.diff(ptr))
 
-        waiting = num_preds.astype(np.int64)  # int64: `subtract.at` is slow when it casts
-        num_succ = np.diff(succ_ptr)
-        level, nodes = 0, np.flatnonzero(waiting == 0)
+    @functools.cached_property
+    def succs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[N + 1], int32[...]): the nodes that read each node."""
+        maker, reader = self.edges
+        ptr = pointers(np.bincount(maker, minlength=len(self.node_type)))
+        return ptr, reader[np.argsort(maker, kind="stable")]
+
+    @functools.cached_property
+    def rank(self) -> np.ndarray:
+        """int32[N], the place of each node among its kind.
+
+        The most other nodes of its own type on a path that ends in it, whatever lies between
+        them. Nodes of one type and different rank lie on no common batch if ranks are to be run
+        in order; one more than the greatest rank of a type is a lower bound on its batches.
+        """
+        rank = np.zeros(len(self.node_type), np.int32)
+        for types in self.circles:
+            chain = self.chain_lengths(types)
+            for c, t in enumerate(types):
+                mine = np.flatnonzero(self.node_type == t)
+                rank[mine] = chain[mine, c] - 1
+        return rank
+
+    @functools.cached_property
+    def circles(self) -> list[list[int]]:
+        """Groups of types that read each other in a circle, a type that reads itself included."""
+        num_types = len(self.types)
+        maker, reader = self.edges
+        pairs = self.node_type[maker].astype(np.int64) * num_types + self.node_type[reader]
+        reach = np.zeros((num_types, num_types), bool)
+        reach.ravel()[np.unique(pairs) if num_types > 300 else np.bincount(pairs).nonzero()] = True
+        for _ in range(num_types.bit_length()):
+            reach |= (reach.astype(np.float32) @ reach) > 0
+        mutual = reach & reach.T
+        groups = {tuple(np.flatnonzero(row).tolist()) for row in mutual if row.any()}
+        return sorted(map(list, groups))
+
+    def chain_lengths(self, types: Sequence[int]) -> np.ndarray:
+        """int32[N, len(types)]: most nodes of each type on a path that ends in a node, itself too.
+
+        Only nodes of these types count and pass on; others have 0. `types` must be one of
+        `circles`, so that no path between them leads through another type.
+        """
+        column = np.full(len(self.types), -1)
+        column[types] = np.arange(len(types))
+        column = column[self.node_type]
+        mine = np.flatnonzero(column >= 0)
+        place = np.empty(len(column), np.int32)
+        place[mine] = np.arange(len(mine))
+        maker, reader = self.edges
+        kept = np.flatnonzero((column[maker] >= 0) & (column[reader] >= 0))
+        maker, reader = place[maker[kept]], place[reader[kept]]
+        pred_ptr = pointers(np.bincount(reader, minlength=len(mine)))
+        succ_ptr = pointers(np.bincount(maker, minlength=len(mine)))
+        succ = reader[np.argsort(maker, kind="stable")]
+        num_preds, num_succ = np.diff(pred_ptr), np.diff(succ_ptr)
+        chain = np.zeros((len(mine), len(types)), np.int32)
+        chain[np.arange(len(mine)), column[mine]] = 1
+        waiting = num_preds.copy()  # int64: `subtract.at` is slow when it casts
+        nodes = np.flatnonzero(waiting == 0)
         while len(nodes):
             reached = succ[ranges(succ_ptr[nodes], num_succ[nodes])]
             np.subtract.at(waiting, reached, 1)
             nodes = distinct(reached[waiting[reached] == 0])
-            if not len(nodes):
-                break
-            level += 1
-            depth[nodes] = level
-            counts = num_preds[nodes]
-            makers = pred[ranges(pred_ptr[nodes], counts)]
-            chain[nodes] += np.maximum.reduceat(chain[makers], np.cumsum(counts) - counts)
-        return Topology(num_preds, succ_ptr, succ, depth, chain)
-
-    def split(self) -> list["Graph"]:
-        """One graph per instance; the inverse of `concatenate`."""
-        topology = self.topology
-        chunks = iter(self.inputs)
-        graphs = []
-        for i in range(self.num_instances):
-            a, b = int(self.node_ptr[i]), int(self.node_ptr[i + 1])
-            operands = slice(int(self.operand_ptr[a]), int(self.operand_ptr[b]))
-            up, down = int(self.value_ptr[a]), int(self.input_ptr[i])
-
-            def shift(references: np.ndarray, up: int = up, down: int = down) -> np.ndarray:
-                moved = np.where(references >= 0, references - up, references + down)
-                return moved.astype(np.int32)
-
-            inputs, missing = [], int(self.input_ptr[i + 1]) - down
-            while missing:
-                inputs.append(next(chunks))
-                missing -= len(inputs[-1])
-            graph = Graph(
-                self.types,
-                self.node_type[a:b],
-                self.operand_ptr[a : b + 1] - operands.start,
-                shift(self.operand[operands]),
-                tuple(inputs),
-                shift(self.outputs[self.output_ptr[i] : self.output_ptr[i + 1]]),
-            )
-            succ = slice(int(topology.succ_ptr[a]), int(topology.succ_ptr[b]))
-            graph.__dict__["topology"] = Topology(
-                topology.num_preds[a:b],
-                topology.succ_ptr[a : b + 1] - succ.start,
-                topology.succ[succ] - np.int32(a),
-                topology.depth[a:b],
-                topology.chain[a:b],
-            )
-            graphs.append(graph)
-        return graphs
+            if len(nodes):
+                counts = num_preds[nodes]
+                makers = maker[ranges(pred_ptr[nodes], counts)]
+                chain[nodes] += np.maximum.reduceat(chain[makers], counts.cumsum() - counts)
+        whole = np.zeros((len(column), len(types)), np.int32)
+        whole[mine] = chain
+        return whole
 
     def check(self) -> None:
         """Raises `ValueError` unless every invariant of the class holds."""
@@ -513,32 +545,3 @@ class Graph:
                 f"`Graph.load` cannot read {str(path)!r}: {error}. It expects a file written "
                 "by `Graph.save`."
             ) from error
-
-
-def _join_pointers(
-    parts: Sequence[np.ndarray], sizes: np.ndarray, counts: np.ndarray
-) -> np.ndarray:
-    """Row pointers of concatenated CSR pairs with `sizes` entries in `counts` rows each."""
-    joined = np.zeros(int(counts.sum()) + 1, np.int64)
-    starts = np.repeat(pointers(sizes)[:-1], counts)
-    joined[1:] = np.concatenate([p[1:] for p in parts]) + starts
-    return joined
-
-
-def _join_topologies(parts: Sequence[Any], counts: np.ndarray, num_types: int) -> Topology:
-    node_start = pointers(counts)[:-1]
-    num_succ = np.array([len(t.succ) for t in parts])
-    if all(t.chain.shape[1] == num_types for t in parts):
-        chain = np.concatenate([t.chain for t in parts])
-    else:  # some were traced before the later types were met
-        chain = np.zeros((int(counts.sum()), num_types), np.int32)
-        for start, t in zip(node_start.tolist(), parts, strict=True):
-            chain[start : start + len(t.chain), : t.chain.shape[1]] = t.chain
-    succ = np.concatenate([t.succ for t in parts])
-    return Topology(
-        num_preds=np.concatenate([t.num_preds for t in parts]),
-        succ_ptr=_join_pointers([t.succ_ptr for t in parts], num_succ, counts),
-        succ=succ + np.repeat(node_start.astype(np.int32), num_succ),
-        depth=np.concatenate([t.depth for t in parts]),
-        chain=chain,
-    )

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jedbatch._graph import Graph
+
 _PLAIN = frozenset({int, float, bool, complex, str, bytes})
 _BY_IDENTITY = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
 
@@ -66,6 +68,29 @@ def typed(value: Any) -> Hashable:
     return kind, value
 
 
+class Same:
+    """Equal to another exactly if both hold the same object; keeps it alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+
+def typed_or_same(value: Any) -> Hashable:
+    """The value with its type if it can be hashed, and otherwise the object itself."""
+    try:
+        return typed(value)
+    except TypeError:
+        return Same(value)
+
+
 def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     """What decides the graph of an instance, and its arrays in order.
 
@@ -92,6 +117,8 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
         elif is_array(x):
             tokens.append(("array", *array_type(x)))
             arrays.append(x)
+        elif isinstance(x, Graph):  # immutable, and too large to compare
+            tokens.append(Same(x))
         elif (node := _children(x)) is not None:
             token, children, mutable = node
             cacheable = cacheable and not mutable
@@ -108,6 +135,15 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     except TypeError:
         return None, arrays
     return key, arrays
+
+
+def immutable(instance: Any) -> bool:
+    """True of plain instances without lists or dicts in them: they will not change."""
+    try:
+        hash(instance)
+    except TypeError:
+        return False
+    return True
 
 
 def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
@@ -152,6 +188,8 @@ def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
             return tuple(map(typed, x)), list(x.values()), False
         except TypeError:
             return None, list(x.values()), True
+    if isinstance(x, Graph):
+        return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
         return None, parts, not kind.__dataclass_params__.frozen

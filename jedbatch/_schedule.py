@@ -1,57 +1,47 @@
 """Cutting a graph into batches.
 
-Nodes of one type that are ready at the same time can run as one batch; which type to run
-next is the whole question, because running a type too early splits what could have run
-together. Finding the fewest batches is NP-hard. Like ED-Batch we run Algorithm 1 of the
-paper: ask a policy for a type, run *every* ready node of that type, repeat.
+Nodes of one type that are ready at the same time can run as one batch; which type to run next
+is the whole question, because running a type too early splits what could have run together.
+Finding the fewest batches is NP-hard. Like ED-Batch we run Algorithm 1 of the paper: ask a
+policy for a type, run *every* ready node of that type, repeat.
 
     frontier = ready nodes of each type
     while nodes remain:
         t = policy(frontier)
         run all ready nodes of type t; their readers may become ready
 
-The chain bound. Write G^a for the graph of the nodes of type a alone, one before another
-if a path of G leads from the first to the second, through whatever types lie between. A
-chain of n nodes of type a in it needs n batches of type a, so
+The chain bound. Write G^a for the graph of the nodes of type a alone, one before another if a
+path of G leads from the first to the second, through whatever types lie between. A chain of n
+nodes of type a in it needs n batches of type a, so
 
     lower_bound(G) = sum over a of the longest chain of type a
 
-batches are needed. A batch of type a is certainly no mistake if every node that could run
-next in G^a is ready now: |Frontier_a(G)| / |Frontier(G^a)| = 1. (The first printed version
-of the paper has this ratio upside down.) The heuristic `sufficient` takes the type whose
-ratio is largest.
+batches are needed. A batch of type a is certainly no mistake if every node that could run next
+in G^a is ready now, |Frontier_a(G)| / |Frontier(G^a)| = 1: it shortens every longest chain of
+type a. (The first printed version of the paper has this ratio upside down.) The heuristic
+`sufficient` takes the type whose ratio is largest.
+
+Most types need little of this. Types that lie on no cycle of "some node of type a reads one of
+type b" have no chains: their frontier in G^a is what is left of them. A type that is on a cycle
+by reading itself only has chains of direct edges. Only types that read each other in a circle
+(characters and words of a lattice) need paths through other types.
 
 Everything is NumPy over CSR, a handful of calls a batch, whatever the number of nodes in it.
 
 Sources: Chen et al., ED-Batch, ICML 2023 (Algorithm 1, the sufficient condition); Neubig,
-Goldberg and Dyer, On-the-fly operation batching, 2017 (agenda); Looks et al., Deep
-learning with dynamic computation graphs, 2017 (depth).
+Goldberg and Dyer, On-the-fly operation batching, 2017 (agenda); Looks et al., Deep learning
+with dynamic computation graphs, 2017 (depth).
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jedbatch._graph import Graph, distinct, pointers, ranges
-
-
-class NothingReadyError(ValueError):
-    """A policy chose a type that has no ready node.
-
-    **Symptom.** Scheduling stops with the id the policy returned and the types that had
-    ready nodes.
-
-    **Reason.** A policy is called with a `Frontier` and must return the id of a type with
-    `frontier.num_ready[t] > 0`. A policy that computes a score sometimes produces NaN (0/0
-    when a type is exhausted), and `numpy.argmax` of an array with NaN picks the NaN.
-
-    **Cure.** Choose among `frontier.ready_types` only:
-
-        def most_ready(frontier):
-            return max(frontier.ready_types, key=lambda t: frontier.num_ready[t])
-    """
+from jedbatch.errors import NothingReadyError
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +82,10 @@ class Schedule:
             raise ValueError("not a valid schedule: a batch mixes node types")
         when = np.empty(num_nodes, np.int64)
         when[self.node] = batch
-        pred_ptr, pred = graph.preds
-        reader = np.repeat(np.arange(num_nodes), np.diff(pred_ptr))
-        early = np.flatnonzero(when[pred] >= when[reader])
+        maker, reader = graph.edges
+        early = np.flatnonzero(when[maker] >= when[reader])
         if len(early):
-            node, operand = reader[early[0]], pred[early[0]]
+            node, operand = reader[early[0]], maker[early[0]]
             raise ValueError(
                 f"not a valid schedule: node {node} runs in batch {when[node]} and reads node "
                 f"{operand}, which runs in batch {when[operand]}"
@@ -122,11 +111,11 @@ class Frontier:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        topology = graph.topology
-        self._succ_ptr, self._succ = topology.succ_ptr, topology.succ
-        self._num_succ = np.diff(topology.succ_ptr)
-        self._waiting = topology.num_preds.astype(np.int64)
+        self._succ_ptr, self._succ = graph.succs
+        self._num_succ = np.diff(self._succ_ptr)
+        self._waiting = np.diff(graph.preds[0])  # int64: `subtract.at` is slow when it casts
         self._ready: list[list[np.ndarray]] = [[] for _ in graph.types]
+        self._tallest: dict[int, tuple[int, int]] = {}  # (parts looked at, greatest height)
         self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
         self.num_left = np.bincount(graph.node_type, minlength=len(graph.types)).tolist()
         self.num_ready = [0] * len(graph.types)
@@ -143,37 +132,45 @@ class Frontier:
 
     def run(self, t: int) -> np.ndarray:
         """Runs every ready node of type t and returns them, ascending."""
-        if not (0 <= t < len(self.num_ready) and self.num_ready[t]):
+        try:
+            some = self.num_ready[t] > 0 <= t
+        except (TypeError, IndexError):
+            some = False
+        if not some:
             raise NothingReadyError(
                 f"the policy chose type {t!r}, which has no ready node; the types that have are "
-                f"{self.ready_types}. Return one of `frontier.ready_types`."
+                f"{self.ready_types}. Return one of `frontier.ready_types`; "
+                "`help(jedbatch.errors.NothingReadyError)` says more."
             )
         parts = self._ready[t]
         nodes = np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
         self._ready[t] = []
+        self._tallest.pop(t, None)
         self.num_ready[t] = 0
         self.num_left[t] -= len(nodes)
         reached = self.readers(nodes)
-        np.subtract.at(self._waiting, reached, 1)
+        if len(reached):
+            np.subtract.at(self._waiting, reached, 1)
         for watcher in self._watchers:
             watcher(t, nodes, reached)
-        self._admit(distinct(reached[self._waiting[reached] == 0]))
+        if len(reached):
+            self._admit(distinct(reached[self._waiting[reached] == 0]))
         return nodes
 
     def _admit(self, nodes: np.ndarray) -> None:
+        if not len(nodes):
+            return
         types = self.graph.node_type[nodes]
         for t in np.flatnonzero(np.bincount(types)).tolist():
             mine = nodes[types == t]
             self._ready[t].append(mine)
             self.num_ready[t] += len(mine)
 
-    def _watch(self, state):
-        if self.num_left != np.bincount(
-            self.graph.node_type, minlength=len(self.graph.types)
-        ).tolist():
+    def _watch(self, watcher: Any) -> Any:
+        if sum(self.num_left) != len(self.graph.node_type):
             raise RuntimeError("ask for what the frontier tracks before the first batch runs")
-        self._watchers.append(state)
-        return state
+        self._watchers.append(watcher)
+        return watcher
 
     @functools.cached_property
     def _chains(self) -> "_Chains":
@@ -185,10 +182,10 @@ class Frontier:
 
     @functools.cached_property
     def _heights(self) -> np.ndarray:
-        return heights(self.graph)
+        return levels(self.graph.succs, self.graph.preds)
 
     def num_next(self, t: int) -> int:
-        """|Frontier(G^t)|: nodes of type t with no node of type t before them left to run."""
+        """|Frontier(G^t)|: nodes of type t left with no other of type t left before them."""
         return self._chains.num_next(t)
 
     def mean_depth(self, t: int) -> float:
@@ -197,7 +194,12 @@ class Frontier:
 
     def max_height(self, t: int) -> int:
         """Longest path that begins in a ready node of type t."""
-        return max(int(self._heights[part].max()) for part in self._ready[t])
+        parts = self._ready[t]
+        seen, tallest = self._tallest.get(t, (0, 0))
+        for part in parts[seen:]:
+            tallest = max(tallest, int(self._heights[part].max()))
+        self._tallest[t] = len(parts), tallest
+        return tallest
 
 
 class _Depths:
@@ -205,7 +207,7 @@ class _Depths:
 
     def __init__(self, frontier: Frontier):
         graph = frontier.graph
-        self.depth = graph.topology.depth
+        self.depth = depths(graph)
         sums = np.bincount(graph.node_type, weights=self.depth, minlength=len(graph.types))
         self.sums = sums.tolist()
 
@@ -214,29 +216,32 @@ class _Depths:
 
 
 class _Chains:
-    """Size of Frontier(G^a) for every type a, kept up to date batch by batch.
+    """The size of Frontier(G^a) for every type a, kept up to date batch by batch.
 
-    A node is blocked for a if a node of type a that has not run lies before it. It counts
-    its blockers: the nodes it reads that are of type a and have not run, or are blocked for a
-    themselves. Running nodes of type a releases readers, and what is released but is not of
-    type a passes the release on. A type none of whose nodes lies before another needs none of
-    this: its frontier is what is left of it.
+    A node is blocked for a if a node of type a that has not run lies before it. It counts its
+    blockers: the nodes it reads that are of type a and have not run, or are blocked for a
+    themselves. Running nodes of type a releases readers, and what is released but is not of type
+    a passes the release on.
     """
 
     def __init__(self, frontier: Frontier):
-        graph, topology = frontier.graph, frontier.graph.topology
+        graph = frontier.graph
         self.frontier = frontier
         self.node_type = graph.node_type
-        self.has_readers = np.diff(topology.succ_ptr) > 0
-        pred_ptr, pred = graph.preds
-        reader = np.repeat(np.arange(len(graph.node_type)), np.diff(pred_ptr))
         self.blockers: dict[int, np.ndarray] = {}
         self.sizes: dict[int, int] = {}
-        for a in np.flatnonzero(topology.chain.max(axis=0, initial=0) > 1).tolist():
-            chain = topology.chain[:, a]
-            blocked = chain[pred] > 0
-            self.blockers[a] = np.bincount(reader[blocked], minlength=len(chain))
-            self.sizes[a] = int(np.count_nonzero((chain == 1) & (self.node_type == a)))
+        maker, reader = graph.edges
+        for types in graph.circles:
+            if len(types) == 1:
+                blocks = {types[0]: self.node_type[maker] == types[0]}
+            else:
+                chain = graph.chain_lengths(types)
+                blocks = {a: chain[maker, c] > 0 for c, a in enumerate(types)}
+            for a, blocking in blocks.items():
+                count = np.bincount(reader[blocking], minlength=len(self.node_type))
+                self.blockers[a] = count
+                self.sizes[a] = int(np.count_nonzero((count == 0) & (self.node_type == a)))
+        self.relayed = {a for types in graph.circles if len(types) > 1 for a in types}
 
     def num_next(self, a: int) -> int:
         return self.sizes[a] if a in self.sizes else self.frontier.num_left[a]
@@ -247,28 +252,37 @@ class _Chains:
         blockers, size = self.blockers[a], self.sizes[a] - len(nodes)
         while len(reached):
             np.subtract.at(blockers, reached, 1)
-            released = distinct(reached[blockers[reached] == 0])
+            released = reached[blockers[reached] == 0]
             mine = self.node_type[released] == a
-            size += int(np.count_nonzero(mine))
-            others = released[~mine & self.has_readers[released]]
-            reached = self.frontier.readers(others) if len(others) else others
+            size += len(distinct(released[mine]))
+            if a not in self.relayed:
+                break
+            others = distinct(released[~mine])
+            reached = self.frontier.readers(others)
         self.sizes[a] = size
 
 
-def heights(graph: Graph) -> np.ndarray:
-    """int32[N], the longest path that begins in each node; 0 if nobody reads it."""
-    topology = graph.topology
-    pred_ptr, pred = graph.preds
-    waiting = np.diff(topology.succ_ptr)
-    height = np.zeros(len(graph.node_type), np.int32)
-    level, nodes = 0, np.flatnonzero(waiting == 0)
+def levels(
+    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    """int32[N], the longest path that ends in each node, given CSR of what is on either side."""
+    waiting = np.diff(before[0])
+    ptr, index = after
+    count = np.diff(ptr)
+    level = np.zeros(len(waiting), np.int32)
+    depth, nodes = 0, np.flatnonzero(waiting == 0)
     while len(nodes):
-        reached = pred[ranges(pred_ptr[nodes], np.diff(pred_ptr)[nodes])]
+        level[nodes] = depth
+        depth += 1
+        reached = index[ranges(ptr[nodes], count[nodes])]
         np.subtract.at(waiting, reached, 1)
         nodes = distinct(reached[waiting[reached] == 0])
-        level += 1
-        height[nodes] = level
-    return height
+    return level
+
+
+def depths(graph: Graph) -> np.ndarray:
+    """int32[N], the longest path that ends in each node; 0 if it reads no node."""
+    return levels(graph.preds, graph.succs)
 
 
 Policy = Callable[[Frontier], int]
@@ -279,8 +293,8 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
 
     Args:
       graph: what to schedule; `Graph.from_dag` makes one from arrays.
-      policy: a callable from a `Frontier` to the id of the type to run next, such as those
-        in `jedbatch.policies`; a policy that plans the whole graph at once has a method
+      policy: a callable from a `Frontier` to the id of the type to run next, such as those in
+        `jedbatch.policies`; a policy that plans the whole graph at once has a method
         `schedule(graph)` instead. With None, the heuristic with the fewest batches on this
         graph: `sufficient` if it reaches the lower bound, and otherwise the best of
         `sufficient`, `agenda`, `height` and `depth`, the first of equals.
@@ -298,11 +312,8 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
       3
     """
     if policy is None:
-        best = schedule(graph, sufficient)
-        if len(best) > lower_bound(graph):
-            others = [schedule(graph, p) for p in (agenda, height, depth)]
-            best = min([best, *others], key=len)
-        return best
+        best = by_rank(graph)
+        return best or min((schedule(graph, p) for p in HEURISTICS), key=len)
     if hasattr(policy, "schedule"):
         return policy.schedule(graph)
     frontier = Frontier(graph)
@@ -323,15 +334,22 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
 def lower_bound(graph: Graph) -> int:
     """A number of batches no schedule can go below: the sum of the longest chains.
 
-    For every type, the largest number of its nodes on one path, whatever lies between them;
-    they need that many batches. Certified, not estimated.
+    For every type, the largest number of its nodes on one path, whatever lies between them; they
+    need that many batches. Certified, not estimated.
 
     Example:
       >>> import jedbatch
       >>> jedbatch.lower_bound(jedbatch.Graph.from_dag([0, 1, 0], [[], [0], [1]]))
       3
     """
-    return int(graph.topology.chain.max(axis=0, initial=0).sum())
+    return int(_longest(graph).sum())
+
+
+def _longest(graph: Graph) -> np.ndarray:
+    """int64[T], the longest chain of every type."""
+    longest = np.zeros(len(graph.types), np.int64)
+    np.maximum.at(longest, graph.node_type, graph.rank + np.int64(1))
+    return longest
 
 
 def agenda(frontier: Frontier) -> int:
@@ -362,14 +380,14 @@ def sufficient(frontier: Frontier) -> int:
 class _Depth:
     """Nodes of equal type and equal depth form a batch (Looks et al. 2017).
 
-    Depth is the longest path that ends in the node. Unlike the others this policy does not
-    run every ready node of a type, so it plans the whole graph at once.
+    Depth is the longest path that ends in the node. Unlike the others this policy does not run
+    every ready node of a type, so it plans the whole graph at once.
     """
 
     __name__ = "depth"
 
     def schedule(self, graph: Graph) -> Schedule:
-        depth_of, type_of = graph.topology.depth, graph.node_type
+        depth_of, type_of = depths(graph), graph.node_type
         node = np.lexsort((type_of, depth_of)).astype(np.int32)
         level, kind = depth_of[node], type_of[node]
         first = np.ones(len(node), bool)
@@ -382,3 +400,43 @@ class _Depth:
 
 
 depth = _Depth()
+HEURISTICS = (sufficient, agenda, height, depth)
+
+
+def by_rank(graph: Graph) -> Schedule | None:
+    """Nodes of equal type and rank as batches; None if these would wait for each other.
+
+    There are as many such batches as the lower bound says, so the schedule is optimal. It exists
+    for chains and trees, whatever their outputs and reductions, and costs no search.
+    """
+    longest = _longest(graph)
+    start = pointers(longest)
+    group = start[graph.node_type] + graph.rank
+    num_groups = int(start[-1])
+    maker, reader = graph.edges
+    pairs = group[maker] * num_groups + group[reader]
+    if num_groups**2 <= 4 * len(pairs):
+        pairs = np.flatnonzero(np.bincount(pairs))
+    else:
+        pairs = np.unique(pairs)
+    waiting = np.bincount(pairs % num_groups, minlength=num_groups).tolist()
+    ptr = np.searchsorted(pairs, np.arange(num_groups + 1) * num_groups).tolist()
+    readers = (pairs % num_groups).tolist()
+    order = []
+    ready = [g for g in range(num_groups - 1, -1, -1) if not waiting[g]]
+    while ready:
+        order.append(g := ready.pop())
+        for other in readers[ptr[g] : ptr[g + 1]]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                ready.append(other)
+    if len(order) < num_groups:
+        return None
+    place = np.empty(num_groups, np.int64)
+    place[order] = np.arange(num_groups)
+    when = place[group]
+    small = when.astype(np.int16) if num_groups < 1 << 15 else when  # sorted by radix
+    node = np.argsort(small, kind="stable").astype(np.int32)
+    sizes = np.bincount(when, minlength=num_groups)
+    types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
+    return Schedule(types[order], pointers(sizes), node, "by rank")

@@ -1,522 +1,65 @@
 """Recording what one instance computes.
 
 The user's function runs once per instance, as ordinary Python, on symbolic values. Each
-operation it performs becomes a node of the instance's graph and nothing is computed. Work
-enters through four doors:
+operation it performs becomes a node of the instance's graph and nothing is computed. Work enters
+through four doors:
 
 1. a call of a `@cell`: a dictionary look-up and a few list appends, no JAX in it;
 2. a call of a `jax.jit`-ted function, which reaches us as one primitive that brings its own
    program along: one node;
 3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive;
-4. `evaluate`, which records a whole prepared graph at once.
+4. `evaluate`, which records a graph prepared with NumPy, all nodes at once.
 
 Doors 2 and 3 open because symbolic values are JAX tracers of a trace of our own, so that JAX
-hands us every primitive together with its operands. What an operation reads decides what
-becomes of it:
+hands us every primitive together with its operands. What an operation reads decides what becomes
+of it:
 
     something symbolic          a node of the graph
     shared arguments only       computed once per minibatch, before the nodes
     neither                     computed now; the result is a constant
 
-Everything met is interned in a `Registry`, which belongs to one structure of shared
-arguments and lives as long as the batched function: types, shared values and the graphs of
-instances seen before.
+A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
+reference, not two. References are turned into operands for all instances together, in NumPy.
 
-Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; tracing by a
-custom `jax.core.Trace` as in the autodidax.
+Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a custom
+`jax.core.Trace` as in JAX's autodidax.
 """
 
 import contextlib
-import functools
 import gc
 import sys
-import threading
-import types
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray, Trace, Tracer
-from jax.extend.core import Literal, Var, set_current_trace, take_current_trace
+from jax.core import Trace, Tracer
+from jax.extend.core import set_current_trace, take_current_trace
 
-from jedbatch._graph import Graph, InputRows, NodeType, ValueType, pointers, ranges
-from jedbatch._instances import array_type, is_array, owned_arrays, replace_arrays, typed
+from jedbatch._cell import (
+    Cell,
+    free_values,
+    function_identity,
+    pause,
+    recording,
+    with_free_values,
+)
+from jedbatch._graph import Graph, InputRows, ValueType, pointers, ranges
+from jedbatch._instances import (
+    Same,
+    array_type,
+    is_array,
+    owned_arrays,
+    replace_arrays,
+    typed,
+    typed_or_same,
+)
+from jedbatch._registry import NUMBERS, Callee, Registry
+from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 MAX_FRAMES = 250_000  # Python frames a recursive model may be deep while it is recorded
-MANY_VARIANTS = 32  # distinct closures of one cell before we warn
-
-
-class SymbolicValueError(TypeError):
-    """Python needed the value of something that has not been computed yet.
-
-    **Symptom.** `if`, `while`, `bool()`, `int()`, `float()`, `range()`, `.item()`,
-    `numpy.asarray` or indexing a list met a symbolic value.
-
-    **Reason.** While a batched function is recorded, arrays of the instance and results of
-    operations have a shape and a dtype but no value: values are computed later, for all
-    instances at once.
-
-    **Cure.** Decide on what is known: Python numbers, strings, shapes and the structure of
-    the instance reach the function as they are. Choose between values with `jnp.where`, or
-    put the decision inside a cell with `jax.lax.cond`. Python control flow on computed values
-    is not supported yet.
-
-        # instead of                     write
-        if score > 0:                    h = jnp.where(score > 0, a(h), b(h))
-            h = a(h)
-        else:
-            h = b(h)
-    """
-
-
-class EscapedValueError(RuntimeError):
-    """A symbolic value was used after the function that made it had been recorded.
-
-    **Symptom.** An operation outside the batched function met a symbolic value.
-
-    **Reason.** Symbolic values live while one function is recorded. They got out through a
-    global, an attribute, a list outside the function, or a cell that kept one.
-
-    **Cure.** Return the value from the batched function. Do not cache what the function
-    computes between calls: it is recorded once and then run many times.
-
-        kept = []
-        def model(params, x):
-            h = layer(params, x)
-            kept.append(h)      # h leaves through the list: return it instead
-            return h
-    """
-
-
-class RecompilationWarning(UserWarning):
-    """Something makes new node types again and again, and each must be compiled."""
-
-
-class _Recording(threading.local):
-    recorder: "Recorder | None" = None
-
-
-_recording = _Recording()
-
-
-class Cell:
-    """One unit of batching; see `cell`."""
-
-    def __init__(self, fn: Callable, name: str | None = None):
-        self.fn = fn
-        self.name = name or getattr(fn, "__name__", type(fn).__name__)
-        self.identity = None if _free_values(fn) else _function_identity(fn)
-        functools.update_wrapper(self, fn, updated=())
-
-    def __call__(self, *args: Any, **static: Any) -> Any:
-        recorder = _recording.recorder
-        if recorder is None:
-            return self.fn(*args, **static)
-        return recorder.call_cell(self, args, static)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def __repr__(self) -> str:
-        return f"jedbatch.cell({self.name})"
-
-
-def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
-    """Makes a function one unit of batching.
-
-    Inside a batched function each call is one node, and calls that agree in type (see
-    "Identity") run together. Everywhere else the cell is the function it wraps, so the same
-    model runs instance by instance without jedbatch.
-
-    Args:
-      fn: a pure function of arrays, for one instance: arrays or pytrees of arrays in, an
-        array or a pytree of arrays out. Positional Python numbers are values; keyword
-        arguments are static and part of the type, so they must be hashable.
-      name: shown in plans; by default the function's name.
-
-    Returns:
-      The cell, callable like `fn`.
-
-    Identity:
-      Two cells are the same if their functions have the same code, defaults and closed-over
-      values. A cell made inside the batched function is therefore the same at every call,
-      unless it closes over something new each time (`RecompilationWarning`). Symbolic values
-      it closes over directly become operands.
-
-    Example:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> @jedbatch.cell
-      ... def halve(x, *, times):
-      ...     return x * 0.5**times
-      >>> float(halve(jnp.float32(8), times=2))
-      2.0
-    """
-    if fn is None:
-        return functools.partial(cell, name=name)
-    if not callable(fn):
-        raise TypeError(
-            f"`cell` got {fn!r}, which is not callable; give it a function of arrays, as in\n"
-            "    @jedbatch.cell\n    def layer(params, x): ..."
-        )
-    return Cell(fn, name)
-
-
-def _free_values(fn: Any) -> tuple[Any, ...]:
-    """What a Python function closes over."""
-    cells = getattr(fn, "__closure__", None) or ()
-    values = []
-    for c in cells:
-        with contextlib.suppress(ValueError):  # a name not assigned yet
-            values.append(c.cell_contents)
-    return tuple(values)
-
-
-def _function_identity(fn: Any) -> Hashable:
-    """Equal for functions that compute the same: code, defaults and closed-over values."""
-    if isinstance(fn, Cell):
-        return _function_identity(fn.fn)
-    if isinstance(fn, functools.partial):
-        items = tuple(sorted(fn.keywords.items()))
-        return _function_identity(fn.func), *map(_value_identity, (*fn.args, *items))
-    if isinstance(fn, types.MethodType):
-        return _function_identity(fn.__func__), _value_identity(fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return _value_identity(fn)
-    parts = (*_free_values(fn), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items())
-    return fn.__code__, tuple(map(_value_identity, parts))
-
-
-def _value_identity(value: Any) -> Hashable:
-    if isinstance(value, Tracer):
-        return "operand"
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial | Cell):
-        return _function_identity(value)
-    if isinstance(value, tuple):
-        return tuple, *map(_value_identity, value)
-    try:
-        return typed(value)
-    except TypeError:
-        return _Same(value)
-
-
-class _Same:
-    """Equal to another exactly if both hold the same object; keeps it alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
-# --- what is recorded, interned ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What the nodes of a type compute; compared by `key` alone.
-
-    `jaxpr` maps the shared values and then the operands to the results.
-    """
-
-    key: Hashable
-    jaxpr: Any = field(compare=False, repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedValue:
-    """A value that does not depend on the instance.
-
-    It is leaf number `leaf` of the shared arguments, a tracer or array number `lifted` that
-    the function closes over, or result `result` of `call(*args)` on earlier shared values.
-    """
-
-    aval: ShapedArray
-    leaf: int | None = None
-    lifted: int | None = None
-    call: Callable | None = None
-    args: tuple[int, ...] = ()
-    result: int = 0
-
-
-class _Callee:
-    """How calls with equal keys are recorded: their type, and what they return."""
-
-    __slots__ = ("results", "tree", "type", "unit", "widths")
-
-    def __init__(self, node_type, widths, results, tree, unit):
-        self.type = node_type  # id of the node type
-        self.widths = widths  # operands per reference
-        self.results = results  # (aval, value type id) of each result
-        self.tree = tree  # None if the result is one array, else its pytree structure
-        self.unit = unit  # token of the result as a whole, if it is a flat tuple
-
-
-class Registry:
-    """All that has been met while recording for one structure of shared arguments.
-
-    Attributes:
-      node_types: the node types, by id.
-      value_types: the value types, by id.
-      shared: the shared values, by id; the leaves of the shared arguments come first.
-      arrays: concrete arrays that functions close over, by position among the lifted.
-    """
-
-    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: Any):
-        self.structure = structure
-        self.node_types: list[NodeType] = []
-        self.value_types: list[ValueType] = []
-        self.avals: list[ShapedArray] = []
-        self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
-        self.num_leaves = len(leaf_avals)
-        self.arrays: list[Any] = []
-        self.graphs: dict[Hashable, Any] = {}
-        self._type_ids: dict[Hashable, int] = {}
-        self._value_ids: dict[ValueType, int] = {}
-        self._shared_ids: dict[Hashable, int] = {}
-        self._units: dict[tuple[int, ...], int] = {}
-        self._groups: dict[Hashable, int] = {}
-        self._jaxprs: dict[Hashable, Hashable] = {}
-        self._callees: dict[Hashable, _Callee] = {}
-        self._fast_callees: dict[Hashable, _Callee] = {}
-        self._constants: dict[Hashable, list[Any]] = {}
-        self._variants: dict[Hashable, set[Hashable]] = {}
-        self._types: tuple[NodeType, ...] = ()
-
-    @property
-    def types(self) -> tuple[NodeType, ...]:
-        """The node types as a tuple, one object as long as nothing is added."""
-        if len(self._types) != len(self.node_types):
-            self._types = tuple(self.node_types)
-        return self._types
-
-    def value_type(self, shape: tuple[int, ...], dtype: Any, weak: bool) -> int:
-        """The id of a value type."""
-        key = ValueType(shape, dtype, weak)
-        index = self._value_ids.get(key)
-        if index is None:
-            index = self._value_ids[key] = len(self.value_types)
-            self.value_types.append(key)
-            self.avals.append(ShapedArray(shape, dtype, weak_type=weak))
-        return index
-
-    def unit(self, value_ids: tuple[int, ...]) -> int:
-        """A negative token for a tuple of values of these types."""
-        return -1 - self._units.setdefault(value_ids, len(self._units))
-
-    def group(self, *key: Hashable) -> int:
-        """The id of a group of inputs that are read the same way."""
-        return self._groups.setdefault(key, len(self._groups))
-
-    @property
-    def groups(self) -> list[tuple]:
-        return list(self._groups)
-
-    def node_type(self, name, key, call, shared, operands, *, user_code=False) -> int:
-        """The id of the type of nodes that compute `call(shared values, operands)`.
-
-        `operands` are value type ids. `call` is traced once, when the type is new.
-        """
-        full = (key, shared, operands)
-        index = self._type_ids.get(full)
-        if index is None:
-            jaxpr, tree, extra = self._abstract(name, call, shared, operands, user_code)
-            results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
-            node_type = NodeType(
-                name,
-                Operation((key, tree), jaxpr),
-                tuple(self.value_types[v] for v in operands),
-                (*extra, *shared),
-                tuple(self.value_types[v] for v in results),
-            )
-            index = self._type_ids[full] = len(self.node_types)
-            self.node_types.append(node_type)
-            self._trees = {**getattr(self, "_trees", {}), index: (tree, results)}
-        return index
-
-    def _abstract(self, name, call, shared, operands, user_code):
-        """The jaxpr of a call, its result tree, and the shared values it closes over."""
-        shared_avals = [self.shared[s].aval for s in shared]
-        operand_avals = [self.avals[v] for v in operands]
-        trees = []
-
-        def flat(shared_values, operand_values):
-            leaves, tree = jax.tree.flatten(call(shared_values, operand_values))
-            for leaf in leaves:
-                if not (is_array(leaf) or isinstance(leaf, int | float | complex | np.generic)):
-                    raise TypeError(
-                        f"cell `{name}` returned {leaf!r} of type {type(leaf).__name__}; "
-                        "expected an array or a pytree of arrays. Return arrays only, and pass "
-                        "other results around the cell."
-                    )
-            if not leaves:
-                raise TypeError(
-                    f"cell `{name}` returned {jax.tree.unflatten(tree, [])!r}, which holds no "
-                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
-                )
-            trees.append(tree)
-            return leaves
-
-        leaks = jax.checking_leaks() if user_code else contextlib.nullcontext()
-        with pause(), take_current_trace():
-            try:
-                with leaks:
-                    jaxpr = jax.make_jaxpr(flat)(shared_avals, operand_avals)
-            except Exception as error:
-                if "leaked trace" not in str(error).lower():
-                    raise
-                raise EscapedValueError(
-                    f"cell `{name}` keeps a traced value after it returns (a side effect); "
-                    "expected a pure function. Return the value instead of storing it in a "
-                    f"list, global or attribute. JAX says: {str(error).splitlines()[0]}"
-                ) from None
-        if jaxpr.effects:
-            raise TypeError(
-                f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
-                "callback or a reference); expected a pure function, since batches pad and "
-                "reorder calls. Return the value and look at it outside."
-            )
-        return self._close(name, jaxpr, trees[-1])
-
-    def _close(self, name, jaxpr, tree):
-        """Turns shared values among the constants of a jaxpr into leading arguments."""
-        inner = jaxpr.jaxpr
-        if not any(isinstance(c, Tracer) for c in jaxpr.consts):
-            return jaxpr, tree, ()
-        lifted, extra, kept, consts = [], [], [], []
-        recorder = _recording.recorder
-        for var, const in zip(inner.constvars, jaxpr.consts, strict=True):
-            if isinstance(const, Value):
-                raise SymbolicValueError(
-                    f"cell `{name}` uses a symbolic value of shape {const.shape} that is not "
-                    "among its arguments and that it does not close over directly (a helper "
-                    "function does); pass the value to the cell as an argument."
-                )
-            if isinstance(const, Tracer):
-                lifted.append(var)
-                extra.append(recorder.lift(const).index)
-            else:
-                kept.append(var)
-                consts.append(const)
-        args = [*lifted, *inner.invars]
-
-        def call(shared, operands):
-            values = dict(zip(args, (*shared, *operands), strict=True))
-            return jax.core.eval_jaxpr(
-                inner,
-                [values[v] if v in values else consts[kept.index(v)] for v in inner.constvars],
-                *(values[v] for v in inner.invars),
-            )
-
-        closed = jax.make_jaxpr(call)(
-            [self.shared[s].aval for s in extra] + [v.aval for v in inner.invars], []
-        )
-        return closed, tree, tuple(extra)
-
-    def results_of(self, index: int) -> tuple[Any, tuple[int, ...]]:
-        """(pytree structure, value type ids) of what nodes of a type return."""
-        return self._trees[index]
-
-    def shared_values(self, key, call, args) -> list[int]:
-        """Ids of the results of `call(*shared values)`, which is traced if it is new."""
-        full = (key, args)
-        first = self._shared_ids.get(full)
-        if first is None:
-            with pause(), take_current_trace():
-                avals = jax.make_jaxpr(lambda *xs: call(*xs))(
-                    *(self.shared[a].aval for a in args)
-                ).out_avals
-            first = self._shared_ids[full] = (len(self.shared), len(avals))
-            for k, aval in enumerate(avals):
-                self.shared.append(SharedValue(aval, call=call, args=args, result=k))
-        return list(range(first[0], first[0] + first[1]))
-
-    def lifted(self, key: Hashable, aval: ShapedArray, position: int) -> int:
-        """The id of the shared value that stands for something the function closes over."""
-        index = self._shared_ids.get(key)
-        if index is None:
-            index = self._shared_ids[key] = len(self.shared)
-            self.shared.append(SharedValue(aval, lifted=position))
-        return index
-
-    def jaxpr_key(self, jaxpr: Any) -> Hashable:
-        """Equal for programs that are equal up to the names of their variables."""
-        same = _Same(jaxpr)
-        key = self._jaxprs.get(same)
-        if key is None:
-            written = _write_jaxpr(jaxpr)
-            key = self._jaxprs[same] = self._jaxprs.setdefault(
-                ("written", written), ("program", len(self._jaxprs))
-            )
-        return key
-
-    def params_key(self, value: Any) -> Hashable:
-        """The parameters of a primitive as something hashable; unequal if in doubt."""
-        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-            return self.jaxpr_key(value)
-        if isinstance(value, dict):
-            return dict, *((k, self.params_key(v)) for k, v in sorted(value.items()))
-        if isinstance(value, tuple | list):
-            return type(value), *map(self.params_key, value)
-        try:
-            return typed(value)
-        except TypeError:
-            return _Same(value)
-
-    def warn_if_many(self, code: Hashable, key: Hashable, name: str) -> None:
-        """Warns once a cell has been met with many different closures."""
-        seen = self._variants.setdefault(code, set())
-        seen.add(key)
-        if len(seen) == MANY_VARIANTS:
-            warnings.warn(
-                f"cell `{name}` has been met with {len(seen)} different closures, each a node "
-                "type of its own that is compiled and batched by itself. Pass what changes as "
-                "a positional argument.",
-                RecompilationWarning,
-                stacklevel=2,
-            )
-
-
-def _write_jaxpr(jaxpr: Any) -> Hashable:
-    """A jaxpr as nested tuples, variables numbered by first appearance."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    numbers: dict[Any, int] = {}
-
-    def atom(x: Any) -> Hashable:
-        if isinstance(x, Literal):
-            return "literal", np.asarray(x.val).tobytes(), str(x.aval)
-        return numbers.setdefault(x, len(numbers)), str(x.aval)
-
-    def value(x: Any) -> Hashable:
-        if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
-            return _write_jaxpr(x)
-        if isinstance(x, tuple | list):
-            return tuple(map(value, x))
-        try:
-            return typed(x)
-        except TypeError:
-            return _Same(x)
-
-    consts = [_Same(c) for c in getattr(jaxpr, "consts", ())]
-    heads = [*map(atom, inner.constvars), *map(atom, inner.invars)]
-    eqns = [
-        (
-            eqn.primitive,
-            *map(atom, eqn.invars),
-            tuple((k, value(v)) for k, v in sorted(eqn.params.items())),
-            *map(atom, eqn.outvars),
-        )
-        for eqn in inner.eqns
-    ]
-    return (*consts, *heads, *eqns, *map(atom, inner.outvars))
+MANY_CALLS = 10_000  # short forms of calls kept, and constants
 
 
 # --- symbolic values --------------------------------------------------------------------
@@ -534,8 +77,8 @@ def _needs_value(what: str) -> Callable:
     return method
 
 
-class _Symbol(Tracer):
-    """A tracer of ours: has a type, has no value."""
+class Symbol(Tracer):
+    """A tracer of ours: it has a type and no value."""
 
     __slots__ = ("index",)
 
@@ -552,16 +95,19 @@ class _Symbol(Tracer):
         return self
 
 
-class Value(_Symbol):
+class Value(Symbol):
     """A symbolic value of one instance: result `index`, or input `-1 - index`."""
 
     __slots__ = ("type",)
 
-    def __init__(self, recorder, aval, index, value_type):
+    def __init__(self, recorder: "Recorder", index: int, value_type: int):
         self._trace = recorder
-        self.aval = aval
         self.index = index
         self.type = value_type
+
+    @property
+    def aval(self):
+        return self._trace.registry.avals[self.type]
 
     def __getitem__(self, item):
         return self._trace.index_value(self, item)
@@ -572,50 +118,63 @@ class Value(_Symbol):
         return (self[i] for i in range(self.shape[0]))
 
 
-class Shared(_Symbol):
+class Shared(Symbol):
     """A symbolic value that all instances share: `registry.shared[index]`."""
 
     __slots__ = ()
 
-    def __init__(self, recorder, aval, index):
+    def __init__(self, recorder: "Recorder", index: int):
         self._trace = recorder
-        self.aval = aval
         self.index = index
+
+    @property
+    def aval(self):
+        return self._trace.registry.shared[self.index].aval
+
+    @property
+    def shared_index(self):
+        return self.index
 
     def __getitem__(self, item):
         return self._trace.index_shared(self, item)
 
 
-_NUMBERS = (int, float, complex, np.generic)
-
-
-class _GoOn(Exception):
-    """The short way does not apply."""
+# --- recording --------------------------------------------------------------------------
 
 
 class Recorder(Trace):
-    """Records instances, one after the other, into flat lists."""
+    """Records instances, one after the other, into flat lists.
 
-    def __init__(self, registry: Registry, parent: Trace):
+    Attributes:
+      callees: the kind of call of every node.
+      references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
+        its first element's.
+      input_group, input_value: how every input is read, and its value or position.
+      tracers: tracers of outer transformations that the function closes over.
+      caching: whether the current instance's graph is good for later calls too.
+    """
+
+    def __init__(self, registry: Registry):
         super().__init__()
         self.registry = registry
-        self.parent = parent
         self.active = True
-        self.instance: Any = None
-        self.tracers: list[Any] = []  # closed-over tracers, in order of appearance
-        self.caching = True  # False once the instance depends on one of them
-        self.callees: list[_Callee] = []  # one entry per node
-        self.references: list[int] = []  # what the nodes read
+        self.caching = True
+        self.callees: list[int] = []
+        self.references: list[int] = []
         self.num_values = 0
         self.input_group: list[int] = []
         self.input_value: list[Any] = []
-        self._leaf_inputs: dict[int, tuple[int, Any]] = {}
-        self._units: dict[int, tuple[int, int]] = {}
-        self._kept: list[Any] = []
+        self.tracers: list[Any] = []
+        self._instance: Any = None
+        self._known: dict[int, tuple[Hashable, int | None]] = {}
+        self._kept: list[Any] = []  # keeps what `_known` knows by id alive
+        self._containers: dict[int, tuple[Hashable, None]] = {}
+        self._shared: Any = None
+        self._leaves: dict[int, tuple[int, Any]] = {}
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
-        self._containers: dict[int, Hashable] = {}
-        self._number_groups: dict[type, tuple[int, int]] = {}
+        self._numbers: dict[type, tuple[int, Hashable]] = {}
+        self.call_cell = self._short_way()
 
     def is_valid(self) -> bool:
         if self.active:
@@ -626,214 +185,238 @@ class Recorder(Trace):
             "values escape."
         )
 
-    # --- values ---
-
-    def share(self, tree: Any) -> Any:
+    def share(self) -> Any:
         """The shared arguments with symbols for leaves."""
-        leaves = [
-            Shared(self, self.registry.shared[i].aval, i)
-            for i in range(self.registry.num_leaves)
-        ]
-        shared = jax.tree.unflatten(tree, leaves)
-        stack = [shared]
+        leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
+        self._shared = jax.tree.unflatten(self.registry.structure, leaves)
+        stack = [self._shared]
         while stack:  # remember the containers: cells get them whole
             x = stack.pop()
-            if isinstance(x, Shared):
-                continue
             leaves, structure = jax.tree.flatten(x)
-            self._containers[id(x)] = (structure, *(leaf.index for leaf in leaves))
-            self._kept.append(x)
-            stack.extend(jax.tree.leaves(x, is_leaf=lambda y, x=x: y is not x) if leaves else ())
-        self._shared_kept = list(self._kept)
-        return shared
+            token = self.registry.token(structure, *(leaf.index for leaf in leaves))
+            self._containers[id(x)] = (token, None)
+            if not isinstance(x, Shared) and leaves:
+                stack += jax.tree.leaves(x, is_leaf=lambda y, x=x: y is not x)
+        return self._shared
 
     def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
         """Starts an instance; its arrays are replaced by symbols."""
-        self.instance = instance
-        self.caching = True
+        self._instance = instance
         self._owned = None
-        self._units.clear()
-        self._leaf_inputs.clear()
-        self._kept = []
+        self._known.clear()
+        self._known.update(self._containers)
+        self._kept.clear()
+        self._leaves.clear()
+        self.caching = True
         if not arrays:
             return instance
-        values = []
-        for leaf, array in enumerate(arrays):
-            kind = self.registry.value_type(*array_type(array))
-            values.append(self._leaf_value(kind, leaf, None))
+        kinds = [self.registry.value_type(*array_type(x)) for x in arrays]
+        values = [self._leaf_value(kind, leaf, None) for leaf, kind in enumerate(kinds)]
         return replace_arrays(instance, iter(values))
 
-    def _leaf_value(self, kind: int, leaf: int, index: Any) -> Value:
-        single = isinstance(index, int)
-        group = self.registry.group("leaf", kind, leaf, None if single else _freeze(index), single)
+    def forget(self) -> None:
+        """Lets go of everything symbolic."""
+        self.active = False
+        self._instance = self._shared = self._owned = None
+        for kept in (self._known, self._containers, self._kept, self._made, self._leaves):
+            kept.clear()
+
+    def _new_input(self, group: int, value: Any) -> int:
         self.input_group.append(group)
-        self.input_value.append(index)
-        position = -len(self.input_group)
-        self._leaf_inputs[position] = (leaf, index)
-        return Value(self, self.registry.avals[kind], position, kind)
+        self.input_value.append(value)
+        return -len(self.input_group)
+
+    def _leaf_value(self, kind: int, leaf: int, index: Any) -> Value:
+        """An array of the instance, or a part of it."""
+        row = isinstance(index, int)
+        group = self.registry.group("leaf", kind, leaf, row, None if row else _frozen(index))
+        position = self._new_input(group, index)
+        self._leaves[position] = (leaf, index)
+        return Value(self, position, kind)
 
     def input(self, x: Any) -> Value:
         """A number or concrete array as an input of the instance."""
         kind = self.registry.value_type(*array_type(x))
-        self.input_group.append(self.registry.group("value", kind))
-        self.input_value.append(x)
-        return Value(self, self.registry.avals[kind], -len(self.input_group), kind)
+        return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
 
-    def lift(self, x: Any) -> "Shared":
-        """Something the function closes over as a shared value."""
-        if isinstance(x, Shared):
-            return x
+    def symbol(self, x: Any) -> Value | Shared:
+        """Any array or number as a symbol."""
         if isinstance(x, Tracer):
-            self.caching = False
-            position = next((k for k, t in enumerate(self.tracers) if t is x), None)
-            if position is None:
-                position = len(self.tracers)
-                self.tracers.append(x)
-            aval = jax.typeof(x)
-            index = self.registry.lifted(("tracer", position, aval), aval, -1 - position)
-            return Shared(self, aval, index)
-        key = ("array", _Same(x))
-        if key not in self.registry._shared_ids:
-            self.registry.arrays.append(x)
-        aval = jax.typeof(x)
-        index = self.registry.lifted(key, aval, len(self.registry.arrays) - 1)
-        return Shared(self, aval, index)
-
-    def _symbol(self, x: Any) -> "Value | Shared":
-        """Any operand of an operation as a symbol."""
-        if isinstance(x, _Symbol) and x._trace is self:
-            return x
-        if isinstance(x, Tracer):
-            if isinstance(x, _Symbol):
+            if isinstance(x, Symbol):
                 x._trace.is_valid()
-            return self.lift(x)
+            if x._trace is self:
+                return x
+            self.caching = False  # a tracer of an outer transformation: here today, gone tomorrow
+            position = next((k for k, t in enumerate(self.tracers) if t is x), len(self.tracers))
+            if position == len(self.tracers):
+                self.tracers.append(x)
+            return Shared(self, self.registry.outer(position, jax.typeof(x)))
         if isinstance(x, jax.Array) and x.ndim and id(x) not in self._made:
             if self._owned is None:
-                self._owned = owned_arrays(self.instance)
+                self._owned = owned_arrays(self._instance)
             if id(x) not in self._owned:
-                return self.lift(x)
+                return Shared(self, self.registry.closed_over(x))
         return self.input(x)
 
     # --- door 1: cells ---
 
-    def call_cell(self, cell: Cell, args: tuple, static: dict) -> Any:
-        if cell.identity is None or static:
-            return self._call_cell(cell, args, static, None)
-        # The short way: what a call of this kind was found to be the last time.
-        key: list[Hashable] = [cell]
-        references = []
-        units, containers = self._units, self._containers
-        for arg in args:
-            kind = arg.__class__
-            if kind is Value:
-                key.append(arg.type)
-                references.append(arg.index)
-            elif kind is int or kind is float:
-                group, token = self._number(kind)
-                key.append(token)
-                self.input_group.append(group)
-                self.input_value.append(arg)
-                references.append(-len(self.input_group))
-            elif (unit := units.get(id(arg))) is not None:
-                key.append(unit[0])
-                references.append(unit[1])
-            elif (token := containers.get(id(arg))) is not None:
-                key.append(token)
+    def _short_way(self) -> Callable:
+        """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
+
+        A call is described by what its arguments are, without looking into them, and recorded
+        the way a call of that description was recorded before.
+        """
+        known, kept, numbers = self._known, self._kept, self._numbers
+        calls, references, callees = self.registry.calls, self.references, self.callees
+        input_group, input_value = self.input_group, self.input_value
+
+        def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
+            tokens: list[Hashable] = [cell]
+            reads = []
+            for c in cell.closure:
+                tokens.append(id(c.cell_contents))
+            for arg in args:
+                found = known.get(id(arg))
+                if found is not None:
+                    token, index = found
+                    tokens.append(token)
+                    if index is not None:
+                        reads.append(index)
+                    continue
+                kind = type(arg)
+                if kind is Value:
+                    tokens.append(arg.type)
+                    reads.append(arg.index)
+                elif kind is int or kind is float:
+                    group, token = numbers.get(kind) or self._number(kind)
+                    tokens.append(token)
+                    input_group.append(group)
+                    input_value.append(arg)
+                    reads.append(-len(input_group))
+                else:
+                    return self._call_cell(cell, args, static)
+            callee = calls.get(tuple(tokens))
+            if callee is None or static:
+                return self._call_cell(cell, args, static, tuple(tokens))
+            references.extend(reads)
+            callees.append(callee.id)
+            kinds = callee.results
+            index = self.num_values
+            self.num_values = index + len(kinds)
+            if callee.tree is None:
+                return Value(self, index, kinds[0])
+            if callee.unit is None:
+                return self._results(callee, index)
+            if len(kinds) == 2:  # a state (h, c), spelled out
+                out: tuple = (Value(self, index, kinds[0]), Value(self, index + 1, kinds[1]))
             else:
-                return self._call_cell(cell, args, static, None)
-        callee = self.registry._fast_callees.get(fast := tuple(key))
-        if callee is None:
-            return self._call_cell(cell, args, static, fast)
+                out = tuple([Value(self, i, kind) for i, kind in enumerate(kinds, index)])
+            known[id(out)] = callee.unit, index
+            kept.append(out)
+            return out
+
+        return call_cell
+
+    def _results(self, callee: Callee, index: int) -> Any:
+        """What a recorded call returns."""
+        values = [Value(self, i, kind) for i, kind in enumerate(callee.results, index)]
+        if callee.tree is None:
+            return values[0]
+        out = jax.tree.unflatten(callee.tree, values)
+        if callee.unit is not None:
+            self._known[id(out)] = callee.unit, index
+            self._kept.append(out)
+        return out
+
+    def _record(self, callee: Callee) -> Any:
+        """Appends a node whose references are in place already; returns its results."""
+        self.callees.append(callee.id)
+        index = self.num_values
+        self.num_values = index + len(callee.results)
+        return self._results(callee, index)
+
+    def _number(self, kind: type) -> tuple[int, Hashable]:
+        value_type = self.registry.value_type(*array_type(kind(0)))
+        found = self.registry.group("value", value_type), self.registry.token(kind, value_type)
+        self._numbers[kind] = found
+        return found
+
+    def _call_cell(self, cell: Cell, args: tuple, static: dict, short: tuple | None = None) -> Any:
+        """The long way: any pytrees of anything."""
+        found = self.cell_callee(cell, args, static)
+        if found is None:  # inside another transformation: not ours to record
+            return cell.fn(*args, **static)
+        callee, references = found
+        calls = self.registry.calls
+        plain = not static and not any(isinstance(x, Tracer) for x in free_values(cell.fn))
+        if short is not None and plain:
+            if len(calls) > MANY_CALLS:
+                calls.clear()
+            widths = self._widths(args)
+            self.registry.constants["closure", *short] = [free_values(cell.fn)]  # keeps ids valid
+            calls[short] = self.registry.add_callee(
+                callee.node_type, widths, callee.results, callee.tree, callee.unit
+            )
         self.references += references
         return self._record(callee)
 
-    def _number(self, kind: type) -> tuple[int, Hashable]:
-        found = self._number_groups.get(kind)
-        if found is None:
-            value_type = self.registry.value_type(*array_type(kind(0)))
-            found = self.registry.group("value", value_type), (kind, value_type)
-            self._number_groups[kind] = found
-        return found
+    def _widths(self, args: tuple) -> tuple[int, ...]:
+        """How many operands each reference of a short description stands for."""
+        found = [self._known.get(id(x), (0, 0)) for x in args]  # others are single values
+        return tuple(
+            1 if token == 0 else len(self.registry.units[-1 - token])
+            for token, index in found
+            if index is not None
+        )
 
-    def _record(self, callee: _Callee) -> Any:
-        """Appends a node whose references are already in place; returns its results."""
-        self.callees.append(callee)
-        index = self.num_values
-        results = callee.results
-        self.num_values = index + len(results)
-        if callee.tree is None:
-            aval, kind = results[0]
-            return Value(self, aval, index, kind)
-        values = [Value(self, r[0], k, r[1]) for k, r in enumerate(results, index)]
-        if callee.unit is None:
-            return jax.tree.unflatten(callee.tree, values)
-        out = tuple(values)
-        self._units[id(out)] = (callee.unit, index)
-        self._kept.append(out)
-        return out
-
-    def _call_cell(self, cell: Cell, args: tuple, static: dict, fast: Hashable) -> Any:
-        """The long way: any pytrees of anything."""
+    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
+        """(how to record a call of a cell, its references); None if it is not ours to record."""
         fn = cell.fn
-        free = _free_values(fn)
-        for name, value in static.items():
-            if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
-                raise TypeError(
-                    f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword "
-                    "arguments are static, part of the node's type. Pass arrays positionally."
-                )
-        try:
-            options = tuple(sorted((k, typed(v)) for k, v in static.items()))
-        except TypeError:
-            raise TypeError(
-                f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; "
-                "keyword arguments are static, part of the node's type. Pass a tuple instead of "
-                "a list, and arrays positionally."
-            ) from None
-
-        leaves, tree = jax.tree.flatten((args, [x for x in free if isinstance(x, Tracer)]))
-        if self._foreign(leaves):  # inside another transformation: not ours to record
-            return fn(*args, **static)
+        options = _static_options(cell, static)
+        captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
+        leaves, tree = jax.tree.flatten((args, captured))
+        if self._foreign(leaves):
+            return None
         slots: list[Hashable] = []
         operands: list[Value] = []
         shared: list[int] = []
         fixed: list[Any] = []
         for leaf in leaves:
-            if is_array(leaf) or isinstance(leaf, _NUMBERS):
-                symbol = self._symbol(leaf)
+            if is_array(leaf) or isinstance(leaf, NUMBERS):
+                symbol = self.symbol(leaf)
                 if isinstance(symbol, Value):
                     slots.append("value")
                     operands.append(symbol)
                 else:
                     slots.append("shared")
                     shared.append(symbol.index)
-            else:
-                try:
-                    slots.append(("fixed", typed(leaf)))
-                except TypeError:
-                    raise TypeError(
-                        f"cell `{cell.name}` got {leaf!r} of type {type(leaf).__name__} as a "
-                        "positional argument; expected arrays, numbers or pytrees of them. "
-                        "Pass it by keyword if it is hashable, or close over it."
-                    ) from None
-                fixed.append(leaf)
-
-        identity = cell.identity or _function_identity(fn)
-        if free:
-            self.registry.warn_if_many(fn.__code__, identity, cell.name)
-        key = ("cell", identity, options, tree, tuple(slots))
+                continue
+            try:
+                slots.append(("fixed", typed(leaf)))
+            except TypeError:
+                raise TypeError(
+                    f"cell `{cell.name}` got {leaf!r} of type {type(leaf).__name__} as a "
+                    "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                    "by keyword if it is hashable, or close over it."
+                ) from None
+            fixed.append(leaf)
+        identity = function_identity(fn)
+        if cell.closure:
+            self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
 
         def call(shared_values, operand_values):
             sources = {"shared": iter(shared_values), "value": iter(operand_values)}
             constants = iter(fixed)
-            filled = [
-                next(sources[s]) if isinstance(s, str) else next(constants) for s in slots
-            ]
+            filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
             args, captured = jax.tree.unflatten(tree, filled)
-            return _with_free_values(fn, iter(captured))(*args, **static)
+            return with_free_values(fn, iter(captured))(*args, **static)
 
+        key = ("cell", identity, options, tree, tuple(slots))
+        kinds = tuple(v.type for v in operands)
         try:
-            return self._node(cell.name, key, call, shared, operands, fast=fast, user_code=True)
+            callee = self.registry.callee(
+                cell.name, key, call, tuple(shared), kinds, user_code=True
+            )
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(
                 f"This happened inside cell `{cell.name}`, whose positional arguments are "
@@ -841,6 +424,7 @@ class Recorder(Trace):
                 "keyword arguments are static."
             )
             raise
+        return callee, [v.index for v in operands]
 
     def _foreign(self, leaves: Sequence[Any]) -> bool:
         """True if a leaf belongs to a transformation that is running inside the function."""
@@ -868,7 +452,7 @@ class Recorder(Trace):
                     primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
                 )
 
-        return self._custom("custom_jvp", fun, call, tracers)
+        return self._custom(fun, call, tracers)
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
@@ -885,181 +469,281 @@ class Recorder(Trace):
                     symbolic_zeros=symbolic_zeros,
                 )
 
-        return self._custom("custom_vjp", fun, call, tracers)
+        return self._custom(fun, call, tracers)
 
-    def _custom(self, kind, fun, call, tracers):
-        avals = [jax.typeof(t) for t in tracers]
-        before = len(self.registry.node_types), len(self.registry.shared)
-        out = self._operation(getattr(fun, "__name__", kind), (kind, _hashable(fun)), call, tracers)
-        if before == (len(self.registry.node_types), len(self.registry.shared)):
-            with pause(), take_current_trace():  # JAX reads the result's structure off this run
-                jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*avals)
+    def _custom(self, fun: Any, call: Callable, tracers: Sequence[Any]) -> list[Any]:
+        """Records a function with a derivative rule of its own, rule included."""
+        ran = []
+
+        def noted(*values):
+            ran.append(True)
+            return call(*values)
+
+        name = getattr(fun, "__name__", "custom")
+        out = self._operation(name, ("custom", fun), noted, tracers)
+        if not ran:  # JAX reads the structure of the result off a run of `fun`
+            with pause(), take_current_trace():
+                jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
         return out
 
     def stage_value(self, val):
         return val
 
-    def _operation(self, name, key, call, args) -> list[Any]:
+    def _operation(self, name: str, key: Hashable, call: Callable, args: Sequence[Any]) -> list:
         """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic."""
         if not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
-        symbols = [self._symbol(x) for x in args]
-        if all(isinstance(s, Shared) or not isinstance(x, Tracer) for s, x in zip(symbols, args)):
-            return self._shared_operation(key, call, args)
+        tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
+        if all(isinstance(s, Shared) for s in tracers.values()):
+            return self._shared_operation(key, call, args, tracers)
+        symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
         slots = tuple(isinstance(s, Value) for s in symbols)
 
         def arranged(shared_values, operand_values):
-            shared_values, operand_values = iter(shared_values), iter(operand_values)
-            return call(*(next(operand_values if s else shared_values) for s in slots))
+            sources = iter(shared_values), iter(operand_values)
+            return list(call(*(next(sources[is_value]) for is_value in slots)))
 
-        shared = [s.index for s in symbols if isinstance(s, Shared)]
+        shared = tuple(s.index for s in symbols if isinstance(s, Shared))
         operands = [s for s in symbols if isinstance(s, Value)]
         return self._node(name, (key, slots), arranged, shared, operands)
 
-    def _constant(self, key, call, args) -> list[Any]:
+    def _node(self, name, key, call, shared, operands) -> Any:
+        kinds = tuple(v.type for v in operands)
+        callee = self.registry.callee(name, key, call, shared, kinds, user_code=False)
+        self.references += [v.index for v in operands]
+        return self._record(callee)
+
+    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
         """Computes an operation on concrete values, or finds what it gave before."""
-        try:
-            full = (key, *(typed(x) if not is_array(x) else _Same(x) for x in args))
-            hash(full)
-        except TypeError:
-            full = None
-        cache = self.registry._constants
-        out = cache.get(full) if full is not None else None
+        constants = self.registry.constants
+        full = (key, *map(_identity_of_constant, args))
+        out = constants.get(full)
         if out is None:
             with pause(), take_current_trace():
                 out = list(call(*args))
-            if full is not None:
-                if len(cache) >= 4096:
-                    cache.clear()
-                cache[full] = out
-        for x in out:
-            self._made[id(x)] = x
+            if len(constants) > MANY_CALLS:
+                constants.clear()
+            constants[full] = out
+        self._made.update((id(x), x) for x in out)
         return out
 
-    def _shared_operation(self, key, call, args) -> list[Any]:
-        """Records an operation on shared arguments and constants, done once per minibatch."""
-        constants = [None if isinstance(x, Tracer) else x for x in args]
-        shared = tuple(self._symbol(x).index for x in args if isinstance(x, Tracer))
+    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
+        """Records an operation on shared values and constants, done once per minibatch."""
         marks = tuple(
-            "shared" if isinstance(x, Tracer) else typed(x) if not is_array(x) else _Same(x)
-            for x in args
+            "shared" if i in tracers else _identity_of_constant(x) for i, x in enumerate(args)
         )
 
         def filled(*values):
             values = iter(values)
-            return call(*(next(values) if c is None else c for c in constants))
+            return call(*(next(values) if i in tracers else x for i, x in enumerate(args)))
 
-        ids = self.registry.shared_values((key, marks), filled, shared)
-        return [Shared(self, self.registry.shared[i].aval, i) for i in ids]
-
-    def _node(self, name, key, call, shared, operands, *, fast=None, user_code=False):
-        """Records one node; returns its results as `call` arranges them."""
-        registry = self.registry
-        shared_ids = tuple(shared)
-        kinds = tuple(v.type for v in operands)
-        callee = registry._callees.get((key, shared_ids, kinds))
-        if callee is None:
-            index = registry.node_type(
-                name, key, call, shared_ids, kinds, user_code=user_code
-            )
-            tree, results = registry.results_of(index)
-            flat = tree == jax.tree.structure((0,) * len(results))
-            callee = _Callee(
-                index,
-                (1,) * len(kinds),
-                tuple((registry.avals[v], v) for v in results),
-                None if tree == jax.tree.structure(0) else tree,
-                registry.unit(results) if flat else None,
-            )
-            registry._callees[key, shared_ids, kinds] = callee
-        if fast is not None and fast not in registry._fast_callees:
-            widths = self._widths(fast)
-            registry._fast_callees[fast] = _Callee(
-                callee.type, widths, callee.results, callee.tree, callee.unit
-            )
-        self.references += [v.index for v in operands]
-        return self._record(callee)
-
-    def _widths(self, fast: tuple) -> tuple[int, ...]:
-        """How many operands each reference of a short key stands for."""
-        units = list(self.registry._units)
-        widths = []
-        for token in fast[1:]:
-            if isinstance(token, int):
-                widths.append(1 if token >= 0 else len(units[-1 - token]))
-            elif isinstance(token[0], type):
-                widths.append(1)
-        return tuple(widths)
+        # A call kept for later must not keep this recorder's tracers alive.
+        args = [None if i in tracers else x for i, x in enumerate(args)]
+        shared = tuple(s.index for s in tracers.values())
+        tracers = set(tracers)
+        ids = self.registry.shared_results((key, marks), filled, shared)
+        return [Shared(self, i) for i in ids]
 
     # --- indexing ---
 
     def index_value(self, value: Value, item: Any) -> Any:
         """Static indexing of an array of the instance gives an input, not a node."""
-        found = self._leaf_inputs.get(value.index) if self.active else None
-        if found is None or found[1] is not None or not _is_static(item):
+        leaf = self._leaves.get(value.index) if self.active else None
+        if leaf is None or leaf[1] is not None or not _is_static(item):
             return super(Value, value).__getitem__(item)
-        if isinstance(item, int | np.integer) and not isinstance(item, bool):
+        if isinstance(item, int | np.integer):
             if not value.shape:
                 raise IndexError("an array with no dimensions cannot be indexed")
-            item = _row(int(item), value.shape[0])
+            item = _row(item, value.shape[0])
             shape = value.shape[1:]
         else:
-            shape = np.empty(value.shape, np.bool_)[item].shape
+            shape = np.broadcast_to(np.False_, value.shape)[item].shape
         kind = self.registry.value_type(shape, value.dtype, value.aval.weak_type)
-        return self._leaf_value(kind, found[0], item)
+        return self._leaf_value(kind, leaf[0], item)
 
     def index_shared(self, value: Shared, item: Any) -> Any:
-        """`table[i]` with a Python int is a row look-up whose row is a value."""
+        """`table[i]` with a Python int is a row look-up with i as a value."""
         first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
-        plain = isinstance(first, int | np.integer) and not isinstance(first, bool)
-        if not plain or not value.shape or not _is_static(rest):
+        number = isinstance(first, int | np.integer) and not isinstance(first, bool)
+        if not (number and self.active and value.shape and _is_static(rest)):
             return super(Shared, value).__getitem__(item)
-        row = self.input(_row(int(first), value.shape[0]))
+        row = self.input(_row(first, value.shape[0]))
 
         def look_up(shared, operands):
             return shared[0][(operands[0], *rest)]
 
-        with set_current_trace(self):
-            return self._node("row", ("row", _freeze(rest)), look_up, [value.index], [row])
+        return self._node("row", ("row", _frozen(rest)), look_up, (value.index,), [row])
+
+    # --- door 4: prepared graphs ---
+
+    def evaluate(self, graph: Graph, cells: Sequence[Cell], shared: tuple) -> "Results":
+        """Records a whole graph, whose type t is `cells[t]`."""
+        first_input = len(self.input_group)
+        kinds: list[int] = []
+        for chunk in graph.inputs:
+            _, dtype, weak = array_type(chunk.rows)
+            kind = self.registry.value_type(chunk.type.shape, dtype, weak)
+            self.input_group += [self.registry.group("value", kind)] * len(chunk)
+            self.input_value += chunk.rows.tolist() if chunk.rows.ndim == 1 else list(chunk.rows)
+            kinds += [kind] * len(chunk)
+
+        # Every operand is described by the callee that made it, or by the input's type.
+        made_by: dict[int, Callee] = {}
+        operand, ptr, node_type = graph.operand, graph.operand_ptr, graph.node_type
+        described = np.empty(len(operand), np.int64)
+        inputs = operand < 0
+        described[inputs] = -1 - np.array(kinds, np.int64)[-1 - operand[inputs]]
+        described[~inputs] = node_type[operand[~inputs]]
+
+        def stand_in(what: int) -> Any:
+            if what < 0:
+                return Value(self, -1, -1 - what)
+            maker = made_by[what]
+            values = [Value(self, 0, kind) for kind in maker.results]
+            return values[0] if maker.tree is None else jax.tree.unflatten(maker.tree, values)
+
+        arity = np.diff(ptr)
+        most = int(arity.max(initial=0))
+        forms = np.full((len(node_type), 1 + most), np.iinfo(np.int64).min)
+        forms[:, 0] = node_type
+        forms[:, 1:][np.arange(most) < arity[:, None]] = described
+        distinct, first, which = np.unique(forms, axis=0, return_index=True, return_inverse=True)
+        callees: list[Callee | None] = [None] * len(distinct)
+        for d in np.argsort(first).tolist():  # makers come before readers
+            t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
+            args = [stand_in(what) for what in operands]
+            found = self.cell_callee(cells[t], (*shared, *args), {})
+            assert found is not None
+            callee = found[0]
+            widths = tuple(1 if w < 0 else len(made_by[w].results) for w in operands)
+            callees[d] = self.registry.add_callee(
+                callee.node_type, widths, callee.results, callee.tree, callee.unit
+            )
+            same = made_by.setdefault(t, callee)
+            if (same.results, same.tree) != (callee.results, callee.tree):
+                raise TypeError(
+                    f"cell `{cells[t].name}` returns values of different shapes or dtypes at "
+                    "different nodes of a prepared graph; expected the same at all of them. Give "
+                    "them different types, or call the cells from Python."
+                )
+        ids = np.array([c.id for c in callees], np.int64)[which.ravel()]
+        sizes = np.array([len(c.results) for c in callees], np.int64)[which.ravel()]
+        starts = self.num_values + pointers(sizes)
+        references = np.where(inputs, operand - first_input, starts[operand])
+        self.callees += ids.tolist()
+        self.references += references.tolist()
+        self.num_values = int(starts[-1])
+        return Results(self, [made_by[t] for t in node_type.tolist()], starts[:-1])
 
     # --- results ---
 
     def output(self, leaf: Any) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
-        if not (is_array(leaf) or isinstance(leaf, _NUMBERS)):
+        if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
             raise TypeError(
                 f"the function returned {leaf!r} of type {type(leaf).__name__}; expected an "
                 "array, a number or a pytree of them."
             )
-        if isinstance(leaf, _Symbol) and leaf._trace is not self:
-            leaf._trace.is_valid()
-        symbol = self._symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)
+        symbol = self.symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)
         if isinstance(symbol, Shared):
-            symbol = self._node(
-                "shared", "identity", lambda shared, _: shared[0], [symbol.index], []
-            )
+            shared = (symbol.index,)
+            symbol = self._node("shared", "identity", lambda shared, _: shared[0], shared, [])
         return symbol.index, (symbol.shape, symbol.dtype)
 
 
-def _hashable(x: Any) -> Hashable:
+class Results(Sequence):
+    """What every node of an evaluated graph returned."""
+
+    def __init__(self, recorder: Recorder, callees: Sequence[Callee], starts: np.ndarray):
+        self._recorder = recorder
+        self._callees = callees
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._callees)
+
+    def __getitem__(self, item: Any) -> Any:
+        if isinstance(item, slice):
+            return [self[i] for i in range(*item.indices(len(self)))]
+        item = _row(item, len(self))
+        callee, start = self._callees[item], int(self._starts[item])
+        values = [Value(self._recorder, i, kind) for i, kind in enumerate(callee.results, start)]
+        return values[0] if callee.tree is None else jax.tree.unflatten(callee.tree, values)
+
+
+def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Sequence[Any]:
+    """Computes every node of a prepared graph with cells.
+
+    Inside a batched function all nodes are recorded at once, without running Python per node.
+    Outside, the cells are called one by one.
+
+    Args:
+      graph: made by `Graph.from_dag` with `names`, or read by `Graph.load`.
+      cells: the cell of each name. A node of type `name` computes
+        `cells[name](*shared, *operands)`, where an operand is what a node returned, or a row of
+        the graph's inputs.
+      shared: leading arguments of every cell, such as parameters.
+
+    Returns:
+      A sequence with what each node returned, in order.
+
+    Raises:
+      ValueError: the graph names a type that is not among `cells`.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, jedbatch
+      >>> double = jedbatch.cell(lambda x: 2 * x)
+      >>> add = jedbatch.cell(lambda x, y: x + y)
+      >>> graph = jedbatch.Graph.from_dag(
+      ...     [0, 0, 1], [[-1], [-2], [0, 1]], names=["double", "add"],
+      ...     inputs=[np.array([1.0, 5.0], np.float32)])
+      >>> model = lambda g: jedbatch.evaluate(g, {"double": double, "add": add})[-1]
+      >>> float(model(graph)), jedbatch.batch(model, in_axes=0)([graph, graph]).tolist()
+      (12.0, [12.0, 12.0])
+    """
+    for t in np.flatnonzero(np.bincount(graph.node_type, minlength=len(graph.types))):
+        if graph.types[t].name not in cells:
+            raise ValueError(
+                f"`evaluate` got a graph with nodes of type {graph.types[t].name!r} and cells "
+                f"{sorted(cells)}; give a cell for every type, "
+                f"`jedbatch.evaluate(graph, {{{graph.types[t].name!r}: ...}}, ...)`."
+            )
+    by_type = [cells.get(t.name) for t in graph.types]
+    if recording.recorder is not None:
+        made = [getattr(c, "cell", None) or (c and Cell(c, c.__name__)) for c in by_type]
+        return recording.recorder.evaluate(graph, made, shared)
+    inputs = [row for chunk in graph.inputs for row in chunk.rows]
+    results: list[Any] = []
+    for n, t in enumerate(graph.node_type.tolist()):
+        reads = graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]].tolist()
+        operands = [results[r] if r >= 0 else inputs[-1 - r] for r in reads]
+        results.append(by_type[t](*shared, *operands))
+    return results
+
+
+# --- small helpers ----------------------------------------------------------------------
+
+
+def _static_options(cell: Cell, static: dict) -> Hashable:
+    """The keyword arguments of a call as part of its key."""
+    for name, value in static.items():
+        if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
+                "are static, part of the node's type. Pass arrays positionally."
+            )
     try:
-        hash(x)
+        return tuple(sorted((name, typed(value)) for name, value in static.items()))
     except TypeError:
-        return _Same(x)
-    return x
+        raise TypeError(
+            f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; keyword "
+            "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
+            "arrays positionally."
+        ) from None
 
 
-def _with_free_values(fn: Any, captured: Iterator[Any]) -> Any:
-    """The function with the tracers it closes over replaced, in order."""
-    if not any(isinstance(x, Tracer) for x in _free_values(fn)):
-        return fn
-    cells = tuple(
-        types.CellType(next(captured)) if isinstance(c.cell_contents, Tracer) else c
-        for c in fn.__closure__
-    )
-    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
+def _identity_of_constant(x: Any) -> Hashable:
+    return Same(x) if is_array(x) else typed_or_same(x)
 
 
 def _is_static(item: Any) -> bool:
@@ -1071,29 +755,19 @@ def _is_static(item: Any) -> bool:
     return item is None or item is Ellipsis or isinstance(item, int | np.integer)
 
 
-def _freeze(item: Any) -> Hashable:
+def _frozen(item: Any) -> Hashable:
     """A static index as something hashable."""
     if isinstance(item, tuple):
-        return tuple(map(_freeze, item))
+        return tuple(map(_frozen, item))
     if isinstance(item, slice):
         return "slice", item.start, item.stop, item.step
     return item
 
 
-def _row(i: int, length: int) -> int:
+def _row(i: Any, length: int) -> int:
     if not -length <= i < length:
         raise IndexError(f"index {i} is out of bounds for an axis of length {length}")
-    return i % length
-
-
-@contextlib.contextmanager
-def pause() -> Iterator[None]:
-    """Cells called inside are plain functions."""
-    recorder, _recording.recorder = _recording.recorder, None
-    try:
-        yield
-    finally:
-        _recording.recorder = recorder
+    return int(i) % length
 
 
 # --- recording a minibatch --------------------------------------------------------------
@@ -1101,11 +775,18 @@ def pause() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What recording an instance gave: its graph and the form of its result."""
+    """What recording an instance gave.
 
-    graph: Graph
-    structure: Any  # of the pytree the function returned
-    types: tuple[tuple, ...]  # (shape, dtype) of its leaves
+    Attributes:
+      whole, index: the instance is number `index` of this graph.
+      structure: of the pytree the function returned.
+      types: (shape, dtype) of its leaves.
+    """
+
+    whole: Graph
+    index: int
+    structure: Any
+    types: tuple[tuple, ...]
 
 
 def trace(
@@ -1125,15 +806,15 @@ def trace(
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
 
     Returns:
-      For each instance its record and whether it may be cached, and the tracers of outer
-      transformations that `fn` closes over.
+      For each instance its record and whether it may be kept for later calls, and the tracers of
+      outer transformations that `fn` closes over.
     """
-    with take_current_trace() as parent:
-        recorder = Recorder(registry, parent)
-        shared = recorder.share(registry.structure)
-        outputs: list[int] = []
-        forms, caching, ends = [], [], []
+    outputs: list[int] = []
+    forms, caching, ends = [], [], [(0, 0, 0, 0)]
+    with take_current_trace():
+        recorder = Recorder(registry)
         with set_current_trace(recorder), _recording_with(recorder):
+            shared = recorder.share()
             for i, instance in enumerate(instances):
                 mapped = recorder.begin(instance, arrays[i])
                 try:
@@ -1143,19 +824,13 @@ def trace(
                     error.add_note(f"This happened while instance {i} was recorded.")
                     raise
                 outputs += [index for index, _ in results]
-                forms.append((structure, tuple(kind for _, kind in results)))
+                forms.append((structure, tuple([kind for _, kind in results])))
                 caching.append(recorder.caching)
-                ends.append(
-                    (
-                        len(recorder.callees),
-                        len(recorder.references),
-                        len(recorder.input_group),
-                        len(outputs),
-                    )
-                )
-        recorder.active = False
-    graphs = _finish(recorder, outputs, ends)
-    records = [Record(g, *form) for g, form in zip(graphs, forms, strict=True)]
+                counts = recorder.callees, recorder.references, recorder.input_group, outputs
+                ends.append(tuple(map(len, counts)))
+            del mapped, shared, leaves, results, instance
+    whole = _finish(recorder, outputs, np.array(ends, np.int64).T)
+    records = [Record(whole, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers
 
 
@@ -1163,138 +838,107 @@ def trace(
 def _recording_with(recorder: Recorder) -> Iterator[None]:
     """Cells called inside are recorded; recursion may be deep; no collections in between.
 
-    The lists and tracers of a large minibatch make the cyclic collector run again and again
-    over objects that are all alive.
+    The lists and tracers of a large minibatch make the cyclic collector run again and again over
+    objects that are all alive.
     """
-    before, collecting, limit = _recording.recorder, gc.isenabled(), sys.getrecursionlimit()
-    _recording.recorder = recorder
+    before, collecting, limit = recording.recorder, gc.isenabled(), sys.getrecursionlimit()
+    recording.recorder = recorder
     gc.disable()
     sys.setrecursionlimit(max(limit, MAX_FRAMES))
     try:
         yield
     finally:
-        _recording.recorder = before
+        recording.recorder = before
+        recorder.forget()
         sys.setrecursionlimit(limit)
         if collecting:
             gc.enable()
 
 
-def _finish(recorder: Recorder, outputs: list[int], ends: list[tuple]) -> list[Graph]:
-    """The lists of a recorder as graphs, one per instance."""
+def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
+    """The lists of a recorder as one graph of all instances."""
     registry = recorder.registry
-    node_ptr, reference_ptr, input_ptr, output_ptr = (
-        np.concatenate([[0], column]) for column in np.array(ends, np.int64).reshape(-1, 4).T
-    )
-    # References to operands: a reference to a tuple stands for all that is in it.
-    distinct = {callee: k for k, callee in enumerate(dict.fromkeys(recorder.callees))}
-    which = np.fromiter((distinct[c] for c in recorder.callees), np.int32, len(recorder.callees))
-    references = np.array(recorder.references, np.int64)
-    types = np.array([c.type for c in distinct], np.int32)
-    widths = [np.array(c.widths, np.int64) for c in distinct]
-    per_kind = np.array([len(w) for w in widths], np.int64)
-    starts = pointers(per_kind)[:-1]
-    flat = np.concatenate(widths) if widths else np.zeros(0, np.int64)
-    width = flat[ranges(starts[which], per_kind[which])]
-    operand = ranges(references, width)
-    arity = np.array([w.sum() for w in widths], np.int64)[which] if widths else which
+    node_ptr, _, input_ptr, output_ptr = ends
+    callee = np.array(recorder.callees, np.int64)
+    present = np.flatnonzero(np.bincount(callee))
+    callees = [registry.callees[c] for c in present.tolist()]
+    local = np.zeros(len(registry.callees), np.int64)
+    local[present] = np.arange(len(present))
+    which = local[callee]
 
-    # Inputs: drop what nobody reads, group what is read the same way, instance by instance.
-    group = np.array(recorder.input_group, np.int64)
+    # References to operands: a reference to a tuple stands for all that is in it.
+    operand = np.array(recorder.references, np.int64)
+    num_references = np.array([len(c.widths) for c in callees], np.int64)
+    if any(width != 1 for c in callees for width in c.widths):
+        flat = np.array([width for c in callees for width in c.widths], np.int64)
+        starts = pointers(num_references)
+        operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
+    arity = np.array([sum(c.widths) for c in callees], np.int64)[which]
+
+    # Inputs: drop what nobody reads, and group what is read the same way, by instance.
     result = np.array(outputs, np.int64)
+    group = np.array(recorder.input_group, np.int64)
     used = np.zeros(len(group), bool)
     for references in (operand, result):
         used[-1 - references[references < 0]] = True
     kept = np.flatnonzero(used)
     owner = np.searchsorted(input_ptr, kept, side="right") - 1
-    kept = kept[np.lexsort((kept, group[kept], owner))]
-    owner = np.searchsorted(input_ptr, kept, side="right") - 1
+    if len(np.flatnonzero(np.bincount(group[kept]))) > 1:
+        kept = kept[np.lexsort((kept, group[kept], owner))]
+        owner = np.searchsorted(input_ptr, kept, side="right") - 1
     place = np.zeros(len(group), np.int64)
     place[kept] = np.arange(len(kept))
     for references in (operand, result):
         negative = references < 0
         references[negative] = -1 - place[-1 - references[negative]]
-    chunks = _input_rows(registry, recorder.input_value, kept, owner, group[kept])
 
-    whole = Graph(
+    return Graph(
         registry.types,
-        types[which] if len(which) else np.zeros(0, np.int32),
+        np.array([c.node_type for c in callees], np.int32)[which],
         pointers(arity),
         operand.astype(np.int32),
-        tuple(chunks),
+        tuple(_input_rows(registry, recorder.input_value, kept, owner, group[kept])),
         result.astype(np.int32),
         node_ptr,
-        pointers(np.bincount(owner, minlength=len(ends))),
+        pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
         output_ptr,
     )
-    return whole.split()
 
 
 def _input_rows(registry, values, kept, owner, group) -> Iterator[InputRows]:
-    """The inputs in order, as few chunks as there are changes of instance or group."""
+    """The inputs in order, cut where the instance or the group changes."""
     if not len(kept):
         return
-    groups = registry.groups
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
-    for part in np.split(np.arange(len(kept)), change):
-        kind, value_id, *where = groups[group[part[0]]]
+    cuts = [0, *change.tolist(), len(kept)]
+    items = [values[k] for k in kept.tolist()]
+    kinds = [registry.groups[g] for g in group[cuts[:-1]].tolist()]
+    stacked: dict[tuple, np.ndarray] = {}
+    if len(set(kinds)) == 1 and kinds[0][0] == "value":  # most models: one conversion for all
+        value_type = registry.value_types[kinds[0][1]]
+        stacked[kinds[0]] = host_rows(items, value_type)
+    for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
+        how, value_id, *where = kind
         value_type = registry.value_types[value_id]
-        items = [values[k] for k in kept[part].tolist()]
-        if kind == "value":
-            yield InputRows(value_type, host_rows(items, value_type))
-        elif where[2]:  # rows of a leaf
-            yield InputRows(value_type, np.array(items), where[0])
+        if how == "value":
+            whole = stacked.get(kind)
+            yield InputRows(
+                value_type, host_rows(items[a:b], value_type) if whole is None else whole[a:b]
+            )
+            continue
+        leaf, row, _ = where
+        if row:
+            yield InputRows(value_type, np.array(items[a:b]), leaf)
         else:
-            for item in items:
-                yield InputRows(value_type, None, where[0], item)
+            for item in items[a:b]:
+                yield InputRows(value_type, None, leaf, item)
 
 
 def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
     """Numbers or concrete arrays of one type, stacked on the host."""
     if jax.dtypes.issubdtype(value_type.dtype, jax.dtypes.extended):
-        return np.stack([np.asarray(jax.random.key_data(x)) for x in items])
-    if not value_type.shape:
-        return np.array([np.asarray(x) for x in items] if is_array(items[0]) else items).astype(
-            value_type.dtype
-        )
-    return np.stack([np.asarray(x) for x in items]).astype(value_type.dtype, copy=False)
-
-
-def shared_consts(
-    registry: Registry, wanted: Sequence[Sequence[int]]
-) -> tuple[Callable, list[int]]:
-    """How to compute shared values: (function, ids of the lifted values it needs).
-
-    The function maps the leaves of the shared arguments followed by the lifted values to one
-    list of values for each list of ids wanted.
-    """
-    shared = registry.shared
-    order: list[int] = []
-    seen: set[int] = set()
-
-    def visit(index: int) -> None:
-        if index not in seen:
-            seen.add(index)
-            for earlier in shared[index].args:
-                visit(earlier)
-            order.append(index)
-
-    for ids in wanted:
-        for index in ids:
-            visit(index)
-    lifted = [index for index in order if shared[index].lifted is not None]
-
-    def compute(values: Sequence[Any]) -> list[list[Any]]:
-        env = dict(zip(lifted, values[registry.num_leaves :], strict=True))
-        calls: dict[tuple, list[Any]] = {}
-        for index in order:
-            value = shared[index]
-            if value.leaf is not None:
-                env[index] = values[value.leaf]
-            elif value.lifted is None:
-                call = (value.call, value.args)
-                if call not in calls:
-                    calls[call] = list(value.call(*(env[a] for a in value.args)))
-                env[index] = calls[call][value.result]
-        return [[env[index] for index in ids] for ids in wanted]
-
-    return compute, lifted
+        items = [jax.random.key_data(x) for x in items]
+        return np.stack([np.asarray(x) for x in items])
+    if is_array(items[0]):
+        items = [np.asarray(x) for x in items]
+    return np.array(items, value_type.dtype)

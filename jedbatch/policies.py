@@ -4,6 +4,6 @@ A policy is any callable from a `Frontier` to a type id; pass one of these, or y
 `policy=` to `jedbatch.batch` and `jedbatch.schedule`.
 """
 
-from jedbatch._schedule import Frontier, NothingReadyError, agenda, depth, height, sufficient
+from jedbatch._schedule import Frontier, agenda, depth, height, sufficient
 
-__all__ = ["Frontier", "NothingReadyError", "agenda", "depth", "height", "sufficient"]
+__all__ = ["Frontier", "agenda", "depth", "height", "sufficient"]

@@ -7,10 +7,11 @@ For a leaf with word embedding e, and for a node with children (h_l, c_l) and (h
     node     [i; f_l; f_r; o; u] = W_node [h_l; h_r] + b_node
                                                         c = σ(i) tanh(u) + σ(f_l) c_l + σ(f_r) c_r
     both     h = σ(o) tanh(c)
-    output   logits = W_out h + b_out, cross-entropy with the label of the node
+    output   logits = W_out h + b_out, scored by cross-entropy with the label of the node
 
-Shapes: e, h, c [hidden]; W_leaf [3 hidden, hidden], W_node [5 hidden, 2 hidden], W_out
-[labels, hidden]. Node types: `leaf`, `node`, `output`, and `plus`, which adds up the scores.
+Shapes: e, h, c [hidden]; W_leaf [hidden, 3 hidden], W_node [2 hidden, 5 hidden], W_out
+[hidden, labels]. Node types: `leaf`, `node`, `score` (output and cross-entropy), and `zero` and
+`plus`, which add up the scores.
 
 The model is written for one tree, as a recursive function. It comes twice: with Flax modules
 (`flax_cells`), and with plain functions of arrays (`plain_cells`).
@@ -22,9 +23,8 @@ Example:
   >>> cells = tree.plain_cells(num_words=500, num_labels=5, hidden=8)
   >>> params = cells.init(jax.random.key(0))
   >>> score = jedbatch.batch(tree.scorer(cells))
-  >>> loss, right = score(params, synthetic_treebank(3))
-  >>> loss.shape, right.shape
-  ((3,), (3,))
+  >>> score(params, synthetic_treebank(3)).shape  # loss and right labels of three trees
+  (3, 2)
 """
 
 from collections.abc import Callable
@@ -48,12 +48,19 @@ class Cells(NamedTuple):
       leaf: maps (params, word) to the state (h, c) of a leaf.
       node: maps (params, left state, right state) to the state of a node.
       output: maps (params, h) to logits [labels].
+      score: maps (params, h, label) to [cross-entropy, 1 if the label is right].
     """
 
     init: Callable[[jax.Array], Params]
     leaf: Callable[..., State]
     node: Callable[..., State]
     output: Callable[..., jax.Array]
+    score: Callable[..., jax.Array]
+
+
+def _score(logits: jax.Array, label: jax.Array) -> jax.Array:
+    loss = -jax.nn.log_softmax(logits)[label]
+    return jnp.stack([loss, (jnp.argmax(logits) == label).astype(loss.dtype)])
 
 
 def _leaf_state(gates: jax.Array) -> State:
@@ -113,6 +120,10 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
         jedbatch.cell(lambda params, word: leaf.apply(params["leaf"], word), name="leaf"),
         jedbatch.cell(lambda params, *states: node.apply(params["node"], *states), name="node"),
         jedbatch.cell(lambda params, h: output.apply(params["output"], h), name="output"),
+        jedbatch.cell(
+            lambda params, h, label: _score(output.apply(params["output"], h), label),
+            name="score",
+        ),
     )
 
 
@@ -132,6 +143,11 @@ def _plain_output(params: Params, h: jax.Array) -> jax.Array:
     return h @ params["output_w"] + params["output_b"]
 
 
+@jedbatch.cell(name="score")
+def _plain_score(params: Params, h: jax.Array, label: jax.Array) -> jax.Array:
+    return _score(h @ params["output_w"] + params["output_b"], label)
+
+
 def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     """The cells of a TreeLSTM as functions of arrays; parameters are a flat dict."""
 
@@ -148,44 +164,45 @@ def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
             params[f"{name}_b"] = jnp.zeros(shape[1])
         return params
 
-    return Cells(init, _plain_leaf, _plain_node, _plain_output)
+    return Cells(init, _plain_leaf, _plain_node, _plain_output, _plain_score)
+
+
+@jedbatch.cell(name="zero")
+def _zero() -> jax.Array:
+    return jnp.zeros(2)
 
 
 @jedbatch.cell(name="plus")
-def _plus(x: Any, y: Any) -> Any:
-    return jax.tree.map(jnp.add, x, y)
+def _plus(*terms: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.stack(terms), axis=0)
 
 
-@jedbatch.cell(name="score")
-def _score(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-    loss = -jax.nn.log_softmax(logits)[label]
-    return loss, (jnp.argmax(logits) == label).astype(logits.dtype)
+def total(scores: list[jax.Array]) -> jax.Array:
+    """The sum of scores, eight at a time: few nodes, few batches, one type."""
+    zero = _zero()
+    while len(scores) > 1:
+        scores = scores + [zero] * (-len(scores) % 8)
+        scores = [_plus(*scores[i : i + 8]) for i in range(0, len(scores), 8)]
+    return scores[0]
 
 
-def total(terms: list[Any]) -> Any:
-    """The sum of pytrees in pairs, so that it is a few batches deep however many there are."""
-    while len(terms) > 1:
-        pairs = [_plus(x, y) for x, y in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[len(terms) - len(terms) % 2 :]
-    return terms[0]
-
-
-def scorer(cells: Cells) -> Callable[[Params, Any], tuple[jax.Array, jax.Array]]:
-    """A function of (params, tree): the loss of one tree and its number of right labels.
+def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+    """A function of (params, tree): [loss, number of right labels] of one tree.
 
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
     and count are sums over its nodes.
     """
 
-    def score(params: Params, tree: Any) -> tuple[jax.Array, jax.Array]:
+    def score(params: Params, tree: Any) -> jax.Array:
+        leaf, node, score = cells.leaf, cells.node, cells.score
         scores = []
 
         def visit(tree: Any) -> State:
             if len(tree) == 2:
-                state = cells.leaf(params, tree[1])
+                state = leaf(params, tree[1])
             else:
-                state = cells.node(params, visit(tree[1]), visit(tree[2]))
-            scores.append(_score(cells.output(params, state[0]), tree[0]))
+                state = node(params, visit(tree[1]), visit(tree[2]))
+            scores.append(score(params, state[0], tree[0]))
             return state
 
         visit(tree)

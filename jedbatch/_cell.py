@@ -1,0 +1,154 @@
+"""`cell`: a function as one unit of batching, and when two functions are the same.
+
+Inside a batched function a call of a cell is recorded; everywhere else the cell is the function
+it wraps. Who records is kept per thread.
+"""
+
+import contextlib
+import enum
+import functools
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from jax.core import Tracer
+
+from jedbatch._instances import typed_or_same
+
+
+class _Recording(threading.local):
+    recorder: Any = None
+
+
+recording = _Recording()
+
+
+class Cell:
+    """What a decorated function is known by.
+
+    Attributes:
+      fn: the function.
+      name: shown in plans.
+      closure: the cells of its closure, whose contents may change from call to call.
+    """
+
+    __slots__ = ("closure", "fn", "name")
+
+    def __init__(self, fn: Callable, name: str):
+        self.fn = fn
+        self.name = name
+        self.closure = getattr(fn, "__closure__", None) or ()
+
+
+def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
+    """Makes a function one unit of batching.
+
+    Inside a batched function each call is one node, and calls that agree in type (see
+    "Identity") run together. Everywhere else the cell is the function it wraps, so the same
+    model runs instance by instance without jedbatch.
+
+    Args:
+      fn: a pure function of arrays, for one instance: arrays or pytrees of arrays in, an array
+        or a pytree of arrays out. Positional Python numbers are values; keyword arguments are
+        static and part of the type, so they must be hashable.
+      name: shown in plans; by default the function's name.
+
+    Returns:
+      The cell, callable like `fn`.
+
+    Raises:
+      TypeError: `fn` is not callable. When the cell is recorded: it returns something other than
+        arrays, has side effects, or gets an argument that is neither array nor number.
+
+    Identity:
+      Two cells are the same if their functions have the same code, defaults and closed-over
+      values. A cell made inside the batched function is therefore the same at every call,
+      unless it closes over something new each time (`RecompilationWarning`). Symbolic values it
+      closes over directly become operands.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> @jedbatch.cell
+      ... def shrink(x, *, times):
+      ...     return x * 0.5**times
+      >>> float(shrink(jnp.float32(8), times=2))
+      2.0
+    """
+    if fn is None:
+        return functools.partial(cell, name=name)
+    if not callable(fn):
+        raise TypeError(
+            f"`cell` got {fn!r}, which is not callable; give it a function of arrays, as in\n"
+            "    @jedbatch.cell\n    def layer(params, x): ..."
+        )
+    me = Cell(fn, name or getattr(fn, "__name__", type(fn).__name__))
+
+    @functools.wraps(fn, updated=())
+    def call(*args: Any, **static: Any) -> Any:
+        recorder = recording.recorder
+        if recorder is None:
+            return fn(*args, **static)
+        return recorder.call_cell(me, args, static)
+
+    call.cell = me  # type: ignore[attr-defined]
+    return call
+
+
+@contextlib.contextmanager
+def pause() -> Iterator[None]:
+    """Cells called inside are plain functions."""
+    recorder, recording.recorder = recording.recorder, None
+    try:
+        yield
+    finally:
+        recording.recorder = recorder
+
+
+def free_values(fn: Any) -> tuple[Any, ...]:
+    """What a Python function closes over."""
+    values = []
+    for c in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name not assigned yet
+            values.append(c.cell_contents)
+    return tuple(values)
+
+
+def function_identity(fn: Any) -> Hashable:
+    """Equal for functions that compute the same: code, defaults and closed-over values."""
+    fn = getattr(getattr(fn, "cell", None), "fn", fn)
+    if isinstance(fn, functools.partial):
+        parts = (*fn.args, *sorted(fn.keywords.items()))
+        return function_identity(fn.func), *map(_value_identity, parts)
+    if isinstance(fn, types.MethodType):
+        return function_identity(fn.__func__), _value_identity(fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return typed_or_same(fn)
+    parts = (*free_values(fn), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items())
+    return fn.__code__, tuple(map(_value_identity, parts))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _value_identity(value: Any) -> Hashable:
+    if isinstance(value, Tracer):
+        return "operand"
+    if isinstance(value, _FUNCTIONS):
+        return function_identity(value)
+    if isinstance(value, tuple) and not isinstance(value, enum.Enum):
+        return type(value), *map(_value_identity, value)
+    return typed_or_same(value)
+
+
+def with_free_values(fn: Any, captured: Iterator[Any]) -> Any:
+    """The function with the tracers it closes over replaced, in order."""
+    if not any(isinstance(x, Tracer) for x in free_values(fn)):
+        return fn
+    cells = tuple(
+        types.CellType(next(captured)) if isinstance(c.cell_contents, Tracer) else c
+        for c in fn.__closure__
+    )
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy

@@ -1,0 +1,368 @@
+"""What has been met while recording, interned.
+
+A `Registry` belongs to one structure of shared arguments and lives as long as the batched
+function. It turns "the same operation on the same types" into small integers: value types, node
+types, shared values, groups of inputs. An operation is traced by JAX once, when its type is new.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Literal, take_current_trace
+
+from jedbatch._cell import pause
+from jedbatch._graph import NodeType, ValueType
+from jedbatch._instances import Same, is_array, typed_or_same
+from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+
+MANY = 32  # variants of one cell, or closed-over arrays, before we warn
+
+NUMBERS = (int, float, complex, np.generic)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the nodes of a type compute; compared by `key` alone.
+
+    `jaxpr` maps the shared values and then the operands to the results.
+    """
+
+    key: Hashable
+    jaxpr: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedValue:
+    """A value that does not depend on the instance.
+
+    It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
+    or tracer number `tracer` of an outer transformation, which it closes over too; or result
+    `result` of `call(*args)` on earlier shared values.
+    """
+
+    aval: ShapedArray
+    leaf: int | None = None
+    array: Any = None
+    tracer: int | None = None
+    call: Callable | None = None
+    args: tuple[int, ...] = ()
+    result: int = 0
+
+
+class Callee:
+    """How a kind of call is recorded.
+
+    Attributes:
+      id: position among the callees.
+      node_type: id of the type of its nodes.
+      widths: operands that each reference stands for.
+      results: value type ids of its results.
+      tree: pytree structure of what it returns; None if that is one array.
+      unit: token of a result that is a flat tuple, else None.
+    """
+
+    __slots__ = ("id", "node_type", "results", "tree", "unit", "widths")
+
+    def __init__(self, id, node_type, widths, results, tree, unit):
+        self.id = id
+        self.node_type = node_type
+        self.widths = widths
+        self.results = results
+        self.tree = tree
+        self.unit = unit
+
+
+class Registry:
+    """All that has been met while recording for one structure of shared arguments.
+
+    Attributes:
+      structure: the pytree structure of the shared arguments.
+      node_types, value_types, shared, callees, groups: what is interned, by id. The leaves of
+        the shared arguments come first among the shared values.
+      avals: the value types as JAX has them.
+      calls: callees by the short form of a call (see `Recorder.call_cell`).
+      constants: results of operations on concrete values.
+    """
+
+    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: Any):
+        self.structure = structure
+        self.num_leaves = len(leaf_avals)
+        self.node_types: list[NodeType] = []
+        self.value_types: list[ValueType] = []
+        self.avals: list[ShapedArray] = []
+        self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
+        self.callees: list[Callee] = []
+        self.groups: list[tuple] = []
+        self.units: list[tuple[int, ...]] = []
+        self.calls: dict[Hashable, Callee] = {}
+        self.constants: dict[Hashable, list[Any]] = {}
+        self._ids: dict[Hashable, Any] = {}
+        self._variants: dict[Hashable, set[Hashable]] = {}
+        self._types: tuple[NodeType, ...] = ()
+
+    @property
+    def types(self) -> tuple[NodeType, ...]:
+        """The node types as a tuple, one object as long as nothing is added."""
+        if len(self._types) != len(self.node_types):
+            self._types = tuple(self.node_types)
+        return self._types
+
+    def _intern(self, items: list, item: Hashable) -> int:
+        index = self._ids.get((id(items), item))
+        if index is None:
+            index = self._ids[id(items), item] = len(items)
+            items.append(item)
+        return index
+
+    def value_type(self, shape: tuple[int, ...], dtype: Any, weak: bool) -> int:
+        """The id of a value type."""
+        index = self._intern(self.value_types, ValueType(shape, dtype, weak))
+        if index == len(self.avals):
+            self.avals.append(ShapedArray(shape, dtype, weak_type=weak))
+        return index
+
+    def unit(self, value_types: tuple[int, ...]) -> int:
+        """A negative token for a tuple of values of these types."""
+        return -1 - self._intern(self.units, value_types)
+
+    def token(self, *key: Hashable) -> str:
+        """A short name for a part of the description of a call; strings hash fastest."""
+        return self._ids.setdefault(("token", key), f"token {len(self._ids)}")
+
+    def group(self, *key: Hashable) -> int:
+        """The id of a group of inputs that are read the same way."""
+        return self._intern(self.groups, key)
+
+    def callee(self, name, key, call, shared, operands, *, user_code: bool) -> Callee:
+        """How to record nodes that compute `call(shared values, operands)`.
+
+        Args:
+          name: for people.
+          key: equal for operations that are equal, whatever they read.
+          call: returns a pytree of arrays; traced if the type is new.
+          shared: ids of the shared values it reads.
+          operands: value type ids of the operands.
+          user_code: whether it might leak tracers.
+        """
+        full = (key, shared, operands)
+        found = self._ids.get(full)
+        if found is None:
+            jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
+            results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
+            node_type = NodeType(
+                name,
+                Operation((key, tree), jaxpr),
+                tuple(self.value_types[v] for v in operands),
+                (*extra, *shared),
+                tuple(self.value_types[v] for v in results),
+            )
+            flat = tree == jax.tree.structure((0,) * len(results))
+            found = self._ids[full] = self.add_callee(
+                self._intern(self.node_types, node_type),
+                (1,) * len(operands),
+                results,
+                None if tree == jax.tree.structure(0) else tree,
+                self.unit(results) if flat else None,
+            )
+        return found
+
+    def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
+        """A new way of recording nodes of a type."""
+        callee = Callee(len(self.callees), node_type, widths, results, tree, unit)
+        self.callees.append(callee)
+        return callee
+
+    def _trace(self, name, call, shared, operands, user_code):
+        """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
+        shared_avals = [self.shared[s].aval for s in shared]
+        operand_avals = [self.avals[v] for v in operands]
+        trees = []
+
+        def flat(shared_values, operand_values):
+            leaves, tree = jax.tree.flatten(call(shared_values, operand_values))
+            for leaf in leaves:
+                if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+                    raise TypeError(
+                        f"cell `{name}` returned {leaf!r} of type {type(leaf).__name__}; "
+                        "expected an array or a pytree of arrays. Return arrays only, and pass "
+                        "other results around the cell."
+                    )
+            if not leaves:
+                raise TypeError(
+                    f"cell `{name}` returned {jax.tree.unflatten(tree, [])!r}, which holds no "
+                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
+                )
+            trees.append(tree)
+            return leaves
+
+        leaks = jax.checking_leaks() if user_code else contextlib.nullcontext()
+        with pause(), take_current_trace():
+            try:
+                with leaks:
+                    jaxpr = jax.make_jaxpr(flat)(shared_avals, operand_avals)
+            except Exception as error:
+                if "leaked trace" not in str(error).lower():
+                    raise
+                raise EscapedValueError(
+                    f"cell `{name}` keeps a traced value after it returns (a side effect); "
+                    "expected a pure function. Return the value instead of storing it in a "
+                    f"list, global or attribute. JAX says: {str(error).splitlines()[0]}"
+                ) from None
+            if jaxpr.effects:
+                raise TypeError(
+                    f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
+                    "callback or a reference); expected a pure function, since batches pad and "
+                    "reorder calls. Return the value and look at it outside."
+                )
+            return self._closed(name, jaxpr, trees[-1])
+
+    def _closed(self, name, jaxpr, tree):
+        """Makes shared values among the constants of a jaxpr its leading arguments."""
+        extra = []
+        for const in jaxpr.consts:
+            if isinstance(const, Tracer):
+                index = getattr(const, "shared_index", None)
+                if index is None:
+                    raise SymbolicValueError(
+                        f"cell `{name}` uses a symbolic or traced value of type "
+                        f"{const.aval.str_short()} that is not among its arguments and that it "
+                        "does not close over directly (a helper function does); pass the value "
+                        "to the cell as an argument."
+                    )
+                extra.append(index)
+        if not extra:
+            return jaxpr, tree, ()
+
+        def call(leading, args):
+            leading = iter(leading)
+            consts = [next(leading) if isinstance(c, Tracer) else c for c in jaxpr.consts]
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
+
+        avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
+        return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
+
+    # --- shared values ---
+
+    def shared_results(self, key: Hashable, call: Callable, args: tuple[int, ...]) -> list[int]:
+        """Ids of the results of `call(*shared values)`, which is traced if it is new."""
+        full = ("shared", key, args)
+        found = self._ids.get(full)
+        if found is None:
+            with pause(), take_current_trace():
+                jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
+            found = self._ids[full] = []
+            for k, aval in enumerate(jaxpr.out_avals):
+                found.append(len(self.shared))
+                self.shared.append(SharedValue(aval, call=call, args=args, result=k))
+        return found
+
+    def closed_over(self, array: Any) -> int:
+        """The id of a concrete array that the function closes over."""
+        key = ("array", Same(array))
+        if key not in self._ids:
+            self._ids[key] = len(self.shared)
+            self.shared.append(SharedValue(jax.typeof(array), array=array))
+            self.warn_if_many("arrays", key, "an operation reads")
+        return self._ids[key]
+
+    def outer(self, position: int, aval: Any) -> int:
+        """The id of tracer number `position` that the function closes over."""
+        key = ("tracer", position, aval)
+        if key not in self._ids:
+            self._ids[key] = len(self.shared)
+            self.shared.append(SharedValue(aval, tracer=position))
+        return self._ids[key]
+
+    def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
+        """How to compute shared values: (function, ids of the closed-over ones it needs).
+
+        The function maps the leaves of the shared arguments followed by those closed-over
+        values to one list of values for each list of ids wanted.
+        """
+        shared = self.shared
+        order: dict[int, None] = {}
+
+        def visit(index: int) -> None:
+            if index not in order:
+                for earlier in shared[index].args:
+                    visit(earlier)
+                order[index] = None
+
+        for ids in wanted:
+            for index in ids:
+                visit(index)
+        needed = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
+
+        def compute(values: Sequence[Any]) -> list[list[Any]]:
+            env = dict(zip(needed, values[self.num_leaves :], strict=True))
+            results: dict[tuple, list[Any]] = {}
+            for index in order:
+                value = shared[index]
+                if value.leaf is not None:
+                    env[index] = values[value.leaf]
+                elif value.call is not None:
+                    call = (value.call, value.args)
+                    if call not in results:
+                        results[call] = list(value.call(*(env[a] for a in value.args)))
+                    env[index] = results[call][value.result]
+            return [[env[index] for index in ids] for ids in wanted]
+
+        return compute, needed
+
+    # --- keys ---
+
+    def params_key(self, value: Any) -> Hashable:
+        """The parameters of a primitive as something hashable; unequal if in doubt."""
+        if hasattr(value, "eqns"):
+            return self._jaxpr_key(value)
+        if isinstance(value, dict):
+            return dict, *((k, self.params_key(v)) for k, v in sorted(value.items()))
+        if isinstance(value, tuple | list):
+            return type(value), *map(self.params_key, value)
+        return typed_or_same(value)
+
+    def _jaxpr_key(self, jaxpr: Any) -> Hashable:
+        """Equal for programs that are equal up to the names of their variables."""
+        same = ("jaxpr", Same(jaxpr))
+        key = self._ids.get(same)
+        if key is None:
+            written = ("written", self._write(jaxpr))
+            key = self._ids[same] = self._ids.setdefault(written, ("jaxpr", len(self._ids)))
+        return key
+
+    def _write(self, jaxpr: Any) -> Hashable:
+        """A jaxpr as nested tuples, variables numbered by first appearance."""
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        numbers: dict[Any, int] = {}
+
+        def atom(x: Any) -> Hashable:
+            if isinstance(x, Literal):
+                return "literal", np.asarray(x.val).tobytes(), str(x.aval)
+            return numbers.setdefault(x, len(numbers)), str(x.aval)
+
+        parts: list[Hashable] = [Same(c) for c in getattr(jaxpr, "consts", ())]
+        parts += map(atom, (*inner.constvars, *inner.invars))
+        for eqn in inner.eqns:
+            parts += eqn.primitive, self.params_key(eqn.params)
+            parts += map(atom, (*eqn.invars, *eqn.outvars))
+        return (*parts, *map(atom, inner.outvars))
+
+    def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
+        """Warns once something has been met in many variants."""
+        seen = self._variants.setdefault(of, set())
+        seen.add(variant)
+        if len(seen) == MANY:
+            warnings.warn(
+                f"{what} has been met with {len(seen)} different closures, each of which makes "
+                "node types of its own that are compiled and batched by themselves. Pass what "
+                "changes as a positional argument, and arrays as part of the instance; "
+                "`help(jedbatch.errors.RecompilationWarning)` says more.",
+                RecompilationWarning,
+                stacklevel=2,
+            )

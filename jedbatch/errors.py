@@ -1,0 +1,87 @@
+"""Errors that stand for an idea, each with a page of help: `help(jedbatch.errors.X)`.
+
+Everything else that is misused raises `ValueError` or `TypeError` where it enters.
+"""
+
+
+class SymbolicValueError(TypeError):
+    """Python needed the value of something that has not been computed yet.
+
+    **Symptom.** `if`, `while`, `bool()`, `int()`, `float()`, `range()`, `.item()`,
+    `numpy.asarray` or indexing a list met a symbolic value.
+
+    **Reason.** While a batched function is recorded, arrays of the instance and results of
+    operations have a shape and a dtype but no value: values are computed later, for all
+    instances at once.
+
+    **Cure.** Decide on what is known: Python numbers, strings, shapes and the structure of the
+    instance reach the function as they are. Choose between values with `jnp.where`, or put the
+    decision inside a cell with `jax.lax.cond`. Python control flow on computed values is not
+    supported yet.
+
+        # instead of                     write
+        if score > 0:                    h = jnp.where(score > 0, a(h), b(h))
+            h = a(h)
+        else:
+            h = b(h)
+    """
+
+
+class EscapedValueError(RuntimeError):
+    """A symbolic value was used after the function that made it had been recorded.
+
+    **Symptom.** An operation outside the batched function met a symbolic value, or a cell kept
+    a traced value.
+
+    **Reason.** Symbolic values live while one function is recorded. They got out through a
+    global, an attribute, or a list outside the function.
+
+    **Cure.** Return the value from the batched function, or from the cell. What they compute
+    cannot be collected on the side: they are recorded once and run many times.
+
+        kept = []
+        def model(params, x):
+            h = layer(params, x)
+            kept.append(h)      # h leaves through the list: return it instead
+            return h
+    """
+
+
+class NothingReadyError(ValueError):
+    """A policy chose a type that has no ready node.
+
+    **Symptom.** Scheduling stops with what the policy returned and the types that had ready
+    nodes.
+
+    **Reason.** A policy is called with a `Frontier` and must return the id of a type with
+    `frontier.num_ready[t] > 0`. A policy that computes a score sometimes produces NaN (0/0 when
+    a type is exhausted), and `numpy.argmax` of an array with NaN picks the NaN.
+
+    **Cure.** Choose among `frontier.ready_types` only:
+
+        def most_ready(frontier):
+            return max(frontier.ready_types, key=lambda t: frontier.num_ready[t])
+    """
+
+
+class RecompilationWarning(UserWarning):
+    """Something makes new node types again and again, and each is compiled by itself.
+
+    **Symptom.** A cell, a jit-ted function or an array that the function closes over is another
+    one at every call, so no two nodes agree in type.
+
+    **Reason.** A cell or jit-ted function is told apart by its code and by what it closes over.
+    One made inside the batched function is the same at every call only if it closes over the
+    same things. A concrete `jax.Array` that the function closes over counts as a weight.
+
+    **Cure.** Pass what changes as a positional argument of the cell, and arrays that belong to
+    an instance as part of the instance.
+    """
+
+
+__all__ = [
+    "EscapedValueError",
+    "NothingReadyError",
+    "RecompilationWarning",
+    "SymbolicValueError",
+]
