@@ -23,6 +23,9 @@ from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicVal
 
 MANY = 32  # variants of one cell, or closed-over arrays, before we warn
 
+MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
+END = None  # where a description of a call ends
+
 NUMBERS = (int, float, complex, np.generic)
 
 
@@ -86,7 +89,7 @@ class Registry:
       node_types, value_types, shared, callees, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
       avals: the value types as JAX has them.
-      calls: callees by the short form of a call (see `Recorder.call_cell`).
+      calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
     """
 
@@ -100,7 +103,9 @@ class Registry:
         self.callees: list[Callee] = []
         self.groups: list[tuple] = []
         self.units: list[tuple[int, ...]] = []
-        self.calls: dict[Hashable, Callee] = {}
+        self.calls: dict[Hashable, Any] = {}
+        self._num_calls = 0
+        self._kept: list[Any] = []
         self.constants: dict[Hashable, list[Any]] = {}
         self._ids: dict[Hashable, Any] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
@@ -177,6 +182,21 @@ class Registry:
         callee = Callee(len(self.callees), node_type, widths, results, tree, unit)
         self.callees.append(callee)
         return callee
+
+    def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
+        """Files a callee under the description of a call; `keep` is described by its id."""
+        if self._num_calls > MANY_CALLS:
+            self.calls.clear()
+            self._kept.clear()
+            self._num_calls = 0
+        self._num_calls += 1
+        self._kept += keep
+        place = self.calls
+        for token in way[:-1]:
+            place = place.setdefault(token, {})
+        place[way[-1]] = self.add_callee(
+            callee.node_type, widths, callee.results, callee.tree, callee.unit
+        )
 
     def _trace(self, name, call, shared, operands, user_code):
         """(jaxpr, result tree, ids of shared values it closes over) of an operation."""

@@ -55,11 +55,11 @@ from jedbatch._instances import (
     typed,
     typed_or_same,
 )
-from jedbatch._registry import NUMBERS, Callee, Registry
+from jedbatch._registry import END, NUMBERS, Callee, Registry
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 MAX_FRAMES = 250_000  # Python frames a recursive model may be deep while it is recorded
-MANY_CALLS = 10_000  # short forms of calls kept, and constants
+MANY_CONSTANTS = 10_000  # kept, before all are forgotten
 
 
 # --- symbolic values --------------------------------------------------------------------
@@ -264,43 +264,45 @@ class Recorder(Trace):
         """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
 
         A call is described by what its arguments are, without looking into them, and recorded
-        the way a call of that description was recorded before.
+        the way a call of that description was recorded before: `registry.calls` is a tree of
+        dictionaries with a `Callee` at the end of every known description.
         """
         known, kept, numbers = self._known, self._kept, self._numbers
         calls, references, callees = self.registry.calls, self.references, self.callees
         input_group, input_value = self.input_group, self.input_value
 
         def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
-            tokens: list[Hashable] = [cell]
             reads = []
-            for c in cell.closure:
-                tokens.append(id(c.cell_contents))
-            for arg in args:
-                found = known.get(id(arg))
-                if found is not None:
-                    token, index = found
-                    tokens.append(token)
-                    if index is not None:
-                        reads.append(index)
-                    continue
-                kind = type(arg)
-                if kind is Value:
-                    tokens.append(arg.type)
-                    reads.append(arg.index)
-                elif kind is int or kind is float:
-                    group, token = numbers.get(kind) or self._number(kind)
-                    tokens.append(token)
-                    input_group.append(group)
-                    input_value.append(arg)
-                    reads.append(-len(input_group))
-                else:
-                    return self._call_cell(cell, args, static)
-            callee = calls.get(tuple(tokens))
+            try:
+                callee = calls[cell]
+                for c in cell.closure:
+                    callee = callee[id(c.cell_contents)]
+                for arg in args:
+                    found = known.get(id(arg))
+                    if found is not None:
+                        token, index = found
+                        callee = callee[token]
+                        if index is not None:
+                            reads.append(index)
+                        continue
+                    kind = type(arg)
+                    if kind is Value:
+                        callee = callee[arg.type]
+                        reads.append(arg.index)
+                    else:
+                        group, token = numbers[kind]  # an int or a float, if it is found
+                        callee = callee[token]
+                        input_group.append(group)
+                        input_value.append(arg)
+                        reads.append(-len(input_group))
+                callee = callee[END]
+            except KeyError:
+                callee = None
             if callee is None or static:
-                return self._call_cell(cell, args, static, tuple(tokens))
+                return self._call_cell(cell, args, static)
+            kinds = callee.results
             references.extend(reads)
             callees.append(callee.id)
-            kinds = callee.results
             index = self.num_values
             self.num_values = index + len(kinds)
             if callee.tree is None:
@@ -316,6 +318,24 @@ class Recorder(Trace):
             return out
 
         return call_cell
+
+    def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
+        tokens: list[Hashable] = [cell]
+        for c in cell.closure:
+            if isinstance(c.cell_contents, Tracer):
+                return None
+            tokens.append(id(c.cell_contents))
+        for arg in args:
+            if id(arg) in self._known:
+                tokens.append(self._known[id(arg)][0])
+            elif type(arg) is Value:
+                tokens.append(arg.type)
+            elif type(arg) in (int, float):
+                tokens.append(self._number(type(arg))[1])
+            else:
+                return None
+        return [*tokens, END]
 
     def _results(self, callee: Callee, index: int) -> Any:
         """What a recorded call returns."""
@@ -336,26 +356,22 @@ class Recorder(Trace):
         return self._results(callee, index)
 
     def _number(self, kind: type) -> tuple[int, Hashable]:
+        """(input group, token) of Python numbers of a kind."""
         value_type = self.registry.value_type(*array_type(kind(0)))
         found = self.registry.group("value", value_type), self.registry.token(kind, value_type)
         self._numbers[kind] = found
         return found
 
-    def _call_cell(self, cell: Cell, args: tuple, static: dict, short: tuple | None = None) -> Any:
+    def _call_cell(self, cell: Cell, args: tuple, static: dict) -> Any:
         """The long way: any pytrees of anything."""
         found = self.cell_callee(cell, args, static)
         if found is None:  # inside another transformation: not ours to record
             return cell.fn(*args, **static)
         callee, references = found
-        calls = self.registry.calls
-        plain = not static and not any(isinstance(x, Tracer) for x in free_values(cell.fn))
-        if short is not None and plain:
-            if len(calls) > MANY_CALLS:
-                calls.clear()
-            widths = self._widths(args)
-            self.registry.constants["closure", *short] = [free_values(cell.fn)]  # keeps ids valid
-            calls[short] = self.registry.add_callee(
-                callee.node_type, widths, callee.results, callee.tree, callee.unit
+        way = None if static else self._description(cell, args)
+        if way is not None:
+            self.registry.remember(
+                way, callee, self._widths(args), keep=[c.cell_contents for c in cell.closure]
             )
         self.references += references
         return self._record(callee)
@@ -521,7 +537,7 @@ class Recorder(Trace):
         if out is None:
             with pause(), take_current_trace():
                 out = list(call(*args))
-            if len(constants) > MANY_CALLS:
+            if len(constants) > MANY_CONSTANTS:
                 constants.clear()
             constants[full] = out
         self._made.update((id(x), x) for x in out)
@@ -648,7 +664,8 @@ class Recorder(Trace):
         if isinstance(symbol, Shared):
             shared = (symbol.index,)
             symbol = self._node("shared", "identity", lambda shared, _: shared[0], shared, [])
-        return symbol.index, (symbol.shape, symbol.dtype)
+        value_type = self.registry.value_types[symbol.type]
+        return symbol.index, (value_type.shape, value_type.dtype)
 
 
 class Results(Sequence):
