@@ -1,7 +1,7 @@
 """What XLA runs for a node type: its program for one lane, forwards and backwards.
 
-A node type brings a jaxpr that maps shared values and operands to results. Three things are
-done to it, once, when the type first runs:
+A node type brings a jaxpr that maps shared values and operands to results. Three things are done
+to it, once, when the type first runs:
 
 **Shared work is lifted out.** What depends on shared values only (`w.T`, a slice of packed
 weights) moves to a prologue that runs once per program. It is ordinary JAX, so gradients flow
@@ -12,14 +12,15 @@ each, to results.
 batches to a transposed result. Swapped, a batch of them is one matrix product of the rows.
 
 **Weight gradients are deferred.** The gradient of a const is a sum over every lane of every
-batch. Adding it up as the reverse sweep goes would read and write a matrix per batch. An
-operation in which a const meets a row is therefore *tapped*: the sweep leaves behind the
-cotangent of its result, one row per lane, and the const's gradient is computed afterwards from
-all rows at once: one large matrix product for `x @ w`, one sum for a bias, one scatter for an
-embedding. Any other operation with a const is differentiated again from its operands.
+batch. Adding it up as the reverse sweep goes would read and write a matrix per batch. Where a
+const meets a row the operation is *tapped* instead: the sweep leaves behind the cotangent of its
+result, one row per lane, and the const's gradient is computed afterwards from all rows at once:
+one large matrix product for `x @ w`, one sum for a bias, one scatter for an embedding. Any other
+operation with a const (a `scan` over weights, say) is differentiated again from its operands.
 
-The reverse of a lane is `jax.vjp` of the lane. What it saves is looked up in the jaxpr: operands,
-results and consts can be read again, only the rest needs room.
+The reverse of a lane is `jax.vjp` of the lane. Of what it would save we keep products; operands,
+results and consts are read again, and elementwise work is done again, which costs less than the
+memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 """
 
 import functools
@@ -34,20 +35,30 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
 
 from jedbatch._graph import NodeType, ValueType
+from jedbatch._jaxpr import (
+    dependents,
+    has_gradient,
+    inlined,
+    is_inexact,
+    reads,
+    run_equation,
+    shape_of,
+    used_variables,
+    value_of,
+)
 
-# Linear in a const for given rows, and zero for zero rows: lanes never run may be zeros.
-_LINEAR = frozenset({"dot_general", "add", "add_any", "sub", "mul", "conv_general_dilated"})
-# Their derivative with respect to a const does not depend on the rows at all.
-_ADDITIVE = frozenset({"add", "add_any", "sub"})
-# The same as linear, and their gradient is a scatter, better done once than block by block.
-_LOOK_UPS = frozenset({"gather", "dynamic_slice"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-# Whatever runs a program of its own is not run again in reverse.
-_EXPENSIVE = frozenset({"scan", "while", "cond", "custom_vjp_call"})
-PRODUCT = "product"
-_keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-# Only move or convert elements: cheaper to do again than to save the result.
-_STRUCTURAL = frozenset(
+# The derivative with respect to a const does not depend on the rows at all.
+ADDITIVE = frozenset({"add", "add_any", "sub"})
+# Linear in a const, and zero for zero rows: lanes that never ran may hold zeros.
+LINEAR = ADDITIVE | {"dot_general", "mul", "conv_general_dilated"}
+# The gradient is a scatter, better done once than block by block.
+LOOK_UPS = frozenset({"gather", "dynamic_slice"})
+# Worth keeping for the reverse.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+# What runs a program of its own is not run again.
+LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
+# Only move or convert elements: cheaper to do again than to keep.
+STRUCTURAL = frozenset(
     {
         "broadcast_in_dim",
         "concatenate",
@@ -62,23 +73,44 @@ _STRUCTURAL = frozenset(
     }
 )
 
+Kind = tuple[tuple[int, ...], Any]  # (shape, dtype) of a row
+PRODUCT = "product"
+keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+
 
 def is_key(dtype: Any) -> bool:
     """True of the dtypes of random keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def stored(value_type: ValueType) -> tuple[tuple[int, ...], np.dtype]:
+@functools.cache
+def _key_impl(dtype: Any) -> Any:
+    """The generator that keys of a dtype are for."""
+    found = []
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
+
+
+@functools.cache
+def stored(value_type: ValueType) -> Kind:
     """(shape, dtype) in which a value is kept: random keys as the integers they are made of."""
     if is_key(value_type.dtype):
-        key = jax.eval_shape(lambda: jax.random.key_data(jnp.empty((), value_type.dtype)))
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), value_type.dtype))
         return (*value_type.shape, *key.shape), key.dtype
     return value_type.shape, np.dtype(value_type.dtype)
 
 
-def has_gradient(dtype: Any) -> bool:
-    """True of the dtypes of real and complex numbers."""
-    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+def from_stored(x: Any, value_type: ValueType) -> Any:
+    """A value as the lane's program wants it."""
+    if is_key(value_type.dtype):
+        return jax.random.wrap_key_data(x, impl=_key_impl(value_type.dtype))
+    return x
+
+
+def to_stored(x: Any, value_type: ValueType) -> Any:
+    """A value as it is kept."""
+    return jax.random.key_data(x) if is_key(value_type.dtype) else x
 
 
 def differentiable(value_type: ValueType) -> bool:
@@ -86,14 +118,123 @@ def differentiable(value_type: ValueType) -> bool:
     return has_gradient(value_type.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Tap:
-    """An operation in which consts meet rows.
+class Kernel:
+    """The program of a node type for one lane.
 
     Attributes:
-      consts: positions of the consts it reads that have a gradient.
-      fixed: positions of the consts it reads that have none (integers).
-      cotangents: which of the rows the sweep leaves behind belong to its results.
+      node_type: whose program it is.
+      operands, results: value types of one lane.
+      num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
+    """
+
+    def __init__(self, node_type: NodeType):
+        self.node_type = node_type
+        self.operands = node_type.operands
+        self.results = node_type.results
+        closed = inlined(node_type.operation.jaxpr)
+        self.jaxpr = jaxpr = closed.jaxpr
+        num_shared = len(node_type.shared)
+        shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
+        known = {*jaxpr.constvars, *shared_vars}
+        before, self.body = [], []
+        for eqn in jaxpr.eqns:
+            if reads(eqn) and known.issuperset(reads(eqn)):
+                before.append(eqn)
+                known.update(eqn.outvars)
+            else:
+                self.body.append(eqn)
+        read = [v for eqn in self.body for v in reads(eqn)]
+        read += [v for v in jaxpr.outvars if isinstance(v, Var)]
+        self.const_vars = list(dict.fromkeys(v for v in read if v in known))
+        self.num_consts = len(self.const_vars)
+        self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
+        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
+        self._before_consts = list(closed.consts)
+
+    def prologue(self, shared: Sequence[Any]) -> list[Any]:
+        """The consts, from the shared values the type reads; once per program."""
+        return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+
+    def forward(self, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """The results of one lane."""
+        return self.evaluate(consts, operands, {})[0]
+
+    def environment(self, operands: Sequence[Any]) -> dict[Any, Any]:
+        """The operands by variable."""
+        values = map(from_stored, operands, self.operands)
+        return dict(zip(self.operand_vars, values, strict=True))
+
+    def evaluate(self, consts: Any, operands: Any, deltas: dict[Any, Any]) -> tuple[list, dict]:
+        """(results, all values) of one lane.
+
+        Args:
+          deltas: what counts as added to some variables; to result s by the key s.
+        """
+        env = self.environment(operands)
+        env.update(zip(self.const_vars, consts, strict=True))
+        for eqn in self.body:
+            self.run(eqn, env)
+            for v in eqn.outvars:
+                if eqn.primitive.name in PRODUCTS:
+                    env[v] = checkpoint_name(env[v], PRODUCT)
+                if v in deltas:
+                    env[v] = tap(env[v], deltas[v])
+        results = []
+        for s, (v, t) in enumerate(zip(self.jaxpr.outvars, self.results, strict=True)):
+            x = to_stored(value_of(v, env), t)
+            results.append(tap(x, deltas[s]) if s in deltas else x)
+        return results, env
+
+    def run(self, eqn: Any, env: dict[Any, Any]) -> None:
+        """Runs an equation of the body; a product of a const and a vector puts the vector first."""
+        if eqn.primitive.name == "dot_general":
+            left, right = eqn.invars
+            (left_dims, right_dims), batch = eqn.params["dimension_numbers"]
+            is_vector = len(right_dims) == len(right.aval.shape)
+            if is_vector and not batch[0] and self.is_const(left) and not self.is_const(right):
+                env[eqn.outvars[0]] = jax.lax.dot_general(
+                    value_of(right, env),
+                    value_of(left, env),
+                    ((right_dims, left_dims), batch),
+                    precision=eqn.params["precision"],
+                    preferred_element_type=eqn.params["preferred_element_type"],
+                )
+                return
+        run_equation(self.jaxpr, eqn, env)
+
+    @functools.cached_property
+    def _const_set(self) -> set[Any]:
+        return set(self.const_vars)
+
+    def is_const(self, atom: Any) -> bool:
+        """True of the variables computed by the prologue."""
+        return isinstance(atom, Var) and atom in self._const_set
+
+    @functools.cached_property
+    def reverse(self) -> "Reverse":
+        """The reverse of the lane; traced when it is first needed."""
+        return Reverse(self)
+
+
+@jax.custom_jvp
+def tap(x: Any, delta: Any) -> Any:
+    """x; its derivative with respect to `delta` is as if delta were added."""
+    return x
+
+
+@tap.defjvp
+def _tap_jvp(primals, tangents):
+    return primals[0], tangents[0] + tangents[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Tap:
+    """A place where consts meet rows.
+
+    Attributes:
+      consts: positions of the consts there that have a gradient.
+      fixed: positions of those that have none (integers).
+      cotangents: which of the rows the sweep leaves behind are its results' cotangents.
       rows: maps (operands, saved) of one lane to the other things it reads.
       apply: maps (consts, fixed, rows) of one lane to its results that have a cotangent.
       linear: zero rows give zero, so lanes that never ran may hold zeros.
@@ -105,8 +246,8 @@ class Tap:
     cotangents: tuple[int, ...]
     rows: Callable
     apply: Callable
-    linear: bool
-    look_up: bool
+    linear: bool = True
+    look_up: bool = False
 
     def gradient(self, consts: Sequence[Any], rows: Any, cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
@@ -120,435 +261,240 @@ class Tap:
         return vjp(list(cotangents))[0]
 
 
-class Kernel:
-    """The program of a node type for one lane.
+class Reverse:
+    """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
 
     Attributes:
-      node_type: whose program it is.
-      num_consts: consts the lane reads.
-      saved: (shape, dtype) of what `save` returns besides the results.
-      taps: operations whose consts get their gradient after the sweep.
+      saved: (shape, dtype) of the rows `save` returns besides the results.
       cotangents: (shape, dtype) of the rows `backward` leaves for the taps.
+      rooms: where each of these is put: over something saved, or behind it, with `extra`,
+        (shape, dtype) of what is behind.
+      taps: the places whose consts get their gradients from these rows.
+      operands_read, results_read: what `backward` reads again.
     """
 
-    def __init__(self, node_type: NodeType):
-        self.node_type = node_type
-        self.operands = node_type.operands
-        self.results = node_type.results
-        jaxpr = _inlined(node_type.operation.jaxpr)
-        self._split(jaxpr, len(node_type.shared))
-
-    def _split(self, closed: Any, num_shared: int) -> None:
-        inner = closed.jaxpr
-        known = {*inner.constvars, *inner.invars[:num_shared]}
-        before, body = [], []
-        for eqn in inner.eqns:
-            reads = [v for v in eqn.invars if isinstance(v, Var)]
-            if reads and known.issuperset(reads):
-                before.append(eqn)
-                known.update(eqn.outvars)
-            else:
-                body.append(eqn)
-        read = [v for eqn in body for v in eqn.invars] + list(inner.outvars)
-        self._const_vars = list(dict.fromkeys(v for v in read if isinstance(v, Var) and v in known))
-        self._prologue = _closed(
-            inner, inner.constvars, inner.invars[:num_shared], before, self._const_vars
-        )
-        self._prologue_consts = list(closed.consts)
-        self._operand_vars = inner.invars[num_shared:]
-        self._body, self._outvars, self._inner = body, inner.outvars, inner
-        self.num_consts = len(self._const_vars)
-        self.const_types = tuple(
-            ValueType(v.aval.shape, v.aval.dtype) for v in self._const_vars
-        )
-
-    def prologue(self, shared: Sequence[Any]) -> list[Any]:
-        """The consts, from the shared values the type reads; once per program."""
-        return jax.core.eval_jaxpr(self._prologue, self._prologue_consts, *shared)
-
-    def forward(self, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """Results of one lane, in stored form."""
-        return self._evaluate(consts, operands)[0]
-
-    def _evaluate(self, consts, operands, taps=(), deltas=()):
-        """(results, all values) of one lane; `deltas` count as added to the variables `taps`."""
-        env = dict(zip(self._const_vars, consts, strict=True))
-        operands = map(_wrapped, operands, self.operands)
-        env.update(zip(self._operand_vars, operands, strict=True))
-        const_vars = set(self._const_vars)
-
-        def read(v):
-            return v.val if isinstance(v, Literal) else env[v]
-
-        deltas = dict(zip(taps, deltas, strict=True))
-        for eqn in self._body:
-            outs = _run(self._inner, eqn, [read(v) for v in eqn.invars], const_vars)
-            for v, out in zip(eqn.outvars, outs, strict=True):
-                if eqn.primitive.name in _PRODUCTS:
-                    out = checkpoint_name(out, PRODUCT)
-                env[v] = _tap(out, deltas[v]) if v in deltas else out
-        results = [_unwrapped(read(v), t) for v, t in zip(self._outvars, self.results, strict=True)]
-        return results, env
-
-    @functools.cached_property
-    def _reverse(self) -> "_Reverse":
-        return _Reverse(self)
-
-    @property
-    def saved(self):
-        return self._reverse.saved
-
-    @property
-    def cotangents(self):
-        return self._reverse.cotangents
-
-    @property
-    def rooms(self):
-        """Where the rows for the taps are put: over something saved, or behind it."""
-        return self._reverse.rooms
-
-    @property
-    def extra(self):
-        """(shape, dtype) of the rooms behind what is saved."""
-        return self._reverse.extra
-
-    @property
-    def taps(self):
-        return self._reverse.taps
-
-    @property
-    def reads_back(self):
-        """What `backward` reads again: positions of operands, and of results."""
-        return self._reverse.operands_read, self._reverse.results_read
-
-    def save(self, consts, operands):
-        """(results, saved) of one lane."""
-        return self._reverse.save(consts, operands)
-
-    def backward(self, consts, operands, results, saved, cotangents):
-        """(cotangents of the operands that have one, rows for the taps) of one lane."""
-        return self._reverse.backward(consts, operands, results, saved, cotangents)
-
-
-class _Reverse:
-    """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what it saves."""
-
     def __init__(self, kernel: Kernel):
-        const_vars = set(kernel._const_vars)
-        position = {v: i for i, v in enumerate(kernel._const_vars)}
-        tapped = [eqn for eqn in kernel._body if _has_const_gradient(eqn, const_vars)]
-        again = _recomputable(kernel)
-        wanted = [
-            v
-            for eqn in tapped
-            for v in _rows_read(eqn, const_vars)
-            if v not in again
+        self.kernel = kernel
+        self._moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+        self._returned = [s for s, t in enumerate(kernel.results) if differentiable(t)]
+        tapped = [eqn for eqn in kernel.body if self._is_tapped(eqn)]
+        self._again = _recomputable(kernel)
+        self._wanted = list(
+            dict.fromkeys(v for eqn in tapped for v in self._rows_read(eqn) if v not in self._again)
+        )
+        places: list[Any] = [v for eqn in tapped for v in eqn.outvars if is_inexact(v)]
+        places += [s for s in self._returned if kernel.is_const(kernel.jaxpr.outvars[s])]
+        self._trace(places)
+        self._share_cotangents(places)
+        self.taps = tuple(map(self._make_tap, tapped)) + tuple(
+            self._make_returned(s) for s in places if isinstance(s, int)
+        )
+
+    def _is_tapped(self, eqn: Any) -> bool:
+        meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
+        return meets and any(map(is_inexact, eqn.outvars))
+
+    def _rows_read(self, eqn: Any) -> list[Any]:
+        """The row variables that the gradient of a tapped operation's consts depends on."""
+        if eqn.primitive.name in ADDITIVE:
+            return []
+        return [v for v in reads(eqn) if not self.kernel.is_const(v)]
+
+    def _trace(self, places: list[Any]) -> None:
+        """Traces forward and backward, and finds where the second gets what it reads."""
+        kernel = self.kernel
+        cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
+        kinds = [
+            (kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places
         ]
-        wanted = list(dict.fromkeys(wanted))
-        taps = [v for eqn in tapped for v in eqn.outvars if _inexact(v)]
-        inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-        returned = [s for s, t in enumerate(kernel.results) if differentiable(t)]
         structure = []
-        cheap = not any(eqn.primitive.name in _EXPENSIVE for eqn in kernel._body)
 
         def save(consts, operands):
             def run(moving, deltas):
                 full = list(operands)
-                for j, x in zip(inexact, moving, strict=True):
+                for j, x in zip(self._moving, moving, strict=True):
                     full[j] = x
-                results, env = kernel._evaluate(consts, full, taps, deltas)
-                return [results[s] for s in returned], (results, [env[v] for v in wanted])
+                results, env = kernel.evaluate(
+                    consts, full, dict(zip(places, deltas, strict=True))
+                )
+                return [results[s] for s in self._returned], (
+                    results,
+                    [env[v] for v in self._wanted],
+                )
 
-            deltas = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in taps]
-            moving = [operands[j] for j in inexact]
             if cheap:
-                run = jax.checkpoint(run, policy=_keep_products, prevent_cse=False)
+                run = jax.checkpoint(run, policy=keep_products, prevent_cse=False)
+            deltas = [jnp.zeros(a.shape, a.dtype) for a in kinds]
+            moving = [operands[j] for j in self._moving]
             _, vjp, (results, rows) = jax.vjp(run, moving, deltas, has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
             structure.append(tree)
             return results, rows, leaves
 
-        const_avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in kernel.const_types]
-        operand_avals = [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands]
-        forward = jax.make_jaxpr(save)(const_avals, operand_avals)
-        inner = forward.jaxpr
-        num_results = len(kernel.results)
-        result_vars = inner.outvars[:num_results]
-        row_vars = inner.outvars[num_results : num_results + len(wanted)]
-        leaf_vars = inner.outvars[num_results + len(wanted) :]
-
         def back(leaves, cotangents):
-            moving, deltas = jax.tree.unflatten(structure[-1], leaves)(cotangents)
-            return moving, deltas
+            return jax.tree.unflatten(structure[-1], leaves)(cotangents)
 
+        forward = jax.make_jaxpr(save)(
+            [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
+            [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
+        )
+        jaxpr = forward.jaxpr
+        cuts = np.cumsum([len(kernel.results), len(self._wanted)])
+        results, rows, leaves = (list(part) for part in _cut(jaxpr.outvars, cuts))
         backward = jax.make_jaxpr(back)(
-            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in leaf_vars],
-            [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in returned],
+            [shape_of(v) for v in leaves],
+            [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self._returned],
         )
         if cheap:
-            backward = _inlined(backward, ("jit", "remat2", "checkpoint"))
-        back_inner = backward.jaxpr
-        used = _used(back_inner)
-        num_leaves = len(leaf_vars)
+            backward = inlined(backward, ("jit", "remat2", "checkpoint"))
 
-        # Where each leaf the reverse reads can be found again.
-        consts_in, operands_in = inner.invars[: kernel.num_consts], inner.invars[kernel.num_consts :]
-        room: dict[Any, int] = {}  # variables that must be saved
-        derived: dict[Any, int] = {}  # variables that depend on consts alone
-        moving = set(operands_in)
-        for eqn in inner.eqns:
-            if any(isinstance(v, Var) and v in moving for v in eqn.invars):
-                moving.update(eqn.outvars)
-        for v in row_vars:
-            if isinstance(v, Var) and v not in operands_in:
-                room.setdefault(v, len(room))
-        sources = []
-        for v, argument in zip(leaf_vars, back_inner.invars[:num_leaves], strict=True):
-            if argument not in used:
-                sources.append(("nothing", v.aval))
-            elif isinstance(v, Literal):
-                sources.append(("literal", v.val))
-            elif v in consts_in:
-                sources.append(("const", consts_in.index(v)))
-            elif v in operands_in:
-                sources.append(("operand", operands_in.index(v)))
-            elif v in inner.constvars:
-                sources.append(("literal", forward.consts[inner.constvars.index(v)]))
-            elif v in result_vars:
-                sources.append(("result", result_vars.index(v)))
-            elif v not in moving:
-                sources.append(("derived", derived.setdefault(v, len(derived))))
-            else:
-                sources.append(("saved", room.setdefault(v, len(room))))
-        self.sources = sources
-        self.saved = tuple((v.aval.shape, v.aval.dtype) for v in room)
-        self.operands_read = {i for kind, i in sources if kind == "operand"}
-        self.results_read = {i for kind, i in sources if kind == "result"}
-        self._derived = inner.replace(
-            invars=consts_in,
-            outvars=list(derived),
-            eqns=[eqn for eqn in inner.eqns if not moving.intersection(eqn.outvars)],
-        )
-        self._forward = inner.replace(outvars=[*result_vars, *room])
-        self._forward_consts, self._num_results = forward.consts, num_results
-        self._operand_types, self._returned = kernel.operands, returned
+        consts, operands = jaxpr.invars[: kernel.num_consts], jaxpr.invars[kernel.num_consts :]
+        moving = dependents(jaxpr, operands)
+        room: dict[Any, int] = {}
+        derived: dict[Any, int] = {}
 
-        # Taps whose cotangents are one variable (a product and its bias) share a row.
-        moving_vars = back_inner.outvars[: len(inexact)]
-        delta_vars = back_inner.outvars[len(inexact) :]
-        rows: dict[Any, int] = {}
-        shares = [
-            rows.setdefault(v if isinstance(v, Var) else ("zero", k), len(rows))
-            for k, v in enumerate(delta_vars)
+        def find(v: Any) -> tuple[str, Any]:
+            """Where the value of a variable of the forward program is found again."""
+            if isinstance(v, Literal):
+                return "literal", v.val
+            if v in jaxpr.constvars:
+                return "literal", forward.consts[jaxpr.constvars.index(v)]
+            for name, among in (("const", consts), ("operand", operands), ("result", results)):
+                if v in among:
+                    return name, among.index(v)
+            if v not in moving:
+                return "derived", derived.setdefault(v, len(derived))
+            return "saved", room.setdefault(v, len(room))
+
+        self._row_sources = [
+            find(v)
+            if isinstance(v, Literal) or v in operands
+            else ("saved", room.setdefault(v, len(room)))
+            for v in rows
         ]
-        share = dict(zip(taps, shares, strict=True))
-        first = {row: k for k, row in reversed(list(enumerate(shares)))}
-        kept = [delta_vars[first[row]] for row in range(len(rows))]
-        self.cotangents = tuple((v.aval.shape, v.aval.dtype) for v in kept)
-        # A cotangent may take the room of something saved that is not needed after the sweep.
-        needed = {room[v] for v in row_vars if v in room}
-        free = {s: kind for s, kind in enumerate(self.saved) if s not in needed}
-        self.rooms, extra = [], []
+        used = used_variables(backward.jaxpr)
+        self._sources = [
+            find(v) if argument in used else ("nothing", shape_of(v))
+            for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
+        ]
+        self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in room)
+        self.operands_read = {i for name, i in self._sources if name == "operand"}
+        self.results_read = {i for name, i in self._sources if name == "result"}
+        self._forward = jaxpr.replace(outvars=[*results, *room])
+        self._forward_consts = forward.consts
+        fixed = [eqn for eqn in jaxpr.eqns if not moving.intersection(eqn.outvars)]
+        self._derived = jaxpr.replace(invars=consts, outvars=list(derived), eqns=fixed)
+        self._backward, self._backward_consts = backward.jaxpr, backward.consts
+
+    def _share_cotangents(self, places: list[Any]) -> None:
+        """Lets taps with one cotangent (a product and its bias) share a row, and finds it room."""
+        num_moving = len(self._moving)
+        sent = self._backward.outvars[:num_moving]
+        rows: dict[Any, int] = {}
+        self._row_of = {}
+        for k, (place, v) in enumerate(
+            zip(places, self._backward.outvars[num_moving:], strict=True)
+        ):
+            self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
+        kept = [
+            v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
+        ]
+        self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
+        self._backward = self._backward.replace(outvars=[*sent, *kept])
+
+        needed = {i for name, i in self._row_sources if name == "saved"}
+        free = {i: kind for i, kind in enumerate(self.saved) if i not in needed}
+        rooms, extra = [], []
         for kind in self.cotangents:
-            s = next((s for s, other in free.items() if other == kind), None)
-            if s is None:
-                self.rooms.append(len(self.saved) + len(extra))
+            over = next((i for i, other in free.items() if other == kind), None)
+            if over is None:
+                rooms.append(len(self.saved) + len(extra))
                 extra.append(kind)
             else:
-                self.rooms.append(s)
-                del free[s]
-        self.extra = tuple(extra)
-        self._backward = back_inner.replace(outvars=[*moving_vars, *kept])
-        self._backward_consts, self._num_moving = backward.consts, len(inexact)
-        self.taps = tuple(
-            _make_tap(
-                kernel,
-                eqn,
-                tuple(share[v] for v in eqn.outvars if _inexact(v)),
-                position,
-                again,
-                lambda operands, saved, v: self._saved_row(v, wanted, row_vars, room, operands, saved),
-            )
-            for eqn in tapped
+                rooms.append(over)
+                del free[over]
+        self.rooms, self.extra = tuple(rooms), tuple(extra)
+
+    def _make_tap(self, eqn: Any) -> Tap:
+        kernel = self.kernel
+        consts = [v for v in reads(eqn) if kernel.is_const(v) and is_inexact(v)]
+        fixed = [v for v in reads(eqn) if kernel.is_const(v) and not is_inexact(v)]
+        others = self._rows_read(eqn)
+        unread = [v for v in reads(eqn) if not kernel.is_const(v) and v not in others]
+
+        def rows(operands, saved):
+            env = kernel.environment(operands)
+            for v in others:
+                if v in self._again:
+                    for step in self._again[v]:
+                        kernel.run(step, env)
+                else:
+                    name, i = self._row_sources[self._wanted.index(v)]
+                    env[v] = i if name == "literal" else {"saved": saved, "operand": operands}[name][i]
+            return [env[v] for v in others]
+
+        def apply(const_values, fixed_values, row_values):
+            env = dict(zip(consts, const_values, strict=True))
+            env.update(zip(fixed, fixed_values, strict=True))
+            env.update(zip(others, row_values, strict=True))
+            env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
+            kernel.run(eqn, env)
+            return [env[v] for v in eqn.outvars if is_inexact(v)]
+
+        name = eqn.primitive.name
+        return Tap(
+            consts=tuple(map(kernel.const_vars.index, consts)),
+            fixed=tuple(map(kernel.const_vars.index, fixed)),
+            cotangents=tuple(self._row_of[v] for v in eqn.outvars if is_inexact(v)),
+            rows=rows,
+            apply=apply,
+            linear=name in LINEAR or name in LOOK_UPS,
+            look_up=name in LOOK_UPS,
         )
-        self._operands_in = operands_in
 
-    def save(self, consts, operands):
+    def _make_returned(self, s: int) -> Tap:
+        """The tap of a const that is itself a result."""
+        const = self.kernel.const_vars.index(self.kernel.jaxpr.outvars[s])
+        return Tap((const,), (), (self._row_of[s],), lambda *_: [], lambda consts, *_: list(consts))
+
+    def save(self, consts: Sequence[Any], operands: Sequence[Any]) -> tuple[list, list]:
+        """(results, saved) of one lane."""
         out = jax.core.eval_jaxpr(self._forward, self._forward_consts, *consts, *operands)
-        return out[: self._num_results], out[self._num_results :]
+        return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
 
-    def _saved_row(self, v, wanted, row_vars, room, operands, saved):
-        var = row_vars[wanted.index(v)]
-        if var in self._operands_in:
-            return operands[self._operands_in.index(var)]
-        return saved[room[var]]
-
-    def backward(self, consts, operands, results, saved, cotangents):
+    def backward(self, consts, operands, results, saved, cotangents) -> tuple[list, list]:
+        """(cotangents of the operands that have one, rows for the taps) of one lane."""
         derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
-        places = {
+        found = {
             "const": consts,
             "derived": derived,
             "operand": operands,
             "result": results,
             "saved": saved,
         }
-        leaves = [
-            places[kind][x]
-            if kind in places
-            else x
-            if kind == "literal"
-            else jnp.zeros(x.shape, x.dtype)
-            for kind, x in self.sources
-        ]
+        leaves = []
+        for name, x in self._sources:
+            if name == "nothing":  # not read
+                leaves.append(jnp.zeros(x.shape, x.dtype))
+            else:
+                leaves.append(x if name == "literal" else found[name][x])
         cotangents = [cotangents[s] for s in self._returned]
         out = jax.core.eval_jaxpr(self._backward, self._backward_consts, *leaves, *cotangents)
-        return out[: self._num_moving], out[self._num_moving :]
-
-
-def _make_tap(kernel, eqn, cotangents, position, again, saved_row):
-    const_vars = set(kernel._const_vars)
-    reads = [v for v in dict.fromkeys(eqn.invars) if isinstance(v, Var)]
-    moving = [v for v in reads if v in const_vars and _inexact(v)]
-    fixed = [v for v in reads if v in const_vars and not _inexact(v)]
-    others = _rows_read(eqn, const_vars)
-    unread = [v for v in reads if v not in const_vars and v not in others]
-
-    def rows(operands, saved):
-        env = dict(zip(kernel._operand_vars, map(_wrapped, operands, kernel.operands), strict=True))
-        for v in others:
-            for step in again.get(v, ()):
-                values = [x.val if isinstance(x, Literal) else env[x] for x in step.invars]
-                outs = _run(kernel._inner, step, values, set())
-                env.update(zip(step.outvars, outs, strict=True))
-            if v not in again:
-                env[v] = saved_row(operands, saved, v)
-        return [env[v] for v in others]
-
-    def apply(moving_values, fixed_values, row_values):
-        env = dict(zip(moving, moving_values, strict=True))
-        env.update(zip(fixed, fixed_values, strict=True))
-        env.update(zip(others, row_values, strict=True))
-        env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
-        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        outs = _run(kernel._inner, eqn, values, const_vars)
-        return [x for v, x in zip(eqn.outvars, outs, strict=True) if _inexact(v)]
-
-    name = eqn.primitive.name
-    return Tap(
-        tuple(position[v] for v in moving),
-        tuple(position[v] for v in fixed),
-        cotangents,
-        rows,
-        apply,
-        name in _LINEAR or name in _LOOK_UPS,
-        name in _LOOK_UPS,
-    )
-
-
-def _inexact(v: Any) -> bool:
-    return has_gradient(v.aval.dtype)
-
-
-def _is_const(v: Any, const_vars: set) -> bool:
-    return isinstance(v, Var) and v in const_vars
-
-
-def _has_const_gradient(eqn: Any, const_vars: set) -> bool:
-    return any(_is_const(v, const_vars) and _inexact(v) for v in eqn.invars) and any(
-        _inexact(v) for v in eqn.outvars
-    )
-
-
-def _rows_read(eqn: Any, const_vars: set) -> list[Any]:
-    """The row variables that the gradient of a tapped operation's consts depends on."""
-    if eqn.primitive.name in _ADDITIVE:
-        return []
-    return [v for v in dict.fromkeys(eqn.invars) if isinstance(v, Var) and v not in const_vars]
+        return out[: len(self._moving)], out[len(self._moving) :]
 
 
 def _recomputable(kernel: Kernel) -> dict[Any, list[Any]]:
     """Variables that structural operations make from operands, with those operations."""
-    again: dict[Any, list[Any]] = {v: [] for v in kernel._operand_vars}
-    for eqn in kernel._body:
-        reads = [v for v in eqn.invars if isinstance(v, Var)]
-        if eqn.primitive.name in _STRUCTURAL and reads and all(v in again for v in reads):
-            steps = [e for v in reads for e in again[v]]
-            for v in eqn.outvars:
-                again[v] = [*dict.fromkeys(steps), eqn]
+    again: dict[Any, list[Any]] = {v: [] for v in kernel.operand_vars}
+    for eqn in kernel.body:
+        if eqn.primitive.name in STRUCTURAL and reads(eqn) and again.keys() >= set(reads(eqn)):
+            steps = [step for v in reads(eqn) for step in again[v]]
+            steps = list({id(step): step for step in [*steps, eqn]}.values())
+            again.update((v, steps) for v in eqn.outvars)
     return again
 
 
-@jax.custom_jvp
-def _tap(y: Any, delta: Any) -> Any:
-    """y; its derivative with respect to `delta` is as if delta were added."""
-    return y
-
-
-@_tap.defjvp
-def _tap_jvp(primals, tangents):
-    return primals[0], tangents[0] + tangents[1]
-
-
-def _wrapped(x: Any, value_type: ValueType) -> Any:
-    if is_key(value_type.dtype):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(value_type.dtype))
-    return x
-
-
-def _unwrapped(x: Any, value_type: ValueType) -> Any:
-    return jax.random.key_data(x) if is_key(value_type.dtype) else x
-
-
-def _closed(inner: Any, constvars: Any, invars: Any, eqns: Any, outvars: Any) -> Any:
-    return inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-
-
-def _run(inner: Any, eqn: Any, values: Sequence[Any], const_vars: set) -> list[Any]:
-    """Runs one equation of a jaxpr; a product of a const and a vector puts the vector first."""
-    if eqn.primitive.name == "dot_general" and _is_const(eqn.invars[0], const_vars):
-        (left, right), batch = eqn.params["dimension_numbers"]
-        is_vector = len(right) == len(eqn.invars[1].aval.shape)
-        if is_vector and not batch[0] and not _is_const(eqn.invars[1], const_vars):
-            out = jax.lax.dot_general(
-                values[1],
-                values[0],
-                ((right, left), batch),
-                precision=eqn.params["precision"],
-                preferred_element_type=eqn.params["preferred_element_type"],
-            )
-            return [out]
-    reads = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
-    one = _closed(inner, [], list(reads), [eqn], list(eqn.outvars))
-    return jax.core.eval_jaxpr(one, [], *reads.values())
-
-
-def _inlined(closed: Any, inline: Sequence[str] = ("jit",)) -> Any:
-    """The program with calls of jit-ted (or other) functions replaced by their bodies."""
-
-    def evaluate(jaxpr, consts, args):
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
-            values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if eqn.primitive.name in inline:
-                inner = eqn.params["jaxpr"]
-                consts_ = getattr(inner, "consts", ())
-                outs = evaluate(getattr(inner, "jaxpr", inner), consts_, values)
-            else:
-                outs = _run(jaxpr, eqn, values, set())
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
-
-    if not any(eqn.primitive.name in inline for eqn in closed.jaxpr.eqns):
-        return closed
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs))(*avals)
-
-
-def _used(jaxpr: Any) -> set:
-    """Variables that the results of a jaxpr depend on."""
-    used = {v for v in jaxpr.outvars if isinstance(v, Var)}
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in used for v in eqn.outvars):
-            used.update(v for v in eqn.invars if isinstance(v, Var))
-    return used
+def _cut(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
+    """The items cut at some places."""
+    ends = [0, *map(int, places), len(items)]
+    return [items[a:b] for a, b in zip(ends, ends[1:], strict=False)]

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._cells import differentiable, has_gradient
+from jedbatch._cells import differentiable
+from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, WIDTHS
 from jedbatch._program import MAX_READERS, ReverseSignature, Signature, TableForm
 
@@ -101,7 +102,7 @@ class Forward:
         saved = []
         if self.saving:
             for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
-                saved.append(tuple(empty(lanes, kind) for kind in kernel.saved))
+                saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
         return tuple(arenas), tuple(saved)
 
     def operands(self, k: int, table: Any, arenas: Any, lane: Any, width: int, wanted=None):
@@ -124,7 +125,7 @@ class Forward:
         def write(_, state):
             arenas, saved = list(state[0]), list(state[1])
             if self.saving:
-                run = jax.vmap(kernel.save, in_axes=(None, 0), axis_size=width)
+                run = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
                 results, rows = run(consts[k], operands)
                 saved[k] = tuple(put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True))
             else:
@@ -168,7 +169,7 @@ class Reverse:
             else:
                 cotangents.append(None)
         rooms = [
-            (*rows, *(empty(lanes, kind) for kind in kernel.extra))
+            (*rows, *(empty(lanes, kind) for kind in kernel.reverse.extra))
             for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
         ]
         return tuple(cotangents), tuple(rooms)
@@ -191,30 +192,30 @@ class Reverse:
         signature, forward = self.signature, self.signature.forward
         kernel = forward.kernels[k]
         cotangents, rooms = state
-        operands_read, results_read = kernel.reads_back
-        operands = self.forward.operands(k, tables[0], arenas, lane, width, operands_read)
+        back = kernel.reverse
+        operands = self.forward.operands(k, tables[0], arenas, lane, width, back.operands_read)
         results, given = [], []
         for s, t in enumerate(kernel.results):
             a = forward.arena(t)
-            again = s in results_read
+            again = s in back.results_read
             results.append(cut(arenas[a], forward.bases[k][s] + lane, width) if again else None)
             name = ("readers", k, s)
             moving = differentiable(t)
             given.append(
                 self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
             )
-        kept = [cut(rows, lane, width) for rows in rooms[k][: len(kernel.saved)]]
+        kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
 
         def write(_, state):
             cotangents, rooms = list(state[0]), list(state[1])
-            run = jax.vmap(kernel.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
+            run = jax.vmap(back.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(consts[k], operands, results, kept, given)
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
                 a = forward.arena(kernel.operands[j])
                 cotangents[a] = put(cotangents[a], out, signature.bases[k][j] + lane)
             mine = list(rooms[k])
-            for room, x in zip(kernel.rooms, rows, strict=True):
+            for room, x in zip(back.rooms, rows, strict=True):
                 mine[room] = put(mine[room], x, lane)
             rooms[k] = tuple(mine)
             return tuple(cotangents), tuple(rooms)
@@ -239,8 +240,8 @@ class Reverse:
         """Gradients of the consts of every kernel, from the rows the sweep left behind."""
         gradients = []
         for k, kernel in enumerate(self.signature.forward.kernels):
-            total = [jnp.zeros(t.shape, t.dtype) for t in kernel.const_types]
-            for tap in kernel.taps:
+            total = [jnp.zeros(*kind) for kind in kernel.const_kinds]
+            for tap in kernel.reverse.taps:
                 total = self._tap(k, tap, consts[k], tables, arenas, state[1][k], total)
             gradients.append(total)
         return gradients
@@ -248,8 +249,8 @@ class Reverse:
     def _tap(self, k, tap, consts, tables, arenas, rooms, total):
         """Adds what one tapped operation contributes to the gradients of its consts."""
         forward, form = self.signature.forward, self.signature.form
-        kernel = forward.kernels[k]
-        saved = rooms[: len(kernel.saved)]
+        back = forward.kernels[k].reverse
+        saved = rooms[: len(back.saved)]
 
         def rows_of(lane, width):
             operands = self.forward.operands(k, tables[0], arenas, lane, width)
@@ -266,7 +267,7 @@ class Reverse:
                     jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, y)
                     for x, y in zip(rows, first, strict=True)
                 ]
-            given = [cut(rooms[kernel.rooms[c]], lane, width) for c in tap.cotangents]
+            given = [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
             total = list(total)
             for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
                 total[c] = total[c] + gradient
@@ -329,6 +330,8 @@ def sweep(form: TableForm, table: Any, kinds: Sequence[tuple[int, Callable]], st
         bodies = [functools.partial(run_chunks, widest, current, chunk) for widest, chunk in kinds]
         return choose(current[0], bodies, state)
 
+    if not kinds:  # nothing to do but to return inputs
+        return state
     count = row(form, table, ("num_steps",))[0]
     return lax.fori_loop(0, count, step, state)
 

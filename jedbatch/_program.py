@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._cells import Kernel, differentiable, has_gradient, stored
+from jedbatch._cells import Kernel, differentiable, stored
 from jedbatch._graph import Graph, distinct, pointers, ranges
+from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, WIDTHS, Layout, cover
 from jedbatch._schedule import Schedule
 

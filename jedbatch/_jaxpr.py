@@ -1,0 +1,81 @@
+"""Handling programs of JAX equation by equation, with public names only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+
+
+def reads(eqn: Any) -> list[Any]:
+    """The variables an equation reads, each once."""
+    return list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
+
+
+def value_of(atom: Any, env: dict[Any, Any]) -> Any:
+    """The value of a literal or variable."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def has_gradient(dtype: Any) -> bool:
+    """True of the dtypes of real and complex numbers."""
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+
+
+def is_inexact(atom: Any) -> bool:
+    """True of variables that have a gradient."""
+    return has_gradient(atom.aval.dtype)
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a variable, to trace with."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def run_equation(jaxpr: Any, eqn: Any, env: dict[Any, Any]) -> None:
+    """Runs one equation of a jaxpr; adds its results to the environment."""
+    variables = reads(eqn)
+    one = jaxpr.replace(constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn])
+    outs = jax.core.eval_jaxpr(one, [], *(env[v] for v in variables))
+    env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def used_variables(jaxpr: Any) -> set[Any]:
+    """Variables that the results of a jaxpr depend on."""
+    used = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if used.intersection(eqn.outvars):
+            used.update(reads(eqn))
+    return used
+
+
+def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+    """The variables themselves and all that depend on one of them."""
+    found = set(variables)
+    for eqn in jaxpr.eqns:
+        if found.intersection(reads(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
+    """The program with calls of jit-ted functions (or others) replaced by their bodies."""
+
+    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in primitives:
+                inner = eqn.params["jaxpr"]  # closed or open, by primitive and version
+                values = [value_of(x, env) for x in eqn.invars]
+                outs = evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
+                env.update(zip(eqn.outvars, outs, strict=True))
+            else:
+                run_equation(jaxpr, eqn, env)
+        return [value_of(x, env) for x in jaxpr.outvars]
+
+    if not any(eqn.primitive.name in primitives for eqn in closed.jaxpr.eqns):
+        return closed
+    avals = map(shape_of, closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)

@@ -1,0 +1,18 @@
+"""Strict settings for every test: no silent promotion, warnings are errors."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """Computes in 64 bits for one test."""
+    with jax.enable_x64(True):
+        yield
