@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._cells import Kernel, differentiable, stored
+from jedbatch._cells import Kernel, Kind, differentiable, stored
 from jedbatch._graph import Graph, distinct, pointers, ranges
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, WIDTHS, Layout, cover
@@ -196,6 +196,7 @@ class Placed:
       arenas: (shape, dtype) of every kind of value.
       input_arena, input_row: int[I], where each input is.
       outputs: for each arena, what it returns, as in `graph.outputs`.
+      stacked: whether exactly these rows must be returned; otherwise more may be.
     """
 
     graph: Graph
@@ -207,6 +208,47 @@ class Placed:
     input_arena: np.ndarray
     input_row: np.ndarray
     outputs: tuple[np.ndarray, ...]
+    stacked: bool
+
+    @staticmethod
+    def find(
+        graph: Graph,
+        schedule: Schedule,
+        layout: Layout,
+        kernels: tuple[Kernel, ...],
+        type_ids: tuple[int, ...],
+        returned: dict[Kind, list[int]],
+        stacked: bool,
+    ) -> "Placed":
+        """Finds the arena and row of every input; `returned` is what each arena returns."""
+        arenas: dict[Kind, int] = {}
+        for kernel in kernels:
+            for t in (*kernel.operands, *kernel.results):
+                arenas.setdefault(stored(t), len(arenas))
+        kinds = [stored(chunk.type) for chunk in graph.inputs]
+        for kind in (*kinds, *returned):
+            arenas.setdefault(kind, len(arenas))
+        input_arena = np.repeat(
+            np.array([arenas[kind] for kind in kinds], np.int64),
+            np.fromiter(map(len, graph.inputs), np.int64, len(kinds)),
+        )
+        input_row = np.empty(len(input_arena), np.int64)
+        for a in arenas.values():
+            mine = np.flatnonzero(input_arena == a)
+            input_row[mine] = np.arange(len(mine))
+        outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
+        return Placed(
+            graph,
+            schedule,
+            layout,
+            kernels,
+            type_ids,
+            tuple(arenas),
+            input_arena,
+            input_row,
+            outputs,
+            stacked,
+        )
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
@@ -251,9 +293,6 @@ def fits(placed: Placed, signature: Signature) -> bool:
         return False
     mine = [place[kernel] for kernel in placed.kernels]
     arena_ids = [arenas[kind] for kind in placed.arenas]
-    outputs = [0] * len(signature.arenas)
-    for a, refs in zip(arena_ids, placed.outputs, strict=True):
-        outputs[a] = len(refs)
     return (
         all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
         and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
@@ -262,9 +301,22 @@ def fits(placed: Placed, signature: Signature) -> bool:
             for a, n in zip(arena_ids, placed.input_counts, strict=True)
         )
         and len(placed.schedule) <= signature.steps
-        and tuple(outputs) == signature.outputs
-        and sum(signature.lanes) <= max(SMALL, SLACK * sum(placed.lanes))
+        and all(
+            len(x) <= signature.outputs[a] for a, x in zip(arena_ids, placed.outputs, strict=True)
+        )
+        and resembles(placed, signature)
     )
+
+
+def resembles(placed: Placed, signature: Signature) -> bool:
+    """Whether a program returns what a minibatch returns, and is not much too large for it."""
+    mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
+    its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
+    if placed.stacked:
+        same = mine == its
+    else:
+        same = mine.keys() <= its.keys()
+    return same and sum(signature.lanes) <= max(SMALL, SLACK * sum(placed.lanes))
 
 
 def make_signature(placed: Placed, model: Signature | None) -> Signature:
@@ -276,14 +328,16 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     lanes = dict(zip(placed.kernels, map(capacity, placed.lanes), strict=True))
     widest = dict(zip(placed.kernels, placed.widest, strict=True))
     inputs = dict(zip(placed.arenas, map(capacity, placed.input_counts), strict=True))
-    outputs = dict(zip(placed.arenas, map(len, placed.outputs), strict=True))
+    room = len if placed.stacked else lambda x: capacity(len(x))
+    outputs = dict(zip(placed.arenas, map(room, placed.outputs), strict=True))
     steps = capacity(len(placed.schedule))
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
             lanes[kernel] = max(n, lanes.get(kernel, 0))
             widest[kernel] = max(w, widest.get(kernel, 0))
-        for kind, n in zip(model.arenas, model.inputs, strict=True):
+        for kind, n, m in zip(model.arenas, model.inputs, model.outputs, strict=True):
             inputs[kind] = max(n, inputs.get(kind, 0))
+            outputs[kind] = max(m, outputs.get(kind, 0))
         steps = max(steps, model.steps)
     return Signature(
         tuple(lanes),
@@ -330,7 +384,7 @@ def forward_table(placed: Placed, signature: Signature) -> np.ndarray:
             places[j, : len(nodes)] = row[graph.operand[first + j]]
             places[j, len(nodes) :] = places[j, 0]
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
-        form.view(table, "outputs", signature._arena_ids[kind])[:] = row[outputs]
+        form.view(table, "outputs", signature._arena_ids[kind])[: len(outputs)] = row[outputs]
     return table
 
 

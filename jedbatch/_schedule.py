@@ -403,6 +403,11 @@ depth = _Depth()
 HEURISTICS = (sufficient, agenda, height, depth)
 
 
+def policies_compared(graph: Graph) -> dict[str, int]:
+    """Batches that other systems would need: agenda batching and depth batching."""
+    return {"agenda": len(schedule(graph, agenda)), "depth": len(schedule(graph, depth))}
+
+
 def by_rank(graph: Graph) -> Schedule | None:
     """Nodes of equal type and rank as batches; None if these would wait for each other.
 

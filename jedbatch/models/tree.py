@@ -87,7 +87,7 @@ class Leaf(nn.Module):
 
     @nn.compact
     def __call__(self, word: jax.Array) -> State:
-        embedding = nn.Embed(self.num_words, self.hidden)(word)
+        embedding = nn.Embed(self.num_words, self.hidden)(jnp.asarray(word))
         return _leaf_state(nn.Dense(3 * self.hidden)(embedding))
 
 

@@ -1,0 +1,201 @@
+"""`Plan`: a minibatch ready to run, and what it prints as."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._cells import Kind, stored
+from jedbatch._graph import Graph
+from jedbatch._layout import Layout
+from jedbatch._program import Placed, ReverseSignature, Signature
+from jedbatch._schedule import Schedule, lower_bound, policies_compared
+
+@dataclass(frozen=True)
+class ResultForm:
+    """How rows become results.
+
+    Attributes:
+      structures: the pytree structure of each instance's result, or of all stacked ones.
+      places: for each of these, (arena, first row) of every leaf.
+      batch: instances stacked along the first axis; None for a list of results.
+    """
+
+    structures: tuple[Any, ...]
+    places: tuple[tuple[tuple[Kind, int], ...], ...]
+    batch: int | None
+
+
+@dataclass(frozen=True)
+class Static:
+    """The part of a plan that is compiled: equal for plans that share programs."""
+
+    session: Any
+    signature: Signature
+    reverse: ReverseSignature | None
+    results: ResultForm
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """What planning found out.
+
+    Attributes:
+      seconds: time spent in each stage of planning.
+      num_known: instances whose graphs were known already.
+      tracers: tracers of outer transformations that the function closes over.
+    """
+
+    placed: Placed
+    seconds: dict[str, float]
+    num_known: int
+    tracers: list[Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class Plan:
+    """A minibatch ready to run: integer tables, inputs, and what to compile.
+
+    As a pytree a plan has its tables and its inputs for leaves and a hashable rest, so a train
+    step that takes a plan compiles once for every topology. What planning found out does not
+    survive flattening.
+
+    Attributes:
+      inputs: dict from dtype and shape, such as "float32[300]", to array [rows, *shape]: the
+        values that enter, instance after instance, up to a capacity.
+      graph, schedule, layout: what was planned; None once the plan has been flattened.
+      device_seconds: seconds a run took, if it was measured (`Batched.profile`).
+    """
+
+    def __init__(self, static, table, reverse_table, inputs, host=None):
+        self.static: Static = static
+        self.table = table
+        self.reverse_table = reverse_table
+        self.inputs: dict[str, Any] = inputs
+        self.host: Host | None = host
+        self.device_seconds: float | None = None
+
+    def tree_flatten(self):
+        return (self.table, self.reverse_table, self.inputs), self.static
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(static, *children)
+
+    @property
+    def graph(self) -> Graph | None:
+        return self.host and self.host.placed.graph
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.host and self.host.placed.schedule
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.host and self.host.placed.layout
+
+    def __str__(self) -> str:
+        if self.host is None:
+            steps = self.static.signature.steps
+            return f"Plan of at most {steps} batches (its host records did not survive flattening)"
+        return poster(self)
+
+    __repr__ = __str__
+
+
+def input_name(kind: Kind) -> str:
+    """The name of an arena among a plan's inputs."""
+    shape, dtype = kind
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def poster(plan: Plan) -> str:
+    """A plan for people."""
+    assert plan.host is not None
+    host, placed, static = plan.host, plan.host.placed, plan.static
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    others = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
+    bound = lower_bound(graph)
+    certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"
+    lines = [
+        f"Plan of {graph.num_instances} instances",
+        f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
+        f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
+        f"  schedule  {len(schedule)} batches {schedule.policy}: {certified} ({others})",
+        "",
+        "  nodes  batches  widest  padding  type",
+    ]
+    sizes = np.diff(schedule.node_ptr)
+    for t in placed.type_ids:
+        mine = sizes[schedule.batch_type == t]
+        padding = layout.lanes[t] / counts[t] - 1
+        lines.append(
+            f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  {graph.types[t]}"
+        )
+    gathered = sum(
+        int(layout.lanes[t]) * row_bytes(stored(operand))
+        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True)
+        for operand in kernel.operands
+    )
+    arenas = sum(
+        rows * row_bytes(kind)
+        for rows, kind in zip(static.signature.rows, static.signature.arenas, strict=True)
+    )
+    once, live = live_bytes(graph, schedule)
+    kernels = sum(static.signature.widest)
+    compiled = static.session.compilations
+    programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
+    times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
+    lines += [
+        "",
+        f"  operands  0 B read as slices, {size(gathered)} gathered",
+        f"  memory    arenas of {size(arenas)}; values {size(once)} written once, "
+        f"{size(live)} live at most",
+        f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
+        f"XLA programs built so far: {programs}",
+        f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
+        f"({host.num_known} of {graph.num_instances} instances known)",
+    ]
+    if plan.device_seconds is not None:
+        lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
+    return "\n".join(lines)
+
+
+def row_bytes(kind: Kind) -> int:
+    """Bytes of one row of an arena."""
+    shape, dtype = kind
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+
+
+def live_bytes(graph: Graph, schedule: Schedule) -> tuple[int, int]:
+    """(bytes of all results, most bytes of results alive at the same time).
+
+    A result is alive from the batch that computes it to the last that reads it, or to the end if
+    it is returned.
+    """
+    batch = np.empty(len(graph.node_type), np.int64)
+    batch[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
+    per_result = [row_bytes(stored(t)) for node_type in graph.types for t in node_type.results]
+    first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
+    slot = np.arange(graph.num_values) - graph.value_ptr[:-1][graph.value_node]
+    weight = np.array(per_result, np.int64)[first[graph.value_node] + slot]
+    born = batch[graph.value_node]
+    dies = born.copy()
+    reader = np.repeat(np.arange(len(batch)), np.diff(graph.operand_ptr))
+    read = graph.operand >= 0
+    np.maximum.at(dies, graph.operand[read], batch[reader[read]])
+    dies[graph.outputs[graph.outputs >= 0]] = len(schedule) - 1
+    change = np.bincount(born, weight, len(schedule) + 1)
+    change -= np.bincount(dies + 1, weight, len(schedule) + 1)
+    return int(weight.sum()), int(change.cumsum().max(initial=0))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    units = ["B", "kB", "MB", "GB"]
+    while num_bytes >= 1000 and len(units) > 1:
+        num_bytes /= 1000
+        del units[0]
+    return f"{num_bytes:.3g} {units[0]}"

@@ -1,0 +1,121 @@
+"""What a batched function keeps: types, graphs of instances, kernels and programs."""
+
+import collections
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from jax.core import ShapedArray
+
+from jedbatch._cells import Kernel
+from jedbatch._execute import EXECUTORS
+from jedbatch._plan import Static
+from jedbatch._program import (
+    Placed,
+    ReverseSignature,
+    Signature,
+    find_readers,
+    fits,
+    make_reverse_signature,
+    make_signature,
+    resembles,
+    reverse_fits,
+    reverse_table,
+)
+from jedbatch._registry import Registry
+from jedbatch._trace import Record
+
+
+class Memory(collections.OrderedDict):
+    """A dict that forgets what was put in first once it holds more than `limit`."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.limit = limit
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self.limit:
+            self.popitem(last=False)
+
+
+class Session:
+    """What a batched function keeps for one structure of shared arguments.
+
+    Attributes:
+      registry: types met so far.
+      records: what recording gave, by the key of the instance.
+      seen: (instance, record) by the id of an instance that cannot change.
+      compilations: XLA programs built, counted by kind.
+    """
+
+    def __init__(
+        self, avals: Sequence[ShapedArray], structure: Any, executor: str | None, limit: int
+    ):
+        self.registry = Registry(avals, structure)
+        self.records: dict[Hashable, Record] = Memory(limit)
+        self.seen: dict[int, tuple[Any, Record]] = Memory(limit)
+        self.compilations: collections.Counter[str] = collections.Counter()
+        self._executor = executor
+        self._signatures: list[Signature] = []
+        self._reverses: list[ReverseSignature] = []
+        self._kernels: dict[int, Kernel] = {}
+        self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
+        self._executors: dict[Any, Any] = {}
+        self._statics: dict[Static, Static] = {}
+
+    def kernel(self, type_id: int) -> Kernel:
+        """The kernel of a node type."""
+        if type_id not in self._kernels:
+            self._kernels[type_id] = Kernel(self.registry.node_types[type_id])
+        return self._kernels[type_id]
+
+    def static(self, *parts: Any) -> Static:
+        """The static part of a plan, one object for equal parts."""
+        made = Static(self, *parts)
+        return self._statics.setdefault(made, made)
+
+    def signature(self, placed: Placed) -> Signature:
+        """What to compile for a minibatch: a program in use if it fits, or a new one."""
+        for signature in sorted(self._signatures, key=lambda s: sum(s.lanes)):
+            if fits(placed, signature):
+                return signature
+        similar = (s for s in reversed(self._signatures) if resembles(placed, s))
+        signature = make_signature(placed, next(similar, None))
+        self._signatures.append(signature)
+        return signature
+
+    def reverse(self, placed: Placed, forward: Signature) -> tuple[ReverseSignature, Any]:
+        """What to compile for the reverse of a minibatch, and its table."""
+        readers = find_readers(placed, forward)
+        needed = make_reverse_signature(placed, readers, forward, None)
+        signature = next((s for s in self._reverses if reverse_fits(needed, s)), None)
+        if signature is None:
+            model = next((s for s in reversed(self._reverses) if s.forward == forward), None)
+            signature = make_reverse_signature(placed, readers, forward, model)
+            self._reverses.append(signature)
+        return signature, reverse_table(placed, readers, signature)
+
+    def program(self, signature: Signature) -> tuple[Callable, list[int]]:
+        """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
+        if signature not in self._programs:
+            wanted = [kernel.node_type.shared for kernel in signature.kernels]
+            compute, closed_over = self.registry.prologue(wanted)
+
+            def prepare(shared: Sequence[Any]) -> list[list[Any]]:
+                values = compute(shared)
+                return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
+
+            self._programs[signature] = prepare, closed_over
+        return self._programs[signature]
+
+    def executor(self, signature: Signature, traced: bool) -> Any:
+        """Who runs a program; under a transformation always the fused executor."""
+        name = "fused" if traced or self._executor is None else self._executor
+        key = signature, name
+        if key not in self._executors:
+            prepare, _ = self.program(signature)
+            self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+        return self._executors[key]
+
+    def _count(self, kind: str) -> None:
+        self.compilations[kind] += 1
