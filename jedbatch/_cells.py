@@ -338,6 +338,7 @@ class Reverse:
             [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
             [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
         )
+        forward = inlined(forward)
         jaxpr = forward.jaxpr
         cuts = np.cumsum([len(kernel.results), len(self._wanted)])
         results, rows, leaves = (list(part) for part in _cut(jaxpr.outvars, cuts))

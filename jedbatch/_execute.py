@@ -48,22 +48,23 @@ def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, s
     for i, extent in zip(index, shape, strict=False):
         stride //= extent
         offset = offset + i * stride
-    return lax.dynamic_slice_in_dim(table, offset + start, size or shape[-1])
+    return cut(table, offset + start, size or shape[-1])
 
 
 def take(arena: Any, rows: Any) -> Any:
     """Rows of an arena, known to exist."""
-    return arena.at[rows].get(mode="promise_in_bounds")
+    return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def cut(arena: Any, start: Any, size: int) -> Any:
     """Consecutive rows of an arena."""
-    return lax.dynamic_slice_in_dim(arena, start, size)
+    return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
 
 
 def put(arena: Any, rows: Any, start: Any) -> Any:
     """The arena with consecutive rows replaced."""
-    return lax.dynamic_update_slice_in_dim(arena, rows.astype(arena.dtype), start, 0)
+    rows = rows.astype(arena.dtype)
+    return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
 
 
 def isolated(form: TableForm, table: Any, write: Callable, state: Any) -> Any:
@@ -326,7 +327,7 @@ def sweep(form: TableForm, table: Any, kinds: Sequence[tuple[int, Callable]], st
 
     def step(i, state):
         offset, (_, columns) = form.places["steps",]
-        current = lax.dynamic_slice_in_dim(table, offset + i * columns, columns)
+        current = cut(table, offset + i * columns, columns)
         bodies = [functools.partial(run_chunks, widest, current, chunk) for widest, chunk in kinds]
         return choose(current[0], bodies, state)
 

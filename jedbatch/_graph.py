@@ -14,6 +14,7 @@ Everything of variable length is a pointer/index pair: row `i` of `x` is
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,12 @@ class ValueType:
                 name = short + name.removeprefix(long)
                 break
         return f"{name}[{','.join(map(str, self.shape))}]{'~' if self.weak else ''}"
+
+
+def _list(types: tuple[ValueType, ...]) -> str:
+    """The types, repeats counted: `3 × f32[4], i32[]`."""
+    groups = [(str(t), len(list(same))) for t, same in itertools.groupby(types)]
+    return ", ".join(t if n == 1 else f"{n} × {t}" for t, n in groups)
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,7 @@ class NodeType:
     def __str__(self) -> str:
         if self.operation is None:
             return self.name
-        reads = ", ".join(map(str, self.operands))
-        return f"{self.name}({reads}) -> {', '.join(map(str, self.results))}"
+        return f"{self.name}({_list(self.operands)}) -> {_list(self.results)}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
@@ -60,7 +61,11 @@ def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
 
 
 def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
-    """The program with calls of jit-ted functions (or others) replaced by their bodies."""
+    """The program with calls of jit-ted functions (or others) replaced by their bodies.
+
+    Roundings to the precision a value has anyway, which `jax.checkpoint` leaves around what it
+    keeps, are left out.
+    """
 
     def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -71,11 +76,18 @@ def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
                 values = [value_of(x, env) for x in eqn.invars]
                 outs = evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
                 env.update(zip(eqn.outvars, outs, strict=True))
+            elif _rounds_nothing(eqn):
+                env[eqn.outvars[0]] = value_of(eqn.invars[0], env)
             else:
                 run_equation(jaxpr, eqn, env)
         return [value_of(x, env) for x in jaxpr.outvars]
 
-    if not any(eqn.primitive.name in primitives for eqn in closed.jaxpr.eqns):
-        return closed
     avals = map(shape_of, closed.jaxpr.invars)
     return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)
+
+
+def _rounds_nothing(eqn: Any) -> bool:
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant

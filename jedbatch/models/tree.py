@@ -10,8 +10,8 @@ For a leaf with word embedding e, and for a node with children (h_l, c_l) and (h
     output   logits = W_out h + b_out, scored by cross-entropy with the label of the node
 
 Shapes: e, h, c [hidden]; W_leaf [hidden, 3 hidden], W_node [2 hidden, 5 hidden], W_out
-[hidden, labels]. Node types: `leaf`, `node`, `score` (output and cross-entropy), and `zero` and
-`plus`, which add up the scores.
+[hidden, labels]. Node types: `leaf`, `node`, `score` (output and cross-entropy), and `plus` of
+eight and of two scores, which adds them up.
 
 The model is written for one tree, as a recursive function. It comes twice: with Flax modules
 (`flax_cells`), and with plain functions of arrays (`plain_cells`).
@@ -167,22 +167,18 @@ def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     return Cells(init, _plain_leaf, _plain_node, _plain_output, _plain_score)
 
 
-@jedbatch.cell(name="zero")
-def _zero() -> jax.Array:
-    return jnp.zeros(2)
-
-
 @jedbatch.cell(name="plus")
 def _plus(*terms: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.stack(terms), axis=0)
+    return sum(terms[1:], start=terms[0])
 
 
 def total(scores: list[jax.Array]) -> jax.Array:
-    """The sum of scores, eight at a time: few nodes, few batches, one type."""
-    zero = _zero()
+    """The sum of scores: by eights, then by twos. Few nodes, few batches, two types."""
     while len(scores) > 1:
-        scores = scores + [zero] * (-len(scores) % 8)
-        scores = [_plus(*scores[i : i + 8]) for i in range(0, len(scores), 8)]
+        width = 8 if len(scores) >= 8 else 2
+        whole = len(scores) - len(scores) % width
+        sums = [_plus(*scores[i : i + width]) for i in range(0, whole, width)]
+        scores = sums + scores[whole:]
     return scores[0]
 
 
