@@ -213,11 +213,12 @@ class Batched:
         clock.append(time.perf_counter())
         batches = schedule(graph, self.policy)
         clock.append(time.perf_counter())
-        layout = assign_lanes(graph, batches)
-        clock.append(time.perf_counter())
-
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(session.kernel, type_ids))
+        ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
+        layout = assign_lanes(graph, batches, [ladders.get(t) for t in range(len(graph.types))])
+        clock.append(time.perf_counter())
+
         rows, form = self._results(graph, records)
         stacked = self._out_axes is not None
         placed = Placed.find(graph, batches, layout, kernels, type_ids, rows, stacked)

@@ -45,7 +45,9 @@ from jedbatch._jaxpr import (
     shape_of,
     used_variables,
     value_of,
+    work,
 )
+from jedbatch._layout import ladder_for
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE = frozenset({"add", "add_any", "sub"})
@@ -125,6 +127,7 @@ class Kernel:
       node_type: whose program it is.
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
+      ladder: the widths it is compiled in.
     """
 
     def __init__(self, node_type: NodeType):
@@ -150,6 +153,7 @@ class Kernel:
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
         self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
         self._before_consts = list(closed.consts)
+        self.ladder = ladder_for(sum(map(work, self.body)))
 
     def prologue(self, shared: Sequence[Any]) -> list[Any]:
         """The consts, from the shared values the type reads; once per program."""

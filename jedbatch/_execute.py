@@ -35,7 +35,7 @@ from jax import lax
 
 from jedbatch._cells import differentiable
 from jedbatch._jaxpr import has_gradient
-from jedbatch._layout import BLOCKS, WIDTHS
+from jedbatch._layout import BLOCKS, COARSE
 from jedbatch._program import MAX_READERS, ReverseSignature, Signature, TableForm
 
 GROUP = 8  # loops in a row before they are nested
@@ -279,7 +279,7 @@ class Reverse:
             return block(lanes, 0, total)
         trips = row(form, tables[1], ("blocks", k))
         state = (total, jnp.int32(0))
-        for i, width in reversed([(i, w) for i, w in enumerate(BLOCKS) if w <= lanes]):
+        for i, width in reversed([(i, w) for i, w in enumerate(BLOCKS.widths) if w <= lanes]):
             state = lax.fori_loop(
                 0,
                 trips[i],
@@ -309,10 +309,10 @@ def choose(index: Any, bodies: Sequence[Callable], state: Any, first: int = 0) -
     return state
 
 
-def run_chunks(widest: int, step: Any, chunk: Callable, state: Any) -> Any:
+def run_chunks(widths: tuple[int, ...], step: Any, chunk: Callable, state: Any) -> Any:
     """Runs the chunks of one batch, widest first: `chunk(width, state, lane)`."""
     carry = (state, step[1])
-    for i, width in reversed(list(enumerate(WIDTHS[:widest]))):
+    for i, width in reversed(list(enumerate(widths))):
 
         def run(_, carry, width=width):
             state, lane = carry
@@ -322,13 +322,13 @@ def run_chunks(widest: int, step: Any, chunk: Callable, state: Any) -> Any:
     return carry[0]
 
 
-def sweep(form: TableForm, table: Any, kinds: Sequence[tuple[int, Callable]], state: Any) -> Any:
-    """Runs the steps of a table; `kinds` are (number of widths, chunk) of every kind of step."""
+def sweep(form: TableForm, table: Any, kinds: Sequence[tuple[tuple, Any]], state: Any) -> Any:
+    """Runs the steps of a table; `kinds` are (widths, chunk) of every kind of step."""
 
     def step(i, state):
         offset, (_, columns) = form.places["steps",]
         current = cut(table, offset + i * columns, columns)
-        bodies = [functools.partial(run_chunks, widest, current, chunk) for widest, chunk in kinds]
+        bodies = [functools.partial(run_chunks, widths, current, chunk) for widths, chunk in kinds]
         return choose(current[0], bodies, state)
 
     if not kinds:  # nothing to do but to return inputs
@@ -344,7 +344,7 @@ def fused_forward(forward: Forward, consts: Any, inputs: Any, table: Any) -> tup
     def kind(k):
         return lambda width, state, lane: forward.chunk(k, width, consts, table, state, lane)
 
-    kinds = [(widest, kind(k)) for k, widest in enumerate(signature.widest)]
+    kinds = [(widths, kind(k)) for k, widths in enumerate(signature.widths)]
     state = sweep(signature.form, table, kinds, forward.start(inputs))
     return forward.finish(table, state), state
 
@@ -362,11 +362,11 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     def sums(a):
         return lambda width, state, lane: reverse.sum_chunk(a, width, tables[1], state, lane)
 
-    kinds = [(widest, kind(k)) for k, widest in enumerate(forward.widest)]
+    kinds = [(widths, kind(k)) for k, widths in enumerate(forward.widths)]
     for a, rows in enumerate(signature.sums):
         if rows:
-            kinds += [(0, None)] * (len(forward.kernels) + a - len(kinds))
-            kinds.append((sum(w <= rows for w in WIDTHS), sums(a)))
+            kinds += [((), None)] * (len(forward.kernels) + a - len(kinds))
+            kinds.append((tuple(w for w in COARSE.widths if w <= rows), sums(a)))
     state = sweep(signature.form, tables[1], kinds, reverse.start(outputs, saved))
     gradients = reverse.consts(consts, tables, arenas, state)
     return gradients, reverse.inputs(tables[1], state)
@@ -438,7 +438,7 @@ class Dispatch:
         saving = forward.saving
         consts = self._call("prepare", self.prepare, shared)
         state = self._call(("start", saving), forward.start, inputs)
-        for k, width, lane in _host_chunks(self.signature.form, np.asarray(table)):
+        for k, width, lane in _host_chunks(self.signature, self.signature.form, table):
 
             def chunk(consts_k, table, state, lane, k=k, width=width):
                 return forward.chunk(k, width, {k: consts_k}, table, state, lane)
@@ -454,7 +454,7 @@ class Dispatch:
         consts = self._call("prepare", self.prepare, shared)
         arenas, saved = values
         state = self._call(("start", signature), reverse.start, outputs, saved)
-        for k, width, lane in _host_chunks(signature.form, np.asarray(tables[1])):
+        for k, width, lane in _host_chunks(signature.forward, signature.form, tables[1]):
             if k < kinds:
 
                 def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
@@ -480,11 +480,13 @@ class Dispatch:
         return self._call(("finish", signature), finish, shared, tables, arenas, state)
 
 
-def _host_chunks(form: TableForm, table: np.ndarray) -> Any:
+def _host_chunks(forward: Signature, form: TableForm, table: Any) -> Any:
     """Yields (kind, width, first lane) of every chunk of a table, in order."""
+    table = np.asarray(table)
     count = int(form.view(table, "num_steps")[0])
     for k, lane, *trips in form.view(table, "steps")[:count].tolist():
-        for width, n in reversed(list(zip(WIDTHS, trips, strict=True))):
+        widths = forward.kernels[k].ladder.widths if k < len(forward.kernels) else COARSE.widths
+        for width, n in reversed(list(zip(widths, trips, strict=False))):
             for _ in range(n):
                 yield k, width, np.int32(lane)
                 lane += width

@@ -1,5 +1,6 @@
 """Handling programs of JAX equation by equation, with public names only."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,19 @@ def run_equation(jaxpr: Any, eqn: Any, env: dict[Any, Any]) -> None:
     one = jaxpr.replace(constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn])
     outs = jax.core.eval_jaxpr(one, [], *(env[v] for v in variables))
     env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def work(eqn: Any) -> int:
+    """Roughly the floating-point operations of an equation."""
+    elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)
+    if eqn.primitive.name == "dot_general":
+        (left, _), _ = eqn.params["dimension_numbers"]
+        return 2 * elements * math.prod(eqn.invars[0].aval.shape[i] for i in left)
+    if eqn.primitive.name == "conv_general_dilated":
+        return 2 * elements * math.prod(eqn.invars[1].aval.shape[1:])
+    inner = [x for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+    times = eqn.params.get("length", 1)
+    return elements + times * sum(work(e) for x in inner for e in getattr(x, "jaxpr", x).eqns)
 
 
 def used_variables(jaxpr: Any) -> set[Any]:

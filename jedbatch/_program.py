@@ -26,14 +26,14 @@ import numpy as np
 from jedbatch._cells import Kernel, Kind, differentiable, stored
 from jedbatch._graph import Graph, distinct, pointers, ranges
 from jedbatch._jaxpr import has_gradient
-from jedbatch._layout import BLOCKS, WIDTHS, Layout, cover
+from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS, Layout
 from jedbatch._schedule import Schedule
 
 MAX_READERS = 4
 HEADROOM = 1.1  # capacity over need, before rounding up
-FINE = 1024  # capacity above which it is rounded up to an eighth of a power of two
+LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its lanes
-SMALL = 256  # lanes; below, any program will do
+SMALL = 1024  # lanes; below, any program will do
 
 
 class TableForm:
@@ -104,6 +104,12 @@ class Signature:
         return tuple(bases), tuple(ends)
 
     @property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """The widths compiled for each kernel."""
+        found = zip(self.kernels, self.widest, strict=True)
+        return tuple(kernel.ladder.widths[:n] for kernel, n in found)
+
+    @property
     def bases(self) -> tuple[tuple[int, ...], ...]:
         """The first row of each result of each type."""
         return self._rows[0]
@@ -117,7 +123,7 @@ class Signature:
     def form(self) -> TableForm:
         form = TableForm()
         form.add(("num_steps",), 1)
-        form.add(("steps",), self.steps, 2 + len(WIDTHS))
+        form.add(("steps",), self.steps, 2 + NUM_WIDTHS)
         for k, kernel in enumerate(self.kernels):
             form.add(("operands", k), len(kernel.operands), self.lanes[k])
         for a, rows in enumerate(self.outputs):
@@ -162,10 +168,10 @@ class ReverseSignature:
     def form(self) -> TableForm:
         forward, form = self.forward, TableForm()
         form.add(("num_steps",), 1)
-        form.add(("steps",), self.steps, 2 + len(WIDTHS))
+        form.add(("steps",), self.steps, 2 + NUM_WIDTHS)
         for k, lanes in enumerate(forward.lanes):
             form.add(("used", k), 1)
-            form.add(("blocks", k), len(BLOCKS))
+            form.add(("blocks", k), len(BLOCKS.widths))
             for s, readers in enumerate(self.readers[k]):
                 form.add(("readers", k, s), readers, lanes)
         for a, rows in enumerate(forward.inputs):
@@ -254,7 +260,7 @@ class Placed:
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
         lanes = self.layout.lanes[list(self.type_ids)]
-        blocks = cover(lanes, BLOCKS) @ np.array(BLOCKS)
+        blocks = BLOCKS.lanes(BLOCKS.cover(lanes))
         return tuple(np.maximum(lanes, blocks).tolist())
 
     @functools.cached_property
@@ -264,6 +270,18 @@ class Placed:
         return tuple(
             int(np.flatnonzero(trips[batch_type == t].any(axis=0))[-1]) + 1 for t in self.type_ids
         )
+
+    @functools.cached_property
+    def room(self) -> list[tuple[int, int]]:
+        """(lanes, number of widths) for each kernel, with room for somewhat larger batches."""
+        sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
+        found = []
+        for kernel, t, lanes in zip(self.kernels, self.type_ids, self.lanes, strict=True):
+            largest = capacity(int(sizes[batch_type == t].max()))
+            used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+            widest = int(np.flatnonzero(used)[-1]) + 1
+            found.append((max(capacity(lanes), kernel.ladder.widths[widest - 1]), widest))
+        return found
 
     @functools.cached_property
     def input_counts(self) -> tuple[int, ...]:
@@ -280,7 +298,7 @@ def capacity(need: int) -> int:
         return 0
     room = math.ceil(need * HEADROOM)
     step = 1 << max(0, room.bit_length() - 1)
-    if room > FINE:
+    if room > LARGE:
         step >>= 3
     return -(-room // step) * step
 
@@ -325,12 +343,12 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     Growing from the last program instead of starting anew makes capacities settle after a few
     minibatches.
     """
-    lanes = dict(zip(placed.kernels, map(capacity, placed.lanes), strict=True))
-    widest = dict(zip(placed.kernels, placed.widest, strict=True))
+    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, placed.room, strict=True)}
+    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, placed.room, strict=True)}
     inputs = dict(zip(placed.arenas, map(capacity, placed.input_counts), strict=True))
     room = len if placed.stacked else lambda x: capacity(len(x))
     outputs = dict(zip(placed.arenas, map(room, placed.outputs), strict=True))
-    steps = capacity(len(placed.schedule))
+    steps = capacity(2 * len(placed.schedule))  # depths vary more than sums over instances
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
             lanes[kernel] = max(n, lanes.get(kernel, 0))
@@ -463,7 +481,7 @@ def find_readers(placed: Placed, signature: Signature) -> Readers:
 def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
     """Sums of four for values with many readers; changes `columns` for those values.
 
-    Returns the rows each sum adds up, by arena, and int64[..., 5 + widths]: (batch whose values
+    Returns the rows each sum adds up, by arena, and int64[..., 4 + NUM_WIDTHS]: (batch whose values
     need them or -1 for inputs, level, kind, first lane, trips) of the steps that compute them.
     """
     graph, schedule = placed.graph, placed.schedule
@@ -506,11 +524,12 @@ def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
     lane_of = np.empty(num_made, np.int64)
     for group in np.split(order, change[1:]):
         a = int(where[group[0]])
-        trips = cover(np.array([len(group)]))[0]
+        trips = COARSE.cover(np.array([len(group)]))[0]
         lane_of[group] = lanes[a] + np.arange(len(group))
         final[group] = sum_bases[a] + lane_of[group]
-        steps.append([batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips])
-        lanes[a] += int(trips @ np.array(WIDTHS))
+        row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
+        steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
+        lanes[a] += int(COARSE.lanes(trips))
 
     def resolve(rows):
         return np.where(rows <= -2, final[np.maximum(0, -2 - rows)], rows)
@@ -548,7 +567,7 @@ def make_reverse_signature(
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
     sums = [capacity(x.shape[1]) for x in readers.sums]
-    steps = capacity(len(readers.steps))
+    steps = capacity(2 * len(readers.steps))
     if model is not None:
         listed = [
             [max(a, b) for a, b in zip(x, y, strict=True)]
@@ -604,7 +623,7 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
         k = forward.kernels.index(kernel)
         used = int(layout.lanes[t])
         form.view(table, "used", k)[0] = used
-        form.view(table, "blocks", k)[:] = cover(np.array([used]), BLOCKS)[0]
+        form.view(table, "blocks", k)[:] = BLOCKS.cover(np.array([used]))[0]
         nodes = np.flatnonzero(graph.node_type == t)
         for s, value_type in enumerate(kernel.results):
             zero = signature.zero[forward.arena(value_type)]
