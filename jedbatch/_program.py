@@ -31,6 +31,7 @@ from jedbatch._schedule import Schedule
 
 MAX_READERS = 4
 HEADROOM = 1.1  # capacity over need, before rounding up
+GROWTH = 1.25  # more of it in a program that takes over from one that was too small
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its lanes
 SMALL = 1024  # lanes; below, any program will do
@@ -271,8 +272,7 @@ class Placed:
             int(np.flatnonzero(trips[batch_type == t].any(axis=0))[-1]) + 1 for t in self.type_ids
         )
 
-    @functools.cached_property
-    def room(self) -> list[tuple[int, int]]:
+    def room(self, growth: float) -> list[tuple[int, int]]:
         """(lanes, number of widths) for each kernel, with room for somewhat larger batches."""
         sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
         found = []
@@ -280,7 +280,8 @@ class Placed:
             largest = capacity(int(sizes[batch_type == t].max()))
             used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
             widest = int(np.flatnonzero(used)[-1]) + 1
-            found.append((max(capacity(lanes), kernel.ladder.widths[widest - 1]), widest))
+            room = max(capacity(growth * lanes), kernel.ladder.widths[widest - 1])
+            found.append((room, widest))
         return found
 
     @functools.cached_property
@@ -288,7 +289,7 @@ class Placed:
         return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
 
 
-def capacity(need: int) -> int:
+def capacity(need: float) -> int:
     """Room for a little more than is needed, in steps that grow with it; 0 for nothing.
 
     Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
@@ -343,11 +344,14 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     Growing from the last program instead of starting anew makes capacities settle after a few
     minibatches.
     """
-    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, placed.room, strict=True)}
-    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, placed.room, strict=True)}
-    inputs = dict(zip(placed.arenas, map(capacity, placed.input_counts), strict=True))
-    room = len if placed.stacked else lambda x: capacity(len(x))
-    outputs = dict(zip(placed.arenas, map(room, placed.outputs), strict=True))
+    growth = 1.0 if model is None else GROWTH
+    room = placed.room(growth)
+    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, room, strict=True)}
+    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, room, strict=True)}
+    needed = [capacity(growth * n) for n in placed.input_counts]
+    inputs = dict(zip(placed.arenas, needed, strict=True))
+    returned = [len(x) if placed.stacked else capacity(len(x)) for x in placed.outputs]
+    outputs = dict(zip(placed.arenas, returned, strict=True))
     steps = capacity(2 * len(placed.schedule))  # depths vary more than sums over instances
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
@@ -556,18 +560,18 @@ def make_reverse_signature(
 ) -> ReverseSignature:
     """A reverse signature with room for a minibatch, and for what `model` had room for."""
     graph = placed.graph
-    listed = [[0] * len(kernel.results) for kernel in forward.kernels]
+    listed = [[1] * len(kernel.results) for kernel in forward.kernels]
     inputs = [0] * len(forward.arenas)
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
         first = graph.value_ptr[:-1][graph.node_type == t]
         for s in range(len(kernel.results)):
-            listed[k][s] = _count(readers.columns, first + s)
+            listed[k][s] = max(1, _count(readers.columns, first + s))
     for a, kind in enumerate(placed.arenas):
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
     sums = [capacity(x.shape[1]) for x in readers.sums]
-    steps = capacity(2 * len(readers.steps))
+    steps = forward.steps + capacity(2 * (len(readers.steps) - len(placed.schedule)))
     if model is not None:
         listed = [
             [max(a, b) for a, b in zip(x, y, strict=True)]
