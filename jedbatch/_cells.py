@@ -24,6 +24,7 @@ memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,12 @@ def stored(value_type: ValueType) -> Kind:
     return value_type.shape, np.dtype(value_type.dtype)
 
 
+def row_bytes(kind: Kind) -> int:
+    """Bytes of one row of an arena."""
+    shape, dtype = kind
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
 def from_stored(x: Any, value_type: ValueType) -> Any:
     """A value as the lane's program wants it."""
     if is_key(value_type.dtype):
@@ -128,6 +135,7 @@ class Kernel:
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       ladder: the widths it is compiled in.
+      result_bytes: of the results of one lane.
     """
 
     def __init__(self, node_type: NodeType):
@@ -154,6 +162,7 @@ class Kernel:
         self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
         self._before_consts = list(closed.consts)
         self.ladder = ladder_for(sum(map(work, self.body)))
+        self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
 
     def prologue(self, shared: Sequence[Any]) -> list[Any]:
         """The consts, from the shared values the type reads; once per program."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._cells import Kind, stored
+from jedbatch._cells import Kind, row_bytes, stored
 from jedbatch._graph import Graph
 from jedbatch._layout import Layout
 from jedbatch._program import Placed, ReverseSignature, Signature
@@ -161,12 +161,6 @@ def poster(plan: Plan) -> str:
     if plan.device_seconds is not None:
         lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
     return "\n".join(lines)
-
-
-def row_bytes(kind: Kind) -> int:
-    """Bytes of one row of an arena."""
-    shape, dtype = kind
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 def live_bytes(graph: Graph, schedule: Schedule) -> tuple[int, int]:

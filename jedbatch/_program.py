@@ -30,11 +30,11 @@ from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS, Layout
 from jedbatch._schedule import Schedule
 
 MAX_READERS = 4
-HEADROOM = 1.1  # capacity over need, before rounding up
-GROWTH = 1.25  # more of it in a program that takes over from one that was too small
+HEADROOM = 1.1  # least capacity over need, before rounding up
+DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
-SLACK = 4  # a program is used for minibatches down to a quarter of its lanes
-SMALL = 1024  # lanes; below, any program will do
+SLACK = 4  # a program is used for minibatches down to a quarter of its size
+SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
 class TableForm:
@@ -272,16 +272,26 @@ class Placed:
             int(np.flatnonzero(trips[batch_type == t].any(axis=0))[-1]) + 1 for t in self.type_ids
         )
 
-    def room(self, growth: float) -> list[tuple[int, int]]:
+    def capacity(self, need: int) -> int:
+        """Room for what minibatches like this one will need.
+
+        What a minibatch needs is a sum over its instances, and varies the less the more they are.
+        """
+        instances = max(self.graph.num_instances, need / LARGE)
+        return capacity(need * max(HEADROOM, 1 + DEVIATIONS / math.sqrt(instances)))
+
+    @functools.cached_property
+    def room(self) -> list[tuple[int, int]]:
         """(lanes, number of widths) for each kernel, with room for somewhat larger batches."""
         sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
         found = []
         for kernel, t, lanes in zip(self.kernels, self.type_ids, self.lanes, strict=True):
-            largest = capacity(int(sizes[batch_type == t].max()))
+            largest = self.capacity(int(sizes[batch_type == t].max()))
             used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
             widest = int(np.flatnonzero(used)[-1]) + 1
-            room = max(capacity(growth * lanes), kernel.ladder.widths[widest - 1])
-            found.append((room, widest))
+            light = kernel.ladder.overhead == COARSE.overhead
+            least = kernel.ladder.widths[-1 if light else widest - 1]  # rows cost next to nothing
+            found.append((max(self.capacity(lanes), least), widest))
         return found
 
     @functools.cached_property
@@ -290,14 +300,14 @@ class Placed:
 
 
 def capacity(need: float) -> int:
-    """Room for a little more than is needed, in steps that grow with it; 0 for nothing.
+    """What is needed, rounded up in steps that grow with it; 0 for nothing.
 
     Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
     are large and memory counts.
     """
     if not need:
         return 0
-    room = math.ceil(need * HEADROOM)
+    room = math.ceil(need)
     step = 1 << max(0, room.bit_length() - 1)
     if room > LARGE:
         step >>= 3
@@ -335,7 +345,13 @@ def resembles(placed: Placed, signature: Signature) -> bool:
         same = mine == its
     else:
         same = mine.keys() <= its.keys()
-    return same and sum(signature.lanes) <= max(SMALL, SLACK * sum(placed.lanes))
+    size = result_bytes(signature.kernels, signature.lanes)
+    return same and size <= max(SMALL, SLACK * result_bytes(placed.kernels, placed.lanes))
+
+
+def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:
+    """Bytes of all results."""
+    return sum(kernel.result_bytes * n for kernel, n in zip(kernels, lanes, strict=True))
 
 
 def make_signature(placed: Placed, model: Signature | None) -> Signature:
@@ -344,13 +360,11 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     Growing from the last program instead of starting anew makes capacities settle after a few
     minibatches.
     """
-    growth = 1.0 if model is None else GROWTH
-    room = placed.room(growth)
-    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, room, strict=True)}
-    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, room, strict=True)}
-    needed = [capacity(growth * n) for n in placed.input_counts]
+    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, placed.room, strict=True)}
+    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, placed.room, strict=True)}
+    needed = map(placed.capacity, placed.input_counts)
     inputs = dict(zip(placed.arenas, needed, strict=True))
-    returned = [len(x) if placed.stacked else capacity(len(x)) for x in placed.outputs]
+    returned = [len(x) if placed.stacked else placed.capacity(len(x)) for x in placed.outputs]
     outputs = dict(zip(placed.arenas, returned, strict=True))
     steps = capacity(2 * len(placed.schedule))  # depths vary more than sums over instances
     if model is not None:
@@ -570,7 +584,7 @@ def make_reverse_signature(
     for a, kind in enumerate(placed.arenas):
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
-    sums = [capacity(x.shape[1]) for x in readers.sums]
+    sums = [placed.capacity(x.shape[1]) for x in readers.sums]
     steps = forward.steps + capacity(2 * (len(readers.steps) - len(placed.schedule)))
     if model is not None:
         listed = [
