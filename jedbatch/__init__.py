@@ -1,6 +1,34 @@
+"""Automatic batching of dynamic neural networks in JAX.
+
+- `batch`: a function of one instance as a function of many; `Batched` is what it returns, and
+  `Plan` what `Batched.plan` makes.
+- `cell`: a function as one unit of batching.
+- `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
+- `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
+- `errors`: what can go wrong, each with a page of help.
+"""
+
+import importlib.metadata
+
 from jedbatch import errors, policies
 from jedbatch._batch import Batched, Plan, batch
 from jedbatch._cell import cell
 from jedbatch._graph import Graph
 from jedbatch._schedule import Schedule, lower_bound, schedule
 from jedbatch._trace import evaluate
+
+__version__ = importlib.metadata.version("jedbatch")
+
+__all__ = [
+    "Batched",
+    "Graph",
+    "Plan",
+    "Schedule",
+    "batch",
+    "cell",
+    "errors",
+    "evaluate",
+    "lower_bound",
+    "policies",
+    "schedule",
+]

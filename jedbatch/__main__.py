@@ -116,8 +116,8 @@ def demo(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     later = score.compilations - compiled if args.epochs > 1 else 0
     print(
-        f"\ntrained in {seconds:.1f} s; {score.compilations} XLA programs compiled, {later} of them "
-        "after the first epoch\n"
+        f"\ntrained in {seconds:.1f} s; {score.compilations} XLA programs compiled, {later} of "
+        "them after the first epoch\n"
     )
     compare(score, cells, params, train, batch_size)
 

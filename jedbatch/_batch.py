@@ -305,14 +305,13 @@ class Batched:
                     "shapes for every instance, or get a list with one result per instance by "
                     "`jedbatch.batch(fn, out_axes=None)`."
                 )
-        places = []
-        for kind, column in zip(
-            first.types, graph.outputs.reshape(len(records), -1).T.tolist(), strict=True
-        ):
+        columns = graph.outputs.reshape(len(records), -1).T.tolist()
+        stacked = []
+        for kind, column in zip(first.types, columns, strict=True):
             found = rows.setdefault(kind, [])
-            places.append((kind, len(found)))
+            stacked.append((kind, len(found)))
             found += column
-        return rows, ResultForm((first.structure,), (tuple(places),), len(records))
+        return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))
 
     # --- running ---
 
@@ -323,7 +322,12 @@ class Batched:
         shared = list(leaves)
         for index in closed_over:
             value = session.registry.shared[index]
-            shared.append(plan.host.tracers[value.tracer] if value.array is None else value.array)
+            if value.array is None:
+                assert plan.host is not None
+                assert value.tracer is not None
+                shared.append(plan.host.tracers[value.tracer])
+            else:
+                shared.append(value.array)
         rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
         traced = any(isinstance(x, Tracer) for x in (*shared, *rows, plan.table))
         executor = session.executor(signature, traced)
@@ -364,7 +368,8 @@ def _assemble(
     for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
             parts[stored(chunk.type)].append(_input_rows(chunk, mine, i))
-    inputs = {}
+    inputs: dict[str, Any] = {}
+    rows: Any
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
         shape, dtype = kind
         found = parts[kind]

@@ -82,7 +82,7 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
             f"`cell` got {fn!r}, which is not callable; give it a function of arrays, as in\n"
             "    @jedbatch.cell\n    def layer(params, x): ..."
         )
-    me = Cell(fn, name or getattr(fn, "__name__", type(fn).__name__))
+    me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **static: Any) -> Any:

@@ -24,6 +24,7 @@ memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ class Kernel:
         self.node_type = node_type
         self.operands = node_type.operands
         self.results = node_type.results
-        closed = inlined(node_type.operation.jaxpr)
+        operation: Any = node_type.operation
+        closed = inlined(operation.jaxpr)
         self.jaxpr = jaxpr = closed.jaxpr
         num_shared = len(node_type.shared)
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
@@ -180,8 +182,7 @@ class Kernel:
     def evaluate(self, consts: Any, operands: Any, deltas: dict[Any, Any]) -> tuple[list, dict]:
         """(results, all values) of one lane.
 
-        Args:
-          deltas: what counts as added to some variables; to result s by the key s.
+        `deltas` count as added to some variables; to result s by the key s.
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
@@ -317,9 +318,7 @@ class Reverse:
         """Traces forward and backward, and finds where the second gets what it reads."""
         kernel = self.kernel
         cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
-        kinds = [
-            (kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places
-        ]
+        kinds = [(kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places]
         structure = []
 
         def save(consts, operands):
@@ -327,9 +326,7 @@ class Reverse:
                 full = list(operands)
                 for j, x in zip(self._moving, moving, strict=True):
                     full[j] = x
-                results, env = kernel.evaluate(
-                    consts, full, dict(zip(places, deltas, strict=True))
-                )
+                results, env = kernel.evaluate(consts, full, dict(zip(places, deltas, strict=True)))
                 return [results[s] for s in self._returned], (
                     results,
                     [env[v] for v in self._wanted],
@@ -353,7 +350,7 @@ class Reverse:
         )
         forward = inlined(forward)
         jaxpr = forward.jaxpr
-        cuts = np.cumsum([len(kernel.results), len(self._wanted)])
+        cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
         results, rows, leaves = (list(part) for part in _cut(jaxpr.outvars, cuts))
         backward = jax.make_jaxpr(back)(
             [shape_of(v) for v in leaves],
@@ -410,7 +407,7 @@ class Reverse:
             zip(places, self._backward.outvars[num_moving:], strict=True)
         ):
             self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
-        kept = [
+        kept: list[Any] = [
             v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
         ]
         self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
@@ -418,7 +415,8 @@ class Reverse:
 
         needed = {i for name, i in self._row_sources if name == "saved"}
         free = {i: kind for i, kind in enumerate(self.saved) if i not in needed}
-        rooms, extra = [], []
+        rooms: list[int] = []
+        extra: list[Kind] = []
         for kind in self.cotangents:
             over = next((i for i, other in free.items() if other == kind), None)
             if over is None:
@@ -444,7 +442,9 @@ class Reverse:
                         kernel.run(step, env)
                 else:
                     name, i = self._row_sources[self._wanted.index(v)]
-                    env[v] = i if name == "literal" else {"saved": saved, "operand": operands}[name][i]
+                    env[v] = (
+                        i if name == "literal" else {"saved": saved, "operand": operands}[name][i]
+                    )
             return [env[v] for v in others]
 
         def apply(const_values, fixed_values, row_values):
@@ -486,7 +486,7 @@ class Reverse:
             "result": results,
             "saved": saved,
         }
-        leaves = []
+        leaves: list[Any] = []
         for name, x in self._sources:
             if name == "nothing":  # not read
                 leaves.append(jnp.zeros(x.shape, x.dtype))
@@ -510,5 +510,5 @@ def _recomputable(kernel: Kernel) -> dict[Any, list[Any]]:
 
 def _cut(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
     """The items cut at some places."""
-    ends = [0, *map(int, places), len(items)]
-    return [items[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    ends = [0, *places, len(items)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]

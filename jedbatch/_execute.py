@@ -36,7 +36,7 @@ from jax import lax
 from jedbatch._cells import differentiable
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, COARSE
-from jedbatch._program import MAX_READERS, ReverseSignature, Signature, TableForm
+from jedbatch._program import ReverseSignature, Signature, TableForm
 
 GROUP = 8  # loops in a row before they are nested
 
@@ -120,15 +120,16 @@ class Forward:
         """Runs `width` lanes of kernel k, from `lane` on."""
         signature = self.signature
         kernel = signature.kernels[k]
-        arenas, saved = list(state[0]), list(state[1])
-        operands = self.operands(k, table, arenas, lane, width)
+        operands = self.operands(k, table, state[0], lane, width)
 
         def write(_, state):
             arenas, saved = list(state[0]), list(state[1])
             if self.saving:
-                run = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
-                results, rows = run(consts[k], operands)
-                saved[k] = tuple(put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True))
+                save = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
+                results, rows = save(consts[k], operands)
+                saved[k] = tuple(
+                    put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True)
+                )
             else:
                 run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
                 results = run(consts[k], operands)

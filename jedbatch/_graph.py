@@ -163,9 +163,9 @@ class Graph:
     operand: np.ndarray
     inputs: tuple[InputRows, ...] = ()
     outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    node_ptr: np.ndarray | None = None
-    input_ptr: np.ndarray | None = None
-    output_ptr: np.ndarray | None = None
+    node_ptr: np.ndarray = None  # type: ignore[assignment]  # until it is built
+    input_ptr: np.ndarray = None  # type: ignore[assignment]
+    output_ptr: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.node_ptr is None:
@@ -235,7 +235,7 @@ class Graph:
         if outputs is None:
             read = np.zeros(len(node_type), bool)
             read[operand[(operand >= 0) & (operand < len(node_type))]] = True
-            outputs = np.flatnonzero(~read)
+            outputs = np.flatnonzero(~read).tolist()
         arrays = [np.asarray(a) for a in inputs]
         graph = Graph(
             types=tuple(NodeType(name) for name in names),
@@ -306,12 +306,11 @@ class Graph:
         return union
 
     @functools.cached_property
-    def _bounds(self) -> list[tuple[int, ...]]:
+    def _bounds(self) -> list[Any]:
         """From and to, of every instance's nodes, operands, inputs, outputs and results."""
         nodes = self.node_ptr
-        columns = (nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr)
-        columns = (*columns, self.value_ptr[nodes])
-        flat = [end for x in columns for end in (x[:-1], x[1:])]
+        columns = nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr
+        flat = [end for x in (*columns, self.value_ptr[nodes]) for end in (x[:-1], x[1:])]
         return list(zip(*(x.tolist() for x in flat), strict=True))
 
     @functools.cached_property
@@ -319,7 +318,7 @@ class Graph:
         """The inputs of every instance."""
         ends = pointers(np.fromiter(map(len, self.inputs), np.int64, len(self.inputs)))
         ptr = np.searchsorted(ends, self.input_ptr).tolist()
-        return [self.inputs[a:b] for a, b in zip(ptr, ptr[1:], strict=False)]
+        return [self.inputs[a:b] for a, b in itertools.pairwise(ptr)]
 
     @property
     def num_instances(self) -> int:
@@ -514,7 +513,7 @@ class Graph:
                 "graphs made by `Graph.from_dag`, which hold their inputs."
             )
         header = {"format": FORMAT, "names": [t.name for t in self.types]}
-        arrays = {f"input_{i}": chunk.rows for i, chunk in enumerate(self.inputs)}
+        arrays: dict[str, Any] = {f"input_{i}": chunk.rows for i, chunk in enumerate(self.inputs)}
         with open(path, "wb") as file:
             np.savez_compressed(
                 file,

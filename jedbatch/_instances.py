@@ -40,7 +40,7 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
     """
     dtype = getattr(x, "dtype", None)
-    if dtype in (np.float64, np.complex128) and not jax.config.jax_enable_x64:
+    if dtype in (np.float64, np.complex128) and not jax.config.read("jax_enable_x64"):
         raise TypeError(
             f"got {dtype} values (shape {np.shape(x)}) while JAX computes in 32 bits; expected "
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
@@ -124,7 +124,7 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
             cacheable = cacheable and not mutable
             tokens.append((kind, len(children), token))
             stack.extend(reversed(children))
-        elif isinstance(x, _BY_IDENTITY) or isinstance(x, np.generic) or _hashes_by_value(kind):
+        elif isinstance(x, (*_BY_IDENTITY, np.generic)) or _hashes_by_value(kind):
             tokens.append(typed(x))
         else:
             cacheable = False

@@ -88,7 +88,9 @@ def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
             if eqn.primitive.name in primitives:
                 inner = eqn.params["jaxpr"]  # closed or open, by primitive and version
                 values = [value_of(x, env) for x in eqn.invars]
-                outs = evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
+                outs = evaluate(
+                    getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values
+                )
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif _rounds_nothing(eqn):
                 env[eqn.outvars[0]] = value_of(eqn.invars[0], env)

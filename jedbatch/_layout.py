@@ -119,8 +119,7 @@ class Layout:
 def assign_lanes(graph: Graph, schedule: Schedule, ladders: Sequence[Ladder | None]) -> Layout:
     """Cuts the batches of a schedule into chunks and numbers the lanes of every type.
 
-    Args:
-      ladders: the ladder of each type id; None where a type has no nodes.
+    `ladders` has the ladder of each type id, or None where a type has no nodes.
     """
     sizes = np.diff(schedule.node_ptr)
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)

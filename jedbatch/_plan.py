@@ -12,6 +12,7 @@ from jedbatch._layout import Layout
 from jedbatch._program import Placed, ReverseSignature, Signature
 from jedbatch._schedule import Schedule, lower_bound, policies_compared
 
+
 @dataclass(frozen=True)
 class ResultForm:
     """How rows become results.
@@ -85,15 +86,15 @@ class Plan:
 
     @property
     def graph(self) -> Graph | None:
-        return self.host and self.host.placed.graph
+        return self.host.placed.graph if self.host else None
 
     @property
     def schedule(self) -> Schedule | None:
-        return self.host and self.host.placed.schedule
+        return self.host.placed.schedule if self.host else None
 
     @property
     def layout(self) -> Layout | None:
-        return self.host and self.host.placed.layout
+        return self.host.placed.layout if self.host else None
 
     def __str__(self) -> str:
         if self.host is None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jedbatch._cells import Kernel, Kind, differentiable, stored
-from jedbatch._graph import Graph, distinct, pointers, ranges
+from jedbatch._graph import Graph, distinct, ranges
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS, Layout
 from jedbatch._schedule import Schedule
@@ -326,8 +326,7 @@ def fits(placed: Placed, signature: Signature) -> bool:
         all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
         and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
         and all(
-            n <= signature.inputs[a]
-            for a, n in zip(arena_ids, placed.input_counts, strict=True)
+            n <= signature.inputs[a] for a, n in zip(arena_ids, placed.input_counts, strict=True)
         )
         and len(placed.schedule) <= signature.steps
         and all(
@@ -341,10 +340,7 @@ def resembles(placed: Placed, signature: Signature) -> bool:
     """Whether a program returns what a minibatch returns, and is not much too large for it."""
     mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
     its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
-    if placed.stacked:
-        same = mine == its
-    else:
-        same = mine.keys() <= its.keys()
+    same = mine == its if placed.stacked else mine.keys() <= its.keys()
     size = result_bytes(signature.kernels, signature.lanes)
     return same and size <= max(SMALL, SLACK * result_bytes(placed.kernels, placed.lanes))
 
@@ -464,7 +460,7 @@ def find_readers(placed: Placed, signature: Signature) -> Readers:
     )
     target = np.where(target >= 0, target, size + target)
 
-    columns = []
+    columns: list[np.ndarray] = []
     left = np.arange(len(target))
     while len(left) and len(columns) < MAX_READERS:
         holder = np.full(size, -1)
@@ -594,9 +590,7 @@ def make_reverse_signature(
         inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
         steps = max(steps, model.steps)
-    return ReverseSignature(
-        forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), steps
-    )
+    return ReverseSignature(forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), steps)
 
 
 def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:

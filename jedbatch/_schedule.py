@@ -36,7 +36,7 @@ with dynamic computation graphs, 2017 (depth).
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -285,7 +285,14 @@ def depths(graph: Graph) -> np.ndarray:
     return levels(graph.preds, graph.succs)
 
 
-Policy = Callable[[Frontier], int]
+class Planner(Protocol):
+    """A policy that schedules a whole graph at once."""
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """A schedule of the graph."""
+
+
+Policy = Callable[[Frontier], int] | Planner
 
 
 def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
@@ -316,6 +323,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         return best or min((schedule(graph, p) for p in HEURISTICS), key=len)
     if hasattr(policy, "schedule"):
         return policy.schedule(graph)
+    assert callable(policy)
     frontier = Frontier(graph)
     left = len(graph.node_type)
     types, batches = [], []

@@ -106,7 +106,7 @@ class Value(Symbol):
         self.type = value_type
 
     @property
-    def aval(self):
+    def aval(self):  # type: ignore[override]
         return self._trace.registry.avals[self.type]
 
     def __getitem__(self, item):
@@ -128,7 +128,7 @@ class Shared(Symbol):
         self.index = index
 
     @property
-    def aval(self):
+    def aval(self):  # type: ignore[override]
         return self._trace.registry.shared[self.index].aval
 
     @property
@@ -166,7 +166,7 @@ class Recorder(Trace):
         self.input_value: list[Any] = []
         self.tracers: list[Any] = []
         self._instance: Any = None
-        self._known: dict[int, tuple[Hashable, int | None]] = {}
+        self._known: dict[int, tuple[Any, int | None]] = {}
         self._kept: list[Any] = []  # keeps what `_known` knows by id alive
         self._containers: dict[int, tuple[Hashable, None]] = {}
         self._shared: Any = None
@@ -196,7 +196,7 @@ class Recorder(Trace):
             token = self.registry.token(structure, *(leaf.index for leaf in leaves))
             self._containers[id(x)] = (token, None)
             if not isinstance(x, Shared) and leaves:
-                stack += jax.tree.leaves(x, is_leaf=lambda y, x=x: y is not x)
+                stack += _parts(x)
         return self._shared
 
     def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
@@ -239,7 +239,7 @@ class Recorder(Trace):
         kind = self.registry.value_type(*array_type(x))
         return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
 
-    def symbol(self, x: Any) -> Value | Shared:
+    def symbol(self, x: Any) -> Any:
         """Any array or number as a symbol."""
         if isinstance(x, Tracer):
             if isinstance(x, Symbol):
@@ -550,8 +550,8 @@ class Recorder(Trace):
         )
 
         def filled(*values):
-            values = iter(values)
-            return call(*(next(values) if i in tracers else x for i, x in enumerate(args)))
+            source = iter(values)
+            return call(*(next(source) if i in tracers else x for i, x in enumerate(args)))
 
         # A call kept for later must not keep this recorder's tracers alive.
         args = [None if i in tracers else x for i, x in enumerate(args)]
@@ -597,6 +597,7 @@ class Recorder(Trace):
         first_input = len(self.input_group)
         kinds: list[int] = []
         for chunk in graph.inputs:
+            assert chunk.rows is not None
             _, dtype, weak = array_type(chunk.rows)
             kind = self.registry.value_type(chunk.type.shape, dtype, weak)
             self.input_group += [self.registry.group("value", kind)] * len(chunk)
@@ -624,7 +625,7 @@ class Recorder(Trace):
         forms[:, 0] = node_type
         forms[:, 1:][np.arange(most) < arity[:, None]] = described
         distinct, first, which = np.unique(forms, axis=0, return_index=True, return_inverse=True)
-        callees: list[Callee | None] = [None] * len(distinct)
+        callees: list[Any] = [None] * len(distinct)
         for d in np.argsort(first).tolist():  # makers come before readers
             t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
             args = [stand_in(what) for what in operands]
@@ -729,7 +730,7 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
     if recording.recorder is not None:
         made = [getattr(c, "cell", None) or (c and Cell(c, c.__name__)) for c in by_type]
         return recording.recorder.evaluate(graph, made, shared)
-    inputs = [row for chunk in graph.inputs for row in chunk.rows]
+    inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
     results: list[Any] = []
     for n, t in enumerate(graph.node_type.tolist()):
         reads = graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]].tolist()
@@ -739,6 +740,11 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
 
 
 # --- small helpers ----------------------------------------------------------------------
+
+
+def _parts(x: Any) -> list[Any]:
+    """What a container holds directly."""
+    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
 
 
 def _static_options(cell: Cell, static: dict) -> Hashable:
@@ -827,7 +833,8 @@ def trace(
       outer transformations that `fn` closes over.
     """
     outputs: list[int] = []
-    forms, caching, ends = [], [], [(0, 0, 0, 0)]
+    forms, caching = [], []
+    ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     with take_current_trace():
         recorder = Recorder(registry)
         with set_current_trace(recorder), _recording_with(recorder):

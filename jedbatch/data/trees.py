@@ -79,7 +79,7 @@ def parse_tree(text: str) -> Tree:
     Raises `ValueError` that says what is wrong with the text.
     """
     stack: list[list[Any]] = []
-    done: Tree | str | None = None
+    done: Tree | None = None
     for match in _TOKEN.finditer(text):
         token = match.group()
         if done is not None:
@@ -139,7 +139,7 @@ def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
       ValueError: names the file and the line that is not a tree.
     """
     opener = gzip.open if Path(path).suffix == ".gz" else open
-    trees = []
+    trees: list[Tree] = []
     with opener(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if len(trees) == limit:
@@ -218,9 +218,9 @@ def synthetic_treebank(
     def grow(n: int) -> tuple[Tree, float, int | None]:
         """(tree, valence, its word if it is one) of n words."""
         if n == 1:
-            w = word()
-            plain = 0.0 if turns[w] or strengthens[w] else float(valence[w])
-            return (label(plain), w), plain, w
+            leaf = word()
+            plain = 0.0 if turns[leaf] or strengthens[leaf] else float(valence[leaf])
+            return (label(plain), leaf), plain, leaf
         left_size = min(n - 1, int(rng.geometric(0.52)))
         if rng.random() < 0.12:
             left_size = int(rng.integers(1, n))

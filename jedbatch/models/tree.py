@@ -87,6 +87,7 @@ class Leaf(nn.Module):
 
     @nn.compact
     def __call__(self, word: jax.Array) -> State:
+        """The state of one word, a number."""
         embedding = nn.Embed(self.num_words, self.hidden)(jnp.asarray(word))
         return _leaf_state(nn.Dense(3 * self.hidden)(embedding))
 
@@ -98,6 +99,7 @@ class Node(nn.Module):
 
     @nn.compact
     def __call__(self, left: State, right: State) -> State:
+        """The state above two states."""
         gates = nn.Dense(5 * self.hidden)(jnp.concatenate([left[0], right[0]]))
         return _node_state(gates, left[1], right[1])
 
