@@ -329,10 +329,9 @@ class Batched:
             else:
                 shared.append(value.array)
         rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
-        traced = any(isinstance(x, Tracer) for x in (*shared, *rows, plan.table))
-        executor = session.executor(signature, traced)
-        if not traced:
-            outputs = executor.infer(shared, rows, plan.table)
+        given = shared, rows, plan.table
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            outputs = session.executor(signature, given).infer(*given)
             return _arranged(static.results, signature, outputs)
 
         def reverse_of(table):
@@ -345,9 +344,10 @@ class Batched:
                 )
             return session.reverse(plan.host.placed, signature)
 
-        run = differentiable_run(executor, reverse_of)
+        executor_of = functools.partial(session.executor, signature)
+        run = differentiable_run(executor_of, reverse_of)
         try:
-            outputs = run(shared, rows, plan.table, plan.reverse_table)
+            outputs = run(*given, plan.reverse_table)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise

@@ -505,18 +505,21 @@ def _cotangents_like(values: Any, cotangents: Any) -> Any:
 EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
 
 
-def differentiable_run(executor: Any, reverse_of: Callable) -> Callable:
+def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
     """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
 
+    `executor_of(values)` is who runs it on these values, which may be traced or not;
     `reverse_of(reverse_table)` gives the reverse signature and table when they are needed.
     """
 
     @jax.custom_vjp
     def run(shared, inputs, table, reverse_table):
-        return executor.infer(shared, inputs, table)
+        given = shared, inputs, table
+        return executor_of(given).infer(*given)
 
     def forwards(shared, inputs, table, reverse_table):
-        outputs, values = executor.save(shared, inputs, table)
+        given = shared, inputs, table
+        outputs, values = executor_of(given).save(*given)
         return outputs, (shared, table, reverse_table, values)
 
     def backwards(residuals, outputs):
@@ -527,6 +530,7 @@ def differentiable_run(executor: Any, reverse_of: Callable) -> Callable:
             for x, kind in zip(outputs, signature.forward.arenas, strict=True)
         )
         tables = (table, reverse_table)
+        executor = executor_of((shared, tables, values, outputs))
         of_shared, of_inputs = executor.reverse(signature, shared, tables, values, outputs)
         return [x if has_gradient(x.dtype) else None for x in of_shared], of_inputs, None, None
 

@@ -4,7 +4,8 @@ import collections
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from jax.core import ShapedArray
+import jax
+from jax.core import ShapedArray, Tracer
 
 from jedbatch._cells import Kernel
 from jedbatch._execute import EXECUTORS
@@ -108,8 +109,9 @@ class Session:
             self._programs[signature] = prepare, closed_over
         return self._programs[signature]
 
-    def executor(self, signature: Signature, traced: bool) -> Any:
-        """Who runs a program; under a transformation always the fused executor."""
+    def executor(self, signature: Signature, values: Any) -> Any:
+        """Who runs a program on these values; on traced ones always the fused executor."""
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
         key = signature, name
         if key not in self._executors:

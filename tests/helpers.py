@@ -1,104 +1,120 @@
 """The judge of everything: the plain Python loop over instances."""
 
-import functools
+import contextlib
 import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import monitoring
 
 import jedbatch
 
 
-def loop(fn, shared, instances):
-    """`fn` of every instance, stacked."""
-    results = [fn(*shared, instance) for instance in instances]
+def loop(fn, params, instances):
+    """`fn` of every instance, one by one, stacked."""
+    results = [fn(params, instance) for instance in instances]
     return jax.tree.map(lambda *rows: jnp.stack([jnp.asarray(r) for r in rows]), *results)
 
 
-def weights_like(tree, seed=0):
-    """Fixed random weights, to turn a result into one number that depends on all of it."""
-
-    def leaf(path, x):
-        key = zlib.crc32(jax.tree_util.keystr(path).encode()) + seed
-        return np.random.default_rng(key).normal(size=np.shape(x))
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
 def number(result):
-    """A weighted sum of the real parts of a result."""
+    """A sum of the real parts of a result under fixed random weights: all of it counts."""
     total = 0.0
-    for x, w in zip(jax.tree.leaves(result), jax.tree.leaves(weights_like(result)), strict=True):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            total = (
-                total + (x * w.astype(x.dtype)).astype(jnp.promote_types(x.dtype, "float32")).sum()
-            )
+    for path, x in jax.tree.leaves_with_path(result):
+        if has_gradient(x):
+            seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+            weight = np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
+            wide = jnp.promote_types(x.dtype, "float32")
+            total = total + (x * weight).astype(wide).sum()
     return total
 
 
-def assert_close(got, expected, rtol, atol=None):
-    """Trees of arrays agree in structure, dtype and value."""
+def has_gradient(x):
+    """True of arrays of real and complex numbers."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def assert_close(got, expected, rtol):
+    """Trees of arrays agree in structure, shape, dtype and value.
+
+    The tolerance is relative to the largest element, since sums are taken in another order.
+    """
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for path, a in jax.tree.leaves_with_path(got):
-        b = functools.reduce(
-            lambda t, k: t[getattr(k, "key", getattr(k, "idx", None))], path, expected
-        )
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        where = jax.tree_util.keystr(path)
         a, b = jnp.asarray(a), jnp.asarray(b)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), (path, a, b)
-        if jnp.issubdtype(a.dtype, jnp.inexact):
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
+        if a.dtype == jax.dtypes.float0:
+            continue
+        if has_gradient(a):
+            wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+            a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
             scale = np.abs(b[np.isfinite(b)]).max(initial=1e-3)
-            tolerance = rtol * scale if atol is None else atol
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=tolerance, err_msg=str(path))
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale, err_msg=where)
         else:
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=where)
 
 
-def is_float(x):
-    return jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
-
-
-def check(
-    fn, params, instances, *, rtol=1e-5, gradients=True, executors=("fused", "dispatch"), **options
-):
+def check(fn, params, instances, *, rtol=1e-5, gradients=True, thorough=False, **options):
     """Values and gradients of a batched function are those of the loop.
 
-    Runs the call itself, plan and apply, and apply under `jax.jit`.
+    With `thorough` also by plan and apply, by both under `jax.jit`, and by the other executor.
+    Returns the batched function.
     """
-    expected = loop(fn, (params,), instances)
-    slopes = None
+    expected = loop(fn, params, instances)
+    slope = None
     if gradients:
-        slopes = jax.grad(lambda p: number(loop(fn, (p,), instances)), allow_int=True)(params)
-    batched = None
-    for executor in executors:
-        batched = jedbatch.batch(fn, executor=executor, **options)
-        assert_close(batched(params, instances), expected, rtol)
-        plan = batched.plan(params, instances)
-        plan.graph.check()
-        plan.schedule.check(plan.graph)
-        assert_close(batched.apply(params, plan), expected, rtol)
-        if executor == "fused":
-            assert_close(jax.jit(batched.apply)(params, plan), expected, rtol)
+        slope = jax.grad(lambda p: number(loop(fn, p, instances)), allow_int=True)(params)
+
+    def agree(run):
+        assert_close(run(params), expected, rtol)
         if gradients:
+            assert_close(jax.grad(lambda p: number(run(p)), allow_int=True)(params), slope, rtol)
 
-            def by_call(p, batched=batched):
-                return number(batched(p, instances))
-
-            def by_plan(p, batched=batched, plan=plan):
-                return number(batched.apply(p, plan))
-
-            got = jax.grad(by_call, allow_int=True)(params)
-            assert_floats_close(got, slopes, rtol)
-            if executor == "fused":
-                assert_floats_close(
-                    jax.jit(jax.grad(by_plan, allow_int=True))(params), slopes, rtol
-                )
+    batched = jedbatch.batch(fn, **options)
+    agree(lambda p: batched(p, instances))
+    plan = batched.plan(params, instances)
+    plan.graph.check()
+    plan.schedule.check(plan.graph)
+    plan.layout.check(plan.graph)
+    if thorough:
+        agree(lambda p: batched.apply(p, plan))
+        agree(lambda p: jax.jit(batched.apply)(p, plan))
+        one_by_one = jedbatch.batch(fn, executor="dispatch", **options)
+        agree(lambda p: one_by_one(p, instances))
     return batched
 
 
-def assert_floats_close(got, expected, rtol):
-    """Gradients agree; those of integers are not looked at."""
-    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
-    floats = [i for i, x in enumerate(expected) if x.dtype != jax.dtypes.float0]
-    assert_close([got[i] for i in floats], [expected[i] for i in floats], rtol)
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that grows by one entry for everything XLA compiles inside."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+def random_tree(rng, size, leaf):
+    """A nested pair of `size` leaves, each made by `leaf()`."""
+    if size == 1:
+        return leaf()
+    left = int(rng.integers(1, size))
+    return random_tree(rng, left, leaf), random_tree(rng, size - left, leaf)
+
+
+def random_dag(rng, num_nodes, num_types, most=3):
+    """(types, predecessors) of a random graph whose nodes read up to `most` earlier nodes."""
+    types = rng.integers(0, num_types, num_nodes)
+    preds = [
+        sorted(rng.choice(n, int(rng.integers(0, min(most, n) + 1)), replace=False).tolist())
+        for n in range(num_nodes)
+    ]
+    return types, preds
