@@ -397,7 +397,7 @@ def _input_rows(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
         _check_range(array, chunk.type.dtype, instance)
     if chunk.rows is not None:
         return array[chunk.rows]
-    return array[None] if chunk.index is None else array[chunk.index][None]
+    return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
 
 
 def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:

@@ -100,14 +100,15 @@ class NodeType:
 class InputRows:
     """Consecutive inputs of one value type: where their values come from.
 
-    Either `rows` holds them, or they are rows of the instance's own array number `leaf`:
-    `array[index]` for each entry of `rows`, or `array[index]` once if `rows` is None.
+    Either `rows` holds them, or they are parts of the instance's own array number `leaf`:
+    `array[i]` for each entry i of `rows`, or, if `rows` is None, the one that the indices in
+    `path` lead to, one after the other.
     """
 
     type: ValueType
     rows: np.ndarray | None  # [k, *type.shape], or int[k] positions in the leaf
     leaf: int | None = None
-    index: Any = None
+    path: tuple = ()
 
     def __len__(self) -> int:
         return 1 if self.rows is None else len(self.rows)

@@ -21,6 +21,7 @@ from jedbatch._graph import NodeType, ValueType
 from jedbatch._instances import Same, is_array, typed_or_same
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
+FEW = 4  # numbers that an operation on shared values meets, before they count as inputs
 MANY = 32  # variants of one cell, or closed-over arrays, before we warn
 
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
@@ -372,6 +373,13 @@ class Registry:
             parts += eqn.primitive, self.params_key(eqn.params)
             parts += map(atom, (*eqn.invars, *eqn.outvars))
         return (*parts, *map(atom, inner.outvars))
+
+    def varies(self, of: Hashable, numbers: Hashable) -> bool:
+        """Whether something has been met with more than a few different numbers."""
+        seen = self._variants.setdefault(("numbers", of), set())
+        if len(seen) <= FEW:
+            seen.add(numbers)
+        return len(seen) > FEW
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something has been met in many variants."""

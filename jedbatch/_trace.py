@@ -15,7 +15,8 @@ hands us every primitive together with its operands. What an operation reads dec
 of it:
 
     something symbolic          a node of the graph
-    shared arguments only       computed once per minibatch, before the nodes
+    shared arguments only       computed once per minibatch, before the nodes; unless a number
+                                goes into it that varies (`params * len(tree)`): a node
     neither                     computed now; the result is a constant
 
 A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
@@ -211,7 +212,7 @@ class Recorder(Trace):
         if not arrays:
             return instance
         kinds = [self.registry.value_type(*array_type(x)) for x in arrays]
-        values = [self._leaf_value(kind, leaf, None) for leaf, kind in enumerate(kinds)]
+        values = [self._leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
         return replace_arrays(instance, iter(values))
 
     def forget(self) -> None:
@@ -226,12 +227,12 @@ class Recorder(Trace):
         self.input_value.append(value)
         return -len(self.input_group)
 
-    def _leaf_value(self, kind: int, leaf: int, index: Any) -> Value:
-        """An array of the instance, or a part of it."""
-        row = isinstance(index, int)
-        group = self.registry.group("leaf", kind, leaf, row, None if row else _frozen(index))
-        position = self._new_input(group, index)
-        self._leaves[position] = (leaf, index)
+    def _leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
+        """An array of the instance, or the part of it that static indices lead to."""
+        row = len(path) == 1 and isinstance(path[0], int)
+        group = self.registry.group("leaf", kind, leaf, row, None if row else _frozen(path))
+        position = self._new_input(group, path[0] if row else path)
+        self._leaves[position] = (leaf, path)
         return Value(self, position, kind)
 
     def input(self, x: Any) -> Value:
@@ -417,7 +418,7 @@ class Recorder(Trace):
                 ) from None
             fixed.append(leaf)
         identity = function_identity(fn)
-        if cell.closure:
+        if hasattr(fn, "__code__"):
             self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
 
         def call(shared_values, operand_values):
@@ -510,8 +511,11 @@ class Recorder(Trace):
         if not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
-        if all(isinstance(s, Shared) for s in tracers.values()):
-            return self._shared_operation(key, call, args, tracers)
+        shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
+        if len(shared) == len(tracers):
+            numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
+            if not self.registry.varies((key, shared), numbers):
+                return self._shared_operation(key, call, args, tracers)
         symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
         slots = tuple(isinstance(s, Value) for s in symbols)
 
@@ -565,7 +569,7 @@ class Recorder(Trace):
     def index_value(self, value: Value, item: Any) -> Any:
         """Static indexing of an array of the instance gives an input, not a node."""
         leaf = self._leaves.get(value.index) if self.active else None
-        if leaf is None or leaf[1] is not None or not _is_static(item):
+        if leaf is None or not _is_static(item):
             return super(Value, value).__getitem__(item)
         if isinstance(item, int | np.integer):
             if not value.shape:
@@ -575,7 +579,7 @@ class Recorder(Trace):
         else:
             shape = np.broadcast_to(np.False_, value.shape)[item].shape
         kind = self.registry.value_type(shape, value.dtype, value.aval.weak_type)
-        return self._leaf_value(kind, leaf[0], item)
+        return self._leaf_value(kind, leaf[0], (*leaf[1], item))
 
     def index_shared(self, value: Shared, item: Any) -> Any:
         """`table[i]` with a Python int is a row look-up with i as a value."""

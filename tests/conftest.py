@@ -1,4 +1,4 @@
-"""Strict settings for every test: no silent promotion, warnings are errors."""
+"""Strict settings for every test; warnings are errors, see `pyproject.toml`."""
 
 import os
 
@@ -7,7 +7,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-jax.config.update("jax_numpy_dtype_promotion", "standard")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
