@@ -187,7 +187,8 @@ class Batched:
         """What is kept for shared arguments of this structure, and their leaves."""
         leaves, structure = jax.tree.flatten(shared)
         for leaf in leaves:
-            if not (is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))):
+            known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
+            if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
                 paths = jax.tree.leaves_with_path(shared)
                 path = next(p for p, x in paths if x is leaf)
                 raise TypeError(

@@ -133,14 +133,16 @@ class Kernel:
 
     Attributes:
       node_type: whose program it is.
+      transient: whether it reads a tracer, which will be gone at the next call.
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       ladder: the widths it is compiled in.
       result_bytes: of the results of one lane.
     """
 
-    def __init__(self, node_type: NodeType):
+    def __init__(self, node_type: NodeType, transient: bool = False):
         self.node_type = node_type
+        self.transient = transient
         self.operands = node_type.operands
         self.results = node_type.results
         operation: Any = node_type.operation

@@ -337,7 +337,12 @@ def fits(placed: Placed, signature: Signature) -> bool:
 
 
 def resembles(placed: Placed, signature: Signature) -> bool:
-    """Whether a program returns what a minibatch returns, and is not much too large for it."""
+    """Whether a program returns what a minibatch returns, and is not much too large for it.
+
+    Nor may it need tracers that the minibatch does not bring.
+    """
+    if any(kernel.transient and kernel not in placed.kernels for kernel in signature.kernels):
+        return False
     mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
     its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
     same = mine == its if placed.stacked else mine.keys() <= its.keys()

@@ -336,6 +336,11 @@ class Registry:
 
         return compute, needed
 
+    def is_transient(self, index: int) -> bool:
+        """Whether a shared value depends on a tracer that the function closes over."""
+        value = self.shared[index]
+        return value.tracer is not None or any(map(self.is_transient, value.args))
+
     # --- keys ---
 
     def params_key(self, value: Any) -> Hashable:

@@ -67,7 +67,9 @@ class Session:
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
         if type_id not in self._kernels:
-            self._kernels[type_id] = Kernel(self.registry.node_types[type_id])
+            node_type = self.registry.node_types[type_id]
+            transient = any(map(self.registry.is_transient, node_type.shared))
+            self._kernels[type_id] = Kernel(node_type, transient)
         return self._kernels[type_id]
 
     def static(self, *parts: Any) -> Static:

@@ -95,6 +95,14 @@ class Symbol(Tracer):
     def full_lower(self):
         return self
 
+    @property
+    def aval(self):  # type: ignore[override]
+        self._trace.is_valid()
+        return self._type()
+
+    def __repr__(self):
+        return f"symbolic {self._type().str_short()}"
+
 
 class Value(Symbol):
     """A symbolic value of one instance: result `index`, or input `-1 - index`."""
@@ -106,8 +114,7 @@ class Value(Symbol):
         self.index = index
         self.type = value_type
 
-    @property
-    def aval(self):  # type: ignore[override]
+    def _type(self):
         return self._trace.registry.avals[self.type]
 
     def __getitem__(self, item):
@@ -128,8 +135,7 @@ class Shared(Symbol):
         self._trace = recorder
         self.index = index
 
-    @property
-    def aval(self):  # type: ignore[override]
+    def _type(self):
         return self._trace.registry.shared[self.index].aval
 
     @property

@@ -1,0 +1,265 @@
+"""Bad input: what came, what was expected, what to write instead."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch.errors import EscapedValueError, NothingReadyError, SymbolicValueError
+
+P = jnp.ones(3)
+X = np.ones(3, np.float32)
+double = jedbatch.cell(lambda p, x: p * x)
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize("leaf", ["adam", object(), np.array([None]), jnp.sin])
+def test_params_with_a_leaf_that_is_not_an_array(leaf):
+    batched = jedbatch.batch(lambda p, x: p["w"] * x)
+    with pytest.raises(TypeError, match=r"\['config'\].*expected arrays only"):
+        batched({"w": P, "config": leaf}, [X])
+
+
+@pytest.mark.parametrize("in_axes", [(), 1, (None, 1), (None,), None, (None, None), (True, 0)])
+def test_in_axes_that_make_no_sense(in_axes):
+    with pytest.raises(ValueError, match="`batch` got in_axes="):
+        jedbatch.batch(lambda p, x: x, in_axes=in_axes)
+
+
+def test_in_axes_of_another_length():
+    with pytest.raises(ValueError, match=r"got 3 arguments and `in_axes` has 2 entries"):
+        jedbatch.batch(lambda p, x, y: x)(P, [X], [X])
+
+
+@pytest.mark.parametrize(
+    "instances", [3.0, {"a": X}, "text", None, jnp.float32(1), (x for x in [X])]
+)
+def test_instances_that_are_no_sequence(instances):
+    with pytest.raises(TypeError, match="expected a sequence of instances"):
+        jedbatch.batch(double)(P, instances)
+
+
+def test_no_instances():
+    with pytest.raises(ValueError, match="empty list of instances"):
+        jedbatch.batch(double)(P, [])
+
+
+def test_mapped_arguments_of_different_lengths():
+    with pytest.raises(ValueError, match=r"\[1, 2\] instances"):
+        jedbatch.batch(lambda p, x, y: x, in_axes=(None, 0, 0))(P, [X], [X, X])
+
+
+@pytest.mark.parametrize("out_axes", [1, -1, "list"])
+def test_out_axes(out_axes):
+    with pytest.raises(ValueError, match="None for a list"):
+        jedbatch.batch(double, out_axes=out_axes)
+
+
+def test_executor():
+    with pytest.raises(ValueError, match="'dispatch', 'fused'"):
+        jedbatch.batch(double, executor="eager")
+
+
+@pytest.mark.parametrize("make", [jedbatch.batch, jedbatch.cell])
+def test_what_is_no_function(make):
+    with pytest.raises(TypeError, match="3"):
+        make(3)
+
+
+def test_float64_without_x64():
+    with pytest.raises(TypeError, match="jax_enable_x64") as caught:
+        jedbatch.batch(double)(P, [X, np.ones(3)])
+    assert "instance 1" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="astype"):
+        jedbatch.batch(double)(np.ones(3), [X])
+
+
+def test_integers_that_do_not_fit():
+    with pytest.raises(OverflowError, match="instance 1"):
+        jedbatch.batch(lambda x: x + 1, in_axes=0)([np.array([1]), np.array([2**40])])
+
+
+# --- results ---
+
+
+def test_results_that_do_not_stack():
+    fn = lambda p, n: jnp.ones(n) * p[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"instances 0 and 1.*out_axes=None") as caught:
+        jedbatch.batch(fn)(P, [2, 3])
+    assert "float32[2]" in str(caught.value)
+    assert "float32[3]" in str(caught.value)
+
+
+def test_results_of_different_structure():
+    fn = lambda p, n: [p] * n  # noqa: E731
+    with pytest.raises(ValueError, match="out_axes=None"):
+        jedbatch.batch(fn)(P, [2, 3])
+
+
+def test_a_function_that_returns_something_else():
+    with pytest.raises(TypeError, match="'ok'") as caught:
+        jedbatch.batch(lambda p, x: (x, "ok"))(P, [X])
+    assert "instance 0" in caught.value.__notes__[0]
+
+
+# --- cells ---
+
+
+def test_a_cell_that_returns_something_else():
+    bad = jedbatch.cell(lambda x: (x, "ok"), name="bad")
+    with pytest.raises(TypeError, match="cell `bad` returned 'ok'"):
+        jedbatch.batch(lambda p, x: bad(x))(P, [X])
+
+
+def test_a_cell_that_prints():
+    @jedbatch.cell
+    def bad(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(TypeError, match="cell `bad` has the side effect"):
+        jedbatch.batch(lambda p, x: bad(x))(P, [X])
+
+
+def test_a_cell_that_keeps_a_value():
+    kept = []
+
+    @jedbatch.cell
+    def bad(x):
+        kept.append(x * 2)
+        return x
+
+    @jedbatch.cell
+    def worse(x):
+        return x + kept[0]
+
+    with pytest.raises((TypeError, EscapedValueError), match="pure function"):
+        jedbatch.batch(lambda p, x: worse(bad(x)))(P, [X])
+
+
+def test_a_cell_that_decides_on_a_value():
+    bad = jedbatch.cell(lambda x, n: x if n > 1 else -x)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        jedbatch.batch(lambda p, x: bad(x, 2))(P, [X])
+    assert "keyword" in "".join(caught.value.__notes__)
+
+
+def test_arguments_of_a_cell():
+    with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
+        jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])
+    with pytest.raises(TypeError, match="Pass a tuple instead of a list"):
+        jedbatch.batch(lambda p, x: jedbatch.cell(lambda x, *, axes: x)(x, axes=[1]))(P, [X])
+    with pytest.raises(TypeError, match="Pass it by keyword"):
+        jedbatch.batch(lambda p, x: double(x, {1, 2}))(P, [X])
+
+
+# --- symbolic values ---
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda h: 1 if h.sum() > 0 else 2,
+        lambda h: int(h[0] * 2),
+        lambda h: float(h[0] * 2),
+        lambda h: list(range(h.argmax())),
+        lambda h: np.asarray(h * 2),
+        lambda h: h.sum().item(),
+        lambda h: (h * 2).tolist(),
+        lambda h: bool(h.any()),
+        lambda h: [1, 2, 3][h.argmax()],
+    ],
+)
+def test_deciding_on_a_symbolic_value(decide):
+    with pytest.raises(SymbolicValueError, match=r"jnp\.where"):
+        jedbatch.batch(lambda p, x: x + jnp.sum(jnp.asarray(decide(x))))(P, [X])
+
+
+def test_a_value_that_escapes():
+    kept = []
+
+    def fn(p, x):
+        kept.append(p * x)
+        return x
+
+    jedbatch.batch(fn)(P, [X])
+    with pytest.raises(EscapedValueError, match="returned from the function"):
+        kept[0] + 1
+    with pytest.raises(EscapedValueError):
+        jedbatch.batch(lambda p, x: x + kept[0])(P, [X])
+    with pytest.raises(EscapedValueError):
+        jedbatch.batch(lambda p, x: double(kept[0], x))(P, [X])
+
+
+def test_after_an_error_the_function_still_works():
+    def fn(p, x):
+        if x.shape[0] == 2:
+            raise KeyError("two")
+        return double(p[:1], x)
+
+    batched = jedbatch.batch(fn)
+    with pytest.raises(KeyError, match="two") as caught:
+        batched(P, [X, X[:2]])
+    assert "instance 1" in caught.value.__notes__[0]
+    assert batched(P, [X]).tolist() == [[1, 1, 1]]
+    assert float(double(jnp.float32(2), 3.0)) == 6
+
+
+def test_indices_out_of_bounds():
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        jedbatch.batch(lambda p, x: p[3])(P, [X])
+    with pytest.raises(IndexError, match="index -4 is out of bounds"):
+        jedbatch.batch(lambda p, x: x[-4])(P, [X])
+
+
+# --- policies, plans, transformations ---
+
+
+def test_a_policy_that_computes_nan():
+    policy = lambda frontier: float("nan")  # noqa: E731
+    with pytest.raises(NothingReadyError, match="nan"):
+        jedbatch.batch(double, policy=policy)(P, [X])
+
+
+def test_what_is_no_plan():
+    batched = jedbatch.batch(double)
+    with pytest.raises(TypeError, match=r"batched\.plan\(params, instances\)"):
+        batched.apply(P, [X])
+
+
+def test_a_plan_for_other_params():
+    batched = jedbatch.batch(double)
+    plan = batched.plan(P, [X])
+    with pytest.raises(ValueError, match="make a new one"):
+        batched.apply({"w": P}, plan)
+
+
+def test_a_plan_for_inference_is_not_differentiated_under_jit():
+    batched = jedbatch.batch(double)
+    plan = batched.plan(P, [X], gradient=False)
+    with pytest.raises(ValueError, match="gradient=True"):
+        jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan).sum()))(P, plan)
+
+
+def test_forward_mode():
+    batched = jedbatch.batch(double)
+    with pytest.raises(TypeError, match=r"jax\.vjp"):
+        jax.jvp(lambda p: batched(p, [X]), (P,), (P,))
+
+
+def test_a_plan_cannot_keep_a_tracer():
+    def outer(w):
+        batched = jedbatch.batch(lambda p, x: p * x * w)
+        return batched.apply(P, batched.plan(P, [X])).sum()
+
+    with pytest.raises(ValueError, match="shared argument"):
+        jax.grad(outer)(2.0)
+
+
+def test_every_error_has_a_page_of_help():
+    for name in jedbatch.errors.__all__:
+        page = getattr(jedbatch.errors, name).__doc__
+        assert all(word in page for word in ("**Symptom.**", "**Reason.**", "**Cure.**"))

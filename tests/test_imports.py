@@ -1,0 +1,84 @@
+"""Imports point one way only, and planning needs NumPy alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jedbatch
+
+PACKAGE = Path(jedbatch.__file__).parent
+ORDER = [
+    "errors",
+    "_graph",
+    "_schedule",
+    "policies",
+    "_instances",
+    "_cell",
+    "_registry",
+    "_trace",
+    "_jaxpr",
+    "_layout",
+    "_cells",
+    "_program",
+    "_execute",
+    "_plan",
+    "_session",
+    "_batch",
+    "__init__",
+]
+
+
+def imported(path):
+    """Modules of the package that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+            if node.module == "jedbatch":
+                names = [f"jedbatch.{alias.name}" for alias in node.names]
+        yield from (n.removeprefix("jedbatch.") for n in names if n.startswith("jedbatch."))
+
+
+def test_order_is_complete():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__main__"}
+    assert modules == set(ORDER)
+
+
+def test_imports_point_backwards():
+    for position, module in enumerate(ORDER):
+        for other in imported(PACKAGE / f"{module}.py"):
+            assert other in ORDER[:position], f"{module} imports {other}"
+
+
+def test_models_and_data_use_public_names():
+    paths = [*(PACKAGE / "models").glob("*.py"), *(PACKAGE / "data").glob("*.py")]
+    for path in [*paths, PACKAGE / "__main__.py"]:
+        for name in imported(path):
+            assert not any(part.startswith("_") for part in name.split(".")), f"{path} uses {name}"
+
+
+def test_planning_imports_numpy_only():
+    for module in ("_graph", "_schedule", "_layout"):
+        text = (PACKAGE / f"{module}.py").read_text()
+        assert "jax" not in {
+            line.split()[1].split(".")[0]
+            for line in text.splitlines()
+            if line.startswith(("import ", "from "))
+        }
+
+
+def test_only_public_names_of_jax():
+    for path in PACKAGE.rglob("*.py"):
+        assert "jax._src" not in path.read_text(), path
+
+
+def test_importing_computes_nothing():
+    """No device is touched, so that users can still configure JAX."""
+    code = (
+        "import jedbatch, jedbatch.models, jedbatch.data; from jax.extend import backend; "
+        "import jax; jax.config.update('jax_platforms', 'cpu'); print(len(jax.devices()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True).returncode == 0
