@@ -77,11 +77,13 @@ class Plan:
         self.host: Host | None = host
         self.device_seconds: float | None = None
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> Any:
+        """For JAX: (leaves, static part)."""
         return (self.table, self.reverse_table, self.inputs), self.static
 
     @classmethod
-    def tree_unflatten(cls, static, children):
+    def tree_unflatten(cls, static: Any, children: Any) -> "Plan":
+        """For JAX: a plan without the records of the host."""
         return cls(static, *children)
 
     @property

@@ -1,0 +1,61 @@
+"""The command line, as a user runs it."""
+
+import re
+
+import jax
+import pytest
+
+from jedbatch.__main__ import main
+from jedbatch.data import synthetic_treebank
+
+
+def test_demo_trains(capsys):
+    sizes = ["--trees", "240", "--epochs", "3", "--hidden", "16", "--batch-size", "8"]
+    assert main(["demo", *sizes, "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"training loss ([\d.]+)", text)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.9 * losses[0]
+    assert "208 trees for training, 32 held back" in text
+    assert "Plan of 8 instances" in text
+    assert re.search(r"\d+ XLA programs compiled, \d+ of them\s+after the first epoch", text)
+    assert "batched, planned beforehand" in text
+
+
+def test_demo_reads_a_treebank(tmp_path, capsys):
+    def bracketed(t):
+        if len(t) == 2:
+            return f"({t[0]} word{t[1]})"
+        return f"({t[0]} {bracketed(t[1])} {bracketed(t[2])})"
+
+    path = tmp_path / "trees.txt"
+    trees = synthetic_treebank(12, mean_length=4)
+    path.write_text("".join(bracketed(t) + "\n" for t in trees))
+    sizes = ["--epochs", "1", "--hidden", "4", "--batch-size", "2", "--seed", "3"]
+    assert main(["demo", "--data", str(path), *sizes]) == 0
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--hidden", "0"], "--hidden is 0; expected a positive number"),
+        (["--epochs", "two"], "invalid int value"),
+    ],
+)
+def test_demo_explains_what_is_wrong(args, match, capsys):
+    try:
+        status = main(["demo", *args])
+    except SystemExit as stop:
+        status = stop.code
+    assert status != 0
+    assert match in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def same_platform():
+    """`--device` configures JAX for the whole process."""
+    before = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", before)
