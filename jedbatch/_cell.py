@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from jax.core import Tracer
+from jax.extend.core import set_current_trace
 
 from jedbatch._instances import typed_or_same
 
@@ -97,10 +98,11 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def pause() -> Iterator[None]:
-    """Cells called inside are plain functions."""
+    """Inside, cells are plain functions and JAX does what it did outside the batched function."""
     recorder, recording.recorder = recording.recorder, None
     try:
-        yield
+        with set_current_trace(recorder.caller) if recorder else contextlib.nullcontext():
+            yield
     finally:
         recording.recorder = recorder
 

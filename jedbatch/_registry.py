@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Literal, take_current_trace
+from jax.extend.core import Literal
 
 from jedbatch._cell import pause
 from jedbatch._graph import NodeType, ValueType
@@ -223,7 +223,7 @@ class Registry:
             return leaves
 
         leaks = jax.checking_leaks() if user_code else contextlib.nullcontext()
-        with pause(), take_current_trace():
+        with pause():
             try:
                 with leaks:
                     jaxpr = jax.make_jaxpr(flat)(shared_avals, operand_avals)
@@ -275,7 +275,7 @@ class Registry:
         full = ("shared", key, args)
         found = self._ids.get(full)
         if found is None:
-            with pause(), take_current_trace():
+            with pause():
                 jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
             found = self._ids[full] = []
             for k, aval in enumerate(jaxpr.out_avals):

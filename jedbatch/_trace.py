@@ -153,6 +153,7 @@ class Recorder(Trace):
     """Records instances, one after the other, into flat lists.
 
     Attributes:
+      caller: JAX's trace around the batched function.
       callees: the kind of call of every node.
       references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
         its first element's.
@@ -161,9 +162,10 @@ class Recorder(Trace):
       caching: whether the current instance's graph is good for later calls too.
     """
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, caller: Any):
         super().__init__()
         self.registry = registry
+        self.caller = caller
         self.active = True
         self.caching = True
         self.callees: list[int] = []
@@ -505,7 +507,7 @@ class Recorder(Trace):
         name = getattr(fun, "__name__", "custom")
         out = self._operation(name, ("custom", fun), noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
-            with pause(), take_current_trace():
+            with pause():
                 jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
         return out
 
@@ -545,7 +547,7 @@ class Recorder(Trace):
         full = (key, *map(_identity_of_constant, args))
         out = constants.get(full)
         if out is None:
-            with pause(), take_current_trace():
+            with pause(), jax.ensure_compile_time_eval():
                 out = list(call(*args))
             if len(constants) > MANY_CONSTANTS:
                 constants.clear()
@@ -845,8 +847,8 @@ def trace(
     outputs: list[int] = []
     forms, caching = [], []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
-    with take_current_trace():
-        recorder = Recorder(registry)
+    with take_current_trace() as caller:
+        recorder = Recorder(registry, caller)
         with set_current_trace(recorder), _recording_with(recorder):
             shared = recorder.share()
             for i, instance in enumerate(instances):

@@ -23,6 +23,18 @@ def test_jit(case):
     assert_close(got, loop(fn, params, instances), 1e-5)
 
 
+@pytest.mark.parametrize("make", [programs.mixed, programs.dropout, programs.no_work])
+def test_recording_inside_a_transformation(make):
+    """Single operations and constants, recorded while JAX traces the caller."""
+    fn, params, instances = make(4, seed=3)
+    batched = jedbatch.batch(fn)
+    slope = jax.grad(lambda p: number(loop(fn, p, instances)))(params)
+    got = jax.jit(jax.grad(lambda p: number(batched(p, instances))))(params)
+    assert_close(got, slope, 1e-5)
+    again = jax.grad(lambda p: number(batched(p, instances)))(params)  # nothing traced was kept
+    assert_close(again, slope, 1e-5)
+
+
 def test_jit_of_a_train_step(case):
     fn, params, instances, batched = case
 
