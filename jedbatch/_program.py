@@ -34,6 +34,7 @@ HEADROOM = 1.1  # least capacity over need, before rounding up
 DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its size
+CHEAP = 1 << 15  # bytes of results that every type may have at least
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
@@ -289,9 +290,9 @@ class Placed:
             largest = self.capacity(int(sizes[batch_type == t].max()))
             used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
             widest = int(np.flatnonzero(used)[-1]) + 1
-            light = kernel.ladder.overhead == COARSE.overhead
-            least = kernel.ladder.widths[-1 if light else widest - 1]  # rows cost next to nothing
-            found.append((max(self.capacity(lanes), least), widest))
+            widths = kernel.ladder.widths
+            cheap = min(CHEAP // max(1, kernel.result_bytes), widths[-1])
+            found.append((max(self.capacity(lanes), widths[widest - 1], cheap), widest))
         return found
 
     @functools.cached_property
