@@ -5,10 +5,9 @@ of a loop over batches, and XLA updates them in place only as long as they never
 the result of a conditional. What to run is therefore chosen by loops whose trip counts are
 read from the table:
 
-    for each batch (type t, first lane, chunks of each width):
-        for each node type k:           # one trip if k == t, none otherwise
-            for each width w:           # as many trips as the batch has chunks of width w
-                gather operands, run the kernel under vmap, write consecutive rows
+    for each stretch (kernel and width, first lane, number of chunks):
+        for each kernel and width:      # as many trips as the stretch has chunks, or none
+            gather operands, run the kernel under vmap, write consecutive rows
 
 Differentiating such a loop with JAX costs a copy of the arenas per step. The program is one
 `jax.custom_vjp` instead, whose reverse walks the batches backwards: it sums up the cotangent
@@ -23,6 +22,7 @@ CPU, easier to debug, and the same results.
 Source: ED-Batch for batches over contiguous arenas; the forms of the loop were measured.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ from jax import lax
 
 from jedbatch._cells import differentiable
 from jedbatch._jaxpr import has_gradient
-from jedbatch._layout import BLOCKS, COARSE
+from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
 from jedbatch._program import ReverseSignature, Signature, TableForm
 
-GROUP = 8  # loops in a row before they are nested
+GROUP = 4  # loops in a row before they are nested
 
 
 def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
@@ -72,7 +72,7 @@ def isolated(form: TableForm, table: Any, write: Callable, state: Any) -> Any:
 
     Otherwise XLA fuses reading rows with writing them and copies the arena to be able to.
     """
-    once = jnp.minimum(row(form, table, ("num_steps",))[0], 1)
+    once = jnp.minimum(row(form, table, ("num_stretches",))[0], 1)
     return lax.fori_loop(0, once, write, state)
 
 
@@ -293,60 +293,94 @@ class Reverse:
 # --- fused ------------------------------------------------------------------------------
 
 
-def choose(index: Any, bodies: Sequence[Callable], state: Any, first: int = 0) -> Any:
-    """`bodies[index - first](state)`, by loops of one trip or none.
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """What runs the chunks of one kernel and width.
 
-    A `lax.switch` would copy every array that its branches return.
+    Attributes:
+      kind: number in the table.
+      width: lanes of a chunk.
+      chunk: `chunk(width, state, lane)` runs one.
+      backwards: whether the last chunk of a stretch comes first.
+    """
+
+    kind: int
+    width: int
+    chunk: Callable
+    backwards: bool = False
+
+
+def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False) -> list[Body]:
+    """What runs the chunks of a kernel."""
+    numbered = enumerate(widths, kind * NUM_WIDTHS)
+    return [Body(number, width, chunk, backwards) for number, width in numbered]
+
+
+def choose(bodies: Sequence[Body], carry: Any) -> Any:
+    """Runs the chunks of one stretch, by loops of which all but one make no trips.
+
+    `carry` is (chunks run, stretch, state). A `lax.switch` would copy every array that its
+    branches return. XLA runs short sequences of operations one by one and long ones on several
+    threads, which costs more than these operations take, so a loop is all there is for each body:
+    it counts on where the last one stopped.
     """
     size = 1 if len(bodies) <= GROUP else math.ceil(len(bodies) / GROUP)
     for i in range(0, len(bodies), size):
-        group, lo = bodies[i : i + size], first + i
-        inside = (index >= lo) & (index < lo + len(group))
+        group = bodies[i : i + size]
+        if len(group) == 1:
+            carry = run_chunks(group[0], carry)
+            continue
+        first, last = group[0].kind, group[-1].kind
 
-        def run(_, state, group=group, lo=lo):
-            return group[0](state) if len(group) == 1 else choose(index, group, state, lo)
+        def inside(carry, first=first, last=last):
+            done, (kind, _, _), _ = carry
+            return (done == 0) & (kind >= first) & (kind <= last)
 
-        state = lax.fori_loop(0, inside.astype(jnp.int32), run, state)
-    return state
-
-
-def run_chunks(widths: tuple[int, ...], step: Any, chunk: Callable, state: Any) -> Any:
-    """Runs the chunks of one batch, widest first: `chunk(width, state, lane)`."""
-    carry = (state, step[1])
-    for i, width in reversed(list(enumerate(widths))):
-
-        def run(_, carry, width=width):
-            state, lane = carry
-            return lax.optimization_barrier(chunk(width, state, lane)), lane + width
-
-        carry = lax.fori_loop(0, step[2 + i], run, carry)
-    return carry[0]
+        carry = lax.while_loop(inside, functools.partial(choose, group), carry)
+    return carry
 
 
-def sweep(form: TableForm, table: Any, kinds: Sequence[tuple[tuple, Any]], state: Any) -> Any:
-    """Runs the steps of a table; `kinds` are (widths, chunk) of every kind of step."""
+def run_chunks(body: Body, carry: Any) -> Any:
+    """Runs the chunks of a stretch if it is of the kind of the body."""
 
-    def step(i, state):
-        offset, (_, columns) = form.places["steps",]
-        current = cut(table, offset + i * columns, columns)
-        bodies = [functools.partial(run_chunks, widths, current, chunk) for widths, chunk in kinds]
-        return choose(current[0], bodies, state)
+    def more(carry):
+        done, (kind, _, trips), _ = carry
+        return (kind == body.kind) & (done < trips)
 
-    if not kinds:  # nothing to do but to return inputs
+    def run(carry):
+        done, stretch, state = carry
+        _, lane, trips = stretch
+        lane += body.width * (trips - 1 - done if body.backwards else done)
+        state = lax.optimization_barrier(body.chunk(body.width, state, lane))
+        return done + 1, stretch, state
+
+    return lax.while_loop(more, run, carry)
+
+
+def sweep(form: TableForm, table: Any, bodies: Sequence[Body], state: Any) -> Any:
+    """Runs the stretches of a table."""
+
+    def stretch(i, state):
+        offset, (_, columns) = form.places["stretches",]
+        found = cut(table, offset + i * columns, columns)
+        return choose(bodies, (jnp.int32(0), found, state))[2]
+
+    if not bodies:  # nothing to do but to return inputs
         return state
-    count = row(form, table, ("num_steps",))[0]
-    return lax.fori_loop(0, count, step, state)
+    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], stretch, state)
 
 
 def fused_forward(forward: Forward, consts: Any, inputs: Any, table: Any) -> tuple[Any, Any]:
     """(rows returned from each arena, state after the last batch)."""
     signature = forward.signature
 
-    def kind(k):
+    def chunk(k):
         return lambda width, state, lane: forward.chunk(k, width, consts, table, state, lane)
 
-    kinds = [(widths, kind(k)) for k, widths in enumerate(signature.widths)]
-    state = sweep(signature.form, table, kinds, forward.start(inputs))
+    bodies = [
+        b for k, widths in enumerate(signature.widths) for b in bodies_of(k, widths, chunk(k))
+    ]
+    state = sweep(signature.form, table, bodies, forward.start(inputs))
     return forward.finish(table, state), state
 
 
@@ -355,7 +389,7 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward
 
-    def kind(k):
+    def chunk(k):
         return lambda width, state, lane: reverse.chunk(
             k, width, consts, tables, arenas, state, lane
         )
@@ -363,12 +397,13 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     def sums(a):
         return lambda width, state, lane: reverse.sum_chunk(a, width, tables[1], state, lane)
 
-    kinds = [(widths, kind(k)) for k, widths in enumerate(forward.widths)]
+    bodies = [
+        b for k, widths in enumerate(forward.widths) for b in bodies_of(k, widths, chunk(k), True)
+    ]
     for a, rows in enumerate(signature.sums):
-        if rows:
-            kinds += [((), None)] * (len(forward.kernels) + a - len(kinds))
-            kinds.append((tuple(w for w in COARSE.widths if w <= rows), sums(a)))
-    state = sweep(signature.form, tables[1], kinds, reverse.start(outputs, saved))
+        widths = [w for w in COARSE.widths if w <= rows]
+        bodies += bodies_of(len(forward.kernels) + a, widths, sums(a), True)
+    state = sweep(signature.form, tables[1], bodies, reverse.start(outputs, saved))
     gradients = reverse.consts(consts, tables, arenas, state)
     return gradients, reverse.inputs(tables[1], state)
 
@@ -455,7 +490,7 @@ class Dispatch:
         consts = self._call("prepare", self.prepare, shared)
         arenas, saved = values
         state = self._call(("start", signature), reverse.start, outputs, saved)
-        for k, width, lane in _host_chunks(signature.forward, signature.form, tables[1]):
+        for k, width, lane in _host_chunks(signature.forward, signature.form, tables[1], -1):
             if k < kinds:
 
                 def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
@@ -481,16 +516,15 @@ class Dispatch:
         return self._call(("finish", signature), finish, shared, tables, arenas, state)
 
 
-def _host_chunks(forward: Signature, form: TableForm, table: Any) -> Any:
-    """Yields (kind, width, first lane) of every chunk of a table, in order."""
+def _host_chunks(forward: Signature, form: TableForm, table: Any, sign: int = 1) -> Any:
+    """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
     table = np.asarray(table)
-    count = int(form.view(table, "num_steps")[0])
-    for k, lane, *trips in form.view(table, "steps")[:count].tolist():
-        widths = forward.kernels[k].ladder.widths if k < len(forward.kernels) else COARSE.widths
-        for width, n in reversed(list(zip(widths, trips, strict=False))):
-            for _ in range(n):
-                yield k, width, np.int32(lane)
-                lane += width
+    count = int(form.view(table, "num_stretches")[0])
+    for kind, lane, trips in form.view(table, "stretches")[:count].tolist():
+        k, i = divmod(kind, NUM_WIDTHS)
+        width = (forward.kernels[k].ladder if k < len(forward.kernels) else COARSE).widths[i]
+        for step in range(trips)[::sign]:
+            yield k, width, np.int32(lane + step * width)
 
 
 def _cotangents_like(values: Any, cotangents: Any) -> Any:

@@ -100,8 +100,8 @@ class Plan:
 
     def __str__(self) -> str:
         if self.host is None:
-            steps = self.static.signature.steps
-            return f"Plan of at most {steps} batches (its host records did not survive flattening)"
+            types = len(self.static.signature.kernels)
+            return f"Plan of {types} node types (its host records did not survive flattening)"
         return poster(self)
 
     __repr__ = __str__

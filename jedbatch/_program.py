@@ -6,6 +6,10 @@ minibatches that share a signature share a compiled program. Capacities are powe
 room to spare, and a signature that exists is used again for every minibatch that fits it, so
 that a stream of new topologies soon compiles nothing.
 
+**Stretches.** Chunks of one kernel and one width that follow one another in its lanes are one
+*stretch*, whatever batches they belong to: the long tail of a minibatch of trees, a node or two a
+batch, is a single entry of the table and a single loop.
+
 **Rows.** The values of one shape and dtype are rows of one arena: first the inputs, then, for
 every result of every node type, one row per lane.
 
@@ -66,7 +70,7 @@ class Signature:
       arenas: (shape, dtype) of every kind of value.
       inputs: capacity of input rows, for each arena.
       outputs: rows returned, for each arena.
-      steps: capacity of batches.
+      stretches: capacity of stretches.
     """
 
     kernels: tuple[Kernel, ...]
@@ -75,11 +79,11 @@ class Signature:
     arenas: tuple[tuple[tuple[int, ...], Any], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    steps: int
+    stretches: int
 
     @functools.cached_property
     def _hash(self) -> int:
-        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.steps)
+        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.stretches)
         return hash((self.kernels, self.arenas, parts))
 
     def __hash__(self) -> int:
@@ -124,8 +128,8 @@ class Signature:
     @functools.cached_property
     def form(self) -> TableForm:
         form = TableForm()
-        form.add(("num_steps",), 1)
-        form.add(("steps",), self.steps, 2 + NUM_WIDTHS)
+        form.add(("num_stretches",), 1)
+        form.add(("stretches",), self.stretches, 3)
         for k, kernel in enumerate(self.kernels):
             form.add(("operands", k), len(kernel.operands), self.lanes[k])
         for a, rows in enumerate(self.outputs):
@@ -142,14 +146,14 @@ class ReverseSignature:
       readers: readers listed per value, for each result of each type.
       input_readers: readers listed per input, for each arena.
       sums: capacity of the rows that sum up readers, for each arena.
-      steps: capacity of steps.
+      stretches: capacity of stretches.
     """
 
     forward: Signature
     readers: tuple[tuple[int, ...], ...]
     input_readers: tuple[int, ...]
     sums: tuple[int, ...]
-    steps: int
+    stretches: int
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
@@ -169,8 +173,8 @@ class ReverseSignature:
     @functools.cached_property
     def form(self) -> TableForm:
         forward, form = self.forward, TableForm()
-        form.add(("num_steps",), 1)
-        form.add(("steps",), self.steps, 2 + NUM_WIDTHS)
+        form.add(("num_stretches",), 1)
+        form.add(("stretches",), self.stretches, 3)
         for k, lanes in enumerate(forward.lanes):
             form.add(("used", k), 1)
             form.add(("blocks", k), len(BLOCKS.widths))
@@ -266,6 +270,14 @@ class Placed:
         return tuple(np.maximum(lanes, blocks).tolist())
 
     @functools.cached_property
+    def stretches(self) -> np.ndarray:
+        """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
+        position = np.full(len(self.graph.types), -1)
+        position[list(self.type_ids)] = np.arange(len(self.type_ids))
+        kind = position[self.schedule.batch_type]
+        return find_stretches(kind, self.layout.start, self.layout.trips, self.kernels)
+
+    @functools.cached_property
     def widest(self) -> tuple[int, ...]:
         """Number of widths needed for each kernel."""
         trips, batch_type = self.layout.trips, self.schedule.batch_type
@@ -329,7 +341,7 @@ def fits(placed: Placed, signature: Signature) -> bool:
         and all(
             n <= signature.inputs[a] for a, n in zip(arena_ids, placed.input_counts, strict=True)
         )
-        and len(placed.schedule) <= signature.steps
+        and len(placed.stretches) <= signature.stretches
         and all(
             len(x) <= signature.outputs[a] for a, x in zip(arena_ids, placed.outputs, strict=True)
         )
@@ -368,7 +380,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     inputs = dict(zip(placed.arenas, needed, strict=True))
     returned = [len(x) if placed.stacked else placed.capacity(len(x)) for x in placed.outputs]
     outputs = dict(zip(placed.arenas, returned, strict=True))
-    steps = capacity(2 * len(placed.schedule))  # depths vary more than sums over instances
+    stretches = capacity(2 * len(placed.stretches))  # depths vary more than sums over instances
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
             lanes[kernel] = max(n, lanes.get(kernel, 0))
@@ -376,7 +388,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         for kind, n, m in zip(model.arenas, model.inputs, model.outputs, strict=True):
             inputs[kind] = max(n, inputs.get(kind, 0))
             outputs[kind] = max(m, outputs.get(kind, 0))
-        steps = max(steps, model.steps)
+        stretches = max(stretches, model.stretches)
     return Signature(
         tuple(lanes),
         tuple(lanes.values()),
@@ -384,25 +396,58 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         tuple(inputs),
         tuple(inputs.values()),
         tuple(outputs.get(kind, 0) for kind in inputs),
-        steps,
+        stretches,
     )
+
+
+def find_stretches(
+    kind: np.ndarray,
+    start: np.ndarray,
+    trips: np.ndarray,
+    kernels: Sequence[Kernel],
+    *,
+    reverse: bool = False,
+) -> np.ndarray:
+    """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every stretch.
+
+    A batch has its widest chunks first, in reverse last, and begins in lane `start` of its kind,
+    the position of a kernel or, beyond them, sums of cotangents.
+    """
+    ladders = [*(kernel.ladder for kernel in kernels), COARSE]
+    widths = np.zeros((len(ladders), NUM_WIDTHS), np.int64)
+    for row, ladder in zip(widths, ladders, strict=True):
+        row[: len(ladder.widths)] = ladder.widths
+    sizes = (trips * widths[np.minimum(kind, len(kernels))])[:, ::-1]
+    first = start[:, None] + sizes.cumsum(axis=1) - sizes
+    columns = np.arange(NUM_WIDTHS)[::-1]
+    trips = trips[:, ::-1]
+    if reverse:
+        sizes, first, columns, trips = sizes[:, ::-1], first[:, ::-1], columns[::-1], trips[:, ::-1]
+    step, column = np.nonzero(trips)
+    what = kind[step] * NUM_WIDTHS + columns[column]
+    lane, size = first[step, column], sizes[step, column]
+    ahead, behind = (slice(1, None), slice(None, -1))[:: -1 if reverse else 1]
+    new = np.ones(len(what), bool)
+    new[1:] = (what[1:] != what[:-1]) | (lane[ahead] != lane[behind] + size[behind])
+    begins = np.flatnonzero(new)
+    if not len(begins):
+        return np.zeros((0, 3), np.int64)
+    count = np.add.reduceat(trips[step, column], begins)
+    return np.column_stack([what[begins], np.minimum.reduceat(lane, begins), count])
 
 
 def forward_table(placed: Placed, signature: Signature) -> np.ndarray:
     """The int32 table of a minibatch for a program that it fits."""
-    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    graph, layout = placed.graph, placed.layout
     form = signature.form
     table = np.zeros(form.size, np.int32)
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
-    position = np.full(len(graph.types), -1, np.int32)
-    position[list(placed.type_ids)] = place
 
-    num_steps = len(schedule)
-    form.view(table, "num_steps")[0] = num_steps
-    steps = form.view(table, "steps")
-    steps[:num_steps, 0] = position[schedule.batch_type]
-    steps[:num_steps, 1] = layout.start
-    steps[:num_steps, 2:] = layout.trips
+    stretches = placed.stretches.copy()
+    kernel, width = np.divmod(stretches[:, 0], NUM_WIDTHS)
+    stretches[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
+    form.view(table, "num_stretches")[0] = len(stretches)
+    form.view(table, "stretches")[: len(stretches)] = stretches
 
     row = np.empty(graph.num_values + graph.num_inputs, np.int32)
     row[graph.num_values :] = placed.input_row[::-1]  # so that input i is at -1 - i
@@ -434,12 +479,13 @@ class Readers:
       columns: cotangent rows that make up the cotangent of every value and input, -1 for none:
         a list of int32[V + I], in which input i is at -1 - i.
       sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
-      steps: (kind, first lane, trips), kind k for kernel k and -1 - a for sums of arena a.
+      stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
+        whose cotangents are summed up.
     """
 
     columns: list[np.ndarray]
     sums: list[np.ndarray]
-    steps: np.ndarray
+    stretches: np.ndarray
 
 
 def find_readers(placed: Placed, signature: Signature) -> Readers:
@@ -479,7 +525,8 @@ def find_readers(placed: Placed, signature: Signature) -> Readers:
 
     position = np.full(len(graph.types), -1)
     position[list(placed.type_ids)] = place
-    steps = np.column_stack([position[schedule.batch_type], layout.start, layout.trips])[::-1]
+    batches = [position[schedule.batch_type], layout.start, layout.trips]
+    steps = np.column_stack(batches)[::-1]
     sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
     if len(left):
         busy = np.isin(target, distinct(target[left]))
@@ -495,7 +542,10 @@ def find_readers(placed: Placed, signature: Signature) -> Readers:
             )
         )
         steps = steps[order]
-    return Readers(columns, sums, steps)
+    kernels = signature.kernels
+    kind = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
+    stretches = find_stretches(kind, steps[:, 1], steps[:, 2:], kernels, reverse=True)
+    return Readers(columns, sums, stretches)
 
 
 def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
@@ -587,7 +637,8 @@ def make_reverse_signature(
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
     sums = [placed.capacity(x.shape[1]) for x in readers.sums]
-    steps = forward.steps + capacity(2 * (len(readers.steps) - len(placed.schedule)))
+    more = len(readers.stretches) - len(placed.stretches)
+    stretches = forward.stretches + capacity(2 * more)
     if model is not None:
         listed = [
             [max(a, b) for a, b in zip(x, y, strict=True)]
@@ -595,8 +646,10 @@ def make_reverse_signature(
         ]
         inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
-        steps = max(steps, model.steps)
-    return ReverseSignature(forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), steps)
+        stretches = max(stretches, model.stretches)
+    return ReverseSignature(
+        forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), stretches
+    )
 
 
 def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
@@ -616,7 +669,7 @@ def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
         )
         and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
-        and needed.steps <= signature.steps
+        and needed.stretches <= signature.stretches
     )
 
 
@@ -625,11 +678,8 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
     graph, layout, forward = placed.graph, placed.layout, signature.forward
     form = signature.form
     table = np.zeros(form.size, np.int32)
-    form.view(table, "num_steps")[0] = len(readers.steps)
-    steps = form.view(table, "steps")
-    steps[: len(readers.steps)] = readers.steps
-    kinds = steps[: len(readers.steps), 0]
-    kinds[kinds < 0] = len(forward.kernels) - 1 - kinds[kinds < 0]
+    form.view(table, "num_stretches")[0] = len(readers.stretches)
+    form.view(table, "stretches")[: len(readers.stretches)] = readers.stretches
 
     def fill(view, values, places, zero):
         view[:] = zero
