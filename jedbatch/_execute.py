@@ -67,13 +67,17 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
 
 
-def isolated(form: TableForm, table: Any, write: Callable, state: Any) -> Any:
-    """`write(0, state)` in a loop of its own, of one trip.
+def isolated(lane: Any, write: Callable, state: Any) -> Any:
+    """`write(lane, state)` in a loop of its own, of one trip.
 
     Otherwise XLA fuses reading rows with writing them and copies the arena to be able to.
     """
-    once = jnp.minimum(row(form, table, ("num_stretches",))[0], 1)
-    return lax.fori_loop(0, once, write, state)
+
+    def once(carry):
+        at, state = carry
+        return at + 1, write(at, state)
+
+    return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
 
 
 def empty(rows: int, kind: tuple[tuple[int, ...], Any]) -> Any:
@@ -122,7 +126,7 @@ class Forward:
         kernel = signature.kernels[k]
         operands = self.operands(k, table, state[0], lane, width)
 
-        def write(_, state):
+        def write(lane, state):
             arenas, saved = list(state[0]), list(state[1])
             if self.saving:
                 save = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
@@ -138,7 +142,7 @@ class Forward:
                 arenas[a] = put(arenas[a], rows, base + lane)
             return tuple(arenas), tuple(saved)
 
-        return isolated(signature.form, table, write, state)
+        return isolated(lane, write, state)
 
     def finish(self, table: Any, state: Any) -> tuple[Any, ...]:
         """The rows returned from each arena."""
@@ -208,7 +212,7 @@ class Reverse:
             )
         kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
 
-        def write(_, state):
+        def write(lane, state):
             cotangents, rooms = list(state[0]), list(state[1])
             run = jax.vmap(back.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(consts[k], operands, results, kept, given)
@@ -222,7 +226,7 @@ class Reverse:
             rooms[k] = tuple(mine)
             return tuple(cotangents), tuple(rooms)
 
-        return isolated(signature.form, tables[1], write, state)
+        return isolated(lane, write, state)
 
     def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
