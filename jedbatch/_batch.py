@@ -8,6 +8,7 @@ kept is kept by the `Batched` object and by nothing else (see `Session`).
 
 import collections
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class Batched:
         self._key = key
         self._cache_size = cache_size
         self._sessions: dict[Hashable, Session] = {}
+        self._planning = threading.RLock()  # planning changes the sessions
 
     @property
     def compilations(self) -> int:
@@ -207,6 +209,10 @@ class Batched:
     # --- planning ---
 
     def _plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
+        with self._planning:
+            return self._plan_alone(session, instances, gradient)
+
+    def _plan_alone(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         clock = [time.perf_counter()]
         records, arrays, tracers, num_known = self._records(session, instances)
         clock.append(time.perf_counter())
