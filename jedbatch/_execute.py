@@ -34,9 +34,10 @@ import numpy as np
 from jax import lax
 
 from jedbatch._cells import differentiable
+from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
-from jedbatch._program import ReverseSignature, Signature, TableForm
+from jedbatch._program import Signature, TableForm
 
 GROUP = 4  # loops in a row before they are nested
 

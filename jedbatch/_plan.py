@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from jedbatch._cells import Kind, row_bytes, stored
+from jedbatch._cotangents import ReverseSignature
 from jedbatch._graph import Graph
 from jedbatch._layout import Layout
-from jedbatch._program import Placed, ReverseSignature, Signature
+from jedbatch._program import Placed, Signature
 from jedbatch._schedule import Schedule, lower_bound, policies_compared
 
 

@@ -8,20 +8,16 @@ import jax
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._cells import Kernel
-from jedbatch._execute import EXECUTORS
-from jedbatch._plan import Static
-from jedbatch._program import (
-    Placed,
+from jedbatch._cotangents import (
     ReverseSignature,
-    Signature,
     find_readers,
-    fits,
     make_reverse_signature,
-    make_signature,
-    resembles,
     reverse_fits,
     reverse_table,
 )
+from jedbatch._execute import EXECUTORS
+from jedbatch._plan import Static
+from jedbatch._program import Placed, Signature, fits, make_signature, resembles
 from jedbatch._registry import Registry
 from jedbatch._trace import Record
 

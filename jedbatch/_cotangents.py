@@ -1,0 +1,320 @@
+"""Lowering the reverse: who reads what, as tables.
+
+In reverse every operand of every lane has a row for the cotangent it sends to
+the value it reads, and so has every output. A value's cotangent is the sum of the rows of its
+readers, which a table lists, at most `MAX_READERS`; more readers are first summed, four rows at
+a time, by steps of their own. One row of each arena is zero, for readers that do not exist.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._cells import differentiable
+from jedbatch._graph import distinct, ranges
+from jedbatch._jaxpr import has_gradient
+from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._program import Placed, Signature, TableForm, capacity, find_stretches
+
+MAX_READERS = 4
+
+
+@dataclass(frozen=True)
+class ReverseSignature:
+    """What is compiled to run minibatches backwards.
+
+    Attributes:
+      forward: the program it reverses.
+      readers: readers listed per value, for each result of each type.
+      input_readers: readers listed per input, for each arena.
+      sums: capacity of the rows that sum up readers, for each arena.
+      stretches: capacity of stretches.
+    """
+
+    forward: Signature
+    readers: tuple[tuple[int, ...], ...]
+    input_readers: tuple[int, ...]
+    sums: tuple[int, ...]
+    stretches: int
+
+    @functools.cached_property
+    def bases(self) -> tuple[tuple[int, ...], ...]:
+        """The first cotangent row of each operand of each type; -1 if it has none."""
+        return _cotangent_rows(self.forward)[0]
+
+    @functools.cached_property
+    def sum_bases(self) -> tuple[int, ...]:
+        """The first row of sums of each arena."""
+        return _cotangent_rows(self.forward)[1]
+
+    @property
+    def zero(self) -> tuple[int, ...]:
+        """The row of zeros, the last of each arena."""
+        return tuple(a + b for a, b in zip(self.sum_bases, self.sums, strict=True))
+
+    @functools.cached_property
+    def form(self) -> TableForm:
+        forward, form = self.forward, TableForm()
+        form.add(("num_stretches",), 1)
+        form.add(("stretches",), self.stretches, 3)
+        for k, lanes in enumerate(forward.lanes):
+            form.add(("used", k), 1)
+            form.add(("blocks", k), len(BLOCKS.widths))
+            for s, readers in enumerate(self.readers[k]):
+                form.add(("readers", k, s), readers, lanes)
+        for a, rows in enumerate(forward.inputs):
+            form.add(("input_readers", a), self.input_readers[a], rows)
+            form.add(("sums", a), MAX_READERS, self.sums[a])
+        return form
+
+
+def _cotangent_rows(forward: Signature) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    ends = list(forward.outputs)
+    bases = []
+    for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True):
+        mine = []
+        for t in kernel.operands:
+            mine.append(ends[forward.arena(t)] if differentiable(t) else -1)
+            ends[forward.arena(t)] += lanes if differentiable(t) else 0
+        bases.append(tuple(mine))
+    return tuple(bases), tuple(ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The reverse of a minibatch, before a program is chosen for it.
+
+    Attributes:
+      columns: cotangent rows that make up the cotangent of every value and input, -1 for none:
+        a list of int32[V + I], in which input i is at -1 - i.
+      sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
+      stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
+        whose cotangents are summed up.
+    """
+
+    columns: list[np.ndarray]
+    sums: list[np.ndarray]
+    stretches: np.ndarray
+
+
+def find_readers(placed: Placed, signature: Signature) -> Readers:
+    """Lists the readers of every value."""
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    bases, sum_bases = _cotangent_rows(signature)
+    size = graph.num_values + graph.num_inputs
+    targets, rows, arenas = [], [], []
+    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
+        if has_gradient(kind[1]):
+            targets.append(outputs)
+            rows.append(np.arange(len(outputs)))
+            arenas.append(np.full(len(outputs), signature._arena_ids[kind]))
+    for t, k in zip(placed.type_ids, place, strict=True):
+        nodes = np.flatnonzero(graph.node_type == t)
+        for j, value_type in enumerate(signature.kernels[k].operands):
+            if differentiable(value_type):
+                targets.append(graph.operand[graph.operand_ptr[nodes] + j])
+                rows.append(bases[k][j] + layout.lane[nodes])
+                arenas.append(np.full(len(nodes), signature.arena(value_type)))
+    target, row, arena = (
+        np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows, arenas)
+    )
+    target = np.where(target >= 0, target, size + target)
+
+    columns: list[np.ndarray] = []
+    left = np.arange(len(target))
+    while len(left) and len(columns) < MAX_READERS:
+        holder = np.full(size, -1)
+        holder[target[left]] = left  # the last of several stays
+        won = holder[target[left]] == left
+        column = np.full(size, -1, np.int32)
+        column[target[left[won]]] = row[left[won]]
+        columns.append(column)
+        left = left[~won]
+
+    position = np.full(len(graph.types), -1)
+    position[list(placed.type_ids)] = place
+    batches = [position[schedule.batch_type], layout.start, layout.trips]
+    steps = np.column_stack(batches)[::-1]
+    sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
+    if len(left):
+        busy = np.isin(target, distinct(target[left]))
+        sums, before = _sum_up(
+            target[busy], row[busy], arena[busy], placed, sum_bases, columns, len(sums)
+        )
+        batch = np.arange(len(schedule))[::-1]
+        steps = np.concatenate([steps, before[:, 2:]])
+        order = np.lexsort(
+            (
+                np.concatenate([np.full(len(batch), np.iinfo(int).max), before[:, 1]]),
+                -np.concatenate([batch, before[:, 0]]),
+            )
+        )
+        steps = steps[order]
+    kernels = signature.kernels
+    sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
+    stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], kernels, reverse=True)
+    return Readers(columns, sums, stretches)
+
+
+def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
+    """Sums of four for values with many readers; changes `columns` for those values.
+
+    Returns the rows each sum adds up, by arena, and int64[..., 4 + NUM_WIDTHS]: (batch whose values
+    need them or -1 for inputs, level, kind, first lane, trips) of the steps that compute them.
+    """
+    graph, schedule = placed.graph, placed.schedule
+    when = np.empty(len(graph.node_type), np.int64)
+    when[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
+    order = np.argsort(target, kind="stable")
+    target, row, arena = target[order], row[order], arena[order]
+    made = []  # (target, arena, level, members) of every sum
+    level = 0
+    num_made = 0
+    while True:
+        first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+        counts = np.diff(np.r_[first, len(target)])
+        if counts.max() <= MAX_READERS:
+            break
+        groups = -(-counts // MAX_READERS)
+        sizes = np.minimum(
+            MAX_READERS,
+            np.repeat(counts, groups) - MAX_READERS * ranges(np.zeros_like(groups), groups),
+        )
+        starts = np.cumsum(sizes) - sizes
+        members = np.full((len(sizes), MAX_READERS), -1)
+        filled = np.arange(MAX_READERS) < sizes[:, None]
+        members[filled] = row
+        made.append((target[starts], arena[starts], np.full(len(sizes), level), members))
+        row = -2 - num_made - np.arange(len(sizes))  # sum s, until its lane is known
+        num_made += len(sizes)
+        target, arena = target[starts], arena[starts]
+        level += 1
+
+    of, where, levels, members = (np.concatenate(x) for x in zip(*made, strict=True))
+    is_value = of < graph.num_values
+    batch = np.full(len(of), -1)
+    batch[is_value] = when[graph.value_node[of[is_value]]]
+    final = np.empty(num_made, np.int64)  # the row of each sum
+    steps, lanes = [], [0] * num_arenas
+    order = np.lexsort((of, levels, -batch, where))
+    key = np.stack([where, batch, levels])[:, order]
+    change = np.flatnonzero(np.r_[True, (key[:, 1:] != key[:, :-1]).any(axis=0)])
+    lane_of = np.empty(num_made, np.int64)
+    for group in np.split(order, change[1:]):
+        a = int(where[group[0]])
+        trips = COARSE.cover(np.array([len(group)]))[0]
+        lane_of[group] = lanes[a] + np.arange(len(group))
+        final[group] = sum_bases[a] + lane_of[group]
+        row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
+        steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
+        lanes[a] += int(COARSE.lanes(trips))
+
+    def resolve(rows):
+        return np.where(rows <= -2, final[np.maximum(0, -2 - rows)], rows)
+
+    sums = []
+    for a in range(num_arenas):
+        mine = np.flatnonzero(where == a)
+        table = np.full((MAX_READERS, lanes[a]), -1, np.int32)
+        table[:, lane_of[mine]] = resolve(members[mine]).T
+        sums.append(table)
+    for column in columns:
+        column[target] = -1
+    first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+    counts = np.diff(np.r_[first, len(target)])
+    which = np.arange(len(target)) - np.repeat(first, counts)
+    rows = resolve(row)
+    for i, column in enumerate(columns):
+        column[target[which == i]] = rows[which == i]
+    return sums, np.array(steps, np.int64)
+
+
+def make_reverse_signature(
+    placed: Placed, readers: Readers, forward: Signature, model: ReverseSignature | None
+) -> ReverseSignature:
+    """A reverse signature with room for a minibatch, and for what `model` had room for."""
+    graph = placed.graph
+    listed = [[1] * len(kernel.results) for kernel in forward.kernels]
+    inputs = [0] * len(forward.arenas)
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        first = graph.value_ptr[:-1][graph.node_type == t]
+        for s in range(len(kernel.results)):
+            listed[k][s] = max(1, _count(readers.columns, first + s))
+    for a, kind in enumerate(placed.arenas):
+        found = np.flatnonzero(placed.input_arena == a)
+        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
+    sums = [placed.capacity(x.shape[1]) for x in readers.sums]
+    more = len(readers.stretches) - len(placed.stretches)
+    stretches = forward.stretches + capacity(2 * more)
+    if model is not None:
+        listed = [
+            [max(a, b) for a, b in zip(x, y, strict=True)]
+            for x, y in zip(listed, model.readers, strict=True)
+        ]
+        inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
+        sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
+        stretches = max(stretches, model.stretches)
+    return ReverseSignature(
+        forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), stretches
+    )
+
+
+def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
+    """Columns needed for some values: 0, 1, 2 or 4."""
+    used = [i for i, column in enumerate(columns) if (column[values] >= 0).any()]
+    return 1 << (used[-1]).bit_length() if used else 0
+
+
+def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
+    """Whether a program lists enough readers for a minibatch."""
+    return (
+        needed.forward == signature.forward
+        and all(
+            a <= b
+            for x, y in zip(needed.readers, signature.readers, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
+        and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
+        and needed.stretches <= signature.stretches
+    )
+
+
+def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature) -> np.ndarray:
+    """The int32 table of a minibatch for a reverse program that it fits."""
+    graph, layout, forward = placed.graph, placed.layout, signature.forward
+    form = signature.form
+    table = np.zeros(form.size, np.int32)
+    form.view(table, "num_stretches")[0] = len(readers.stretches)
+    form.view(table, "stretches")[: len(readers.stretches)] = readers.stretches
+
+    def fill(view, values, places, zero):
+        view[:] = zero
+        for rows, column in zip(view, readers.columns, strict=False):
+            found = column[values]
+            rows[places] = np.where(found >= 0, found, zero)
+
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        used = int(layout.lanes[t])
+        form.view(table, "used", k)[0] = used
+        form.view(table, "blocks", k)[:] = BLOCKS.cover(np.array([used]))[0]
+        nodes = np.flatnonzero(graph.node_type == t)
+        for s, value_type in enumerate(kernel.results):
+            zero = signature.zero[forward.arena(value_type)]
+            view = form.view(table, "readers", k, s)
+            fill(view, graph.value_ptr[nodes] + s, layout.lane[nodes], zero)
+    for a, kind in enumerate(placed.arenas):
+        b = forward._arena_ids[kind]
+        found = np.flatnonzero(placed.input_arena == a)
+        view = form.view(table, "input_readers", b)
+        fill(view, -1 - found, placed.input_row[found], signature.zero[b])
+    for a, sums in enumerate(readers.sums):
+        view = form.view(table, "sums", a)
+        view[:] = signature.zero[a]
+        view[:, : sums.shape[1]] = np.where(sums >= 0, sums, signature.zero[a])
+    return table

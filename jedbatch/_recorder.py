@@ -1,0 +1,660 @@
+"""A recorder of what a function does to symbolic values.
+
+The user's function runs once per instance, as ordinary Python, on symbolic values. Each
+operation it performs becomes a node of the instance's graph and nothing is computed. Work enters
+through four doors:
+
+1. a call of a `@cell`: a dictionary look-up and a few list appends, no JAX in it;
+2. a call of a `jax.jit`-ted function, which reaches us as one primitive that brings its own
+   program along: one node;
+3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive;
+4. `evaluate`, which records a graph prepared with NumPy, all nodes at once.
+
+Doors 2 and 3 open because symbolic values are JAX tracers of a trace of our own, so that JAX
+hands us every primitive together with its operands. What an operation reads decides what becomes
+of it:
+
+    something symbolic          a node of the graph
+    shared arguments only       computed once per minibatch, before the nodes; unless a number
+                                goes into it that varies (`params * len(tree)`): a node
+    neither                     computed now; the result is a constant
+
+A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
+reference, not two. References are turned into operands for all instances together, in NumPy.
+
+Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a custom
+`jax.core.Trace` as in JAX's autodidax.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Trace, Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch._cell import Cell, free_values, function_identity, pause, with_free_values
+from jedbatch._instances import (
+    Same,
+    array_type,
+    is_array,
+    owned_arrays,
+    replace_arrays,
+    typed,
+    typed_or_same,
+)
+from jedbatch._registry import END, NUMBERS, Callee, Registry
+from jedbatch.errors import EscapedValueError, SymbolicValueError
+
+MANY_CONSTANTS = 10_000  # kept, before all are forgotten
+
+
+# --- symbolic values --------------------------------------------------------------------
+
+
+def _needs_value(what: str) -> Callable:
+    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        raise SymbolicValueError(
+            f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, which "
+            "has not been computed: while a batched function is recorded, values are unknown. "
+            "Decide on Python numbers or the structure of the instance, use `jnp.where`, or "
+            "`jax.lax.cond` inside a cell; `help(jedbatch.errors.SymbolicValueError)` says more."
+        )
+
+    return method
+
+
+class Symbol(Tracer):
+    """A tracer of ours: it has a type and no value."""
+
+    __slots__ = ("index",)
+
+    __bool__ = _needs_value("`if`, `while`, `and`, `or`, `not` or `bool()`")
+    __int__ = _needs_value("`int()`")
+    __float__ = _needs_value("`float()`")
+    __complex__ = _needs_value("`complex()`")
+    __index__ = _needs_value("`range()` or indexing a Python list")
+    __array__ = _needs_value("`numpy.asarray`")
+    item = _needs_value("`.item()`")
+    tolist = _needs_value("`.tolist()`")
+
+    def full_lower(self):
+        return self
+
+    @property
+    def aval(self):  # type: ignore[override]
+        self._trace.is_valid()
+        return self._type()
+
+    def __repr__(self):
+        return f"symbolic {self._type().str_short()}"
+
+
+class Value(Symbol):
+    """A symbolic value of one instance: result `index`, or input `-1 - index`."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, recorder: "Recorder", index: int, value_type: int):
+        self._trace = recorder
+        self.index = index
+        self.type = value_type
+
+    def _type(self):
+        return self._trace.registry.avals[self.type]
+
+    def __getitem__(self, item):
+        return self._trace.index_value(self, item)
+
+    def __iter__(self):
+        if not self.shape:
+            raise TypeError("a symbolic array with no dimensions cannot be iterated over")
+        return (self[i] for i in range(self.shape[0]))
+
+
+class Shared(Symbol):
+    """A symbolic value that all instances share: `registry.shared[index]`."""
+
+    __slots__ = ()
+
+    def __init__(self, recorder: "Recorder", index: int):
+        self._trace = recorder
+        self.index = index
+
+    def _type(self):
+        return self._trace.registry.shared[self.index].aval
+
+    @property
+    def shared_index(self):
+        return self.index
+
+    def __getitem__(self, item):
+        return self._trace.index_shared(self, item)
+
+
+# --- recording --------------------------------------------------------------------------
+
+
+class Recorder(Trace):
+    """Records instances, one after the other, into flat lists.
+
+    Attributes:
+      caller: JAX's trace around the batched function.
+      callees: the kind of call of every node.
+      references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
+        its first element's.
+      input_group, input_value: how every input is read, and its value or position.
+      tracers: tracers of outer transformations that the function closes over.
+      caching: whether the current instance's graph is good for later calls too.
+    """
+
+    def __init__(self, registry: Registry, caller: Any):
+        super().__init__()
+        self.registry = registry
+        self.caller = caller
+        self.active = True
+        self.caching = True
+        self.callees: list[int] = []
+        self.references: list[int] = []
+        self.num_values = 0
+        self.input_group: list[int] = []
+        self.input_value: list[Any] = []
+        self.tracers: list[Any] = []
+        self._instance: Any = None
+        self._known: dict[int, tuple[Any, int | None]] = {}
+        self._kept: list[Any] = []  # keeps what `_known` knows by id alive
+        self._containers: dict[int, tuple[Hashable, None]] = {}
+        self._shared: Any = None
+        self._leaves: dict[int, tuple[int, Any]] = {}
+        self._made: dict[int, Any] = {}
+        self._owned: set[int] | None = None
+        self._numbers: dict[type, tuple[int, Hashable]] = {}
+        self.call_cell = self._short_way()
+
+    def is_valid(self) -> bool:
+        if self.active:
+            return True
+        raise EscapedValueError(
+            "a symbolic value is used after its function was recorded; expected it to be "
+            "returned from the function. `help(jedbatch.errors.EscapedValueError)` says how "
+            "values escape."
+        )
+
+    def share(self) -> Any:
+        """The shared arguments with symbols for leaves."""
+        leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
+        self._shared = jax.tree.unflatten(self.registry.structure, leaves)
+        stack = [self._shared]
+        while stack:  # remember the containers: cells get them whole
+            x = stack.pop()
+            leaves, structure = jax.tree.flatten(x)
+            token = self.registry.token(structure, *(leaf.index for leaf in leaves))
+            self._containers[id(x)] = (token, None)
+            if not isinstance(x, Shared) and leaves:
+                stack += _parts(x)
+        return self._shared
+
+    def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
+        """Starts an instance; its arrays are replaced by symbols."""
+        self._instance = instance
+        self._owned = None
+        self._known.clear()
+        self._known.update(self._containers)
+        self._kept.clear()
+        self._leaves.clear()
+        self.caching = True
+        if not arrays:
+            return instance
+        kinds = [self.registry.value_type(*array_type(x)) for x in arrays]
+        values = [self._leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+        return replace_arrays(instance, iter(values))
+
+    def forget(self) -> None:
+        """Lets go of everything symbolic."""
+        self.active = False
+        self._instance = self._shared = self._owned = None
+        for kept in (self._known, self._containers, self._kept, self._made, self._leaves):
+            kept.clear()
+
+    def _new_input(self, group: int, value: Any) -> int:
+        self.input_group.append(group)
+        self.input_value.append(value)
+        return -len(self.input_group)
+
+    def _leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
+        """An array of the instance, or the part of it that static indices lead to."""
+        row = len(path) == 1 and isinstance(path[0], int)
+        group = self.registry.group("leaf", kind, leaf, row, None if row else _frozen(path))
+        position = self._new_input(group, path[0] if row else path)
+        self._leaves[position] = (leaf, path)
+        return Value(self, position, kind)
+
+    def input(self, x: Any) -> Value:
+        """A number or concrete array as an input of the instance."""
+        kind = self.registry.value_type(*array_type(x))
+        return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
+
+    def symbol(self, x: Any) -> Any:
+        """Any array or number as a symbol."""
+        if isinstance(x, Tracer):
+            if isinstance(x, Symbol):
+                x._trace.is_valid()
+            if x._trace is self:
+                return x
+            self.caching = False  # a tracer of an outer transformation: here today, gone tomorrow
+            position = next((k for k, t in enumerate(self.tracers) if t is x), len(self.tracers))
+            if position == len(self.tracers):
+                self.tracers.append(x)
+            return Shared(self, self.registry.outer(position, jax.typeof(x)))
+        if isinstance(x, jax.Array) and x.ndim and id(x) not in self._made:
+            if self._owned is None:
+                self._owned = owned_arrays(self._instance)
+            if id(x) not in self._owned:
+                return Shared(self, self.registry.closed_over(x))
+        return self.input(x)
+
+    # --- door 1: cells ---
+
+    def _short_way(self) -> Callable:
+        """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
+
+        A call is described by what its arguments are, without looking into them, and recorded
+        the way a call of that description was recorded before: `registry.calls` is a tree of
+        dictionaries with a `Callee` at the end of every known description.
+        """
+        known, kept, numbers = self._known, self._kept, self._numbers
+        calls, references, callees = self.registry.calls, self.references, self.callees
+        input_group, input_value = self.input_group, self.input_value
+
+        def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
+            reads = []
+            try:
+                callee = calls[cell]
+                for c in cell.closure:
+                    callee = callee[id(c.cell_contents)]
+                for arg in args:
+                    found = known.get(id(arg))
+                    if found is not None:
+                        token, index = found
+                        callee = callee[token]
+                        if index is not None:
+                            reads.append(index)
+                        continue
+                    kind = type(arg)
+                    if kind is Value:
+                        callee = callee[arg.type]
+                        reads.append(arg.index)
+                    else:
+                        group, token = numbers[kind]  # an int or a float, if it is found
+                        callee = callee[token]
+                        input_group.append(group)
+                        input_value.append(arg)
+                        reads.append(-len(input_group))
+                callee = callee[END]
+            except KeyError:
+                callee = None
+            if callee is None or static:
+                return self._call_cell(cell, args, static)
+            kinds = callee.results
+            references.extend(reads)
+            callees.append(callee.id)
+            index = self.num_values
+            self.num_values = index + len(kinds)
+            if callee.tree is None:
+                return Value(self, index, kinds[0])
+            if callee.unit is None:
+                return self._results(callee, index)
+            if len(kinds) == 2:  # a state (h, c), spelled out
+                out: tuple = (Value(self, index, kinds[0]), Value(self, index + 1, kinds[1]))
+            else:
+                out = tuple([Value(self, i, kind) for i, kind in enumerate(kinds, index)])
+            known[id(out)] = callee.unit, index
+            kept.append(out)
+            return out
+
+        return call_cell
+
+    def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
+        tokens: list[Hashable] = [cell]
+        for c in cell.closure:
+            if isinstance(c.cell_contents, Tracer):
+                return None
+            tokens.append(id(c.cell_contents))
+        for arg in args:
+            if id(arg) in self._known:
+                tokens.append(self._known[id(arg)][0])
+            elif type(arg) is Value:
+                tokens.append(arg.type)
+            elif type(arg) in (int, float):
+                tokens.append(self._number(type(arg))[1])
+            else:
+                return None
+        return [*tokens, END]
+
+    def _results(self, callee: Callee, index: int) -> Any:
+        """What a recorded call returns."""
+        values = [Value(self, i, kind) for i, kind in enumerate(callee.results, index)]
+        if callee.tree is None:
+            return values[0]
+        out = jax.tree.unflatten(callee.tree, values)
+        if callee.unit is not None:
+            self._known[id(out)] = callee.unit, index
+            self._kept.append(out)
+        return out
+
+    def _record(self, callee: Callee) -> Any:
+        """Appends a node whose references are in place already; returns its results."""
+        self.callees.append(callee.id)
+        index = self.num_values
+        self.num_values = index + len(callee.results)
+        return self._results(callee, index)
+
+    def _number(self, kind: type) -> tuple[int, Hashable]:
+        """(input group, token) of Python numbers of a kind."""
+        value_type = self.registry.value_type(*array_type(kind(0)))
+        found = self.registry.group("value", value_type), self.registry.token(kind, value_type)
+        self._numbers[kind] = found
+        return found
+
+    def _call_cell(self, cell: Cell, args: tuple, static: dict) -> Any:
+        """The long way: any pytrees of anything."""
+        found = self.cell_callee(cell, args, static)
+        if found is None:  # inside another transformation: not ours to record
+            return cell.fn(*args, **static)
+        callee, references = found
+        way = None if static else self._description(cell, args)
+        if way is not None:
+            self.registry.remember(
+                way, callee, self._widths(args), keep=[c.cell_contents for c in cell.closure]
+            )
+        self.references += references
+        return self._record(callee)
+
+    def _widths(self, args: tuple) -> tuple[int, ...]:
+        """How many operands each reference of a short description stands for."""
+        found = [self._known.get(id(x), (0, 0)) for x in args]  # others are single values
+        return tuple(
+            1 if token == 0 else len(self.registry.units[-1 - token])
+            for token, index in found
+            if index is not None
+        )
+
+    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
+        """(how to record a call of a cell, its references); None if it is not ours to record."""
+        fn = cell.fn
+        options = _static_options(cell, static)
+        captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
+        leaves, tree = jax.tree.flatten((args, captured))
+        if self._foreign(leaves):
+            return None
+        slots: list[Hashable] = []
+        operands: list[Value] = []
+        shared: list[int] = []
+        fixed: list[Any] = []
+        for leaf in leaves:
+            if is_array(leaf) or isinstance(leaf, NUMBERS):
+                symbol = self.symbol(leaf)
+                if isinstance(symbol, Value):
+                    slots.append("value")
+                    operands.append(symbol)
+                else:
+                    slots.append("shared")
+                    shared.append(symbol.index)
+                continue
+            try:
+                slots.append(("fixed", typed(leaf)))
+            except TypeError:
+                raise TypeError(
+                    f"cell `{cell.name}` got {leaf!r} of type {type(leaf).__name__} as a "
+                    "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                    "by keyword if it is hashable, or close over it."
+                ) from None
+            fixed.append(leaf)
+        identity = function_identity(fn)
+        if hasattr(fn, "__code__"):
+            self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+
+        def call(shared_values, operand_values):
+            sources = {"shared": iter(shared_values), "value": iter(operand_values)}
+            constants = iter(fixed)
+            filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
+            args, captured = jax.tree.unflatten(tree, filled)
+            return with_free_values(fn, iter(captured))(*args, **static)
+
+        key = ("cell", identity, options, tree, tuple(slots))
+        kinds = tuple(v.type for v in operands)
+        try:
+            callee = self.registry.callee(
+                cell.name, key, call, tuple(shared), kinds, user_code=True
+            )
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                f"This happened inside cell `{cell.name}`, whose positional arguments are "
+                "values, Python numbers too. If Python must decide on one, pass it by keyword: "
+                "keyword arguments are static."
+            )
+            raise
+        return callee, [v.index for v in operands]
+
+    def _foreign(self, leaves: Sequence[Any]) -> bool:
+        """True if a leaf belongs to a transformation that is running inside the function."""
+        if not any(isinstance(x, Tracer) and x._trace is not self for x in leaves):
+            return False
+        with take_current_trace() as current:
+            return current is not self
+
+    # --- doors 2 and 3: everything else ---
+
+    def process_primitive(self, primitive, tracers, params, /):
+        def call(*values):
+            out = primitive.bind(*values, **params)
+            return out if primitive.multiple_results else [out]
+
+        key = (primitive, self.registry.params_key(params))
+        name = params["name"] if primitive.name == "jit" else primitive.name
+        out = self._operation(name, key, call, tracers)
+        return out if primitive.multiple_results else out[0]
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
+        def call(*values):
+            with take_current_trace() as trace, set_current_trace(trace):
+                return trace.process_custom_jvp_call(
+                    primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
+                )
+
+        return self._custom(fun, call, tracers)
+
+    def process_custom_vjp_call(
+        self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
+    ):
+        def call(*values):
+            with take_current_trace() as trace, set_current_trace(trace):
+                return trace.process_custom_vjp_call(
+                    primitive,
+                    fun,
+                    fwd,
+                    bwd,
+                    values,
+                    out_trees=out_trees,
+                    symbolic_zeros=symbolic_zeros,
+                )
+
+        return self._custom(fun, call, tracers)
+
+    def _custom(self, fun: Any, call: Callable, tracers: Sequence[Any]) -> list[Any]:
+        """Records a function with a derivative rule of its own, rule included."""
+        ran = []
+
+        def noted(*values):
+            ran.append(True)
+            return call(*values)
+
+        name = getattr(fun, "__name__", "custom")
+        out = self._operation(name, ("custom", fun), noted, tracers)
+        if not ran:  # JAX reads the structure of the result off a run of `fun`
+            with pause():
+                jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
+        return out
+
+    def stage_value(self, val):
+        return val
+
+    def _operation(self, name: str, key: Hashable, call: Callable, args: Sequence[Any]) -> list:
+        """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic."""
+        if not any(isinstance(x, Tracer) for x in args):
+            return self._constant(key, call, args)
+        tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
+        shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
+        if len(shared) == len(tracers):
+            numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
+            if not self.registry.varies((key, shared), numbers):
+                return self._shared_operation(key, call, args, tracers)
+        symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
+        slots = tuple(isinstance(s, Value) for s in symbols)
+
+        def arranged(shared_values, operand_values):
+            sources = iter(shared_values), iter(operand_values)
+            return list(call(*(next(sources[is_value]) for is_value in slots)))
+
+        shared = tuple(s.index for s in symbols if isinstance(s, Shared))
+        operands = [s for s in symbols if isinstance(s, Value)]
+        return self._node(name, (key, slots), arranged, shared, operands)
+
+    def _node(self, name, key, call, shared, operands) -> Any:
+        kinds = tuple(v.type for v in operands)
+        callee = self.registry.callee(name, key, call, shared, kinds, user_code=False)
+        self.references += [v.index for v in operands]
+        return self._record(callee)
+
+    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
+        """Computes an operation on concrete values, or finds what it gave before."""
+        constants = self.registry.constants
+        full = (key, *map(_identity_of_constant, args))
+        out = constants.get(full)
+        if out is None:
+            with pause(), jax.ensure_compile_time_eval():
+                out = list(call(*args))
+            if len(constants) > MANY_CONSTANTS:
+                constants.clear()
+            constants[full] = out
+        self._made.update((id(x), x) for x in out)
+        return out
+
+    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
+        """Records an operation on shared values and constants, done once per minibatch."""
+        marks = tuple(
+            "shared" if i in tracers else _identity_of_constant(x) for i, x in enumerate(args)
+        )
+
+        def filled(*values):
+            source = iter(values)
+            return call(*(next(source) if i in tracers else x for i, x in enumerate(args)))
+
+        # A call kept for later must not keep this recorder's tracers alive.
+        args = [None if i in tracers else x for i, x in enumerate(args)]
+        shared = tuple(s.index for s in tracers.values())
+        tracers = set(tracers)
+        ids = self.registry.shared_results((key, marks), filled, shared)
+        return [Shared(self, i) for i in ids]
+
+    # --- indexing ---
+
+    def index_value(self, value: Value, item: Any) -> Any:
+        """Static indexing of an array of the instance gives an input, not a node."""
+        leaf = self._leaves.get(value.index) if self.active else None
+        if leaf is None or not _is_static(item):
+            return super(Value, value).__getitem__(item)
+        if isinstance(item, int | np.integer):
+            if not value.shape:
+                raise IndexError("an array with no dimensions cannot be indexed")
+            item = row_index(item, value.shape[0])
+            shape = value.shape[1:]
+        else:
+            shape = np.broadcast_to(np.False_, value.shape)[item].shape
+        kind = self.registry.value_type(shape, value.dtype, value.aval.weak_type)
+        return self._leaf_value(kind, leaf[0], (*leaf[1], item))
+
+    def index_shared(self, value: Shared, item: Any) -> Any:
+        """`table[i]` with a Python int is a row look-up with i as a value."""
+        first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
+        number = isinstance(first, int | np.integer) and not isinstance(first, bool)
+        if not (number and self.active and value.shape and _is_static(rest)):
+            return super(Shared, value).__getitem__(item)
+        row = self.input(row_index(first, value.shape[0]))
+
+        def look_up(shared, operands):
+            return shared[0][(operands[0], *rest)]
+
+        return self._node("row", ("row", _frozen(rest)), look_up, (value.index,), [row])
+
+    # --- results ---
+
+    def output(self, leaf: Any) -> tuple[int, tuple]:
+        """(reference, (shape, dtype)) of a leaf of what the function returns."""
+        if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+            raise TypeError(
+                f"the function returned {leaf!r} of type {type(leaf).__name__}; expected an "
+                "array, a number or a pytree of them."
+            )
+        symbol = self.symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)
+        if isinstance(symbol, Shared):
+            shared = (symbol.index,)
+            symbol = self._node("shared", "identity", lambda shared, _: shared[0], shared, [])
+        value_type = self.registry.value_types[symbol.type]
+        return symbol.index, (value_type.shape, value_type.dtype)
+
+
+# --- small helpers ----------------------------------------------------------------------
+
+
+def _parts(x: Any) -> list[Any]:
+    """What a container holds directly."""
+    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+
+
+def _static_options(cell: Cell, static: dict) -> Hashable:
+    """The keyword arguments of a call as part of its key."""
+    for name, value in static.items():
+        if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
+                "are static, part of the node's type. Pass arrays positionally."
+            )
+    try:
+        return tuple(sorted((name, typed(value)) for name, value in static.items()))
+    except TypeError:
+        raise TypeError(
+            f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; keyword "
+            "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
+            "arrays positionally."
+        ) from None
+
+
+def _identity_of_constant(x: Any) -> Hashable:
+    return Same(x) if is_array(x) else typed_or_same(x)
+
+
+def _is_static(item: Any) -> bool:
+    """True of an index without arrays: ints, slices, None, Ellipsis and tuples of them."""
+    if isinstance(item, tuple):
+        return all(map(_is_static, item))
+    if isinstance(item, slice):
+        return all(map(_is_static, (item.start, item.stop, item.step)))
+    return item is None or item is Ellipsis or isinstance(item, int | np.integer)
+
+
+def _frozen(item: Any) -> Hashable:
+    """A static index as something hashable."""
+    if isinstance(item, tuple):
+        return tuple(map(_frozen, item))
+    if isinstance(item, slice):
+        return "slice", item.start, item.stop, item.step
+    return item
+
+
+def row_index(i: Any, length: int) -> int:
+    if not -length <= i < length:
+        raise IndexError(f"index {i} is out of bounds for an axis of length {length}")
+    return int(i) % length
