@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from jedbatch._cells import Kind, is_key, stored
+from jedbatch._cells import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._execute import EXECUTORS, differentiable_run
-from jedbatch._graph import Graph, InputRows
+from jedbatch._graph import Graph, InputRows, ValueType
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._layout import assign_lanes
 from jedbatch._plan import Host, Plan, ResultForm, input_name
@@ -31,6 +31,7 @@ from jedbatch._session import Session
 from jedbatch._trace import Record, trace
 
 STAGES = ("trace", "merge", "schedule", "layout", "lower")
+CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 BLOCK = 64  # results taken out of an array at a time
 
 
@@ -199,11 +200,12 @@ class Batched:
                     "configuration, or bind it with `functools.partial`."
                 )
         types = tuple(map(array_type, leaves))
-        session = self._sessions.get((structure, types))
+        key = structure, types, *(getattr(jax.config, name) for name in CONFIGURATION)
+        session = self._sessions.get(key)
         if session is None:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
             session = Session(avals, structure, self._executor, self._cache_size)
-            self._sessions[structure, types] = session
+            self._sessions[key] = session
         return session, leaves
 
     # --- planning ---
@@ -297,7 +299,7 @@ class Batched:
             for record in records:
                 mine = []
                 for kind in record.types:
-                    found = rows.setdefault(kind, [])
+                    found = rows.setdefault(stored_kind(kind), [])
                     mine.append((kind, len(found)))
                     found.append(next(refs))
                 places.append(tuple(mine))
@@ -315,7 +317,7 @@ class Batched:
         columns = graph.outputs.reshape(len(records), -1).T.tolist()
         stacked = []
         for kind, column in zip(first.types, columns, strict=True):
-            found = rows.setdefault(kind, [])
+            found = rows.setdefault(stored_kind(kind), [])
             stacked.append((kind, len(found)))
             found += column
         return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))
@@ -426,12 +428,17 @@ def _arranged(form: ResultForm, signature: Signature, outputs: Sequence[Any]) ->
     arena = dict(zip(signature.arenas, outputs, strict=True))
     if form.batch is not None:
         (structure,), (places,) = form.structures, form.places
-        leaves = [arena[kind][first : first + form.batch] for kind, first in places]
+        leaves = [
+            from_stored(arena[stored_kind(kind)][first : first + form.batch], ValueType(*kind))
+            for kind, first in places
+        ]
         return jax.tree.unflatten(structure, leaves)
     used = {kind for places in form.places for kind, _ in places}
-    rows = {kind: _unstacked(arena[kind]) for kind in used}
+    rows = {kind: _unstacked(arena[stored_kind(kind)]) for kind in used}
     return [
-        jax.tree.unflatten(structure, [rows[kind][i] for kind, i in places])
+        jax.tree.unflatten(
+            structure, [from_stored(rows[kind][i], ValueType(*kind)) for kind, i in places]
+        )
         for structure, places in zip(form.structures, form.places, strict=True)
     ]
 
@@ -539,6 +546,11 @@ def batch(
     if executor is not None and executor not in EXECUTORS:
         raise ValueError(
             f"`batch` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
+        )
+    if not (policy is None or callable(policy) or hasattr(policy, "schedule")):
+        raise TypeError(
+            f"`batch` got policy={policy!r}; expected a callable from a `Frontier` to a type id, "
+            "such as `jedbatch.policies.agenda`, or None for the best heuristic."
         )
     in_axes = in_axes if isinstance(in_axes, int) else axes
     return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size)

@@ -12,10 +12,11 @@ import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
-from jedbatch._instances import typed_or_same
+from jedbatch._instances import Same, typed_or_same
 
 
 class _Recording(threading.local):
@@ -31,7 +32,8 @@ class Cell:
     Attributes:
       fn: the function.
       name: shown in plans.
-      closure: the cells of its closure, whose contents may change from call to call.
+      closure: the cells of its closure and of the closures of functions in there, whose contents
+        may change from call to call.
     """
 
     __slots__ = ("closure", "fn", "name")
@@ -39,7 +41,7 @@ class Cell:
     def __init__(self, fn: Callable, name: str):
         self.fn = fn
         self.name = name
-        self.closure = getattr(fn, "__closure__", None) or ()
+        self.closure = reachable_cells(fn)
 
 
 def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
@@ -66,7 +68,8 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
       Two cells are the same if their functions have the same code, defaults and closed-over
       values. A cell made inside the batched function is therefore the same at every call,
       unless it closes over something new each time (`RecompilationWarning`). Symbolic values it
-      closes over directly become operands.
+      closes over directly become operands. Objects it closes over are compared as `==` does or
+      else by identity; that they do not change is taken for granted, as `jax.jit` does.
 
     Example:
       >>> import jax.numpy as jnp, jedbatch
@@ -107,6 +110,26 @@ def pause() -> Iterator[None]:
         recording.recorder = recorder
 
 
+def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
+    """The cells of a function's closure and of the closures of functions it leads to."""
+    found: dict[int, types.CellType] = {}
+    stack = [fn]
+    while stack:
+        x = stack.pop()
+        if isinstance(x, functools.partial):
+            stack += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, types.MethodType):
+            stack.append(x.__func__)
+        stack += getattr(x, "__defaults__", None) or ()
+        for c in getattr(x, "__closure__", None) or ():
+            if id(c) not in found:
+                found[id(c)] = c
+                with contextlib.suppress(ValueError):  # a name not assigned yet
+                    if isinstance(c.cell_contents, _FUNCTIONS):
+                        stack.append(c.cell_contents)
+    return tuple(found.values())
+
+
 def free_values(fn: Any) -> tuple[Any, ...]:
     """What a Python function closes over."""
     values = []
@@ -118,28 +141,47 @@ def free_values(fn: Any) -> tuple[Any, ...]:
 
 def function_identity(fn: Any) -> Hashable:
     """Equal for functions that compute the same: code, defaults and closed-over values."""
-    fn = getattr(getattr(fn, "cell", None), "fn", fn)
-    if isinstance(fn, functools.partial):
-        parts = (*fn.args, *sorted(fn.keywords.items()))
-        return function_identity(fn.func), *map(_value_identity, parts)
-    if isinstance(fn, types.MethodType):
-        return function_identity(fn.__func__), _value_identity(fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return typed_or_same(fn)
-    parts = (*free_values(fn), *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items())
-    return fn.__code__, tuple(map(_value_identity, parts))
+    direct = free_values(getattr(getattr(fn, "cell", None), "fn", fn))
+    operands = {id(x) for x in direct if isinstance(x, Tracer)}
+    return _identity(fn, operands, [])
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _value_identity(value: Any) -> Hashable:
+def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
+    """What a function or something it leads to is told apart by.
+
+    Tracers it closes over directly become operands. Elsewhere, values that all instances share
+    are told apart, and others find no equal: they make an error when the cell is traced.
+    """
+    value = getattr(getattr(value, "cell", None), "fn", value)
+    if id(value) in path:  # a function that calls itself
+        return "around", len(path) - path.index(id(value))
+    path = [*path, id(value)]
+
+    def each(parts: Any) -> tuple[Hashable, ...]:
+        return tuple(_identity(x, operands, path) for x in parts)
+
     if isinstance(value, Tracer):
-        return "operand"
-    if isinstance(value, _FUNCTIONS):
-        return function_identity(value)
-    if isinstance(value, tuple) and not isinstance(value, enum.Enum):
-        return type(value), *map(_value_identity, value)
+        if len(path) == 2 and id(value) in operands:
+            return "operand"
+        shared = getattr(value, "shared_index", None)
+        return Same(value) if shared is None else ("shared", shared)
+    if isinstance(value, functools.partial):
+        return "partial", *each((value.func, *value.args, *sorted(value.keywords.items())))
+    if isinstance(value, types.MethodType):
+        return "method", *each((value.__func__, value.__self__))
+    if isinstance(value, types.FunctionType):
+        keywords = (value.__kwdefaults__ or {}).items()
+        parts = (*free_values(value), "defaults", *(value.__defaults__ or ()), *keywords)
+        return value.__code__, *each(parts)
+    if isinstance(value, tuple | list) and not isinstance(value, enum.Enum):
+        return type(value), *each(value)
+    if isinstance(value, dict):
+        return dict, *each(value.items())
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype, value.shape, value.tobytes()
     return typed_or_same(value)
 
 

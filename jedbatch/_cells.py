@@ -105,6 +105,12 @@ def stored(value_type: ValueType) -> Kind:
     return value_type.shape, np.dtype(value_type.dtype)
 
 
+@functools.cache
+def stored_kind(kind: Kind) -> Kind:
+    """(shape, dtype) in which values of a shape and dtype are kept."""
+    return stored(ValueType(*kind))
+
+
 def row_bytes(kind: Kind) -> int:
     """Bytes of one row of an arena."""
     shape, dtype = kind

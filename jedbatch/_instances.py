@@ -12,6 +12,8 @@ and nothing here recurses in C. Plain containers of numbers and strings take a s
 `marshal` writes them, with their types, at 10 ns a number, and refuses deep ones.
 """
 
+import collections
+import copy
 import dataclasses
 import enum
 import marshal
@@ -21,12 +23,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._graph import Graph
 
 _PLAIN = frozenset({int, float, bool, complex, str, bytes})
 _BY_IDENTITY = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+_CONSTANT = (*_BY_IDENTITY, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
 def is_array(x: Any) -> bool:
@@ -40,7 +44,7 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
     """
     dtype = getattr(x, "dtype", None)
-    if dtype in (np.float64, np.complex128) and not jax.config.read("jax_enable_x64"):
+    if dtype in (np.float64, np.complex128) and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(
             f"got {dtype} values (shape {np.shape(x)}) while JAX computes in 32 bits; expected "
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
@@ -56,16 +60,31 @@ def typed(value: Any) -> Hashable:
     Raises `TypeError` if the value cannot be hashed.
     """
     kind = type(value)
-    if kind is float:
-        return float, struct.pack("d", value)
-    if kind is complex:
-        return complex, struct.pack("dd", value.real, value.imag)
-    if kind is tuple:
-        return tuple, *map(typed, value)
+    dtype = getattr(value, "dtype", None)
     if isinstance(value, np.generic):
         return kind, value.tobytes()
+    if isinstance(value, float):
+        return kind, dtype, struct.pack("d", value)
+    if isinstance(value, complex):
+        return kind, dtype, struct.pack("dd", value.real, value.imag)
+    if isinstance(value, int) and dtype is not None:
+        return kind, dtype, int(value)
+    if isinstance(value, tuple) and not isinstance(value, enum.Enum):
+        return kind, *map(typed, value)
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(typed, value))
+    if isinstance(value, slice):
+        return kind, *map(typed, (value.start, value.stop, value.step))
+    if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:
+        hash(value)
+        return kind, value, *(typed_or_same(getattr(value, f.name)) for f in fields_compared(value))
     hash(value)
     return kind, value
+
+
+def fields_compared(value: Any) -> list[dataclasses.Field]:
+    """The fields that decide whether two objects of a dataclass are equal."""
+    return [f for f in dataclasses.fields(value) if f.compare]
 
 
 class Same:
@@ -95,23 +114,25 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     """What decides the graph of an instance, and its arrays in order.
 
     The key is None if the instance holds something that may change behind our back: a mutable
-    object. Containers are keyed by what they contain.
+    object. Containers are keyed by what they contain; one met again, by where it was met first.
     """
-    try:
-        written = marshal.dumps(instance, 2)
-    except ValueError:
-        pass  # not plain, or too deep
-    else:  # what has a buffer, such as an array, is written too: look at the leaves
-        if _PLAIN.issuperset(map(type, jax.tree.leaves(instance))):
-            return written, []
+    if _is_plain_tree(instance):
+        try:
+            return marshal.dumps(instance, 2), []
+        except ValueError:
+            pass  # too deep
 
     tokens: list[Hashable] = []
     arrays = []
     cacheable = True
+    places: dict[int, int] = {}
     stack = [instance]
     while stack:
         x = stack.pop()
         kind = type(x)
+        if id(x) in places:
+            tokens.append(("again", places[id(x)]))
+            continue
         if x is None or kind in _PLAIN:
             tokens.append(typed(x))
         elif is_array(x):
@@ -121,10 +142,11 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
             tokens.append(Same(x))
         elif (node := _children(x)) is not None:
             token, children, mutable = node
+            places[id(x)] = len(tokens)
             cacheable = cacheable and not mutable
             tokens.append((kind, len(children), token))
             stack.extend(reversed(children))
-        elif isinstance(x, (*_BY_IDENTITY, np.generic)) or _hashes_by_value(kind):
+        elif isinstance(x, (*_BY_IDENTITY, np.generic)) or kind in (range, bytes):
             tokens.append(typed(x))
         else:
             cacheable = False
@@ -137,6 +159,34 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     return key, arrays
 
 
+def _is_plain_tree(instance: Any) -> bool:
+    """True of tuples, lists and dicts of numbers and strings, none of them met twice."""
+    seen: set[int] = set()
+    stack = [instance]
+    while stack:
+        x = stack.pop()
+        kind = type(x)
+        if kind is tuple or kind is list or kind is dict:
+            if id(x) in seen:
+                return False
+            seen.add(id(x))
+            stack += x.values() if kind is dict else x
+            if kind is dict and not _PLAIN.issuperset(map(type, x)):
+                return False
+        elif kind not in _PLAIN and x is not None:
+            return False
+    return True
+
+
+def is_constant(x: Any) -> bool:
+    """True of what cannot change: strings, functions, modules, frozen dataclasses of such."""
+    if type(x) in _PLAIN or x is None or isinstance(x, _CONSTANT):
+        return True
+    if isinstance(x, tuple):
+        return all(map(is_constant, x))
+    return dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen  # type: ignore
+
+
 def immutable(instance: Any) -> bool:
     """True of plain instances without lists or dicts in them: they will not change."""
     try:
@@ -147,12 +197,29 @@ def immutable(instance: Any) -> bool:
 
 
 def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
-    """The instance with its arrays replaced, in order."""
-    if is_array(instance):
-        return next(arrays)
-    if type(instance) in _PLAIN or (node := _children(instance)) is None:
-        return instance
-    return _rebuild(instance, [replace_arrays(child, arrays) for child in node[1]])
+    """The instance with its arrays replaced, in order; what was shared is shared again.
+
+    Raises `ValueError` if an object holds itself.
+    """
+    done: dict[int, Any] = {}
+    unfinished = object()
+
+    def replace(x: Any) -> Any:
+        if is_array(x):
+            return next(arrays)
+        if type(x) in _PLAIN or (node := _children(x)) is None:
+            return x
+        if id(x) not in done:
+            done[id(x)] = unfinished
+            done[id(x)] = _rebuild(x, [replace(child) for child in node[1]])
+        if done[id(x)] is unfinished:
+            raise ValueError(
+                f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
+                "a tree or a graph without circles. Keep links to parents out of the instance."
+            )
+        return done[id(x)]
+
+    return replace(instance)
 
 
 def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
@@ -169,30 +236,31 @@ def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
             found.add(id(x))
         elif (node := _children(x)) is not None:
             stack.extend(node[1])
-        elif not isinstance(x, _BY_IDENTITY | types.ModuleType):
+        elif not isinstance(x, (*_BY_IDENTITY, types.ModuleType)):
+            slots = [s for k in type(x).__mro__ for s in getattr(k, "__slots__", ())]
+            stack.extend(getattr(x, s) for s in slots if hasattr(x, s))
             stack.extend(getattr(x, "__dict__", {}).values())
     return found
-
-
-def _hashes_by_value(kind: type) -> bool:
-    return kind.__hash__ not in (None, object.__hash__) and kind.__eq__ is not object.__eq__
 
 
 def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
     """(what else decides it, parts, is mutable) of a container; None of anything else."""
     kind = type(x)
-    if kind is tuple or kind is list or (isinstance(x, tuple) and hasattr(kind, "_fields")):
-        return None, list(x), False
-    if kind is dict:
+    if isinstance(x, tuple | list | collections.deque):
+        known = kind in (tuple, list, collections.deque) or hasattr(kind, "_fields")
+        return None, list(x), not known
+    if isinstance(x, dict):
+        known = kind in (dict, collections.OrderedDict)
         try:
-            return tuple(map(typed, x)), list(x.values()), False
+            return tuple(map(typed, x)), list(x.values()), not known
         except TypeError:
             return None, list(x.values()), True
     if isinstance(x, Graph):
         return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
-        return None, parts, not kind.__dataclass_params__.frozen
+        whole = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
+        return None, parts, not whole
     if jax.tree_util.all_leaves([x]):
         return None
     parts, structure = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
@@ -200,19 +268,24 @@ def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
 
 
 def _rebuild(x: Any, parts: list[Any]) -> Any:
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind(parts)
-    if isinstance(x, tuple):
+    kind: Any = type(x)
+    if hasattr(kind, "_fields"):
         return kind(*parts)
-    if kind is dict:
-        return dict(zip(x, parts, strict=True))
+    if isinstance(x, collections.deque):
+        return collections.deque(parts, x.maxlen)
+    if isinstance(x, tuple | list):
+        return kind(parts)
+    if isinstance(x, dict):
+        other = copy.copy(x)
+        other.update(zip(x, parts, strict=True))
+        return other
     if dataclasses.is_dataclass(x):
-        copy = object.__new__(kind)
-        copy.__dict__.update(getattr(x, "__dict__", {}))
+        other = object.__new__(kind)
+        if hasattr(x, "__dict__"):
+            vars(other).update(vars(x))
         for f, part in zip(dataclasses.fields(x), parts, strict=True):
-            object.__setattr__(copy, f.name, part)
-        return copy
+            object.__setattr__(other, f.name, part)
+        return other
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
 
 

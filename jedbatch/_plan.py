@@ -20,7 +20,7 @@ class ResultForm:
 
     Attributes:
       structures: the pytree structure of each instance's result, or of all stacked ones.
-      places: for each of these, (arena, first row) of every leaf.
+      places: for each of these, (shape and dtype, first row) of every leaf.
       batch: instances stacked along the first axis; None for a list of results.
     """
 

@@ -15,8 +15,9 @@ hands us every primitive together with its operands. What an operation reads dec
 of it:
 
     something symbolic          a node of the graph
-    shared arguments only       computed once per minibatch, before the nodes; unless a number
-                                goes into it that varies (`params * len(tree)`): a node
+    shared arguments only       computed once per minibatch, before the nodes; unless it depends
+                                on the instance by a number (`params * len(tree)`) or by how
+                                often it is repeated: a node
     neither                     computed now; the result is a constant
 
 A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
@@ -30,15 +31,24 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
-from jedbatch._cell import Cell, free_values, function_identity, pause, with_free_values
+from jedbatch._cell import (
+    Cell,
+    free_values,
+    function_identity,
+    pause,
+    reachable_cells,
+    with_free_values,
+)
 from jedbatch._instances import (
     Same,
     array_type,
     is_array,
+    is_constant,
     owned_arrays,
     replace_arrays,
     typed,
@@ -233,6 +243,7 @@ class Recorder(Trace):
     def input(self, x: Any) -> Value:
         """A number or concrete array as an input of the instance."""
         kind = self.registry.value_type(*array_type(x))
+        x = x.copy() if isinstance(x, np.ndarray) else x  # it may change before it is read
         return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
 
     def symbol(self, x: Any) -> Any:
@@ -318,10 +329,13 @@ class Recorder(Trace):
     def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
         tokens: list[Hashable] = [cell]
+        if reachable_cells(cell.fn) != cell.closure:
+            return None
         for c in cell.closure:
-            if isinstance(c.cell_contents, Tracer):
+            x = c.cell_contents
+            if isinstance(x, Tracer) or not (isinstance(x, jax.Array) or is_constant(x)):
                 return None
-            tokens.append(id(c.cell_contents))
+            tokens.append(id(x))
         for arg in args:
             if id(arg) in self._known:
                 tokens.append(self._known[id(arg)][0])
@@ -403,14 +417,13 @@ class Recorder(Trace):
                     slots.append("shared")
                     shared.append(symbol.index)
                 continue
-            try:
-                slots.append(("fixed", typed(leaf)))
-            except TypeError:
+            if not is_constant(leaf):
                 raise TypeError(
                     f"cell `{cell.name}` got {leaf!r} of type {type(leaf).__name__} as a "
                     "positional argument; expected arrays, numbers or pytrees of them. Pass it "
                     "by keyword if it is hashable, or close over it."
-                ) from None
+                )
+            slots.append(("fixed", typed_or_same(leaf)))
             fixed.append(leaf)
         identity = function_identity(fn)
         if hasattr(fn, "__code__"):
@@ -464,7 +477,7 @@ class Recorder(Trace):
                     primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
                 )
 
-        return self._custom(fun, call, tracers)
+        return self._custom((fun, jvp), call, tracers)
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
@@ -481,10 +494,11 @@ class Recorder(Trace):
                     symbolic_zeros=symbolic_zeros,
                 )
 
-        return self._custom(fun, call, tracers)
+        return self._custom((fun, fwd, bwd), call, tracers)
 
-    def _custom(self, fun: Any, call: Callable, tracers: Sequence[Any]) -> list[Any]:
+    def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Any]) -> list[Any]:
         """Records a function with a derivative rule of its own, rule included."""
+        fun, *rules = functions
         ran = []
 
         def noted(*values):
@@ -492,14 +506,24 @@ class Recorder(Trace):
             return call(*values)
 
         name = getattr(fun, "__name__", "custom")
-        out = self._operation(name, ("custom", fun), noted, tracers)
+        key = ("custom", fun, *(typed_or_same(getattr(rule, "f", rule)) for rule in rules))
+        out = self._operation(name, key, noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
             with pause():
                 jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
         return out
 
     def stage_value(self, val):
-        return val
+        """A number or array of NumPy as an array of JAX that nobody can change."""
+        if isinstance(val, jax.Array):
+            return val
+        shape, dtype, weak = array_type(val)
+        number = next((t for t in (int, float, complex) if isinstance(val, t)), None)
+
+        def stage(x):
+            return [jnp.asarray(number(x)) if weak and number else jnp.asarray(np.array(x, dtype))]
+
+        return self._constant(("stage", shape, dtype, weak), stage, [val])[0]
 
     def _operation(self, name: str, key: Hashable, call: Callable, args: Sequence[Any]) -> list:
         """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic."""
@@ -509,7 +533,7 @@ class Recorder(Trace):
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
         if len(shared) == len(tracers):
             numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
-            if not self.registry.varies((key, shared), numbers):
+            if not self.registry.varies(key, shared, numbers):
                 return self._shared_operation(key, call, args, tracers)
         symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
         slots = tuple(isinstance(s, Value) for s in symbols)
@@ -633,11 +657,18 @@ def _static_options(cell: Cell, static: dict) -> Hashable:
 
 
 def _identity_of_constant(x: Any) -> Hashable:
+    if isinstance(x, np.ndarray):  # its contents may change
+        return type(x), x.dtype, x.shape, x.tobytes()
     return Same(x) if is_array(x) else typed_or_same(x)
 
 
 def _is_static(item: Any) -> bool:
-    """True of an index without arrays: ints, slices, None, Ellipsis and tuples of them."""
+    """True of an index without arrays: ints, slices, None, Ellipsis and tuples of them.
+
+    Not of bools, which are masks.
+    """
+    if isinstance(item, bool):
+        return False
     if isinstance(item, tuple):
         return all(map(_is_static, item))
     if isinstance(item, slice):

@@ -6,6 +6,7 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from jedbatch._graph import NodeType, ValueType
 from jedbatch._instances import Same, is_array, typed_or_same
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
-FEW = 4  # numbers that an operation on shared values meets, before they count as inputs
+FEW = 4  # numbers that an operation on shared values meets, or repetitions, that are constants
 MANY = 32  # variants of one cell, or closed-over arrays, before we warn
 
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
@@ -57,6 +58,12 @@ class SharedValue:
     call: Callable | None = None
     args: tuple[int, ...] = ()
     result: int = 0
+    applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
+
+
+def owned(const: Any) -> Any:
+    """A constant that nobody else can change."""
+    return const.copy() if isinstance(const, np.ndarray) else const
 
 
 class Callee:
@@ -258,11 +265,11 @@ class Registry:
                     )
                 extra.append(index)
         if not extra:
-            return jaxpr, tree, ()
+            return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
 
         def call(leading, args):
             leading = iter(leading)
-            consts = [next(leading) if isinstance(c, Tracer) else c for c in jaxpr.consts]
+            consts = [next(leading) if isinstance(c, Tracer) else owned(c) for c in jaxpr.consts]
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
 
         avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
@@ -270,17 +277,28 @@ class Registry:
 
     # --- shared values ---
 
-    def shared_results(self, key: Hashable, call: Callable, args: tuple[int, ...]) -> list[int]:
-        """Ids of the results of `call(*shared values)`, which is traced if it is new."""
+    def shared_results(self, key: tuple, call: Callable, args: tuple[int, ...]) -> list[int]:
+        """Ids of the results of `call(*shared values)`, which is traced if it is new.
+
+        `key` is the operation and the constants it reads.
+        """
         full = ("shared", key, args)
         found = self._ids.get(full)
         if found is None:
             with pause():
                 jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
+            call = functools.partial(
+                jax.core.eval_jaxpr, jaxpr.jaxpr, list(map(owned, jaxpr.consts))
+            )
+            applied: dict[Hashable, int] = {}
+            for earlier in (self.shared[a].applied for a in args):
+                applied.update((k, max(n, applied.get(k, 0))) for k, n in earlier.items())
+            applied[key[0]] = applied.get(key[0], 0) + 1
             found = self._ids[full] = []
             for k, aval in enumerate(jaxpr.out_avals):
                 found.append(len(self.shared))
-                self.shared.append(SharedValue(aval, call=call, args=args, result=k))
+                value = SharedValue(aval, call=call, args=args, result=k, applied=applied)
+                self.shared.append(value)
         return found
 
     def closed_over(self, array: Any) -> int:
@@ -379,9 +397,15 @@ class Registry:
             parts += map(atom, (*eqn.invars, *eqn.outvars))
         return (*parts, *map(atom, inner.outvars))
 
-    def varies(self, of: Hashable, numbers: Hashable) -> bool:
-        """Whether something has been met with more than a few different numbers."""
-        seen = self._variants.setdefault(("numbers", of), set())
+    def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
+        """Whether an operation on shared values depends on the instance after all.
+
+        Its numbers may differ from one instance to the next, or how often it is repeated; then
+        there are as many shared values as instances, and each is compiled.
+        """
+        if any(self.shared[a].applied.get(operation, 0) >= FEW for a in args):
+            return True
+        seen = self._variants.setdefault(("numbers", operation, args), set())
         if len(seen) <= FEW:
             seen.add(numbers)
         return len(seen) > FEW

@@ -7,6 +7,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 import contextlib
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,18 +94,43 @@ def _recording_with(recorder: Recorder) -> Iterator[None]:
     The lists and tracers of a large minibatch make the cyclic collector run again and again over
     objects that are all alive.
     """
-    before, collecting, limit = recording.recorder, gc.isenabled(), sys.getrecursionlimit()
-    recording.recorder = recorder
-    gc.disable()
-    sys.setrecursionlimit(max(limit, MAX_FRAMES))
+    before, recording.recorder = recording.recorder, recorder
+    _interpreter.enter()
     try:
         yield
     finally:
         recording.recorder = before
         recorder.forget()
-        sys.setrecursionlimit(limit)
-        if collecting:
-            gc.enable()
+        _interpreter.leave()
+
+
+class _Interpreter:
+    """Settings of the whole process, changed while any thread records."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recording = 0
+        self._before = (True, 0)
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._recording:
+                self._before = gc.isenabled(), sys.getrecursionlimit()
+                gc.disable()
+                sys.setrecursionlimit(max(self._before[1], MAX_FRAMES))
+            self._recording += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._recording -= 1
+            if not self._recording:
+                collecting, limit = self._before
+                sys.setrecursionlimit(limit)
+                if collecting:
+                    gc.enable()
+
+
+_interpreter = _Interpreter()
 
 
 def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
