@@ -28,7 +28,7 @@ import numpy as np
 
 from jedbatch._graph import Graph
 
-_PLAIN = frozenset({int, float, bool, complex, str, bytes})
+_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _BY_IDENTITY = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
 _CONSTANT = (*_BY_IDENTITY, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
@@ -160,21 +160,31 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
 
 
 def _is_plain_tree(instance: Any) -> bool:
-    """True of tuples, lists and dicts of numbers and strings, none of them met twice."""
-    seen: set[int] = set()
+    """True of tuples, lists and dicts of numbers and strings, none of them met twice.
+
+    `marshal` writes a part once for every time it is met.
+    """
+    plain, containers = _PLAIN, (tuple, list, dict)
+    seen = set()
     stack = [instance]
     while stack:
         x = stack.pop()
         kind = type(x)
-        if kind is tuple or kind is list or kind is dict:
-            if id(x) in seen:
-                return False
-            seen.add(id(x))
-            stack += x.values() if kind is dict else x
-            if kind is dict and not _PLAIN.issuperset(map(type, x)):
-                return False
-        elif kind not in _PLAIN and x is not None:
+        if kind not in containers:
+            return kind in plain and not seen
+        if id(x) in seen:
             return False
+        seen.add(id(x))
+        if kind is dict:
+            if not plain.issuperset(map(type, x)):
+                return False
+            x = x.values()
+        for part in x:
+            kind = type(part)
+            if kind not in plain:
+                if kind not in containers:
+                    return False
+                stack.append(part)
     return True
 
 
@@ -185,6 +195,13 @@ def is_constant(x: Any) -> bool:
     if isinstance(x, tuple):
         return all(map(is_constant, x))
     return dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen  # type: ignore
+
+
+def may_change(x: Any) -> bool:
+    """True of containers that are compared by what is in them and may be changed."""
+    if isinstance(x, tuple):
+        return any(map(may_change, x))
+    return isinstance(x, list | dict | set | bytearray | np.ndarray | collections.deque)
 
 
 def immutable(instance: Any) -> bool:

@@ -49,6 +49,7 @@ from jedbatch._instances import (
     array_type,
     is_array,
     is_constant,
+    may_change,
     owned_arrays,
     replace_arrays,
     typed,
@@ -303,7 +304,7 @@ class Recorder(Trace):
                         input_value.append(arg)
                         reads.append(-len(input_group))
                 callee = callee[END]
-            except KeyError:
+            except (KeyError, ValueError):
                 callee = None
             if callee is None or static:
                 return self._call_cell(cell, args, static)
@@ -332,8 +333,11 @@ class Recorder(Trace):
         if reachable_cells(cell.fn) != cell.closure:
             return None
         for c in cell.closure:
-            x = c.cell_contents
-            if isinstance(x, Tracer) or not (isinstance(x, jax.Array) or is_constant(x)):
+            try:
+                x = c.cell_contents
+            except ValueError:  # a name not assigned yet
+                return None
+            if isinstance(x, Tracer) or may_change(x):
                 return None
             tokens.append(id(x))
         for arg in args:
