@@ -165,7 +165,7 @@ def _is_plain_tree(instance: Any) -> bool:
     `marshal` writes a part once for every time it is met.
     """
     plain, containers = _PLAIN, (tuple, list, dict)
-    seen = set()
+    seen: set[int] = set()
     stack = [instance]
     while stack:
         x = stack.pop()
