@@ -13,8 +13,9 @@ import numpy as np
 from jedbatch._cell import Cell, recording
 from jedbatch._graph import Graph, pointers
 from jedbatch._instances import array_type
-from jedbatch._recorder import Recorder, Value, row_index
+from jedbatch._recorder import Recorder
 from jedbatch._registry import Callee
+from jedbatch._symbols import Value, row_index
 
 
 def record_graph(

@@ -56,95 +56,10 @@ from jedbatch._instances import (
     typed_or_same,
 )
 from jedbatch._registry import END, NUMBERS, Callee, Registry
-from jedbatch.errors import EscapedValueError, SymbolicValueError
+from jedbatch._symbols import Shared, Symbol, Value, frozen, is_static, row_index
+from jedbatch.errors import EscapedValueError
 
 MANY_CONSTANTS = 10_000  # kept, before all are forgotten
-
-
-# --- symbolic values --------------------------------------------------------------------
-
-
-def _needs_value(what: str) -> Callable:
-    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        raise SymbolicValueError(
-            f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, which "
-            "has not been computed: while a batched function is recorded, values are unknown. "
-            "Decide on Python numbers or the structure of the instance, use `jnp.where`, or "
-            "`jax.lax.cond` inside a cell; `help(jedbatch.errors.SymbolicValueError)` says more."
-        )
-
-    return method
-
-
-class Symbol(Tracer):
-    """A tracer of ours: it has a type and no value."""
-
-    __slots__ = ("index",)
-
-    __bool__ = _needs_value("`if`, `while`, `and`, `or`, `not` or `bool()`")
-    __int__ = _needs_value("`int()`")
-    __float__ = _needs_value("`float()`")
-    __complex__ = _needs_value("`complex()`")
-    __index__ = _needs_value("`range()` or indexing a Python list")
-    __array__ = _needs_value("`numpy.asarray`")
-    item = _needs_value("`.item()`")
-    tolist = _needs_value("`.tolist()`")
-
-    def full_lower(self):
-        return self
-
-    @property
-    def aval(self):  # type: ignore[override]
-        self._trace.is_valid()
-        return self._type()
-
-    def __repr__(self):
-        return f"symbolic {self._type().str_short()}"
-
-
-class Value(Symbol):
-    """A symbolic value of one instance: result `index`, or input `-1 - index`."""
-
-    __slots__ = ("type",)
-
-    def __init__(self, recorder: "Recorder", index: int, value_type: int):
-        self._trace = recorder
-        self.index = index
-        self.type = value_type
-
-    def _type(self):
-        return self._trace.registry.avals[self.type]
-
-    def __getitem__(self, item):
-        return self._trace.index_value(self, item)
-
-    def __iter__(self):
-        if not self.shape:
-            raise TypeError("a symbolic array with no dimensions cannot be iterated over")
-        return (self[i] for i in range(self.shape[0]))
-
-
-class Shared(Symbol):
-    """A symbolic value that all instances share: `registry.shared[index]`."""
-
-    __slots__ = ()
-
-    def __init__(self, recorder: "Recorder", index: int):
-        self._trace = recorder
-        self.index = index
-
-    def _type(self):
-        return self._trace.registry.shared[self.index].aval
-
-    @property
-    def shared_index(self):
-        return self.index
-
-    def __getitem__(self, item):
-        return self._trace.index_shared(self, item)
-
-
-# --- recording --------------------------------------------------------------------------
 
 
 class Recorder(Trace):
@@ -236,7 +151,7 @@ class Recorder(Trace):
     def _leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
         """An array of the instance, or the part of it that static indices lead to."""
         row = len(path) == 1 and isinstance(path[0], int)
-        group = self.registry.group("leaf", kind, leaf, row, None if row else _frozen(path))
+        group = self.registry.group("leaf", kind, leaf, row, None if row else frozen(path))
         position = self._new_input(group, path[0] if row else path)
         self._leaves[position] = (leaf, path)
         return Value(self, position, kind)
@@ -592,7 +507,7 @@ class Recorder(Trace):
     def index_value(self, value: Value, item: Any) -> Any:
         """Static indexing of an array of the instance gives an input, not a node."""
         leaf = self._leaves.get(value.index) if self.active else None
-        if leaf is None or not _is_static(item):
+        if leaf is None or not is_static(item):
             return super(Value, value).__getitem__(item)
         if isinstance(item, int | np.integer):
             if not value.shape:
@@ -608,14 +523,14 @@ class Recorder(Trace):
         """`table[i]` with a Python int is a row look-up with i as a value."""
         first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
         number = isinstance(first, int | np.integer) and not isinstance(first, bool)
-        if not (number and self.active and value.shape and _is_static(rest)):
+        if not (number and self.active and value.shape and is_static(rest)):
             return super(Shared, value).__getitem__(item)
         row = self.input(row_index(first, value.shape[0]))
 
         def look_up(shared, operands):
             return shared[0][(operands[0], *rest)]
 
-        return self._node("row", ("row", _frozen(rest)), look_up, (value.index,), [row])
+        return self._node("row", ("row", frozen(rest)), look_up, (value.index,), [row])
 
     # --- results ---
 
@@ -664,32 +579,3 @@ def _identity_of_constant(x: Any) -> Hashable:
     if isinstance(x, np.ndarray):  # its contents may change
         return type(x), x.dtype, x.shape, x.tobytes()
     return Same(x) if is_array(x) else typed_or_same(x)
-
-
-def _is_static(item: Any) -> bool:
-    """True of an index without arrays: ints, slices, None, Ellipsis and tuples of them.
-
-    Not of bools, which are masks.
-    """
-    if isinstance(item, bool):
-        return False
-    if isinstance(item, tuple):
-        return all(map(_is_static, item))
-    if isinstance(item, slice):
-        return all(map(_is_static, (item.start, item.stop, item.step)))
-    return item is None or item is Ellipsis or isinstance(item, int | np.integer)
-
-
-def _frozen(item: Any) -> Hashable:
-    """A static index as something hashable."""
-    if isinstance(item, tuple):
-        return tuple(map(_frozen, item))
-    if isinstance(item, slice):
-        return "slice", item.start, item.stop, item.step
-    return item
-
-
-def row_index(i: Any, length: int) -> int:
-    if not -length <= i < length:
-        raise IndexError(f"index {i} is out of bounds for an axis of length {length}")
-    return int(i) % length

@@ -16,6 +16,7 @@ ORDER = [
     "_instances",
     "_cell",
     "_registry",
+    "_symbols",
     "_recorder",
     "_evaluate",
     "_trace",
