@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import jedbatch
-from jedbatch.data import Vocabulary, index_trees, read_trees, synthetic_treebank
+from jedbatch.data import Vocabulary, index_trees, num_nodes, read_trees, synthetic_treebank
 from jedbatch.models import tree
 
 NUM_LABELS = 5
@@ -69,16 +69,6 @@ def _few_labels(root: Any) -> Any:
     if len(rest) == 1:
         return label % NUM_LABELS, rest[0]
     return label % NUM_LABELS, _few_labels(rest[0]), _few_labels(rest[1])
-
-
-def num_nodes(root: Any) -> int:
-    """Nodes of a tree, leaves included."""
-    count, stack = 0, [root]
-    while stack:
-        node = stack.pop()
-        count += 1
-        stack += node[1:] if len(node) == 3 else ()
-    return count
 
 
 def chunks(trees: Sequence[Any], size: int) -> list[list[Any]]:

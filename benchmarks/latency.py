@@ -16,6 +16,8 @@ medians, quartiles in brackets. The trees are those with the median number of no
 import common
 import unrolled
 
+from jedbatch.data import num_nodes
+
 KNOWN = 32  # minibatches that warm planning up
 
 
@@ -37,7 +39,7 @@ def measure(bank: common.Treebank, hidden: int, size: int, budget: float) -> lis
     return [
         hidden,
         size,
-        sum(map(common.num_nodes, sides.minibatch)),
+        sum(map(num_nodes, sides.minibatch)),
         f"{1e3 * times.median(0):.2f}",
         f"{1e3 * times.median(1):.2f}",
         times.ratio(1),

@@ -21,6 +21,7 @@ import common
 import jax
 
 import jedbatch
+from jedbatch.data import num_nodes
 from jedbatch.models import tree
 
 
@@ -55,7 +56,7 @@ def measure(
         runs = [loop[kind], lambda: batched(params, plan()), lambda: batched(params, cached)]
         times = common.interleaved(runs, budget, least=5)
         # Trees differ in size: the loop's few trees count by their share of the nodes.
-        ours, whole = (sum(map(common.num_nodes, x)) for x in (minibatch[:few], minibatch))
+        ours, whole = (sum(map(num_nodes, x)) for x in (minibatch[:few], minibatch))
         times.seconds[0] *= whole / ours
         rates = [f"{size / times.median(i):.0f}" for i in range(3)]
         gains = [common.spread(times.seconds[0] / times.seconds[i], digits=1) for i in (1, 2)]

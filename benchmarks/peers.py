@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch.data import Vocabulary, index_trees, read_trees, synthetic_treebank
+from jedbatch.data import Vocabulary, index_trees, num_nodes, read_trees, synthetic_treebank
 from jedbatch.models.tree import total
 
 KNOWN = 6  # minibatches that make types and programs known
@@ -140,7 +140,7 @@ def parameters(num_words: int, h: int) -> dict[str, jax.Array]:
 
 def flop(trees: list[Any], h: int) -> int:
     """Operations of the products of a minibatch, forwards."""
-    nodes = sum(map(common.num_nodes, trees))
+    nodes = sum(map(num_nodes, trees))
     leaves = (nodes + len(trees)) // 2  # of binary trees
     return 6 * h * h * leaves + 16 * h * h * (nodes - leaves) + 10 * h * nodes
 
@@ -196,9 +196,9 @@ def measure(bank: common.Treebank, hidden: int, size: int, training: bool, budge
     runs = [lambda: run(params, plan), lambda: planned(trees), multiply]
     times = common.interleaved(runs, budget)
     # Small minibatches differ in size: unseen ones count by their nodes.
-    share = [sum(map(common.num_nodes, t)) for t in minibatches[KNOWN:]]
-    mean = sum(map(common.num_nodes, bank.trees)) / len(bank.trees)
-    nodes = sum(map(common.num_nodes, trees))
+    share = [sum(map(num_nodes, t)) for t in minibatches[KNOWN:]]
+    mean = sum(map(num_nodes, bank.trees)) / len(bank.trees)
+    nodes = sum(map(num_nodes, trees))
     return Result(
         planned=nodes / mean / times.median(0),
         known=nodes / mean / times.median(1),

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from jedbatch.data import num_nodes
 from jedbatch.models import tree
 
 HIDDEN = [64, 128, 256, 512]
@@ -177,7 +178,7 @@ def measure(bank: common.Treebank, hidden: int, size: int, budget: float) -> lis
         check(sides, kind)
         times = common.interleaved(runs, budget)
         cells += [f"{1e3 * times.median(i):.2f}" for i in range(2)] + [times.ratio(1)]
-    count = sum(map(common.num_nodes, sides.minibatch))
+    count = sum(map(num_nodes, sides.minibatch))
     return [hidden, size, count, *cells, *(f"{s:.1f}" for s in compile_seconds)]
 
 

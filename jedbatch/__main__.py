@@ -13,7 +13,7 @@ import optax
 from tqdm import tqdm
 
 import jedbatch
-from jedbatch.data import Vocabulary, index_trees, read_trees, synthetic_treebank
+from jedbatch.data import Vocabulary, index_trees, num_nodes, read_trees, synthetic_treebank
 from jedbatch.models import tree
 
 
@@ -154,16 +154,6 @@ def minibatches(order: np.ndarray, size: int) -> Iterator[list[int]]:
     """The order in minibatches of equal size; what is left over is left out."""
     for first in range(0, len(order) - size + 1, size):
         yield order[first : first + size].tolist()
-
-
-def num_nodes(root: Any) -> int:
-    """Nodes of a tree, leaves included."""
-    count, stack = 0, [root]
-    while stack:
-        node = stack.pop()
-        count += 1
-        stack += node[1:] if len(node) == 3 else ()
-    return count
 
 
 if __name__ == "__main__":

@@ -8,7 +8,14 @@ import pytest
 from helpers import assert_close, check
 
 import jedbatch
-from jedbatch.data import Vocabulary, index_trees, parse_tree, read_trees, synthetic_treebank
+from jedbatch.data import (
+    Vocabulary,
+    index_trees,
+    num_nodes,
+    parse_tree,
+    read_trees,
+    synthetic_treebank,
+)
 from jedbatch.models import tree
 
 
@@ -85,6 +92,7 @@ def test_synthetic_treebank_is_shaped_like_a_real_one():
     trees = synthetic_treebank(1000, seed=1)
     lengths = [len(leaves(t)) for t in trees]
     assert 23 < np.mean(lengths) < 25
+    assert [num_nodes(t) for t in trees] == [2 * n - 1 for n in lengths]
     assert 40 < np.percentile(lengths, 95) < 48
     assert 11 < np.mean([depth(t) for t in trees]) < 13
     assert trees == synthetic_treebank(1000, seed=1)

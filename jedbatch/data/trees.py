@@ -176,6 +176,16 @@ def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) ->
     return indexed
 
 
+def num_nodes(root: Any) -> int:
+    """Nodes of a binary tree, leaves included."""
+    count, stack = 0, [root]
+    while stack:
+        node = stack.pop()
+        count += 1
+        stack += node[1:] if len(node) == 3 else ()
+    return count
+
+
 def synthetic_treebank(
     num_trees: int, *, seed: int = 0, num_words: int = 500, mean_length: float = 24.0
 ) -> list[Tree]:
