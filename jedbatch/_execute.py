@@ -1,6 +1,6 @@
 """Running a program: one XLA program for every topology.
 
-The tables of a `Program` are data, so XLA compiles once per signature. The arenas are the carry
+The table of a program is data, so XLA compiles once per signature. The arenas are the carry
 of a loop over batches, and XLA updates them in place only as long as they never pass through
 the result of a conditional. What to run is therefore chosen by loops whose trip counts are
 read from the table:

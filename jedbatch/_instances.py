@@ -19,7 +19,7 @@ import enum
 import marshal
 import struct
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -171,7 +171,7 @@ def _is_plain_tree(instance: Any) -> bool:
         x = stack.pop()
         kind = type(x)
         if kind not in containers:
-            return kind in plain and not seen
+            return kind in plain
         if id(x) in seen:
             return False
         seen.add(id(x))
@@ -304,6 +304,3 @@ def _rebuild(x: Any, parts: list[Any]) -> Any:
             object.__setattr__(other, f.name, part)
         return other
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
-
-
-Key = Callable[[Any], Hashable]

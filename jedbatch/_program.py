@@ -1,10 +1,10 @@
 """Lowering: a scheduled graph as integer tables and a signature.
 
-A `Program` is what crosses from the host to the device. Its `Signature` says what must be
-compiled: node types, capacities, widths. Everything about this minibatch is in int32 tables, so
-minibatches that share a signature share a compiled program. Capacities are powers of two with
-room to spare, and a signature that exists is used again for every minibatch that fits it, so
-that a stream of new topologies soon compiles nothing.
+Two things cross from the host to the device. A `Signature` says what must be compiled: node types,
+capacities, widths. Everything about this minibatch is in one int32 table, so minibatches that share
+a signature share a compiled program. Capacities have room to spare, and a signature that exists is
+used again for every minibatch that fits it, so that a stream of new topologies soon compiles
+nothing.
 
 **Stretches.** Chunks of one kernel and one width that follow one another in its lanes are one
 *stretch*, whatever batches they belong to: the long tail of a minibatch of trees, a node or two a
