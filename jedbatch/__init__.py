@@ -5,6 +5,7 @@
 - `cell`: a function as one unit of batching.
 - `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
+- `learn`: a policy for graphs like these.
 - `errors`: what can go wrong, each with a page of help.
 """
 
@@ -15,6 +16,7 @@ from jedbatch._batch import Batched, Plan, batch
 from jedbatch._cell import cell
 from jedbatch._evaluate import evaluate
 from jedbatch._graph import Graph
+from jedbatch._learn import learn
 from jedbatch._schedule import Schedule, lower_bound, schedule
 
 __version__ = importlib.metadata.version("jedbatch")
@@ -28,6 +30,7 @@ __all__ = [
     "cell",
     "errors",
     "evaluate",
+    "learn",
     "lower_bound",
     "policies",
     "schedule",

@@ -73,6 +73,8 @@ class NodeType:
 
     Attributes:
       name: for people; also how a stored graph finds its cell again.
+      label: says what the type is in words that another process uses as well, whatever the ids
+        there; a learned policy knows types by it.
       operation: compared by equality; `None` in a bare graph, which can be scheduled only.
       operands: types of the operands, in order.
       shared: ids of the shared values read, in order.
@@ -84,6 +86,7 @@ class NodeType:
     operands: tuple[ValueType, ...] = ()
     shared: tuple[int, ...] = ()
     results: tuple[ValueType, ...] = ()
+    label: str = field(default="", compare=False)
 
     @property
     def num_results(self) -> int:
@@ -302,8 +305,9 @@ class Graph:
             input_ptr=input_ptr,
             output_ptr=output_ptr,
         )
-        if all("rank" in g.__dict__ for g, _ in parts):
-            union.__dict__["rank"] = join("rank", 0)
+        for name in ("rank", "height"):
+            if all(name in g.__dict__ for g, _ in parts):
+                union.__dict__[name] = join(name, 0)
         return union
 
     @functools.cached_property
@@ -391,8 +395,37 @@ class Graph:
         return rank
 
     @functools.cached_property
-    def circles(self) -> list[list[int]]:
-        """Groups of types that read each other in a circle, a type that reads itself included."""
+    def depth(self) -> np.ndarray:
+        """int32[N], edges on the longest path that ends in each node; 0 if it reads no node."""
+        depth = [0] * len(self.node_type)
+        maker, reader = self.edges  # by reader, so that depths of makers are final
+        for m, r in zip(maker.tolist(), reader.tolist(), strict=True):
+            if depth[r] <= depth[m]:
+                depth[r] = depth[m] + 1
+        return np.array(depth, np.int32)
+
+    @functools.cached_property
+    def height(self) -> np.ndarray:
+        """int32[N], edges on the longest path that begins in each node; 0 if nobody reads it."""
+        height = [0] * len(self.node_type)
+        maker, reader = self.edges
+        for m, r in zip(maker[::-1].tolist(), reader[::-1].tolist(), strict=True):
+            if height[m] <= height[r]:
+                height[m] = height[r] + 1
+        return np.array(height, np.int32)
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray:
+        """bool[N], whether a longest path from the node goes on to a node of another type."""
+        maker, reader = self.edges
+        onward = self.height[maker] == self.height[reader] + 1
+        turns = np.zeros(len(self.node_type), bool)
+        turns[maker[onward & (self.node_type[maker] != self.node_type[reader])]] = True
+        return turns
+
+    @functools.cached_property
+    def _reach(self) -> np.ndarray:
+        """bool[T, T], whether a path leads from some node of one type to one of another."""
         num_types = len(self.types)
         maker, reader = self.edges
         pairs = self.node_type[maker].astype(np.int64) * num_types + self.node_type[reader]
@@ -400,9 +433,57 @@ class Graph:
         reach.ravel()[np.unique(pairs) if num_types > 300 else np.bincount(pairs).nonzero()] = True
         for _ in range(num_types.bit_length()):
             reach |= (reach.astype(np.float32) @ reach) > 0
-        mutual = reach & reach.T
-        groups = {tuple(np.flatnonzero(row).tolist()) for row in mutual if row.any()}
-        return sorted(map(list, groups))
+        return reach
+
+    @functools.cached_property
+    def components(self) -> list[list[int]]:
+        """The types that have nodes, grouped: those that read each other in a circle go together.
+
+        A group comes after those it reads from.
+        """
+        reach = self._reach
+        mutual = (reach & reach.T) | np.eye(len(self.types), dtype=bool)
+        before = (reach & ~mutual).sum(0)
+        present = np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types)))
+        groups = {tuple(np.flatnonzero(mutual[t]).tolist()) for t in present}
+        return sorted(map(list, groups), key=lambda g: (before[g[0]], g))
+
+    @functools.cached_property
+    def circles(self) -> list[list[int]]:
+        """The components whose types read each other, or themselves."""
+        return [group for group in self.components if self._reach[group[0], group[0]]]
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """A label for each type, all different: equal ones are numbered in the order of ids."""
+        met: dict[str, int] = {}
+        labels = []
+        for node_type in self.types:
+            label = node_type.label or node_type.name
+            count = met[label] = met.get(label, 0) + 1
+            labels.append(label if count == 1 else f"{label} #{count}")
+        return labels
+
+    def restrict(self, types: Sequence[int]) -> tuple[np.ndarray, "Graph"]:
+        """The part made of some types: (its nodes int64[n], a bare graph of them).
+
+        The types of the part are numbered by their place in `types`, and named by their labels.
+        Heights are those of the whole graph.
+        """
+        place = np.full(len(self.types), -1, np.int32)
+        place[types] = np.arange(len(types))
+        node_type = place[self.node_type]
+        nodes = np.flatnonzero(node_type >= 0)
+        index = np.cumsum(node_type >= 0) - 1
+        maker, reader = self.edges
+        inside = (node_type[maker] >= 0) & (node_type[reader] >= 0)
+        maker, reader = index[maker[inside]].astype(np.int32), index[reader[inside]]
+        ptr = pointers(np.bincount(reader, minlength=len(nodes)))
+        names = tuple(NodeType(self.labels[t]) for t in types)
+        part = Graph(names, node_type[nodes], ptr, maker)
+        part.__dict__["preds"] = ptr, maker
+        part.__dict__["height"] = self.height[nodes]
+        return nodes, part
 
     def chain_lengths(self, types: Sequence[int]) -> np.ndarray:
         """int32[N, len(types)]: most nodes of each type on a path that ends in a node, itself too.

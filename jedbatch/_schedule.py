@@ -2,13 +2,8 @@
 
 Nodes of one type that are ready at the same time can run as one batch; which type to run next
 is the whole question, because running a type too early splits what could have run together.
-Finding the fewest batches is NP-hard. Like ED-Batch we run Algorithm 1 of the paper: ask a
-policy for a type, run *every* ready node of that type, repeat.
-
-    frontier = ready nodes of each type
-    while nodes remain:
-        t = policy(frontier)
-        run all ready nodes of type t; their readers may become ready
+Finding the fewest batches is NP-hard. Like ED-Batch we run Algorithm 1 of the paper (see
+`_frontier`): ask a policy for a type, run *every* ready node of that type, repeat.
 
 The chain bound. Write G^a for the graph of the nodes of type a alone, one before another if a
 path of G leads from the first to the second, through whatever types lie between. A chain of n
@@ -21,27 +16,29 @@ in G^a is ready now, |Frontier_a(G)| / |Frontier(G^a)| = 1: it shortens every lo
 type a. (The first printed version of the paper has this ratio upside down.) The heuristic
 `sufficient` takes the type whose ratio is largest.
 
-Most types need little of this. Types that lie on no cycle of "some node of type a reads one of
-type b" have no chains: their frontier in G^a is what is left of them. A type that is on a cycle
-by reading itself only has chains of direct edges. Only types that read each other in a circle
-(characters and words of a lattice) need paths through other types.
+Two facts save most of the search. Types that do not read each other in a circle do not compete:
+if no node of type b comes before one of type a, all of a may run before any of b, so a graph falls
+into *components* of types that can be scheduled one after the other, and the fewest batches of
+the whole are the sum of the fewest of each (`by_component`). And in a component of one type, all
+nodes with as many others before them run together, in as many batches as the bound says. Chains
+and trees consist of such components; so does much of everything else.
 
-Everything is NumPy over CSR, a handful of calls a batch, whatever the number of nodes in it.
+Everything is NumPy over CSR, a handful of calls a batch, or a loop over the nodes of narrow ones.
 
 Sources: Chen et al., ED-Batch, ICML 2023 (Algorithm 1, the sufficient condition); Neubig,
 Goldberg and Dyer, On-the-fly operation batching, 2017 (agenda); Looks et al., Deep learning
 with dynamic computation graphs, 2017 (depth).
 """
 
-import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from jedbatch._graph import Graph, distinct, pointers, ranges
-from jedbatch.errors import NothingReadyError
+from jedbatch._frontier import Frontier
+from jedbatch._graph import Graph, pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +50,28 @@ class Schedule:
       node_ptr: int64[S + 1] and
       node: int32[N], the nodes of each batch, ascending.
       policy: name of the policy that chose it.
+      bound: a certified lower bound that the policy found on the way; 0 if it did not look.
+      unseen: batches that a learned policy had to leave to its fallback.
     """
 
     batch_type: np.ndarray
     node_ptr: np.ndarray
     node: np.ndarray
     policy: str = ""
+    bound: float = 0
+    unseen: int = 0
+
+    @staticmethod
+    def of(
+        batch_type: Sequence[int], batches: Sequence[Sequence[int]], policy: str, **found: Any
+    ) -> "Schedule":
+        """A schedule from the type and the nodes of every batch, the nodes in any order."""
+        sizes = np.fromiter(map(len, batches), np.int64, len(batches))
+        ptr = pointers(sizes)
+        node = np.fromiter(itertools.chain.from_iterable(batches), np.int32, int(ptr[-1]))
+        when = np.empty(len(node), np.int32)
+        when[node] = np.repeat(np.arange(len(batches), dtype=np.int32), sizes)
+        return Schedule(np.array(batch_type, np.int32), ptr, in_order(when), policy, **found)
 
     def __len__(self) -> int:
         return len(self.batch_type)
@@ -100,191 +113,6 @@ class Schedule:
         return "\n".join(lines)
 
 
-class Frontier:
-    """The state of Algorithm 1, which policies look at.
-
-    Attributes:
-      graph: what is being scheduled.
-      num_ready: list of int, T; nodes of each type that could run now.
-      num_left: list of int, T; nodes of each type that have not run.
-    """
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self._succ_ptr, self._succ = graph.succs
-        self._num_succ = np.diff(self._succ_ptr)
-        self._waiting = np.diff(graph.preds[0])  # int64: `subtract.at` is slow when it casts
-        self._ready: list[list[np.ndarray]] = [[] for _ in graph.types]
-        self._tallest: dict[int, tuple[int, int]] = {}  # (parts looked at, greatest height)
-        self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
-        self.num_left = np.bincount(graph.node_type, minlength=len(graph.types)).tolist()
-        self.num_ready = [0] * len(graph.types)
-        self._admit(np.flatnonzero(self._waiting == 0))
-
-    @property
-    def ready_types(self) -> list[int]:
-        """Ids of the types with ready nodes, ascending."""
-        return [t for t, n in enumerate(self.num_ready) if n]
-
-    def readers(self, nodes: np.ndarray) -> np.ndarray:
-        """The readers of the nodes, one entry per edge."""
-        return self._succ[ranges(self._succ_ptr[nodes], self._num_succ[nodes])]
-
-    def run(self, t: int) -> np.ndarray:
-        """Runs every ready node of type t and returns them, ascending."""
-        try:
-            some = self.num_ready[t] > 0 <= t
-        except (TypeError, IndexError):
-            some = False
-        if not some:
-            raise NothingReadyError(
-                f"the policy chose type {t!r}, which has no ready node; the types that have are "
-                f"{self.ready_types}. Return one of `frontier.ready_types`; "
-                "`help(jedbatch.errors.NothingReadyError)` says more."
-            )
-        parts = self._ready[t]
-        nodes = np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
-        self._ready[t] = []
-        self._tallest.pop(t, None)
-        self.num_ready[t] = 0
-        self.num_left[t] -= len(nodes)
-        reached = self.readers(nodes)
-        if len(reached):
-            np.subtract.at(self._waiting, reached, 1)
-        for watcher in self._watchers:
-            watcher(t, nodes, reached)
-        if len(reached):
-            self._admit(distinct(reached[self._waiting[reached] == 0]))
-        return nodes
-
-    def _admit(self, nodes: np.ndarray) -> None:
-        if not len(nodes):
-            return
-        types = self.graph.node_type[nodes]
-        for t in np.flatnonzero(np.bincount(types)).tolist():
-            mine = nodes[types == t]
-            self._ready[t].append(mine)
-            self.num_ready[t] += len(mine)
-
-    def _watch(self, watcher: Any) -> Any:
-        if sum(self.num_left) != len(self.graph.node_type):
-            raise RuntimeError("ask for what the frontier tracks before the first batch runs")
-        self._watchers.append(watcher)
-        return watcher
-
-    @functools.cached_property
-    def _chains(self) -> "_Chains":
-        return self._watch(_Chains(self))
-
-    @functools.cached_property
-    def _depths(self) -> "_Depths":
-        return self._watch(_Depths(self))
-
-    @functools.cached_property
-    def _heights(self) -> np.ndarray:
-        return levels(self.graph.succs, self.graph.preds)
-
-    def num_next(self, t: int) -> int:
-        """|Frontier(G^t)|: nodes of type t left with no other of type t left before them."""
-        return self._chains.num_next(t)
-
-    def mean_depth(self, t: int) -> float:
-        """Mean depth of the nodes of type t that have not run."""
-        return self._depths.sums[t] / self.num_left[t]
-
-    def max_height(self, t: int) -> int:
-        """Longest path that begins in a ready node of type t."""
-        parts = self._ready[t]
-        seen, tallest = self._tallest.get(t, (0, 0))
-        for part in parts[seen:]:
-            tallest = max(tallest, int(self._heights[part].max()))
-        self._tallest[t] = len(parts), tallest
-        return tallest
-
-
-class _Depths:
-    """Sum of the depths of the nodes of each type that have not run."""
-
-    def __init__(self, frontier: Frontier):
-        graph = frontier.graph
-        self.depth = depths(graph)
-        sums = np.bincount(graph.node_type, weights=self.depth, minlength=len(graph.types))
-        self.sums = sums.tolist()
-
-    def __call__(self, t: int, nodes: np.ndarray, reached: np.ndarray) -> None:
-        self.sums[t] -= int(self.depth[nodes].sum())
-
-
-class _Chains:
-    """The size of Frontier(G^a) for every type a, kept up to date batch by batch.
-
-    A node is blocked for a if a node of type a that has not run lies before it. It counts its
-    blockers: the nodes it reads that are of type a and have not run, or are blocked for a
-    themselves. Running nodes of type a releases readers, and what is released but is not of type
-    a passes the release on.
-    """
-
-    def __init__(self, frontier: Frontier):
-        graph = frontier.graph
-        self.frontier = frontier
-        self.node_type = graph.node_type
-        self.blockers: dict[int, np.ndarray] = {}
-        self.sizes: dict[int, int] = {}
-        maker, reader = graph.edges
-        for types in graph.circles:
-            if len(types) == 1:
-                blocks = {types[0]: self.node_type[maker] == types[0]}
-            else:
-                chain = graph.chain_lengths(types)
-                blocks = {a: chain[maker, c] > 0 for c, a in enumerate(types)}
-            for a, blocking in blocks.items():
-                count = np.bincount(reader[blocking], minlength=len(self.node_type))
-                self.blockers[a] = count
-                self.sizes[a] = int(np.count_nonzero((count == 0) & (self.node_type == a)))
-        self.relayed = {a for types in graph.circles if len(types) > 1 for a in types}
-
-    def num_next(self, a: int) -> int:
-        return self.sizes[a] if a in self.sizes else self.frontier.num_left[a]
-
-    def __call__(self, a: int, nodes: np.ndarray, reached: np.ndarray) -> None:
-        if a not in self.sizes:
-            return
-        blockers, size = self.blockers[a], self.sizes[a] - len(nodes)
-        while len(reached):
-            np.subtract.at(blockers, reached, 1)
-            released = reached[blockers[reached] == 0]
-            mine = self.node_type[released] == a
-            size += len(distinct(released[mine]))
-            if a not in self.relayed:
-                break
-            others = distinct(released[~mine])
-            reached = self.frontier.readers(others)
-        self.sizes[a] = size
-
-
-def levels(
-    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]
-) -> np.ndarray:
-    """int32[N], the longest path that ends in each node, given CSR of what is on either side."""
-    waiting = np.diff(before[0])
-    ptr, index = after
-    count = np.diff(ptr)
-    level = np.zeros(len(waiting), np.int32)
-    depth, nodes = 0, np.flatnonzero(waiting == 0)
-    while len(nodes):
-        level[nodes] = depth
-        depth += 1
-        reached = index[ranges(ptr[nodes], count[nodes])]
-        np.subtract.at(waiting, reached, 1)
-        nodes = distinct(reached[waiting[reached] == 0])
-    return level
-
-
-def depths(graph: Graph) -> np.ndarray:
-    """int32[N], the longest path that ends in each node; 0 if it reads no node."""
-    return levels(graph.preds, graph.succs)
-
-
 class Planner(Protocol):
     """A policy that schedules a whole graph at once."""
 
@@ -302,9 +130,9 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
       graph: what to schedule; `Graph.from_dag` makes one from arrays.
       policy: a callable from a `Frontier` to the id of the type to run next, such as those in
         `jedbatch.policies`; a policy that plans the whole graph at once has a method
-        `schedule(graph)` instead. With None, the heuristic with the fewest batches on this
-        graph: `sufficient` if it reaches the lower bound, and otherwise the best of
-        `sufficient`, `agenda`, `height` and `depth`, the first of equals.
+        `schedule(graph)` instead. With None, each component of types is scheduled by rank if
+        that is possible, which is optimal, and otherwise by the heuristic with the fewest
+        batches: the first of equals among `sufficient`, `critical`, `height`, `agenda`, `depth`.
 
     Returns:
       The schedule. The same graph and policy give the same schedule.
@@ -319,8 +147,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
       3
     """
     if policy is None:
-        best = by_rank(graph)
-        return best or min((schedule(graph, p) for p in HEURISTICS), key=len)
+        return by_component(graph, best_of_heuristics)
     if hasattr(policy, "schedule"):
         return policy.schedule(graph)
     assert callable(policy)
@@ -333,24 +160,30 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         types.append(t)
         batches.append(nodes)
         left -= len(nodes)
-    sizes = np.fromiter(map(len, batches), np.int64, len(batches))
-    node = np.concatenate(batches) if batches else np.zeros(0)
-    name = getattr(policy, "__name__", type(policy).__name__)
-    return Schedule(np.array(types, np.int32), pointers(sizes), node.astype(np.int32), name)
+    return Schedule.of(types, batches, getattr(policy, "__name__", type(policy).__name__))
 
 
-def lower_bound(graph: Graph) -> int:
+def in_order(when: np.ndarray) -> np.ndarray:
+    """int32[N], the nodes by the batch they run in, ascending in each."""
+    if len(when) and when.max() < 1 << 15:
+        when = when.astype(np.int16)  # sorted by radix
+    return np.argsort(when, kind="stable").astype(np.int32)
+
+
+def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
     """A number of batches no schedule can go below: the sum of the longest chains.
 
     For every type, the largest number of its nodes on one path, whatever lies between them; they
-    need that many batches. Certified, not estimated.
+    need that many batches. Certified, not estimated. With the cost of a batch of each type as
+    `weights`, float[T], a cost that no schedule can go below.
 
     Example:
       >>> import jedbatch
       >>> jedbatch.lower_bound(jedbatch.Graph.from_dag([0, 1, 0], [[], [0], [1]]))
       3
     """
-    return int(_longest(graph).sum())
+    longest = _longest(graph)
+    return int(longest.sum()) if weights is None else float(longest @ weights)
 
 
 def _longest(graph: Graph) -> np.ndarray:
@@ -373,7 +206,16 @@ def height(frontier: Frontier) -> int:
 
     The smallest id among equals.
     """
-    return max(frontier.ready_types, key=frontier.max_height)
+    return max(frontier.ready_types, key=lambda t: frontier.tallest(t)[0])
+
+
+def critical(frontier: Frontier) -> int:
+    """The type with the most ready nodes from which a longest path begins.
+
+    As `height`, which leaves open what to do while several types have such nodes; that is most
+    of the time in large minibatches. The smallest id among equals.
+    """
+    return max(frontier.ready_types, key=frontier.tallest)
 
 
 def sufficient(frontier: Frontier) -> int:
@@ -395,7 +237,7 @@ class _Depth:
     __name__ = "depth"
 
     def schedule(self, graph: Graph) -> Schedule:
-        depth_of, type_of = depths(graph), graph.node_type
+        depth_of, type_of = graph.depth, graph.node_type
         node = np.lexsort((type_of, depth_of)).astype(np.int32)
         level, kind = depth_of[node], type_of[node]
         first = np.ones(len(node), bool)
@@ -408,12 +250,55 @@ class _Depth:
 
 
 depth = _Depth()
-HEURISTICS = (sufficient, agenda, height, depth)
+HEURISTICS = (sufficient, critical, height, agenda, depth)
 
 
 def policies_compared(graph: Graph) -> dict[str, int]:
     """Batches that other systems would need: agenda batching and depth batching."""
     return {"agenda": len(schedule(graph, agenda)), "depth": len(schedule(graph, depth))}
+
+
+def best_of_heuristics(graph: Graph) -> Schedule:
+    """The schedule by rank, or if there is none the best that a heuristic finds."""
+    return by_rank(graph) or min((schedule(graph, p) for p in HEURISTICS), key=len)
+
+
+def by_component(graph: Graph, solve: Callable[[Graph], Schedule]) -> Schedule:
+    """Schedules one component of types after the other.
+
+    Components of one type are run by rank, which is optimal; `solve` schedules the others, as
+    bare graphs. If it is optimal, so is the whole.
+    """
+    components = graph.components
+    if all(len(types) == 1 for types in components):
+        found = by_rank(graph)
+        assert found is not None
+        return found
+    if len(components) == 1 and len(graph.types) == len(components[0]):
+        return solve(graph)
+    when = np.zeros(len(graph.node_type), np.int32)
+    batch_types, bound, unseen, name = [np.zeros(0, np.int32)], 0.0, 0, ""
+    start = 0
+    for types in components:
+        nodes, part = graph.restrict(types)
+        if "rank" in graph.__dict__:
+            part.__dict__["rank"] = graph.rank[nodes]
+        if len(types) == 1:
+            found = by_rank(part)
+            assert found is not None
+        else:
+            found = solve(part)
+            name = name or found.policy
+        when[nodes[found.node]] = np.repeat(
+            np.arange(start, start + len(found), dtype=np.int32), np.diff(found.node_ptr)
+        )
+        batch_types.append(np.array(types, np.int32)[found.batch_type])
+        start += len(found)
+        bound += found.bound
+        unseen += found.unseen
+    sizes = np.bincount(when, minlength=start)
+    batch_type = np.concatenate(batch_types)
+    return Schedule(batch_type, pointers(sizes), in_order(when), name, bound, unseen)
 
 
 def by_rank(graph: Graph) -> Schedule | None:
@@ -424,8 +309,25 @@ def by_rank(graph: Graph) -> Schedule | None:
     """
     longest = _longest(graph)
     start = pointers(longest)
-    group = start[graph.node_type] + graph.rank
     num_groups = int(start[-1])
+    group = start[graph.node_type] + graph.rank
+    if all(len(types) == 1 for types in graph.components):
+        blocks = [np.arange(start[t], start[t + 1]) for (t,) in graph.components]
+        order = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
+    else:
+        order = _sorted_groups(graph, group, num_groups)
+        if len(order) < num_groups:
+            return None
+    place = np.empty(num_groups, np.int64)
+    place[order] = np.arange(num_groups)
+    when = place[group]
+    sizes = np.bincount(when, minlength=num_groups)
+    types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
+    return Schedule(types[order], pointers(sizes), in_order(when), "by rank", num_groups)
+
+
+def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """Groups of nodes in an order in which they can run; those on circles are left out."""
     maker, reader = graph.edges
     pairs = group[maker] * num_groups + group[reader]
     if num_groups**2 <= 4 * len(pairs):
@@ -443,13 +345,4 @@ def by_rank(graph: Graph) -> Schedule | None:
             waiting[other] -= 1
             if not waiting[other]:
                 ready.append(other)
-    if len(order) < num_groups:
-        return None
-    place = np.empty(num_groups, np.int64)
-    place[order] = np.arange(num_groups)
-    when = place[group]
-    small = when.astype(np.int16) if num_groups < 1 << 15 else when  # sorted by radix
-    node = np.argsort(small, kind="stable").astype(np.int32)
-    sizes = np.bincount(when, minlength=num_groups)
-    types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
-    return Schedule(types[order], pointers(sizes), node, "by rank")
+    return np.array(order, np.int64)

@@ -11,8 +11,14 @@ PACKAGE = Path(jedbatch.__file__).parent
 ORDER = [
     "errors",
     "_graph",
+    "_frontier",
     "_schedule",
+    "_search",
+    "_diagram",
+    "_fsm",
     "policies",
+    "_episodes",
+    "_learn",
     "_instances",
     "_cell",
     "_registry",
@@ -65,7 +71,7 @@ def test_models_and_data_use_public_names():
 
 
 def test_planning_imports_numpy_only():
-    for module in ("_graph", "_schedule", "_layout"):
+    for module in ("_graph", "_frontier", "_schedule", "_search", "_fsm", "_layout"):
         text = (PACKAGE / f"{module}.py").read_text()
         assert "jax" not in {
             line.split()[1].split(".")[0]

@@ -6,10 +6,16 @@ from helpers import random_dag
 
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
-from jedbatch._schedule import Frontier, by_rank
+from jedbatch._schedule import by_rank
 from jedbatch.errors import NothingReadyError
 
-HEURISTICS = [policies.depth, policies.agenda, policies.height, policies.sufficient]
+HEURISTICS = [
+    policies.depth,
+    policies.agenda,
+    policies.height,
+    policies.critical,
+    policies.sufficient,
+]
 
 
 def random_graph(seed, num_nodes=10, num_types=3):
@@ -56,7 +62,7 @@ def test_against_exhaustive_search(seed):
     optimal = by_rank(graph)
     if optimal is not None:
         optimal.check(graph)
-        assert len(optimal) == best == lower_bound(graph)
+        assert len(optimal) == best == lower_bound(graph) == optimal.bound
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -79,7 +85,7 @@ def test_what_the_frontier_says(seed):
     for n in reversed(range(16)):
         height[n] = max((height[s] + 1 for s in succs[n]), default=0)
 
-    frontier, done = Frontier(graph), set()
+    frontier, done = policies.Frontier(graph), set()
     rng = np.random.default_rng(seed)
     while len(done) < 16:
         left = [n for n in range(16) if n not in done]
@@ -92,8 +98,13 @@ def test_what_the_frontier_says(seed):
             assert frontier.num_left[t] == len(mine)
             assert frontier.num_next(t) == len(first)
             assert frontier.mean_depth(t) == pytest.approx(np.mean([depth[n] for n in mine]))
-            assert frontier.max_height(t) == max(height[n] for n in ready if types[n] == t)
-        done.update(frontier.run(int(rng.choice(frontier.ready_types))).tolist())
+            top = max(height[n] for n in ready if types[n] == t)
+            tallest = [n for n in ready if types[n] == t and height[n] == top]
+            turning = [
+                any(height[s] == top - 1 and types[s] != t for s in succs[n]) for n in tallest
+            ]
+            assert frontier.tallest(t) == (top, len(tallest), sum(turning))
+        done.update(frontier.run(int(rng.choice(frontier.ready_types))))
 
 
 def test_known_counts():

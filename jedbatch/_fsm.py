@@ -1,0 +1,400 @@
+"""Policies as finite-state machines: tables from what a frontier looks like to a type.
+
+A learned policy should be small enough to read and general enough to fit minibatches it has not
+seen. So it sees an *encoding* of the frontier, a few words about each type that has ready nodes,
+and looks up what to run:
+
+    base   which types are ready
+    max    and which of them has the most ready nodes (all that do, if several)
+    sort   and their order by the number of ready nodes (equal ones share a place)
+    phase  and how far each has come: how much shorter than the longest path left is the longest
+           that begins in one of its ready nodes (0, 1, 2 to 3, or more edges: tallest, low, lower,
+           far); which has most nodes at the top of its own longest paths (many); and which has
+           most of those whose path goes on with another type (turning)
+
+The first three are those of ED-Batch. They cannot tell the beginning of a computation from its
+end: if the roles of two types are swapped half way, what was right becomes wrong. `phase` can.
+
+Components of types are run one after the other, and a type that is ready alone is run, so a state
+is looked up only where there is a choice. A state that is not in the table is left to a heuristic.
+
+States that have the same types ready and run the same type are one state of the machine, which
+is how it is printed, drawn and stored.
+
+Source: Chen et al., ED-Batch, ICML 2023, section 2 and appendix A.4, for the idea, the encodings
+and the counter-example to them; `phase` and the division into components are ours.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jedbatch._diagram import state_diagram
+from jedbatch._frontier import Frontier
+from jedbatch._graph import Graph
+from jedbatch._schedule import Schedule, agenda, by_component, critical, height, sufficient
+
+FORMAT = "jedbatch policy, version 1"
+FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
+CODES = 16  # what an encoding may say about a type
+
+Code = tuple[int, ...]  # for each ready type, CODES * its number + what is said about it
+Encoder = Callable[[Frontier, Sequence[int]], list[int]]
+
+
+def base(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """Nothing more than which types are ready."""
+    return [0] * len(ready)
+
+
+def most(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """1 for the types with the most ready nodes."""
+    num_ready = frontier.num_ready
+    largest = max(num_ready)
+    return [int(num_ready[t] == largest) for t in ready]
+
+
+def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """How many types have more ready nodes (the last code stands for all from there on)."""
+    num_ready = frontier.num_ready
+    counts = sorted((num_ready[t] for t in ready), reverse=True)
+    return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
+
+
+GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower, far
+FAR = 4 * len(GAPS)
+
+
+def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """4 * (0 if tallest, 1 if low, 2 if lower) + 2 * many + turning; or FAR."""
+    seen = [frontier.tallest(t) for t in ready]
+    tops, counts, turns = zip(*seen, strict=True)
+    top, most_nodes, most_turning = max(tops), max(counts), max(turns)
+    return [
+        FAR
+        if top - h >= GAPS[2]
+        else 4 * ((top - h >= GAPS[0]) + (top - h >= GAPS[1]))
+        + 2 * (n == most_nodes)
+        + (k == most_turning)
+        for h, n, k in seen
+    ]
+
+
+ENCODINGS: dict[str, Encoder] = {"base": base, "max": most, "sort": sort, "phase": phase}
+PLACES = ("1st", "2nd", "3rd", *(f"{n}th" for n in range(4, CODES + 1)))
+WORDS: dict[str, dict[int, str]] = {
+    "base": {0: ""},
+    "max": {0: "", 1: "most"},
+    "sort": dict(enumerate(PLACES)),
+    "phase": {
+        4 * g + 2 * m + k: " ".join(filter(None, [gap, "many" * m, "turning" * k]))
+        for g, gap in enumerate(("tallest", "low", "lower"))
+        for m in (0, 1)
+        for k in (0, 1)
+    }
+    | {FAR: "far"},
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What leads to one decision while the same types are ready.
+
+    Attributes:
+      run: the type to run, a position in the machine's `types`.
+      when: the encodings of frontiers that lead to it, sorted.
+      next: pairs of a state that came after it while learning and how often.
+    """
+
+    run: int
+    when: tuple[Code, ...]
+    next: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The types that have ready nodes."""
+        return tuple(c // CODES for c in self.when[0])
+
+
+@dataclass(frozen=True)
+class FSM:
+    """A policy as a finite-state machine; a value that can be compared, hashed, saved and drawn.
+
+    Use it as `policy=`; `jedbatch.learn` makes one. It prints as a table.
+
+    Attributes:
+      encoding: what it sees of a frontier: "base", "max", "sort" or "phase".
+      types: labels of the node types it knows.
+      states: its states, in the order in which they were met.
+      fallback: the heuristic that decides in states it does not know.
+      report: how it was learned and how good it is, if it was learned in this process.
+    """
+
+    encoding: str
+    types: tuple[str, ...]
+    states: tuple[State, ...]
+    fallback: str = "critical"
+    report: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def of(
+        encoding: str,
+        types: Sequence[str],
+        table: Mapping[Code, int],
+        moves: Mapping[tuple[Code, Code], int] | None = None,
+        fallback: str = "critical",
+    ) -> "FSM":
+        """The machine with these decisions, states that can be one being one.
+
+        Args:
+          encoding: what the codes of frontiers mean.
+          types: labels of the types.
+          table: the type to run by the code of a frontier.
+          moves: how often one code followed another.
+          fallback: the heuristic for other codes.
+        """
+        groups: dict[tuple, list[Code]] = {}
+        for code, t in table.items():
+            groups.setdefault((t, *(c // CODES for c in code)), []).append(code)
+        number = {code: i for i, codes in enumerate(groups.values()) for code in codes}
+        counts: list[collections.Counter[int]] = [collections.Counter() for _ in groups]
+        for (before, after), times in (moves or {}).items():
+            if before in number and after in number:
+                counts[number[before]][number[after]] += times
+        states = (
+            State(key[0], tuple(sorted(codes)), tuple(sorted(after.items())))
+            for (key, codes), after in zip(groups.items(), counts, strict=True)
+        )
+        return FSM(encoding, tuple(types), tuple(states), fallback)
+
+    def check(self) -> None:
+        """Raises `ValueError` unless this is a machine that can run."""
+
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(f"not a valid FSM: {what}")
+
+        require(
+            self.encoding in ENCODINGS,
+            f"its encoding is {self.encoding!r}, not one of {list(ENCODINGS)}",
+        )
+        require(
+            self.fallback in FALLBACKS,
+            f"its fallback is {self.fallback!r}, not one of {list(FALLBACKS)}",
+        )
+        require(len(set(self.types)) == len(self.types), "two of its types have the same label")
+        known = WORDS[self.encoding]
+        met = set()
+        for state in self.states:
+            require(bool(state.when), "a state has no encodings")
+            for code in state.when:
+                ready = [c // CODES for c in code]
+                require(
+                    ready == sorted(set(ready)) and ready[0] >= 0 and ready[-1] < len(self.types),
+                    f"the encoding {code} names types that do not exist, or not in order",
+                )
+                require(
+                    state.run in ready, f"a state runs type {state.run}, ready are only {ready}"
+                )
+                require(
+                    all(c % CODES in known for c in code), f"{code} is no {self.encoding} encoding"
+                )
+                require(code not in met, f"the encoding {code} is in two states")
+                met.add(code)
+            for after, times in state.next:
+                require(0 <= after < len(self.states) and times > 0, "a move leads nowhere")
+
+    @functools.cached_property
+    def table(self) -> dict[Code, int]:
+        """The type to run by the code of a frontier."""
+        return {code: state.run for state in self.states for code in state.when}
+
+    @functools.cached_property
+    def _known(self) -> dict[str, int]:
+        return {label: i for i, label in enumerate(self.types)}
+
+    def numbers(self, labels: Sequence[str]) -> list[int]:
+        """Which of the machine's types each label names; a negative number of its own if none.
+
+        Labels that differ in sizes only are taken to be the same if there are equally many of
+        them on both sides: a policy learned with 64 hidden units serves 256 as well.
+        """
+        numbers = [self._known.get(label, -1 - i) for i, label in enumerate(labels)]
+        if min(numbers, default=0) >= 0:
+            return numbers
+        free = set(self.types).difference(labels)
+        mine, theirs = by_form(free), by_form({x for x in labels if x not in self._known})
+        same: dict[str, str] = {}
+        for form, some in theirs.items():
+            if len(mine.get(form, ())) == len(some):
+                same.update(zip(some, mine[form], strict=True))
+        return [
+            self._known[same[label]] if label in same else n
+            for label, n in zip(labels, numbers, strict=True)
+        ]
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
+        number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
+        found = by_component(graph, lambda part: self._run(part, number))
+        return dataclasses.replace(found, policy=f"FSM {self.encoding}")
+
+    def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
+        numbers = [number[label] for label in graph.labels]
+        frontier, fallback = Frontier(graph), FALLBACKS[self.fallback]
+        if fallback in (sufficient, agenda):
+            fallback(frontier)  # asked now, so that the frontier keeps track of what they need
+        types, batches, unseen, left = [], [], 0, len(graph.node_type)
+        while left:
+            ready = frontier.ready_types
+            t = ready[0] if len(ready) == 1 else self.choose(frontier, ready, numbers)
+            if t is None:
+                t = fallback(frontier)
+                unseen += 1
+            nodes = frontier.run(t)
+            types.append(t)
+            batches.append(nodes)
+            left -= len(nodes)
+        return Schedule.of(types, batches, "FSM", unseen=unseen)
+
+    def choose(
+        self, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]
+    ) -> int | None:
+        """The type to run of those that are ready, or None in a state that is not known."""
+        run = self.table.get(encode(self.encoding, frontier, ready, numbers))
+        return None if run is None else numbers.index(run)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    # --- for people ---
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The types in short: the beginning of the label, numbered where that is not unique."""
+        short = [re.split("[(@]", label)[0].strip() for label in self.types]
+        return tuple(
+            name if short.count(name) == 1 else f"{name}.{short[: i + 1].count(name)}"
+            for i, name in enumerate(short)
+        )
+
+    def describe(self, code: Code) -> str:
+        """An encoding in words, such as `char tallest many, word low turning`."""
+        words = WORDS[self.encoding]
+        return ", ".join(f"{self.names[c // CODES]} {words[c % CODES]}".strip() for c in code)
+
+    def __str__(self) -> str:
+        num_codes = sum(len(s.when) for s in self.states)
+        lines = [
+            f"FSM over {self.encoding}: {len(self.states)} states, {num_codes} encodings, "
+            f"otherwise {self.fallback}"
+        ]
+        width = max((len(self.names[s.run]) for s in self.states), default=3)
+        lines.append(f"  state  {'run':{width}}  when")
+        for i, state in enumerate(self.states):
+            first, *others = map(self.describe, state.when)
+            lines.append(f"  {i:5}  {self.names[state.run]:{width}}  {first}")
+            lines += [f"  {'':5}  {'':{width}}  or {text}" for text in others]
+        return "\n".join(lines)
+
+    def _repr_svg_(self) -> str:
+        """The state diagram, for notebooks."""
+        boxes = []
+        for state in self.states:
+            ready = ", ".join(self.names[t] for t in state.ready)
+            note = [] if len(state.when) == 1 else [f"{len(state.when)} encodings"]
+            boxes.append((f"run {self.names[state.run]}", [f"ready: {ready}", *note]))
+        arrows = [(i, j, n) for i, s in enumerate(self.states) for j, n in s.next]
+        return state_diagram(boxes, arrows)
+
+    # --- files ---
+
+    def to_json(self) -> str:
+        """The machine as text: see `save`."""
+        words = WORDS[self.encoding]
+
+        def spelled(code: Code) -> dict[str, str]:
+            return {self.types[c // CODES]: words[c % CODES] for c in code}
+
+        states = [
+            {
+                "run": self.types[state.run],
+                "when": list(map(spelled, state.when)),
+                "next": {str(after): times for after, times in state.next},
+            }
+            for state in self.states
+        ]
+        content = {"format": FORMAT, "encoding": self.encoding, "fallback": self.fallback}
+        return json.dumps({**content, "types": self.types, "states": states}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "the text") -> "FSM":
+        """Reads what `to_json` wrote; raises `ValueError` on anything else."""
+        try:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                found = content.get("format") if isinstance(content, dict) else content
+                raise ValueError(f"its format is {found!r}, not {FORMAT!r}")
+            encoding, types = content["encoding"], content["types"]
+            if encoding not in ENCODINGS:
+                raise ValueError(f"its encoding is {encoding!r}, not one of {list(ENCODINGS)}")
+            number = {label: i for i, label in enumerate(types)}
+            said = {word: code for code, word in WORDS[encoding].items()}
+            states = tuple(
+                State(
+                    number[state["run"]],
+                    tuple(
+                        tuple(sorted(CODES * number[t] + said[w] for t, w in code.items()))
+                        for code in state["when"]
+                    ),
+                    tuple((int(after), int(times)) for after, times in state["next"].items()),
+                )
+                for state in content["states"]
+            )
+            return FSM(encoding, tuple(types), states, content["fallback"])
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            what = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
+            raise ValueError(
+                f"`FSM.load` cannot read {source}: {what}. It expects a file written by `FSM.save`."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine as JSON: types by label, each state with what it runs and when."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> "FSM":
+        """Reads what `save` wrote.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it is not a policy, or one of another version.
+        """
+        return FSM.from_json(Path(path).read_text(), repr(str(path)))
+
+
+def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
+    """What an encoding says about a frontier, in terms of a machine's types."""
+    said = ENCODINGS[encoding](frontier, ready)
+    return tuple(sorted([CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]))
+
+
+def by_form(labels: Iterable[str]) -> dict[str, list[str]]:
+    """The labels, grouped by what is left if sizes are left out; each group sorted by size."""
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        groups.setdefault(re.sub(r"\d+", "_", label), []).append(label)
+
+    def sizes(label: str) -> list[int]:
+        return list(map(int, re.findall(r"\d+", label)))
+
+    return {form: sorted(some, key=sizes) for form, some in groups.items()}

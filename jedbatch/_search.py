@@ -1,0 +1,271 @@
+"""Searching for good schedules: teachers of learned policies, and their judges.
+
+Scheduling by Algorithm 1 is a walk through sets of nodes that have run; a move is a type, and
+leads to the set with all ready nodes of that type added. `beam` keeps the most promising sets
+after every move, `optimal` is an A* search. Both are too slow for planning every minibatch, and
+tell how good a policy is that is not.
+
+What makes the walk short:
+
+- Components of types are searched one by one (see `_schedule`).
+- Nodes of one type that read the same nodes run at the same time always, so they count as one
+  (`quotient`). Equal subtrees of all instances collapse.
+- A type whose every node that could come next is ready, |Frontier_a(G)| = |Frontier(G^a)|, is
+  run without looking at others: an exchange of batches shows that this loses nothing.
+- The cost still to come is at least the sum over types of the cost of a batch times the longest
+  chain of nodes left (the bound of ED-Batch), which A* needs: it never overestimates.
+
+A batch of type t costs `weights[t]`, which is 1 if batches are to be counted (see `_cost`).
+"""
+
+import dataclasses
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jedbatch._frontier import Frontier
+from jedbatch._graph import Graph, ranges
+from jedbatch._schedule import Schedule, by_component, by_rank
+
+
+def quotient(graph: Graph) -> tuple[Graph, np.ndarray]:
+    """Counts nodes that always run together as one: (bare graph of classes, class int32[N])."""
+    ptr, makers = (x.tolist() for x in graph.preds)
+    of = [0] * len(graph.node_type)
+    classes: dict[tuple[int, ...], int] = {}
+    for node, t in enumerate(graph.node_type.tolist()):
+        read = sorted({of[m] for m in makers[ptr[node] : ptr[node + 1]]})
+        of[node] = classes.setdefault((t, *read), len(classes))
+    found = Graph.from_dag(
+        [key[0] for key in classes],
+        [key[1:] for key in classes],
+        names=[t.name for t in graph.types],
+    )
+    return found, np.array(of, np.int32)
+
+
+def chains(graph: Graph) -> np.ndarray:
+    """int32[N], nodes of its own type on the longest chain that begins in each node, itself too."""
+    chain = np.zeros((len(graph.node_type), len(graph.types)), np.int32)
+    ptr, readers = graph.succs
+    for node in range(len(chain) - 1, -1, -1):
+        after = readers[ptr[node] : ptr[node + 1]]
+        if len(after):
+            chain[node] = chain[after].max(0)
+        chain[node, graph.node_type[node]] += 1
+    return chain[np.arange(len(chain)), graph.node_type]
+
+
+def replay(graph: Graph, types: Sequence[int], policy: str = "", bound: float = 0) -> Schedule:
+    """The schedule that runs these types in turn, all ready nodes of each."""
+    frontier = Frontier(graph)
+    chosen = [(t, frontier.run(t)) for t in types if frontier.num_ready[t]]
+    return Schedule.of([t for t, _ in chosen], [n for _, n in chosen], policy, bound=bound)
+
+
+def same_weights(graph: Graph) -> np.ndarray:
+    """The objective that counts batches: float[T] of ones."""
+    return np.ones(len(graph.types))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beam:
+    """Breadth-first search that keeps the most promising sets of nodes after every move.
+
+    Promising is what has the least cost so far, bound and longest path left in sum; among equals
+    what has the fewest nodes left where long paths begin. As a policy it plans a whole graph:
+    `jedbatch.schedule(graph, jedbatch.policies.beam(width=64))`.
+
+    Attributes:
+      width: sets kept.
+      objective: cost of a batch of each type of a graph.
+    """
+
+    width: int = 16
+    objective: Callable[[Graph], np.ndarray] = same_weights
+
+    def __call__(self, **options: Any) -> "Beam":
+        """The same search with other options."""
+        return dataclasses.replace(self, **options)
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """The best schedule found."""
+        return by_component(graph, lambda part: by_rank(part) or self._search(part))
+
+    def _search(self, graph: Graph) -> Schedule:
+        small, of = quotient(graph)
+        weights = self.objective(graph)
+        num_nodes, num_types = len(small.node_type), len(small.types)
+        is_type = small.node_type == np.arange(num_types)[:, None]
+        reads = padded(*small.preds)
+        chain, height = chains(small), small.height + 1
+        mass = np.bincount(of) * np.exp2(height - float(height.max()))
+        digest = np.random.default_rng(0).integers(1, 1 << 62, num_nodes)
+
+        done = np.zeros((1, num_nodes + 1), bool)
+        done[:, -1] = True  # what padding reads
+        spent = np.zeros(1)
+        moves = []
+        while not done.all(1).any():
+            ready = done[:, reads].all(2) & ~done[:, :-1]
+            parent, move = np.nonzero((ready[:, None] & is_type).any(2))
+            after = done[parent]
+            after[:, :-1] |= ready[parent] & is_type[move]
+            cost = spent[parent] + weights[move]
+            order = np.lexsort((cost, after[:, :-1] @ digest))
+            fresh = np.append(True, np.diff(after[order, :-1] @ digest) != 0)
+            parent, move, cost, after = (x[order[fresh]] for x in (parent, move, cost, after))
+            left = ~after[:, :-1]
+            bound = sum(w * (left * (chain * mine)).max(1) for w, mine in zip(weights, is_type, strict=True))
+            promise = cost + bound + weights.mean() * (left * height).max(1)
+            kept = np.lexsort((left @ mass, promise))[: self.width]
+            done, spent = after[kept], cost[kept]
+            moves.append((parent[kept], move[kept]))
+        at = int(np.flatnonzero(done.all(1))[0])
+        types = []
+        for parents, chosen in reversed(moves):
+            types.append(int(chosen[at]))
+            at = parents[at]
+        return replay(graph, types[::-1], f"beam {self.width}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimal:
+    """A* search for a schedule of least cost, as far as the budget goes.
+
+    The schedule's `bound` is certified: no schedule of Algorithm 1 costs less. If it equals the
+    cost, the schedule is optimal; if the budget was spent before, the schedule is the best known,
+    by beam search if need be.
+
+    Attributes:
+      max_nodes: sets of nodes to expand in each component.
+      seconds: time to spend in each component; None for any. Counting nodes is reproducible,
+        counting seconds is not.
+      objective: cost of a batch of each type of a graph.
+    """
+
+    max_nodes: int = 10_000
+    seconds: float | None = None
+    objective: Callable[[Graph], np.ndarray] = same_weights
+
+    def __call__(self, **options: Any) -> "Optimal":
+        """The same search with other options."""
+        return dataclasses.replace(self, **options)
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """The best schedule found and a certified bound."""
+        return by_component(graph, lambda part: by_rank(part) or self._search(part))
+
+    def _search(self, graph: Graph) -> Schedule:
+        weights = self.objective(graph)
+        incumbent = Beam(64, self.objective).schedule(graph)
+        least = float(weights[incumbent.batch_type].sum())
+        game = _Game(quotient(graph)[0], weights)
+        deadline = None if self.seconds is None else time.perf_counter() + self.seconds
+
+        came_from: dict[int, tuple[float, int, int]] = {0: (0.0, -1, -1)}  # spent, from, by type
+        queue = [(game.bound(0), 0, 0, 0.0)]  # cost at least, order, set, spent
+        count, bound, goal = 0, least, None
+        while queue:
+            at_least, _, done, spent = heapq.heappop(queue)
+            if at_least >= least - 1e-9:
+                break
+            if done == game.all:
+                least, goal = at_least, done
+                break
+            if spent > came_from[done][0]:
+                continue  # reached more cheaply since
+            late = deadline is not None and time.perf_counter() > deadline
+            if count == self.max_nodes or late:
+                bound = at_least
+                break
+            count += 1
+            for t, after in game.moves(done):
+                total = spent + weights[t]
+                known = came_from.get(after)
+                if known is None or total < known[0] - 1e-9:
+                    came_from[after] = total, done, t
+                    hope = total + game.bound(after)
+                    if hope < least - 1e-9:
+                        heapq.heappush(queue, (hope, -len(came_from), after, total))
+        if goal is None:
+            return dataclasses.replace(incumbent, policy="optimal", bound=bound)
+        types = []
+        while goal:
+            _, goal, t = came_from[goal]
+            types.append(t)
+        return replay(graph, types[::-1], "optimal", least)
+
+
+class _Game:
+    """Moves and bounds of Algorithm 1 on a small graph; sets of nodes are the bits of an int."""
+
+    def __init__(self, graph: Graph, weights: np.ndarray):
+        self.weights = weights.tolist()
+        types, (ptr, makers) = graph.node_type.tolist(), (x.tolist() for x in graph.preds)
+        num_nodes = len(types)
+        self.all = (1 << num_nodes) - 1
+        self.of_type = [0] * len(graph.types)
+        self.reads = [0] * num_nodes
+        self.kin = [0] * num_nodes  # nodes of the same type on paths that lead to a node
+        before = [0] * num_nodes
+        self.layers: list[dict[int, int]] = [{} for _ in graph.types]  # by length of chain
+        for node, (t, chain) in enumerate(zip(types, chains(graph).tolist(), strict=True)):
+            for m in makers[ptr[node] : ptr[node + 1]]:
+                self.reads[node] |= 1 << m
+                before[node] |= before[m] | 1 << m
+            self.kin[node] = before[node] & self.of_type[t]
+            self.of_type[t] |= 1 << node
+            self.layers[t][chain] = self.layers[t].get(chain, 0) | 1 << node
+        self.layers = [dict(sorted(layers.items(), reverse=True)) for layers in self.layers]
+        self.succs = [0] * num_nodes
+        for node, reads in enumerate(self.reads):
+            for m in bits(reads):
+                self.succs[m] |= 1 << node
+
+    def bound(self, done: int) -> float:
+        """The least that what is left can cost."""
+        total = 0.0
+        for weight, layers in zip(self.weights, self.layers, strict=True):
+            for length, nodes in layers.items():
+                if nodes & ~done:
+                    total += weight * length
+                    break
+        return total
+
+    def moves(self, done: int) -> list[tuple[int, int]]:
+        """(type, set after running it) of the types worth running."""
+        found = []
+        left = self.all & ~done
+        ready = sum(1 << n for n in bits(left) if not self.reads[n] & left)
+        for t, nodes in enumerate(self.of_type):
+            run = nodes & ready
+            if not run:
+                continue
+            if all(self.kin[n] & left for n in bits(nodes & left & ~ready)):
+                return [(t, done | run)]  # all that could come next of type t is ready
+            found.append((t, done | run))
+        return found
+
+
+def bits(x: int) -> Iterator[int]:
+    """The places of the ones of a number."""
+    while x:
+        low = x & -x
+        yield low.bit_length() - 1
+        x ^= low
+
+
+def padded(ptr: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """int64[N, widest], the rows of a CSR pair, filled up with N."""
+    counts = np.diff(ptr)
+    table = np.full((len(counts), int(counts.max(initial=1))), len(counts))
+    row = np.repeat(np.arange(len(counts)), counts)
+    table[row, ranges(np.zeros(len(counts), np.int64), counts)] = index
+    return table
+
+
+beam, optimal = Beam(), Optimal()
