@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jedbatch._cells import differentiable
-from jedbatch._graph import distinct, ranges
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature, TableForm, capacity, find_stretches
 
 MAX_READERS = 4

@@ -19,7 +19,8 @@ need no enumeration, so any number of types will do.
 
 Many episodes run at once under `vmap`, their steps in a `lax.while_loop`. The frontier of this
 module and `Frontier` obey one rule: a node is ready if it has not run and all it reads has; a
-batch is all ready nodes of a type. Nodes that always run together count as one, so many times.
+batch is all ready nodes of a type. Nodes that always run together and have as much ahead of them
+count as one, so many times.
 """
 
 import functools
@@ -33,7 +34,7 @@ from tqdm.auto import tqdm
 
 from jedbatch._fsm import CODES, ENCODINGS, FAR, GAPS
 from jedbatch._graph import Graph
-from jedbatch._search import chains, padded, quotient
+from jedbatch._search import padded, quotient
 
 SLOTS = 1 << 13  # rows of the table
 KIN = 16  # nearest nodes of the same type looked at to find what could run next
@@ -69,7 +70,10 @@ class Problem(NamedTuple):
 
         Sizes are rounded up by classes that never occur, so that programs can be used again.
         """
-        small, of = quotient(graph)
+        height, turns = graph.height, graph.turns
+        ahead = np.stack([height, turns, graph.chain])
+        small, of = quotient(graph, np.unique(ahead, axis=1, return_inverse=True)[1])
+        _, first = np.unique(of, return_index=True)
         num_classes = len(small.node_type)
         count = np.zeros((num_classes, int(instance.max()) + 1), np.float32)
         np.add.at(count, (of, instance), 1)
@@ -92,9 +96,9 @@ class Problem(NamedTuple):
             grown(small.node_type),
             table(padded(*small.preds)),
             table(nearest_kin(small)),
-            grown(small.height),
-            grown(small.turns),
-            grown(chains(small)),
+            grown(height[first]),
+            grown(turns[first]),
+            grown(graph.chain[first]),
             grown(count),
             (weights / weights.mean()).astype(np.float32),
         )
@@ -127,6 +131,7 @@ class Seen(NamedTuple):
     top: Any  # longest path from a ready node, -1 if there is none
     many: Any  # ready nodes that begin such a path
     turning: Any  # those of them whose path goes on with another type
+    shortens: Any  # whether all longest chains begin in ready nodes
 
 
 def look(problem: Problem, count: Any, done: Any) -> Seen:
@@ -138,6 +143,8 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
     first = left & done[problem.kin].all(1)
     top = jnp.where(ready[:, None] & is_type, problem.height[:, None], -1).max(0)
     tallest = jnp.where(ready & (problem.height == top[problem.node_type]), count, 0.0)
+    chain = jnp.where(left[:, None] & is_type, problem.chain[:, None], 0).max(0)
+    longest = left & (problem.chain == chain[problem.node_type])
     return Seen(
         ready,
         left,
@@ -146,6 +153,7 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
         top,
         tallest @ per_type,
         (tallest * problem.turns) @ per_type,
+        ~(is_type & (longest & ~ready)[:, None]).any(0),
     )
 
 
@@ -154,21 +162,22 @@ def codes(seen: Seen) -> Any:
     n, on = seen.num_ready, seen.num_ready > 0
     more = (n > n[:, None]).sum(1)
     gap = seen.top.max() - seen.top
-    best = 2 * (seen.many == seen.many.max()) + (seen.turning == seen.turning.max())
+    turn = (seen.turning > 0).astype(int) + (seen.turning == seen.many)
+    rest = 3 * (seen.many == seen.many.max()) + turn
     low = (gap >= GAPS[0]).astype(int) + (gap >= GAPS[1])
     said = {
         "base": jnp.zeros_like(more),
         "max": (more == 0).astype(int),
         "sort": jnp.minimum(more, CODES - 1),
-        "phase": jnp.where(gap >= GAPS[2], FAR, 4 * low + best),
+        "phase": 2 * jnp.where(gap >= GAPS[2], FAR, 6 * low + rest) + seen.shortens,
     }
     return jnp.where(on, jnp.stack([said[name] for name in NAMES]), -1)
 
 
 def slot(code: Any, salt: Any) -> Any:
     """The row of the table for what is said about each type, int32[..., T]."""
-    mixed = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32)
-    return (mixed * np.uint32(2654435769)) >> np.uint32(32 - SLOTS.bit_length() + 1)
+    mixed = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32, keepdims=True)
+    return ((mixed * np.uint32(2654435769)) >> np.uint32(33 - SLOTS.bit_length()))[..., 0]
 
 
 def salts(num_types: int) -> np.ndarray:
@@ -242,7 +251,7 @@ def learning_round(
             jnp.zeros(max_steps + num_steps),
         )
         more = lambda carry: ~carry[1].all() & (carry[0] < max_steps)  # noqa: E731
-        i, done, cost, _, rows, actions, rewards = jax.lax.while_loop(more, step, start)
+        _, done, cost, _, rows, actions, rewards = jax.lax.while_loop(more, step, start)
         tried = jnp.where(table.tries > 0, table.value, -jnp.inf).max(1)
         ahead = jnp.append(jnp.where(jnp.isfinite(tried), tried, 0.0), 0.0)
         returns = discount**num_steps * ahead[rows[num_steps:]]
@@ -260,7 +269,7 @@ def learning_round(
     return Table(value, table.tries + times), cost[: len(chosen)]
 
 
-PATIENCE = 16  # rounds without improvement after which learning stops
+PATIENCE = 10  # rounds without improvement after which learning stops
 
 
 def q_learn(
@@ -271,7 +280,7 @@ def q_learn(
     key: jax.Array,
     *,
     episodes: int,
-    at_once: int = 32,
+    at_once: int = 16,
     steps: int = 8,
     rate: float = 0.1,
     alpha: float = 1.0,
@@ -289,8 +298,12 @@ def q_learn(
         are any, actions that are not among them have to be found by exploration, and otherwise
         every action is worth trying.
       key: for random numbers.
-      episodes, at_once: how many in all and in a round.
-      steps, rate, alpha, discount: see the equations of the module.
+      episodes: how many in all.
+      at_once: how many in a round.
+      steps: N of the equations of the module.
+      rate: of these equations.
+      alpha: of these equations.
+      discount: d of these equations.
       epsilon: share of random actions in the first round, and in the last fifth; it falls evenly.
       progress: whether to show a progress bar.
 

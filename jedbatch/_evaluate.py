@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jedbatch._cell import Cell, recording
-from jedbatch._graph import Graph, pointers
+from jedbatch._graph import Graph
 from jedbatch._instances import array_type
+from jedbatch._paths import pointers
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Callee
 from jedbatch._symbols import Value, row_index

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph import Graph, distinct, ranges
+from jedbatch._graph import Graph
+from jedbatch._paths import distinct, kinds_before, ranges
 from jedbatch.errors import NothingReadyError
 
 WIDE = 96  # nodes from which NumPy is faster than a loop
@@ -48,7 +49,9 @@ class Frontier:
             graph.node_type.tolist(),
         )
         self._ready: list[list[int]] = [[] for _ in graph.types]
-        self._tallest = [(0, -1, 0, 0)] * len(graph.types)  # (nodes looked at, `tallest`)
+        self._looked = [0] * len(graph.types)  # ready nodes of each type that `_look` has seen
+        self._tallest = [(-1, 0, 0)] * len(graph.types)
+        self._begun: list[dict[int, int]] = [{} for _ in graph.types]  # chains, by length
         self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
         self.num_left = np.bincount(graph.node_type, minlength=len(graph.types)).tolist()
         self._admit(np.flatnonzero(self._waiting == 0))
@@ -79,8 +82,13 @@ class Frontier:
                 f"{self.ready_types}. Return one of `frontier.ready_types`; "
                 "`help(jedbatch.errors.NothingReadyError)` says more."
             )
+        if "_ahead" in self.__dict__:
+            self._look(t)
+            chains_left = self._ahead[3][t]
+            for length, times in self._begun[t].items():
+                chains_left[length] -= times
+            self._looked[t], self._tallest[t], self._begun[t] = 0, (-1, 0, 0), {}
         self._ready[t] = []
-        self._tallest[t] = (0, -1, 0, 0)
         self.num_left[t] -= len(nodes)
         if len(nodes) < WIDE and not self._watchers:
             waiting, ptr, succ, type_of = self._few
@@ -110,23 +118,47 @@ class Frontier:
         Lengths are in edges, -1 if no node is ready. A node turns if the longest path goes on to
         a node of another type.
         """
-        seen, top, count, turning = self._tallest[t]
-        nodes = self._ready[t]
-        if seen < len(nodes):
-            height, turns = self._heights
-            for node in nodes[seen:] if seen else nodes:
-                h = height[node]
-                if h > top:
-                    top, count, turning = h, 1, turns[node]
-                elif h == top:
-                    count += 1
-                    turning += turns[node]
-            self._tallest[t] = len(nodes), top, count, turning
-        return top, count, turning
+        self._look(t)
+        return self._tallest[t]
+
+    def shortens(self, t: int) -> bool:
+        """Whether all longest chains of type t that are left begin in nodes that are ready.
+
+        Then the lower bound on what is left is one batch less when type t has run.
+        """
+        self._look(t)
+        chains_left = self._ahead[3][t]
+        while chains_left and not chains_left[-1]:
+            chains_left.pop()
+        longest = len(chains_left) - 1
+        return longest >= 0 and self._begun[t].get(longest, 0) == chains_left[longest]
 
     @functools.cached_property
-    def _heights(self) -> tuple[list[int], list[bool]]:
-        return self.graph.height.tolist(), self.graph.turns.tolist()
+    def _ahead(self) -> tuple[list[int], list[bool], list[int], list[list[int]]]:
+        """(height, turns and chain of each node, how many chains of each type have each length)."""
+        graph = self.graph
+        self._require_start()
+        chain = graph.chain
+        left = [np.bincount(chain[graph.node_type == t]).tolist() for t in range(len(graph.types))]
+        return graph.height.tolist(), graph.turns.tolist(), chain.tolist(), left
+
+    def _look(self, t: int) -> None:
+        """Looks at the ready nodes of type t that are new."""
+        nodes, seen = self._ready[t], self._looked[t]
+        if seen == len(nodes):
+            return
+        height, turns, chain, _ = self._ahead
+        top, count, turning = self._tallest[t]
+        begun = self._begun[t]
+        for node in nodes[seen:] if seen else nodes:
+            if (h := height[node]) > top:
+                top, count, turning = h, 1, turns[node]
+            elif h == top:
+                count += 1
+                turning += turns[node]
+            c = chain[node]
+            begun[c] = begun.get(c, 0) + 1
+        self._looked[t], self._tallest[t] = len(nodes), (top, count, turning)
 
     def num_next(self, t: int) -> int:
         """|Frontier(G^t)|: nodes of type t left with no other of type t left before them."""
@@ -137,10 +169,13 @@ class Frontier:
         return self._depths.sums[t] / self.num_left[t]
 
     def _watch(self, watcher: Any) -> Any:
-        if sum(self.num_left) != len(self.graph.node_type):
-            raise RuntimeError("ask for what the frontier tracks before the first batch runs")
+        self._require_start()
         self._watchers.append(watcher)
         return watcher
+
+    def _require_start(self) -> None:
+        if sum(self.num_left) != len(self.graph.node_type):
+            raise RuntimeError("ask for what the frontier tracks before the first batch runs")
 
     @functools.cached_property
     def _chains(self) -> "_Chains":
@@ -179,15 +214,14 @@ class _Chains:
         self.node_type = graph.node_type
         self.blockers: dict[int, np.ndarray] = {}
         self.sizes: dict[int, int] = {}
-        maker, reader = graph.edges
         for types in graph.circles:
-            if len(types) == 1:
-                blocks = {types[0]: self.node_type[maker] == types[0]}
-            else:
-                chain = graph.chain_lengths(types)
-                blocks = {a: chain[maker, c] > 0 for c, a in enumerate(types)}
-            for a, blocking in blocks.items():
-                count = np.bincount(reader[blocking], minlength=len(self.node_type))
+            nodes, place, (maker, reader) = graph.inside(types)
+            met = kinds_before(place[self.node_type[nodes]], maker, reader)
+            for a in types:
+                bit = int(place[a])
+                blocks = np.array([x >> bit & 1 for x in met], bool)
+                count = np.zeros(len(self.node_type), np.int64)
+                count[nodes] = np.bincount(reader[blocks[maker]], minlength=len(nodes))
                 self.blockers[a] = count
                 self.sizes[a] = int(np.count_nonzero((count == 0) & (self.node_type == a)))
         self.relayed = {a for types in graph.circles if len(types) > 1 for a in types}

@@ -9,8 +9,9 @@ and looks up what to run:
     sort   and their order by the number of ready nodes (equal ones share a place)
     phase  and how far each has come: how much shorter than the longest path left is the longest
            that begins in one of its ready nodes (0, 1, 2 to 3, or more edges: tallest, low, lower,
-           far); which has most nodes at the top of its own longest paths (many); and which has
-           most of those whose path goes on with another type (turning)
+           far); which has most nodes that begin such a path (many); and whether the paths of all
+           of these, some or none go on with another type (turning, mixed, steady); and whether
+           all longest chains of the type begin in ready nodes (sure: the bound will fall)
 
 The first three are those of ED-Batch. They cannot tell the beginning of a computation from its
 end: if the roles of two types are swapped half way, what was right becomes wrong. `phase` can.
@@ -42,7 +43,7 @@ from jedbatch._schedule import Schedule, agenda, by_component, critical, height,
 
 FORMAT = "jedbatch policy, version 1"
 FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
-CODES = 16  # what an encoding may say about a type
+CODES = 64  # what an encoding may say about a type
 
 Code = tuple[int, ...]  # for each ready type, CODES * its number + what is said about it
 Encoder = Callable[[Frontier, Sequence[int]], list[int]]
@@ -68,21 +69,21 @@ def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
 
 
 GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower, far
-FAR = 4 * len(GAPS)
+FAR = 18
 
 
 def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """4 * (0 if tallest, 1 if low, 2 if lower) + 2 * many + turning; or FAR."""
+    """2 * (6 * (tallest, low, lower) + 3 * many + (steady, mixed, turning), or FAR) + sure."""
     seen = [frontier.tallest(t) for t in ready]
-    tops, counts, turns = zip(*seen, strict=True)
-    top, most_nodes, most_turning = max(tops), max(counts), max(turns)
+    top, most_nodes = max(h for h, _, _ in seen), max(n for _, n, _ in seen)
     return [
-        FAR
+        2 * FAR + sure
         if top - h >= GAPS[2]
-        else 4 * ((top - h >= GAPS[0]) + (top - h >= GAPS[1]))
-        + 2 * (n == most_nodes)
-        + (k == most_turning)
-        for h, n, k in seen
+        else 12 * ((top - h >= GAPS[0]) + (top - h >= GAPS[1]))
+        + 6 * (n == most_nodes)
+        + 2 * ((k > 0) + (k == n))
+        + sure
+        for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
     ]
 
 
@@ -93,12 +94,13 @@ WORDS: dict[str, dict[int, str]] = {
     "max": {0: "", 1: "most"},
     "sort": dict(enumerate(PLACES)),
     "phase": {
-        4 * g + 2 * m + k: " ".join(filter(None, [gap, "many" * m, "turning" * k]))
+        12 * g + 6 * m + 2 * k + b: " ".join(filter(None, [gap, "many" * m, turn, "sure" * b]))
         for g, gap in enumerate(("tallest", "low", "lower"))
         for m in (0, 1)
-        for k in (0, 1)
+        for k, turn in enumerate(("steady", "mixed", "turning"))
+        for b in (0, 1)
     }
-    | {FAR: "far"},
+    | {2 * FAR: "far", 2 * FAR + 1: "far sure"},
 }
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch._paths import longest_chains, longest_paths, pointers
+
 FORMAT = "jedbatch graph, version 1"
 
 
@@ -115,32 +117,6 @@ class InputRows:
 
     def __len__(self) -> int:
         return 1 if self.rows is None else len(self.rows)
-
-
-def pointers(counts: np.ndarray) -> np.ndarray:
-    """Row pointers of a CSR pair from the length of each row: int64[len + 1]."""
-    ptr = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ptr[1:])
-    return ptr
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The ranges `starts[i], …, starts[i] + counts[i] - 1` one after the other."""
-    ends = counts.cumsum()
-    index = (starts - ends + counts).repeat(counts)
-    index += np.arange(len(index))
-    return index
-
-
-def distinct(indices: np.ndarray) -> np.ndarray:
-    """The indices ascending, each once (`np.unique` costs five times as much on a few)."""
-    if len(indices) < 2:
-        return indices
-    indices = np.sort(indices)
-    first = np.empty(len(indices), bool)
-    first[0] = True
-    np.not_equal(indices[1:], indices[:-1], out=first[1:])
-    return indices[first]
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,31 +364,44 @@ class Graph:
         """
         rank = np.zeros(len(self.node_type), np.int32)
         for types in self.circles:
-            chain = self.chain_lengths(types)
-            for c, t in enumerate(types):
-                mine = np.flatnonzero(self.node_type == t)
-                rank[mine] = chain[mine, c] - 1
+            nodes, place, edges = self.inside(types)
+            rank[nodes] = longest_chains(place[self.node_type[nodes]], *edges) - 1
         return rank
+
+    @functools.cached_property
+    def chain(self) -> np.ndarray:
+        """int32[N], nodes of its own type on the longest chain that begins in each node.
+
+        The node itself counts; paths may lead through other types.
+        """
+        chain = np.ones(len(self.node_type), np.int32)
+        for types in self.circles:
+            nodes, place, (maker, reader) = self.inside(types)
+            kind = place[self.node_type[nodes]][::-1]
+            last = len(nodes) - 1
+            chain[nodes[::-1]] = longest_chains(kind, last - reader[::-1], last - maker[::-1])
+        return chain
+
+    def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
+        """(nodes of these types, place of each type among them, edges between these nodes)."""
+        place = np.full(len(self.types), -1, np.int32)
+        place[types] = np.arange(len(types))
+        mine = place[self.node_type] >= 0
+        index = np.cumsum(mine, dtype=np.int32) - np.int32(1)
+        maker, reader = self.edges
+        inside = mine[maker] & mine[reader]
+        return np.flatnonzero(mine), place, (index[maker[inside]], index[reader[inside]])
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
         """int32[N], edges on the longest path that ends in each node; 0 if it reads no node."""
-        depth = [0] * len(self.node_type)
-        maker, reader = self.edges  # by reader, so that depths of makers are final
-        for m, r in zip(maker.tolist(), reader.tolist(), strict=True):
-            if depth[r] <= depth[m]:
-                depth[r] = depth[m] + 1
-        return np.array(depth, np.int32)
+        return longest_paths(len(self.node_type), *self.edges)
 
     @functools.cached_property
     def height(self) -> np.ndarray:
         """int32[N], edges on the longest path that begins in each node; 0 if nobody reads it."""
-        height = [0] * len(self.node_type)
         maker, reader = self.edges
-        for m, r in zip(maker[::-1].tolist(), reader[::-1].tolist(), strict=True):
-            if height[m] <= height[r]:
-                height[m] = height[r] + 1
-        return np.array(height, np.int32)
+        return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
 
     @functools.cached_property
     def turns(self) -> np.ndarray:
@@ -470,55 +459,13 @@ class Graph:
         The types of the part are numbered by their place in `types`, and named by their labels.
         Heights are those of the whole graph.
         """
-        place = np.full(len(self.types), -1, np.int32)
-        place[types] = np.arange(len(types))
-        node_type = place[self.node_type]
-        nodes = np.flatnonzero(node_type >= 0)
-        index = np.cumsum(node_type >= 0) - 1
-        maker, reader = self.edges
-        inside = (node_type[maker] >= 0) & (node_type[reader] >= 0)
-        maker, reader = index[maker[inside]].astype(np.int32), index[reader[inside]]
+        nodes, place, (maker, reader) = self.inside(types)
         ptr = pointers(np.bincount(reader, minlength=len(nodes)))
         names = tuple(NodeType(self.labels[t]) for t in types)
-        part = Graph(names, node_type[nodes], ptr, maker)
+        part = Graph(names, place[self.node_type[nodes]], ptr, maker)
         part.__dict__["preds"] = ptr, maker
         part.__dict__["height"] = self.height[nodes]
         return nodes, part
-
-    def chain_lengths(self, types: Sequence[int]) -> np.ndarray:
-        """int32[N, len(types)]: most nodes of each type on a path that ends in a node, itself too.
-
-        Only nodes of these types count and pass on; others have 0. `types` must be one of
-        `circles`, so that no path between them leads through another type.
-        """
-        column = np.full(len(self.types), -1)
-        column[types] = np.arange(len(types))
-        column = column[self.node_type]
-        mine = np.flatnonzero(column >= 0)
-        place = np.empty(len(column), np.int32)
-        place[mine] = np.arange(len(mine))
-        maker, reader = self.edges
-        kept = np.flatnonzero((column[maker] >= 0) & (column[reader] >= 0))
-        maker, reader = place[maker[kept]], place[reader[kept]]
-        pred_ptr = pointers(np.bincount(reader, minlength=len(mine)))
-        succ_ptr = pointers(np.bincount(maker, minlength=len(mine)))
-        succ = reader[np.argsort(maker, kind="stable")]
-        num_preds, num_succ = np.diff(pred_ptr), np.diff(succ_ptr)
-        chain = np.zeros((len(mine), len(types)), np.int32)
-        chain[np.arange(len(mine)), column[mine]] = 1
-        waiting = num_preds.copy()  # int64: `subtract.at` is slow when it casts
-        nodes = np.flatnonzero(waiting == 0)
-        while len(nodes):
-            reached = succ[ranges(succ_ptr[nodes], num_succ[nodes])]
-            np.subtract.at(waiting, reached, 1)
-            nodes = distinct(reached[waiting[reached] == 0])
-            if len(nodes):
-                counts = num_preds[nodes]
-                makers = maker[ranges(pred_ptr[nodes], counts)]
-                chain[nodes] += np.maximum.reduceat(chain[makers], counts.cumsum() - counts)
-        whole = np.zeros((len(column), len(types)), np.int32)
-        whole[mine] = chain
-        return whole
 
     def check(self) -> None:
         """Raises `ValueError` unless every invariant of the class holds."""

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jedbatch._graph import Graph, pointers, ranges
+from jedbatch._graph import Graph
+from jedbatch._paths import pointers, ranges
 from jedbatch._schedule import Schedule
 
 CHUNK = 9e5  # floating-point operations a core does while a chunk is started

@@ -6,9 +6,10 @@ wanted is a rule that finds them at once for graphs not seen before. `learn` mak
 - for every encoding, what it can imitate of the best heuristic and of beam search (`imitate`);
 - Q-learning over every encoding, begun from the better imitation (`q_learn`);
 
-counts the batches of each on the training instances and on instances held back, and returns the
-best: of equals, the one with the fewest entries. If imitation reaches the certified bound, nothing
-else is tried.
+counts the batches of each on the training instances, on instances held back and on random parts of
+both, and returns the best. What is better by less than a hundredth is not known to be better: then
+it is the imitation of a heuristic that is returned, and of equals the one with the fewest entries.
+If imitation reaches the certified bound, nothing else is tried.
 
 Budgets are counted in episodes, not in seconds, and random numbers come from an explicit key: the
 same graphs give the same policy.
@@ -36,6 +37,8 @@ from jedbatch._search import Beam, same_weights
 
 Objective = Callable[[Graph], np.ndarray]
 MOST = 32  # instances learned from, and as many at most held back
+TRIALS = 8  # random halves of all instances that candidates are judged by
+MARGIN = 0.99  # what is not this much better is taken for as good
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def learn(
     graphs: Graph | Sequence[Graph],
     *,
     encoding: str | None = None,
-    episodes: int = 1024,
+    episodes: int = 512,
     teachers: bool = True,
     key: Any = 0,
     objective: Objective | None = None,
@@ -212,6 +215,10 @@ class _Race:
         ]
         self.whole = self.training[0]
         self.held_back = Graph.select(parts[:num_held] or learned)
+        known = parts[: num_held + MOST]
+        half = (len(known) + 1) // 2
+        drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(TRIALS)]
+        self.trials = [Graph.select([known[i] for i in some]) for some in drawn]
         self.num_instances = len(learned), num_held
         self.objective = objective
         self.bound = self._bound(self.whole), self._bound(self.held_back)
@@ -220,6 +227,7 @@ class _Race:
         self.labels = [self.whole.labels[t] for t in self.present]
         self.entries: list[Entry] = []
         self.machines: dict[str, FSM] = {}
+        self.totals: dict[str, float] = {}  # what the machines cost in all
         self.curves: dict[str, list[tuple[int, float]]] = {}
         for policy in HEURISTICS:
             self._enter(policy.__name__, functools.partial(schedule, policy=policy))
@@ -269,6 +277,8 @@ class _Race:
         machine = FSM.of(encoding, self.labels, table, moves, self.fallback)
         self._enter(name, machine.schedule, sum(len(state.when) for state in machine.states))
         self.machines[name] = machine
+        trials = sum(self._cost(machine.schedule(graph), graph) for graph in self.trials)
+        self.totals[name] = trials + self.entries[-1].training + self.entries[-1].held_back
 
     def run(self, encodings: list[str], episodes: int, teachers: bool, progress: bool) -> None:
         """Enters candidates until one reaches the bound."""
@@ -288,7 +298,9 @@ class _Race:
 
     def at_bound(self) -> bool:
         """Whether the best machine needs no more than the certified bound."""
-        return bool(self.machines) and self.best().training <= self.bound[0] + 1e-6
+        return any(
+            e.name in self.machines and e.training <= self.bound[0] + 1e-6 for e in self.entries
+        )
 
     def imitate(self, encoding: str, teacher: str, policy: Any) -> None:
         """Enters what an encoding can copy of a teacher: what it does most often in each state."""
@@ -304,8 +316,9 @@ class _Race:
     def q_learn(self, encoding: str, episodes: int, progress: bool) -> None:
         """Enters what Q-learning makes of the best imitation; without one, of nothing."""
         name = f"FSM {encoding} by Q-learning"
-        mine = [e for e in self.entries if e.name.startswith(f"FSM {encoding} ")]
-        begun = self.machines[min(mine, key=self._rank).name].table if mine else {}
+        begun: dict[Code, int] = {}
+        if f"FSM {encoding} after {self.fallback}" in self.machines:
+            begun = self.machines[self.best(f"FSM {encoding} ")].table
         instance = np.repeat(np.arange(self.whole.num_instances), np.diff(self.whole.node_ptr))
         learned: list[tuple[list[int], Table]] = []
         self.curves[name] = []
@@ -342,16 +355,20 @@ class _Race:
 
         self._add(name, encoding, decide)
 
-    def best(self) -> Entry:
-        """The best machine so far."""
-        return min((e for e in self.entries if e.name in self.machines), key=self._rank)
+    def best(self, prefix: str = "") -> str:
+        """The best machine so far of those whose names begin like this."""
+        size = {e.name: e.size for e in self.entries}
+        names = [name for name in self.machines if name.startswith(prefix)]
+        order = sorted(names, key=lambda name: (self.totals[name], size[name]))
+        safe = next((n for n in order if n.endswith(f" after {self.fallback}")), order[0])
+        return order[0] if self.totals[order[0]] < MARGIN * self.totals[safe] else safe
 
     def result(self, seconds: float) -> FSM:
         """The best machine with a report."""
-        first = self.best()
-        rest = sorted((e for e in self.entries if e is not first), key=self._rank)
-        report = Report((first, *rest), self.bound, self.num_instances, seconds, dict(self.curves))
-        return dataclasses.replace(self.machines[first.name], report=report)
+        best = self.best()
+        entries = sorted(self.entries, key=lambda e: (e.name != best, *self._rank(e)))
+        report = Report(tuple(entries), self.bound, self.num_instances, seconds, dict(self.curves))
+        return dataclasses.replace(self.machines[best], report=report)
 
 
 def walk(lesson: Lesson, encoding: str, decide: Decide) -> Iterator[tuple[Code, int]]:

@@ -38,7 +38,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jedbatch._frontier import Frontier
-from jedbatch._graph import Graph, pointers
+from jedbatch._graph import Graph
+from jedbatch._paths import pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,12 +211,14 @@ def height(frontier: Frontier) -> int:
 
 
 def critical(frontier: Frontier) -> int:
-    """The type with the most ready nodes from which a longest path begins.
+    """The type that certainly makes progress and is most urgent.
 
-    As `height`, which leaves open what to do while several types have such nodes; that is most
-    of the time in large minibatches. The smallest id among equals.
+    A type that shortens all its longest chains (`Frontier.shortens`) goes before one that does
+    not; then the one with the longest path from a ready node; then the one with most such nodes.
+    `height` alone leaves open what to do while several types are equally tall, which is most of
+    the time in large minibatches. The smallest id among equals.
     """
-    return max(frontier.ready_types, key=frontier.tallest)
+    return max(frontier.ready_types, key=lambda t: (frontier.shortens(t), frontier.tallest(t)))
 
 
 def sufficient(frontier: Frontier) -> int:

@@ -27,36 +27,29 @@ from typing import Any
 import numpy as np
 
 from jedbatch._frontier import Frontier
-from jedbatch._graph import Graph, ranges
+from jedbatch._graph import Graph
+from jedbatch._paths import ranges
 from jedbatch._schedule import Schedule, by_component, by_rank
 
 
-def quotient(graph: Graph) -> tuple[Graph, np.ndarray]:
-    """Counts nodes that always run together as one: (bare graph of classes, class int32[N])."""
+def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.ndarray]:
+    """Counts nodes that always run together as one: (bare graph of classes, class int32[N]).
+
+    Nodes of a class also agree in `mark`, int[N], if it is given.
+    """
     ptr, makers = (x.tolist() for x in graph.preds)
     of = [0] * len(graph.node_type)
     classes: dict[tuple[int, ...], int] = {}
-    for node, t in enumerate(graph.node_type.tolist()):
+    kinds = graph.node_type if mark is None else graph.node_type + len(graph.types) * mark
+    for node, kind in enumerate(kinds.tolist()):
         read = sorted({of[m] for m in makers[ptr[node] : ptr[node + 1]]})
-        of[node] = classes.setdefault((t, *read), len(classes))
+        of[node] = classes.setdefault((kind, *read), len(classes))
     found = Graph.from_dag(
-        [key[0] for key in classes],
+        [key[0] % len(graph.types) for key in classes],
         [key[1:] for key in classes],
         names=[t.name for t in graph.types],
     )
     return found, np.array(of, np.int32)
-
-
-def chains(graph: Graph) -> np.ndarray:
-    """int32[N], nodes of its own type on the longest chain that begins in each node, itself too."""
-    chain = np.zeros((len(graph.node_type), len(graph.types)), np.int32)
-    ptr, readers = graph.succs
-    for node in range(len(chain) - 1, -1, -1):
-        after = readers[ptr[node] : ptr[node + 1]]
-        if len(after):
-            chain[node] = chain[after].max(0)
-        chain[node, graph.node_type[node]] += 1
-    return chain[np.arange(len(chain)), graph.node_type]
 
 
 def replay(graph: Graph, types: Sequence[int], policy: str = "", bound: float = 0) -> Schedule:
@@ -101,7 +94,7 @@ class Beam:
         num_nodes, num_types = len(small.node_type), len(small.types)
         is_type = small.node_type == np.arange(num_types)[:, None]
         reads = padded(*small.preds)
-        chain, height = chains(small), small.height + 1
+        chain, height = small.chain, small.height + 1
         mass = np.bincount(of) * np.exp2(height - float(height.max()))
         digest = np.random.default_rng(0).integers(1, 1 << 62, num_nodes)
 
@@ -119,8 +112,8 @@ class Beam:
             fresh = np.append(True, np.diff(after[order, :-1] @ digest) != 0)
             parent, move, cost, after = (x[order[fresh]] for x in (parent, move, cost, after))
             left = ~after[:, :-1]
-            bound = sum(w * (left * (chain * mine)).max(1) for w, mine in zip(weights, is_type, strict=True))
-            promise = cost + bound + weights.mean() * (left * height).max(1)
+            longest = [(left * (chain * mine)).max(1) for mine in is_type]
+            promise = cost + weights @ longest + weights.mean() * (left * height).max(1)
             kept = np.lexsort((left @ mass, promise))[: self.width]
             done, spent = after[kept], cost[kept]
             moves.append((parent[kept], move[kept]))
@@ -213,7 +206,7 @@ class _Game:
         self.kin = [0] * num_nodes  # nodes of the same type on paths that lead to a node
         before = [0] * num_nodes
         self.layers: list[dict[int, int]] = [{} for _ in graph.types]  # by length of chain
-        for node, (t, chain) in enumerate(zip(types, chains(graph).tolist(), strict=True)):
+        for node, (t, chain) in enumerate(zip(types, graph.chain.tolist(), strict=True)):
             for m in makers[ptr[node] : ptr[node + 1]]:
                 self.reads[node] |= 1 << m
                 before[node] |= before[m] | 1 << m

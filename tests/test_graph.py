@@ -7,7 +7,8 @@ from helpers import assert_close, check, random_dag
 
 import jedbatch
 from jedbatch import Graph
-from jedbatch._graph import InputRows, NodeType, ValueType, distinct, pointers, ranges
+from jedbatch._graph import InputRows, NodeType, ValueType
+from jedbatch._paths import distinct, pointers, ranges
 
 
 def ancestors(preds):

@@ -10,6 +10,7 @@ import jedbatch
 PACKAGE = Path(jedbatch.__file__).parent
 ORDER = [
     "errors",
+    "_paths",
     "_graph",
     "_frontier",
     "_schedule",
@@ -71,7 +72,7 @@ def test_models_and_data_use_public_names():
 
 
 def test_planning_imports_numpy_only():
-    for module in ("_graph", "_frontier", "_schedule", "_search", "_fsm", "_layout"):
+    for module in ("_paths", "_graph", "_frontier", "_schedule", "_search", "_fsm", "_layout"):
         text = (PACKAGE / f"{module}.py").read_text()
         assert "jax" not in {
             line.split()[1].split(".")[0]
