@@ -33,7 +33,9 @@ PUBLISHED = {
 
 def learned(graphs: list[Graph]) -> dict[str, tuple[FSM, float]]:
     """(policy, seconds it took to learn) by name."""
-    makers = {f"Q {e}": {"encoding": e, "teachers": False} for e in ("base", "max", "sort", "phase")}
+    makers = {
+        f"Q {e}": {"encoding": e, "teachers": False} for e in ("base", "max", "sort", "phase")
+    }
     makers |= {"distilled": {"episodes": 0}, "learned": {}}
     found = {}
     for name, options in makers.items():

@@ -65,8 +65,10 @@ class Problem(NamedTuple):
     weights: Any
 
     @staticmethod
-    def of(graph: Graph, instance: np.ndarray, weights: np.ndarray) -> "Problem":
-        """The problem of a bare graph whose nodes belong to these instances.
+    def of(
+        graph: Graph, instance: np.ndarray, num_instances: int, weights: np.ndarray
+    ) -> "Problem":
+        """The problem of a bare graph whose nodes belong to these of so many instances.
 
         Sizes are rounded up by classes that never occur, so that programs can be used again.
         """
@@ -75,7 +77,7 @@ class Problem(NamedTuple):
         small, of = quotient(graph, np.unique(ahead, axis=1, return_inverse=True)[1])
         _, first = np.unique(of, return_index=True)
         num_classes = len(small.node_type)
-        count = np.zeros((num_classes, int(instance.max()) + 1), np.float32)
+        count = np.zeros((num_classes, num_instances), np.float32)
         np.add.at(count, (of, instance), 1)
         size = max(64, 1 << (num_classes - 1).bit_length())
         if num_classes <= size * 3 // 4:

@@ -13,7 +13,8 @@ some 20 µs for the calls that a batch takes, whatever its size; a loop in Pytho
 node. So narrow batches are run by a loop, wide ones by NumPy, on the same arrays.
 
 What policies may want to know beyond the number of ready nodes is computed when it is first asked
-for: heights, and how many nodes could run next if only one type counted (`num_next`).
+for and kept up to date from then on: heights, longest chains, and how many nodes could run next if
+only one type counted (`num_next`).
 """
 
 import functools
@@ -65,6 +66,14 @@ class Frontier:
     def ready_types(self) -> list[int]:
         """Ids of the types with ready nodes, ascending."""
         return [t for t, nodes in enumerate(self._ready) if nodes]
+
+    @property
+    def left(self) -> np.ndarray:
+        """bool[N], the nodes that have not run."""
+        left = self._waiting > 0
+        for nodes in self._ready:
+            left[nodes] = True
+        return left
 
     def readers(self, nodes: np.ndarray) -> np.ndarray:
         """The readers of the nodes, one entry per edge."""
@@ -136,11 +145,13 @@ class Frontier:
     @functools.cached_property
     def _ahead(self) -> tuple[list[int], list[bool], list[int], list[list[int]]]:
         """(height, turns and chain of each node, how many chains of each type have each length)."""
-        graph = self.graph
-        self._require_start()
+        graph, left = self.graph, self.left
         chain = graph.chain
-        left = [np.bincount(chain[graph.node_type == t]).tolist() for t in range(len(graph.types))]
-        return graph.height.tolist(), graph.turns.tolist(), chain.tolist(), left
+        lengths = [
+            np.bincount(chain[left & (graph.node_type == t)]).tolist()
+            for t in range(len(graph.types))
+        ]
+        return graph.height.tolist(), graph.turns.tolist(), chain.tolist(), lengths
 
     def _look(self, t: int) -> None:
         """Looks at the ready nodes of type t that are new."""
@@ -169,13 +180,8 @@ class Frontier:
         return self._depths.sums[t] / self.num_left[t]
 
     def _watch(self, watcher: Any) -> Any:
-        self._require_start()
         self._watchers.append(watcher)
         return watcher
-
-    def _require_start(self) -> None:
-        if sum(self.num_left) != len(self.graph.node_type):
-            raise RuntimeError("ask for what the frontier tracks before the first batch runs")
 
     @functools.cached_property
     def _chains(self) -> "_Chains":
@@ -192,8 +198,8 @@ class _Depths:
     def __init__(self, frontier: Frontier):
         graph = frontier.graph
         self.depth = graph.depth
-        sums = np.bincount(graph.node_type, weights=self.depth, minlength=len(graph.types))
-        self.sums = sums.tolist()
+        depth = self.depth * frontier.left
+        self.sums = np.bincount(graph.node_type, depth, len(graph.types)).tolist()
 
     def __call__(self, t: int, nodes: np.ndarray, reached: np.ndarray) -> None:
         self.sums[t] -= int(self.depth[nodes].sum())
@@ -214,16 +220,21 @@ class _Chains:
         self.node_type = graph.node_type
         self.blockers: dict[int, np.ndarray] = {}
         self.sizes: dict[int, int] = {}
+        left = frontier.left
         for types in graph.circles:
-            nodes, place, (maker, reader) = graph.inside(types)
-            met = kinds_before(place[self.node_type[nodes]], maker, reader)
+            place = np.full(len(graph.types), -1)
+            place[types] = np.arange(len(types))
+            kind = np.where(left, place[self.node_type], -1)
+            maker, reader = (end[left[graph.edges[0]]] for end in graph.edges)
+            inside = (kind[maker] >= 0) & (kind[reader] >= 0)
+            maker, reader = maker[inside], reader[inside]
+            met = kinds_before(np.maximum(kind, 0), maker, reader)
             for a in types:
                 bit = int(place[a])
                 blocks = np.array([x >> bit & 1 for x in met], bool)
-                count = np.zeros(len(self.node_type), np.int64)
-                count[nodes] = np.bincount(reader[blocks[maker]], minlength=len(nodes))
+                count = np.bincount(reader[blocks[maker]], minlength=len(kind))
                 self.blockers[a] = count
-                self.sizes[a] = int(np.count_nonzero((count == 0) & (self.node_type == a)))
+                self.sizes[a] = int(np.count_nonzero((count == 0) & left & (self.node_type == a)))
         self.relayed = {a for types in graph.circles if len(types) > 1 for a in types}
 
     def num_next(self, a: int) -> int:

@@ -253,8 +253,6 @@ class FSM:
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]
         frontier, fallback = Frontier(graph), FALLBACKS[self.fallback]
-        if fallback in (sufficient, agenda):
-            fallback(frontier)  # asked now, so that the frontier keeps track of what they need
         types, batches, unseen, left = [], [], 0, len(graph.node_type)
         while left:
             ready = frontier.ready_types

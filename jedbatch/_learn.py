@@ -328,7 +328,7 @@ class _Race:
             self.key, key = jax.random.split(self.key)
             weights = self.objective(x.graph)
             table, curve = q_learn(
-                Problem.of(x.graph, instance[x.nodes], weights),
+                Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights),
                 encoding,
                 self.takes_part,
                 [

@@ -82,8 +82,11 @@ def test_what_the_frontier_says(seed):
     for n in range(16):
         before.append(set(preds[n]).union(*(before[p] for p in preds[n])))
         depth.append(max((depth[p] + 1 for p in preds[n]), default=0))
+    chain = [0] * 16
     for n in reversed(range(16)):
         height[n] = max((height[s] + 1 for s in succs[n]), default=0)
+        after = [m for m in range(16) if n in before[m] and types[m] == types[n]]
+        chain[n] = 1 + max((chain[m] for m in after), default=0)
 
     frontier, done = policies.Frontier(graph), set()
     rng = np.random.default_rng(seed)
@@ -104,6 +107,9 @@ def test_what_the_frontier_says(seed):
                 any(height[s] == top - 1 and types[s] != t for s in succs[n]) for n in tallest
             ]
             assert frontier.tallest(t) == (top, len(tallest), sum(turning))
+            longest = max(chain[n] for n in mine)
+            begins = {n for n in mine if chain[n] == longest}
+            assert frontier.shortens(t) == begins.issubset(ready)
         done.update(frontier.run(int(rng.choice(frontier.ready_types))))
 
 
@@ -190,3 +196,23 @@ def test_printing():
     assert "in 3 batches (agenda)" in str(
         schedule(Graph.from_dag([0, 0, 1], [[], [0], [0, 1]]), policies.agenda)
     )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_frontier_can_be_asked_at_any_time(seed):
+    """What is asked for late is what was kept up to date from the beginning."""
+    graph = random_graph(seed, num_nodes=30)
+    rng = np.random.default_rng(seed)
+    early, late = policies.Frontier(graph), policies.Frontier(graph)
+
+    def ask(frontier):
+        ready = frontier.ready_types
+        numbers = [[f(t) for f in (frontier.num_next, frontier.mean_depth)] for t in ready]
+        return ready, numbers, [(frontier.tallest(t), frontier.shortens(t)) for t in ready]
+
+    ask(early)
+    for _ in range(int(rng.integers(0, len(schedule(graph))))):
+        t = int(rng.choice(early.ready_types))
+        assert sorted(early.run(t)) == sorted(late.run(t))
+    if early.ready_types:
+        assert ask(early) == ask(late)
