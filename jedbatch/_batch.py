@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from jedbatch._adaptive import Adaptive
 from jedbatch._cells import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._execute import EXECUTORS, differentiable_run
+from jedbatch._fsm import FSM
 from jedbatch._graph import Graph, InputRows, ValueType
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._layout import assign_lanes
+from jedbatch._learn import learn
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed, Signature, forward_table
 from jedbatch._registry import NUMBERS
@@ -38,8 +41,7 @@ BLOCK = 64  # results taken out of an array at a time
 class Batched:
     """A function of many instances, made by `batch`.
 
-    Attributes:
-      policy: what chooses the batches; None for the best heuristic of each minibatch.
+    Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
     """
 
     def __init__(self, fn, in_axes, out_axes, policy, executor, key, cache_size):
@@ -48,7 +50,7 @@ class Batched:
         self._fn = fn
         self._in_axes = in_axes
         self._out_axes = out_axes
-        self.policy = policy
+        self._policy: Any = Adaptive() if policy is None else policy
         self._executor = executor
         self._key = key
         self._cache_size = cache_size
@@ -59,6 +61,39 @@ class Batched:
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
         return sum(sum(s.compilations.values()) for s in self._sessions.values())
+
+    @property
+    def policy(self) -> Policy | None:
+        """What chooses the batches: what was given, or else what was learned.
+
+        Without a policy of its own, a batched function learns one when the first minibatch is
+        planned that needs it; before it is None. A policy can be assigned at any time; it holds
+        for the plans made from then on.
+        """
+        return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._policy = Adaptive() if policy is None else checked_policy(policy)
+
+    def learn(self, *args: Any, **options: Any) -> FSM:
+        """Learns a policy from instances and uses it for the plans made from then on.
+
+        Args:
+          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s. 32 instances are
+            plenty.
+          **options: see `jedbatch.learn`.
+
+        Returns:
+          The policy: print it, print its `report`, `save` it.
+        """
+        shared, instances = self._arguments(args)
+        session, _ = self._session(shared)
+        with self._planning:
+            records, *_ = self._records(session, instances)
+            graph = Graph.select([(r.whole, r.index) for r in records])
+        self.policy = policy = learn(graph, **options)
+        return policy
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function on all instances.
@@ -220,7 +255,7 @@ class Batched:
         clock.append(time.perf_counter())
         graph = Graph.select([(r.whole, r.index) for r in records])
         clock.append(time.perf_counter())
-        batches = schedule(graph, self.policy)
+        batches = schedule(graph, self._policy)
         clock.append(time.perf_counter())
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(session.kernel, type_ids))
@@ -369,6 +404,16 @@ class Batched:
         return _arranged(static.results, signature, outputs)
 
 
+def checked_policy(policy: Any) -> Policy:
+    """The policy, or a `TypeError` if it is none."""
+    if callable(policy) or hasattr(policy, "schedule"):
+        return policy
+    raise TypeError(
+        f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
+        "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None to learn a policy."
+    )
+
+
 def _assemble(
     signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
@@ -496,7 +541,9 @@ def batch(
         parameters) or 0 if it is a sequence of instances; a single 0 for all arguments.
       out_axes: 0 stacks the results along a new first axis, as `jax.vmap` does. None gives a list
         with one result per instance, whose shapes may differ.
-      policy: chooses which type of node runs next, see `jedbatch.schedule`.
+      policy: chooses which type of node runs next: one of `jedbatch.policies`, what
+        `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
+        while the first minibatch is planned, unless a schedule by rank is optimal.
       executor: "fused", one XLA program per minibatch, or "dispatch", one per batch, for
         debugging. Under a transformation of JAX always "fused", the default.
       key: maps the mapped arguments of an instance to something hashable that decides its graph,
@@ -549,10 +596,7 @@ def batch(
         raise ValueError(
             f"`batch` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
         )
-    if not (policy is None or callable(policy) or hasattr(policy, "schedule")):
-        raise TypeError(
-            f"`batch` got policy={policy!r}; expected a callable from a `Frontier` to a type id, "
-            "such as `jedbatch.policies.agenda`, or None for the best heuristic."
-        )
+    if policy is not None:
+        checked_policy(policy)
     in_axes = in_axes if isinstance(in_axes, int) else axes
     return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size)

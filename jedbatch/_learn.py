@@ -168,9 +168,13 @@ def learn(
 @contextlib.contextmanager
 def _plain_jax() -> Iterator[None]:
     """JAX as learning expects it, whatever the user has configured: on the host, in 32 bits."""
+    try:
+        host = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX was told to see other devices only
+        host = jax.devices()[0]
     with (
         jax.ensure_compile_time_eval(),
-        jax.default_device(jax.devices("cpu")[0]),
+        jax.default_device(host),
         jax.enable_x64(False),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),

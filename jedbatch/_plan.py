@@ -123,11 +123,12 @@ def poster(plan: Plan) -> str:
     others = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
     bound = lower_bound(graph)
     certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"
+    fallback = f", {schedule.unseen} left to its fallback" if schedule.unseen else ""
     lines = [
         f"Plan of {graph.num_instances} instances",
         f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
-        f"  schedule  {len(schedule)} batches {schedule.policy}: {certified} ({others})",
+        f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
         "",
         "  nodes  batches  widest  padding  type",
     ]

@@ -359,7 +359,13 @@ class Recorder(Trace):
         kinds = tuple(v.type for v in operands)
         try:
             callee = self.registry.callee(
-                cell.name, key, call, tuple(shared), kinds, user_code=True
+                cell.name,
+                key,
+                call,
+                tuple(shared),
+                kinds,
+                user_code=True,
+                static=_spelled(static),
             )
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(
@@ -555,6 +561,12 @@ class Recorder(Trace):
 def _parts(x: Any) -> list[Any]:
     """What a container holds directly."""
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+
+
+def _spelled(static: dict) -> str:
+    """Keyword arguments as text, as far as it is the same in every process."""
+    plain = {k: v for k, v in sorted(static.items()) if isinstance(v, (bool, int, float, str))}
+    return "[" + ", ".join(f"{k}={v!r}" for k, v in plain.items()) + "]" if plain else ""
 
 
 def _static_options(cell: Cell, static: dict) -> Hashable:

@@ -7,6 +7,7 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,9 @@ class Registry:
         """The id of a group of inputs that are read the same way."""
         return self._intern(self.groups, key)
 
-    def callee(self, name, key, call, shared, operands, *, user_code: bool) -> Callee:
+    def callee(
+        self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
+    ) -> Callee:
         """How to record nodes that compute `call(shared values, operands)`.
 
         Args:
@@ -162,6 +165,7 @@ class Registry:
           shared: ids of the shared values it reads.
           operands: value type ids of the operands.
           user_code: whether it might leak tracers.
+          static: the static arguments, for people.
         """
         full = (key, shared, operands)
         found = self._ids.get(full)
@@ -174,6 +178,7 @@ class Registry:
                 tuple(self.value_types[v] for v in operands),
                 (*extra, *shared),
                 tuple(self.value_types[v] for v in results),
+                self._label(name, static, operands, shared),
             )
             flat = tree == jax.tree.structure((0,) * len(results))
             found = self._ids[full] = self.add_callee(
@@ -184,6 +189,27 @@ class Registry:
                 self.unit(results) if flat else None,
             )
         return found
+
+    def _label(self, name: str, static: str, operands, shared) -> str:
+        """A type in words that do not depend on what was met before."""
+        types = [str(self.value_types[v]) for v in operands]
+        paths = [path for s in shared for path in self._paths(s)]
+        parts = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*paths, strict=False))
+        where = tuple(keys[0] for keys in parts)
+        at = f" @ {jax.tree_util.keystr(where)}" if where else ""
+        return f"{name}{static}({', '.join(types)}){at}"
+
+    def _paths(self, index: int) -> set[tuple]:
+        """Where the leaves of the shared arguments are that a shared value is made of."""
+        value = self.shared[index]
+        if value.leaf is not None:
+            return {self._leaf_paths[value.leaf]}
+        return {path for other in value.args for path in self._paths(other)}
+
+    @functools.cached_property
+    def _leaf_paths(self) -> list[tuple]:
+        tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
+        return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
     def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
         """A new way of recording nodes of a type."""

@@ -35,6 +35,7 @@ ORDER = [
     "_execute",
     "_plan",
     "_session",
+    "_adaptive",
     "_batch",
     "__init__",
 ]
