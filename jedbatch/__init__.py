@@ -5,7 +5,7 @@
 - `cell`: a function as one unit of batching.
 - `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
-- `learn`: a policy for graphs like these.
+- `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
 - `errors`: what can go wrong, each with a page of help.
 """
 
@@ -13,6 +13,7 @@ import importlib.metadata
 
 from jedbatch import errors, policies
 from jedbatch._batch import Batched, Plan, batch
+from jedbatch._calibrate import Calibration, calibrate
 from jedbatch._cell import cell
 from jedbatch._evaluate import evaluate
 from jedbatch._graph import Graph
@@ -23,10 +24,12 @@ __version__ = importlib.metadata.version("jedbatch")
 
 __all__ = [
     "Batched",
+    "Calibration",
     "Graph",
     "Plan",
     "Schedule",
     "batch",
+    "calibrate",
     "cell",
     "errors",
     "evaluate",

@@ -76,6 +76,12 @@ class Batched:
     def policy(self, policy: Policy | None) -> None:
         self._policy = Adaptive() if policy is None else checked_policy(policy)
 
+    def _twin(self) -> "Batched":
+        """The same function, with nothing kept yet and a list for its result."""
+        return Batched(
+            self._fn, self._in_axes, None, None, self._executor, self._key, self._cache_size
+        )
+
     def learn(self, *args: Any, **options: Any) -> FSM:
         """Learns a policy from instances and uses it for the plans made from then on.
 
@@ -250,12 +256,21 @@ class Batched:
             return self._plan_alone(session, instances, gradient)
 
     def _plan_alone(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
-        clock = [time.perf_counter()]
+        start = time.perf_counter()
         records, arrays, tracers, num_known = self._records(session, instances)
-        clock.append(time.perf_counter())
+        traced = time.perf_counter() - start
+        plan = self._plan_records(session, records, arrays, self._policy, gradient)
+        assert plan.host is not None
+        plan.host.seconds["trace"] = traced
+        plan.host.num_known, plan.host.tracers = num_known, tracers
+        return plan
+
+    def _plan_records(self, session: Session, records, arrays, policy, gradient: bool) -> Plan:
+        """Plans what was recorded before."""
+        clock = [time.perf_counter()] * 2
         graph = Graph.select([(r.whole, r.index) for r in records])
         clock.append(time.perf_counter())
-        batches = schedule(graph, self._policy)
+        batches = schedule(graph, policy)
         clock.append(time.perf_counter())
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(session.kernel, type_ids))
@@ -274,7 +289,7 @@ class Batched:
 
         seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
         static = session.static(signature, reverse, form)
-        host = Host(placed, seconds, num_known, tracers)
+        host = Host(placed, seconds)
         return Plan(static, table, reverse_table, inputs, host)
 
     def _records(self, session: Session, instances: list[tuple]):

@@ -212,24 +212,24 @@ def learning_round(
     """
     num_types, num_instances = len(problem.weights), problem.count.shape[1]
     salt = jnp.asarray(salts(num_types))
-    keys = jax.random.split(key, num_episodes + 1)
-    share = jax.random.uniform(keys[0], (num_episodes, 1), minval=0.25, maxval=1.0)
-    part = jax.random.uniform(keys[0], (num_episodes, num_instances)) < share
+    drawn = jax.random.uniform(key, (num_episodes, 1 + num_instances + 2 * max_steps))
+    ends = [1, 1 + num_instances, 1 + num_instances + max_steps]
+    share, tickets, coins, dice = jnp.split(drawn, ends, axis=1)
+    part = tickets < 0.25 + 0.75 * share
     part = part.astype(jnp.float32).at[: len(chosen)].set(chosen)
     explores = jnp.where(jnp.arange(num_episodes) < len(chosen), 0.0, epsilon)
 
-    def episode(part, explore, key):
+    def episode(part, explore, coins, dice):
         count = problem.count @ part
 
         def step(carry):
-            i, done, cost, key, rows, actions, rewards = carry
+            i, done, cost, rows, actions, rewards = carry
             seen = look(problem, count, done)
             on = seen.num_ready > 0
             row = slot(codes(seen)[encoding], salt)
-            key, coin, die = jax.random.split(key, 3)
-            other = jax.random.categorical(die, jnp.where(on, 0.0, -jnp.inf))
+            other = (jnp.cumsum(on) > dice[i] * on.sum()).argmax()
             greedy = preferred(table, row, on, jnp.where(explore > 0, untried, -1e6))
-            a = jnp.where(jax.random.uniform(coin) < explore, other, greedy)
+            a = jnp.where(coins[i] < explore, other, greedy)
             ratio = seen.num_ready[a] / jnp.maximum(seen.num_next[a], 1)
             reward = problem.weights[a] * (-1 + alpha * jnp.minimum(ratio, 1))
             run = seen.ready & (problem.node_type == a)
@@ -237,7 +237,6 @@ def learning_round(
                 i + 1,
                 done.at[:-1].set(done[:-1] | run),
                 cost + problem.weights[a],
-                key,
                 rows.at[i].set(row.astype(jnp.int32)),
                 actions.at[i].set(a.astype(jnp.int32)),
                 rewards.at[i].set(reward),
@@ -247,13 +246,12 @@ def learning_round(
             0,
             jnp.append(count == 0, True),
             0.0,
-            key,
             jnp.full(max_steps + num_steps, SLOTS),
             jnp.zeros(max_steps, jnp.int32),
             jnp.zeros(max_steps + num_steps),
         )
         more = lambda carry: ~carry[1].all() & (carry[0] < max_steps)  # noqa: E731
-        _, done, cost, _, rows, actions, rewards = jax.lax.while_loop(more, step, start)
+        _, done, cost, rows, actions, rewards = jax.lax.while_loop(more, step, start)
         tried = jnp.where(table.tries > 0, table.value, -jnp.inf).max(1)
         ahead = jnp.append(jnp.where(jnp.isfinite(tried), tried, 0.0), 0.0)
         returns = discount**num_steps * ahead[rows[num_steps:]]
@@ -261,7 +259,7 @@ def learning_round(
             returns += discount**k * rewards[k : max_steps + k]
         return jnp.where(done.all(), cost, jnp.inf), rows[:max_steps], actions, returns
 
-    cost, rows, actions, returns = jax.vmap(episode)(part, explores, keys[1:])
+    cost, rows, actions, returns = jax.vmap(episode)(part, explores, coins, dice)
     sums = jnp.zeros((SLOTS + 1, num_types)).at[rows, actions].add(returns)[:-1]
     times = jnp.zeros((SLOTS + 1, num_types)).at[rows, actions].add(1.0)[:-1]
     pull = jnp.where(table.tries > 0, 1 - (1 - rate) ** times, 1.0)

@@ -220,29 +220,9 @@ class FSM:
         """The type to run by the code of a frontier."""
         return {code: state.run for state in self.states for code in state.when}
 
-    @functools.cached_property
-    def _known(self) -> dict[str, int]:
-        return {label: i for i, label in enumerate(self.types)}
-
     def numbers(self, labels: Sequence[str]) -> list[int]:
-        """Which of the machine's types each label names; a negative number of its own if none.
-
-        Labels that differ in sizes only are taken to be the same if there are equally many of
-        them on both sides: a policy learned with 64 hidden units serves 256 as well.
-        """
-        numbers = [self._known.get(label, -1 - i) for i, label in enumerate(labels)]
-        if min(numbers, default=0) >= 0:
-            return numbers
-        free = set(self.types).difference(labels)
-        mine, theirs = by_form(free), by_form({x for x in labels if x not in self._known})
-        same: dict[str, str] = {}
-        for form, some in theirs.items():
-            if len(mine.get(form, ())) == len(some):
-                same.update(zip(some, mine[form], strict=True))
-        return [
-            self._known[same[label]] if label in same else n
-            for label, n in zip(labels, numbers, strict=True)
-        ]
+        """Which of the machine's types each label names; a negative number of its own if none."""
+        return numbers_of(self.types, labels)
 
     def schedule(self, graph: Graph) -> Schedule:
         """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
@@ -289,6 +269,8 @@ class FSM:
 
     def describe(self, code: Code) -> str:
         """An encoding in words, such as `char tallest many, word low turning`."""
+        if len(code) == 1:
+            return self.names[code[0] // CODES]
         words = WORDS[self.encoding]
         return ", ".join(f"{self.names[c // CODES]} {words[c % CODES]}".strip() for c in code)
 
@@ -323,7 +305,8 @@ class FSM:
         words = WORDS[self.encoding]
 
         def spelled(code: Code) -> dict[str, str]:
-            return {self.types[c // CODES]: words[c % CODES] for c in code}
+            said = [words[c % CODES] for c in code] if len(code) > 1 else [""]
+            return {self.types[c // CODES]: w for c, w in zip(code, said, strict=True)}
 
         states = [
             {
@@ -348,7 +331,7 @@ class FSM:
             if encoding not in ENCODINGS:
                 raise ValueError(f"its encoding is {encoding!r}, not one of {list(ENCODINGS)}")
             number = {label: i for i, label in enumerate(types)}
-            said = {word: code for code, word in WORDS[encoding].items()}
+            said = {word: code for code, word in WORDS[encoding].items()} | {"": 0}
             states = tuple(
                 State(
                     number[state["run"]],
@@ -386,6 +369,26 @@ def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Seq
     """What an encoding says about a frontier, in terms of a machine's types."""
     said = ENCODINGS[encoding](frontier, ready)
     return tuple(sorted([CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]))
+
+
+def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:
+    """The place of each label among those that are known; a negative number of its own if none.
+
+    Labels that differ in sizes only are taken to be the same if there are equally many of them on
+    both sides: what was learned with 64 hidden units serves 256 as well.
+    """
+    place = {label: i for i, label in enumerate(known)}
+    numbers = [place.get(label, -1 - i) for i, label in enumerate(labels)]
+    if min(numbers, default=0) >= 0:
+        return numbers
+    mine, theirs = by_form(set(known).difference(labels)), by_form(set(labels).difference(known))
+    same: dict[str, str] = {}
+    for form, some in theirs.items():
+        if len(mine.get(form, ())) == len(some):
+            same.update(zip(some, mine[form], strict=True))
+    return [
+        place[same[label]] if label in same else n for label, n in zip(labels, numbers, strict=True)
+    ]
 
 
 def by_form(labels: Iterable[str]) -> dict[str, list[str]]:

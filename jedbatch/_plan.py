@@ -1,5 +1,6 @@
 """`Plan`: a minibatch ready to run, and what it prints as."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class Static:
     results: ResultForm
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Host:
     """What planning found out.
 
@@ -51,8 +52,8 @@ class Host:
 
     placed: Placed
     seconds: dict[str, float]
-    num_known: int
-    tracers: list[Any]
+    num_known: int = 0
+    tracers: Sequence[Any] = ()
 
 
 @jax.tree_util.register_pytree_node_class

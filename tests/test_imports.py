@@ -37,6 +37,7 @@ ORDER = [
     "_session",
     "_adaptive",
     "_batch",
+    "_calibrate",
     "__init__",
 ]
 
