@@ -158,8 +158,8 @@ def learn(
             f"`learn` got encoding={encoding!r}; expected one of {list(ENCODINGS)} or None."
         )
     start = time.perf_counter()
-    key = jax.random.key(key) if isinstance(key, int) else key
     with _plain_jax():
+        key = jax.random.key(key) if isinstance(key, int) else key
         race = _Race(graphs, key, objective or same_weights)
         race.run([encoding] if encoding else list(ENCODINGS), episodes, teachers, progress)
     return race.result(time.perf_counter() - start)

@@ -118,3 +118,27 @@ def random_dag(rng, num_nodes, num_types, most=3):
         for n in range(num_nodes)
     ]
     return types, preds
+
+
+def fewest(graph, weights=None):
+    """The fewest batches of Algorithm 1, or what they cost, by exhaustive search."""
+    num_nodes = len(graph.node_type)
+    weights = np.ones(len(graph.types)) if weights is None else weights
+    maker, reader = graph.edges
+    before = [0] * num_nodes
+    for m, r in zip(maker.tolist(), reader.tolist(), strict=True):
+        before[r] |= 1 << m
+    types = graph.node_type.tolist()
+    least, level = {0: 0.0}, {0}
+    while level:
+        following = set()
+        for done in level:
+            ready = [n for n in range(num_nodes) if not done >> n & 1 and not before[n] & ~done]
+            for t in {types[n] for n in ready}:
+                after = done | sum(1 << n for n in ready if types[n] == t)
+                cost = least[done] + weights[t]
+                if cost < least.get(after, np.inf):
+                    least[after] = cost
+                    following.add(after)
+        level = following
+    return least[(1 << num_nodes) - 1]

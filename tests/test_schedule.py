@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import random_dag
+from helpers import fewest, random_dag
 
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
@@ -20,25 +20,6 @@ HEURISTICS = [
 
 def random_graph(seed, num_nodes=10, num_types=3):
     return Graph.from_dag(*random_dag(np.random.default_rng(seed), num_nodes, num_types))
-
-
-def fewest(graph):
-    """The fewest batches of Algorithm 1, by exhaustive search."""
-    num_nodes = len(graph.node_type)
-    maker, reader = graph.edges
-    before = [0] * num_nodes
-    for m, r in zip(maker.tolist(), reader.tolist(), strict=True):
-        before[r] |= 1 << m
-    types = graph.node_type.tolist()
-    level, count = {0}, 0
-    while (1 << num_nodes) - 1 not in level:
-        following = set()
-        for done in level:
-            ready = [n for n in range(num_nodes) if not done >> n & 1 and not before[n] & ~done]
-            for t in {types[n] for n in ready}:
-                following.add(done | sum(1 << n for n in ready if types[n] == t))
-        level, count = following, count + 1
-    return count
 
 
 @pytest.mark.parametrize("policy", [None, *HEURISTICS])
