@@ -39,19 +39,17 @@ def state_diagram(
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-        'markerHeight="8" markerUnits="userSpaceOnUse" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for i, j, times in arrows:
         if max(i, j) < len(boxes):
             thick = 1 + math.log10(times)
-            path = _loop(centre(i), tall) if i == j else _curve(centre(i), centre(j), tall)
+            at, to = centre(i), centre(j)
+            path, bend, tip = _loop(at, tall) if i == j else _curve(at, to, tall)
             parts.append(
-                f'<path d="{path}" fill="none" stroke="#555" stroke-opacity="0.6" '
-                f'stroke-width="{thick:.1f}" marker-end="url(#tip)">'
-                f"<title>{times} times</title></path>"
+                f'<g stroke="#555" stroke-opacity="0.6"><title>{times} times</title>'
+                f'<path d="{path}" fill="none" stroke-width="{thick:.1f}"/>'
+                f'<path d="{_head(bend, tip)}" fill="#555" stroke="none"/></g>'
             )
     for i, (title, lines) in enumerate(boxes):
         x, y = centre(i)
@@ -72,25 +70,48 @@ def state_diagram(
     return "\n".join([*parts, "</svg>"])
 
 
-def _loop(at: tuple[float, float], tall: float) -> str:
-    """A path from a box to itself, over its upper right corner."""
+Point = tuple[float, float]
+
+
+def _loop(at: Point, tall: float) -> tuple[str, Point, Point]:
+    """A path from a box to itself over its upper right corner, its last bend and its end."""
     x, y = at[0] + BOX / 2, at[1] - tall / 2
-    return f"M{x - 30},{y} C{x - 30},{y - 40} {x + 40},{y - 20} {x},{y + 18}"
+    return (
+        f"M{x - 30},{y} C{x - 30},{y - 40} {x + 40},{y - 20} {x},{y + 18}",
+        (x + 40, y),
+        (x, y + 18),
+    )
 
 
-def _curve(start: tuple[float, float], end: tuple[float, float], tall: float) -> str:
-    """A path from one box to another, bent to the right so that both ways can be told apart."""
+def _curve(start: Point, end: Point, tall: float) -> tuple[str, Point, Point]:
+    """A path from one box to another, its bend and its end.
+
+    It is bent to the right, so that both ways can be told apart, and more if boxes lie between.
+    """
     across, down = end[0] - start[0], end[1] - start[1]
     length = math.hypot(across, down)
-    side = -down / length, across / length
-    bend = 14 + 0.08 * length
-    middle = [(a + b) / 2 + bend * s for a, b, s in zip(start, end, side, strict=True)]
+    near = abs(across) < 1.5 * (BOX + GAP) and abs(down) < 1.5 * (tall + GAP)
+    bend = (14 + 0.08 * length) if near else 0.9 * BOX
+    x = (start[0] + end[0]) / 2 - bend * down / length
+    y = (start[1] + end[1]) / 2 + bend * across / length
 
-    def border(at: tuple[float, float]) -> tuple[float, float]:
+    def border(at: Point) -> Point:
         """Where the line from the middle of a box to the bend leaves the box."""
-        dx, dy = middle[0] - at[0], middle[1] - at[1]
+        dx, dy = x - at[0], y - at[1]
         share = min(BOX / 2 / max(abs(dx), 1e-9), tall / 2 / max(abs(dy), 1e-9), 1.0)
         return at[0] + dx * share, at[1] + dy * share
 
     (x0, y0), (x1, y1) = border(start), border(end)
-    return f"M{x0:.1f},{y0:.1f} Q{middle[0]:.1f},{middle[1]:.1f} {x1:.1f},{y1:.1f}"
+    return f"M{x0:.1f},{y0:.1f} Q{x:.1f},{y:.1f} {x1:.1f},{y1:.1f}", (x, y), (x1, y1)
+
+
+def _head(bend: Point, tip: Point) -> str:
+    """The head of an arrow that comes from a bend."""
+    across, down = tip[0] - bend[0], tip[1] - bend[1]
+    length = math.hypot(across, down) or 1.0
+    dx, dy = 9 * across / length, 9 * down / length
+    x, y = tip[0] - dx, tip[1] - dy
+    return (
+        f"M{tip[0]:.1f},{tip[1]:.1f} L{x - dy / 2:.1f},{y + dx / 2:.1f} "
+        f"L{x + dy / 2:.1f},{y - dx / 2:.1f} z"
+    )

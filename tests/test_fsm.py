@@ -111,7 +111,7 @@ def test_printing_and_drawing():
     picture = machine()._repr_svg_()
     assert picture.startswith("<svg")
     assert picture.count("<rect") == 1 + 4
-    assert picture.count("<path") == 1 + 2  # the tip of arrows, two moves
+    assert picture.count("<path") == 2 * 2  # two moves, each a line and a head
     assert "run word" in picture
     assert "FSM over base: 0 states" in str(FSM("base", (), ()))
     assert "<svg" in FSM("base", (), ())._repr_svg_()
