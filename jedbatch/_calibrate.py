@@ -138,7 +138,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
       >>> square = jedbatch.batch(lambda p, x: p * x * x)
       >>> costs = jedbatch.calibrate(square, jnp.float32(1), [jnp.float32(2)], repeat=2)
       >>> sorted(costs.types)
-      ['mul(f32[], f32[])']
+      ['multiply(f32[]) @ [0]', 'multiply(f32[], f32[])']
     """
     if not isinstance(batched, Batched):
         raise TypeError(

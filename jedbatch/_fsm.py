@@ -227,6 +227,8 @@ class FSM:
     def schedule(self, graph: Graph) -> Schedule:
         """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
         number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
+        if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
+            _ = graph.chain  # of all components at once: kept for instances that come again
         found = by_component(graph, lambda part: self._run(part, number))
         return dataclasses.replace(found, policy=f"FSM {self.encoding}")
 

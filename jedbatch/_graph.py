@@ -281,7 +281,7 @@ class Graph:
             input_ptr=input_ptr,
             output_ptr=output_ptr,
         )
-        for name in ("rank", "height"):
+        for name in ("rank", "height", "chain"):
             if all(name in g.__dict__ for g, _ in parts):
                 union.__dict__[name] = join(name, 0)
         return union
@@ -465,6 +465,9 @@ class Graph:
         part = Graph(names, place[self.node_type[nodes]], ptr, maker)
         part.__dict__["preds"] = ptr, maker
         part.__dict__["height"] = self.height[nodes]
+        for name in ("rank", "chain"):
+            if name in self.__dict__:
+                part.__dict__[name] = getattr(self, name)[nodes]
         return nodes, part
 
     def check(self) -> None:

@@ -58,9 +58,10 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
     Edges are given as in `longest_paths`; kinds are numbered from 0.
     """
     num_kinds = int(kind.max(initial=-1)) + 1
-    level = longest_paths(len(kind), before, after)
-    if num_kinds * len(before) * EDGE > (int(level.max(initial=0)) + 1) * LEVEL:
-        return _chains_by_level(kind, num_kinds, level, before, after)
+    if num_kinds > 4:
+        level = longest_paths(len(kind), before, after)
+        if num_kinds * len(before) * EDGE > (int(level.max(initial=0)) + 1) * LEVEL:
+            return _chains_by_level(kind, num_kinds, level, before, after)
     longest = np.ones(len(kind), np.int32)
     edges = list(zip(before.tolist(), after.tolist(), strict=True))
     for k in range(num_kinds):

@@ -284,8 +284,6 @@ def by_component(graph: Graph, solve: Callable[[Graph], Schedule]) -> Schedule:
     start = 0
     for types in components:
         nodes, part = graph.restrict(types)
-        if "rank" in graph.__dict__:
-            part.__dict__["rank"] = graph.rank[nodes]
         if len(types) == 1:
             found = by_rank(part)
             assert found is not None

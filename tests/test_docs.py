@@ -26,7 +26,7 @@ def test_examples_in_docstrings(name):
 
 
 def test_public_functions_have_examples():
-    for name in ("batch", "cell", "evaluate", "lower_bound", "schedule"):
+    for name in ("batch", "calibrate", "cell", "evaluate", "learn", "lower_bound", "schedule"):
         assert ">>>" in inspect.getdoc(getattr(jedbatch, name)), name
 
 
@@ -51,6 +51,9 @@ def test_readme_runs():
         exec(compile(block, "README.md", "exec"), names)
     assert printed[0].startswith(shown)
     assert names["states"].shape == (2, 4)
+    assert printed[1].startswith("FSM over")
+    assert printed[2].startswith("Learned in")
+    assert names["again"].policy == names["policy"]
 
 
 def test_readme_has_two_commands():
