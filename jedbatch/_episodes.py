@@ -64,6 +64,14 @@ class Problem(NamedTuple):
     count: Any
     weights: Any
 
+    @property
+    def size(self) -> float:
+        """About how much work an episode is: nodes * types * least number of batches."""
+        num_types = len(self.weights)
+        longest = np.zeros(num_types)
+        np.maximum.at(longest, self.node_type, self.chain)
+        return len(self.node_type) * num_types * longest.sum()
+
     @staticmethod
     def of(
         graph: Graph, instance: np.ndarray, num_instances: int, weights: np.ndarray
@@ -254,9 +262,9 @@ def learning_round(
         _, done, cost, rows, actions, rewards = jax.lax.while_loop(more, step, start)
         tried = jnp.where(table.tries > 0, table.value, -jnp.inf).max(1)
         ahead = jnp.append(jnp.where(jnp.isfinite(tried), tried, 0.0), 0.0)
+        window = rewards[np.arange(max_steps)[:, None] + np.arange(num_steps)]
         returns = discount**num_steps * ahead[rows[num_steps:]]
-        for k in range(num_steps):
-            returns += discount**k * rewards[k : max_steps + k]
+        returns += window @ discount ** np.arange(num_steps)
         return jnp.where(done.all(), cost, jnp.inf), rows[:max_steps], actions, returns
 
     cost, rows, actions, returns = jax.vmap(episode)(part, explores, coins, dice)

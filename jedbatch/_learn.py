@@ -36,7 +36,8 @@ from jedbatch._schedule import HEURISTICS, Schedule, by_rank, lower_bound, sched
 from jedbatch._search import Beam, same_weights
 
 Objective = Callable[[Graph], np.ndarray]
-MOST = 32  # instances learned from, and as many at most held back
+MOST, NODES = 32, 8000  # instances, and nodes of these, learned from; as many may be held back
+WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
 TRIALS = 8  # random halves of all instances that candidates are judged by
 MARGIN = 0.99  # what is not this much better is taken for as good
 
@@ -113,7 +114,8 @@ def learn(
         short for. One is enough; 32 instances are plenty.
       encoding: what the policy sees of a frontier: "base", "max", "sort" or "phase" (see
         `jedbatch.policies.FSM`); None tries all.
-      episodes: budget of Q-learning for each encoding and component; 0 for imitation only.
+      episodes: budget of Q-learning for each encoding and component; 0 for imitation only. On
+        graphs so large that an episode takes long, fewer are run.
       teachers: whether to imitate heuristics and beam search; without, Q-learning begins with
         nothing.
       key: a `jax.random.key`, or an integer to make one of.
@@ -209,8 +211,8 @@ class _Race:
         self.key, shuffle = jax.random.split(key)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(shuffle)).tolist())
         parts = [parts[i] for i in rng.permutation(len(parts))]
-        num_held = min(MOST, len(parts) // 4)
-        learned = parts[num_held : num_held + MOST]
+        num_held = enough(parts[: len(parts) // 4])
+        learned = parts[num_held:][: enough(parts[num_held:])]
         middle = (len(learned) + 1) // 2
         self.takes_part = np.ones((3 if middle > 1 else 1, len(learned)), np.float32)
         self.takes_part[1:2, middle:] = self.takes_part[2:, :middle] = 0
@@ -219,7 +221,7 @@ class _Race:
         ]
         self.whole = self.training[0]
         self.held_back = Graph.select(parts[:num_held] or learned)
-        known = parts[: num_held + MOST]
+        known = parts[:num_held] + learned
         half = (len(known) + 1) // 2
         drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(TRIALS)]
         self.trials = [Graph.select([known[i] for i in some]) for some in drawn]
@@ -292,9 +294,9 @@ class _Race:
                 self.imitate(encoding, self.fallback, FALLBACKS[self.fallback])
                 if self.at_bound():
                     return
-        self._enter("beam 16", beam.schedule)
-        if teachers:
-            for encoding in encodings:
+        if beam.width * len(self.whole.node_type) * self.bound[0] < WORK:
+            self._enter("beam 16", beam.schedule)
+            for encoding in encodings if teachers else []:
                 self.imitate(encoding, "beam 16", beam)
         for encoding in encodings if episodes else []:
             if not self.at_bound():
@@ -331,8 +333,12 @@ class _Race:
                 continue
             self.key, key = jax.random.split(self.key)
             weights = self.objective(x.graph)
+            problem = Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights)
+            affordable = min(episodes, int(WORK / problem.size))
+            if affordable < min(episodes, 16):
+                continue
             table, curve = q_learn(
-                Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights),
+                problem,
                 encoding,
                 self.takes_part,
                 [
@@ -341,7 +347,7 @@ class _Race:
                     if len(code) > 1 and {c // CODES for c in code} <= set(x.numbers)
                 ],
                 key,
-                episodes=episodes,
+                episodes=affordable,
                 progress=progress,
             )
             self.curves[name] += [(n, float(cost * weights.mean())) for n, cost in curve]
@@ -373,6 +379,12 @@ class _Race:
         entries = sorted(self.entries, key=lambda e: (e.name != best, *self._rank(e)))
         report = Report(tuple(entries), self.bound, self.num_instances, seconds, dict(self.curves))
         return dataclasses.replace(self.machines[best], report=report)
+
+
+def enough(parts: Sequence[tuple[Graph, int]]) -> int:
+    """How many of the first instances to use: not too many, nor too many nodes."""
+    sizes = [g.node_ptr[i + 1] - g.node_ptr[i] for g, i in parts[:MOST]]
+    return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), NODES))))
 
 
 def walk(lesson: Lesson, encoding: str, decide: Decide) -> Iterator[tuple[Code, int]]:

@@ -52,6 +52,9 @@ def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.nd
     return found, np.array(of, np.int32)
 
 
+MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
+
+
 def replay(graph: Graph, types: Sequence[int], policy: str = "", bound: float = 0) -> Schedule:
     """The schedule that runs these types in turn, all ready nodes of each."""
     frontier = Frontier(graph)
@@ -91,38 +94,46 @@ class Beam:
     def _search(self, graph: Graph) -> Schedule:
         small, of = quotient(graph)
         weights = self.objective(graph)
-        num_nodes, num_types = len(small.node_type), len(small.types)
-        is_type = small.node_type == np.arange(num_types)[:, None]
-        reads = padded(*small.preds)
-        chain, height = small.chain, small.height + 1
-        mass = np.bincount(of) * np.exp2(height - float(height.max()))
-        digest = np.random.default_rng(0).integers(1, 1 << 62, num_nodes)
+        by_type = np.argsort(small.node_type, kind="stable")  # nodes, those of a type together
+        types = small.node_type[by_type]
+        first = np.searchsorted(types, np.arange(len(small.types)))
+        place = np.empty(len(types), np.int64)
+        place[by_type] = np.arange(len(types))
+        maker, reader = (place[end] for end in small.edges)
+        maker = maker[np.argsort(reader, kind="stable")]
+        readers, edges = np.unique(reader), np.bincount(reader)
+        begins = (edges.cumsum() - edges)[readers]
+        chain, height = small.chain[by_type], small.height[by_type] + 1
+        mass = np.bincount(of)[by_type] * np.exp2(height - float(height.max()))
+        digest = np.random.default_rng(0).integers(1, 1 << 62, len(types))
 
-        done = np.zeros((1, num_nodes + 1), bool)
-        done[:, -1] = True  # what padding reads
+        left = np.ones((1, len(types)), bool)
         spent = np.zeros(1)
         moves = []
-        while not done.all(1).any():
-            ready = done[:, reads].all(2) & ~done[:, :-1]
-            parent, move = np.nonzero((ready[:, None] & is_type).any(2))
-            after = done[parent]
-            after[:, :-1] |= ready[parent] & is_type[move]
+        while left.any(1).all():
+            ready = left.copy()
+            ready[:, readers] &= ~np.logical_or.reduceat(left[:, maker], begins, axis=1)
+            top = np.maximum.reduceat(ready * height, first, axis=1)
+            tried = np.argsort(-top, axis=1, kind="stable")[:, :MOVES]
+            parent, column = np.nonzero(np.take_along_axis(top, tried, 1))
+            move = tried[parent, column]
+            after = left[parent] & ~(ready[parent] & (types == move[:, None]))
             cost = spent[parent] + weights[move]
-            order = np.lexsort((cost, after[:, :-1] @ digest))
-            fresh = np.append(True, np.diff(after[order, :-1] @ digest) != 0)
-            parent, move, cost, after = (x[order[fresh]] for x in (parent, move, cost, after))
-            left = ~after[:, :-1]
-            longest = [(left * (chain * mine)).max(1) for mine in is_type]
-            promise = cost + weights @ longest + weights.mean() * (left * height).max(1)
-            kept = np.lexsort((left @ mass, promise))[: self.width]
-            done, spent = after[kept], cost[kept]
+            mark = after @ digest
+            order = np.lexsort((cost, mark))
+            order = order[np.append(True, np.diff(mark[order]) != 0)]
+            parent, move, cost, after = (x[order] for x in (parent, move, cost, after))
+            bound = np.maximum.reduceat(after * chain, first, axis=1) @ weights
+            promise = cost + bound + weights.mean() * (after * height).max(1)
+            kept = np.lexsort((after @ mass, promise))[: self.width]
+            left, spent = after[kept], cost[kept]
             moves.append((parent[kept], move[kept]))
-        at = int(np.flatnonzero(done.all(1))[0])
-        types = []
-        for parents, chosen in reversed(moves):
-            types.append(int(chosen[at]))
+        at = int(np.flatnonzero(~left.any(1))[0])
+        chosen = []
+        for parents, run in reversed(moves):
+            chosen.append(int(run[at]))
             at = parents[at]
-        return replay(graph, types[::-1], f"beam {self.width}")
+        return replay(graph, chosen[::-1], f"beam {self.width}")
 
 
 @dataclasses.dataclass(frozen=True)
