@@ -70,7 +70,8 @@ class Batched:
         planned that needs it; before it is None. A policy can be assigned at any time; it holds
         for the plans made from then on.
         """
-        return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
+        with self._planning:
+            return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
 
     @policy.setter
     def policy(self, policy: Policy | None) -> None:

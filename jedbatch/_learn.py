@@ -303,10 +303,9 @@ class _Race:
                 self.q_learn(encoding, episodes, progress)
 
     def at_bound(self) -> bool:
-        """Whether the best machine needs no more than the certified bound."""
-        return any(
-            e.name in self.machines and e.training <= self.bound[0] + 1e-6 for e in self.entries
-        )
+        """Whether the best machine needs no more than the certified bounds."""
+        costs = (e.training + e.held_back for e in self.entries if e.name in self.machines)
+        return min(costs, default=np.inf) <= sum(self.bound) + 1e-6
 
     def imitate(self, encoding: str, teacher: str, policy: Any) -> None:
         """Enters what an encoding can copy of a teacher: what it does most often in each state."""

@@ -63,12 +63,12 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
         if num_kinds * len(before) * EDGE > (int(level.max(initial=0)) + 1) * LEVEL:
             return _chains_by_level(kind, num_kinds, level, before, after)
     longest = np.ones(len(kind), np.int32)
-    edges = list(zip(before.tolist(), after.tolist(), strict=True))
+    ends = before.tolist(), after.tolist()
     for k in range(num_kinds):
         mine = kind == k
         step = mine.astype(np.int32).tolist()
         chain = list(step)
-        for a, b in edges:
+        for a, b in zip(*ends, strict=True):
             if (found := chain[a] + step[b]) > chain[b]:
                 chain[b] = found
         longest[mine] = np.array(chain, np.int32)[mine]

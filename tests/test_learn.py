@@ -11,6 +11,7 @@ from helpers import check, compilations, random_dag
 
 import jedbatch
 from jedbatch import Graph, learn, lower_bound, policies, schedule
+from jedbatch._adaptive import Adaptive
 from jedbatch._episodes import NAMES, Problem, codes, look, salts, slot
 from jedbatch._fsm import ENCODINGS, encode
 from jedbatch._learn import by_type
@@ -364,3 +365,27 @@ def test_settings_do_not_matter():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
         assert learn(graphs, episodes=64) == plain
     assert learn(graphs, episodes=64, key=jax.random.key(0)) == plain
+
+
+def test_new_types_are_learned_when_there_are_more_than_known():
+    """Not for every type that appears, or a stream of new ones would learn for ever."""
+    adaptive = Adaptive()
+    rng = np.random.default_rng(7)
+
+    def mixed(num_types):
+        names = [str(i) for i in range(num_types)]
+        return Graph.from_dag(*random_dag(rng, 40, num_types, most=2), names=names)
+
+    machines = []
+    for num_types in (2, 3, 4, 5, 6):
+        graph = mixed(num_types)
+        found = adaptive.schedule(graph)
+        found.check(graph)
+        machines.append(adaptive.machine)
+    assert len({id(m) for m in machines}) == 2
+    assert len(machines[-1].types) == 5
+
+
+def test_a_progress_bar(capsys):
+    learn(A4, encoding="base", episodes=32, progress=True)
+    assert "Q-learning base: " in capsys.readouterr().err
