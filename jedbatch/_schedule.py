@@ -32,7 +32,7 @@ with dynamic computation graphs, 2017 (depth).
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,7 +151,11 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         return by_component(graph, best_of_heuristics)
     if hasattr(policy, "schedule"):
         return policy.schedule(graph)
-    assert callable(policy)
+    if not callable(policy):
+        raise TypeError(
+            f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
+            "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None."
+        )
     frontier = Frontier(graph)
     left = len(graph.node_type)
     types, batches = [], []
@@ -162,6 +166,11 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         batches.append(nodes)
         left -= len(nodes)
     return Schedule.of(types, batches, getattr(policy, "__name__", type(policy).__name__))
+
+
+def cost(schedule: Schedule, weights: np.ndarray) -> float:
+    """What the batches cost at float[T] `weights`."""
+    return float(weights[schedule.batch_type].sum())
 
 
 def in_order(when: np.ndarray) -> np.ndarray:
@@ -266,17 +275,22 @@ def best_of_heuristics(graph: Graph) -> Schedule:
     return by_rank(graph) or min((schedule(graph, p) for p in HEURISTICS), key=len)
 
 
-def by_component(graph: Graph, solve: Callable[[Graph], Schedule]) -> Schedule:
+def by_component(
+    graph: Graph,
+    solve: Callable[[Graph], Schedule],
+    weights: np.ndarray | None = None,
+) -> Schedule:
     """Schedules one component of types after the other.
 
-    Components of one type are run by rank, which is optimal; `solve` schedules the others, as
-    bare graphs. If it is optimal, so is the whole.
+    Components of one type are run by rank, which is optimal; `solve` schedules the others, most
+    often as bare graphs. If it is optimal, so is the whole. Bounds add up; those of components run
+    by rank are what they cost, at float[T] `weights` for a batch of each type, or one.
     """
     components = graph.components
     if all(len(types) == 1 for types in components):
         found = by_rank(graph)
         assert found is not None
-        return found
+        return found if weights is None else replace(found, bound=cost(found, weights))
     if len(components) == 1 and len(graph.types) == len(components[0]):
         return solve(graph)
     when = np.zeros(len(graph.node_type), np.int32)
@@ -287,6 +301,8 @@ def by_component(graph: Graph, solve: Callable[[Graph], Schedule]) -> Schedule:
         if len(types) == 1:
             found = by_rank(part)
             assert found is not None
+            if weights is not None:
+                found = replace(found, bound=cost(found, weights[types]))
         else:
             found = solve(part)
             name = name or found.policy

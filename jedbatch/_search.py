@@ -29,7 +29,15 @@ import numpy as np
 from jedbatch._frontier import Frontier
 from jedbatch._graph import Graph
 from jedbatch._paths import ranges
-from jedbatch._schedule import Schedule, by_component, by_rank
+from jedbatch._schedule import (
+    Schedule,
+    by_component,
+    by_rank,
+    cost,
+    critical,
+    lower_bound,
+    schedule,
+)
 
 
 def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.ndarray]:
@@ -55,16 +63,36 @@ def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.nd
 MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
 
 
-def replay(graph: Graph, types: Sequence[int], policy: str = "", bound: float = 0) -> Schedule:
+def replay(graph: Graph, types: Sequence[int]) -> Schedule:
     """The schedule that runs these types in turn, all ready nodes of each."""
     frontier = Frontier(graph)
     chosen = [(t, frontier.run(t)) for t in types if frontier.num_ready[t]]
-    return Schedule.of([t for t, _ in chosen], [n for _, n in chosen], policy, bound=bound)
+    return Schedule.of([t for t, _ in chosen], [n for _, n in chosen], "replay")
+
+
+Objective = Callable[[Graph], np.ndarray]
 
 
 def same_weights(graph: Graph) -> np.ndarray:
     """The objective that counts batches: float[T] of ones."""
     return np.ones(len(graph.types))
+
+
+def weights_of(graph: Graph, objective: Objective) -> np.ndarray:
+    """float[T], the cost of a batch of each type; raises `ValueError` if it is no cost."""
+    weights = np.asarray(objective(graph), float)
+    if weights.shape != (len(graph.types),) or not (np.isfinite(weights) & (weights > 0)).all():
+        raise ValueError(
+            f"the objective returned {weights!r} for a graph of {len(graph.types)} types; expected "
+            "a positive number for each, in the order of `graph.types` and `graph.labels`."
+        )
+    return weights
+
+
+def of_part(part: Graph, whole: Graph, weights: np.ndarray) -> np.ndarray:
+    """The weights of the types of a part of a graph."""
+    known = dict(zip(whole.labels, weights.tolist(), strict=True))
+    return np.array([known[label] for label in part.labels])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +109,7 @@ class Beam:
     """
 
     width: int = 16
-    objective: Callable[[Graph], np.ndarray] = same_weights
+    objective: Objective = same_weights
 
     def __call__(self, **options: Any) -> "Beam":
         """The same search with other options."""
@@ -89,11 +117,15 @@ class Beam:
 
     def schedule(self, graph: Graph) -> Schedule:
         """The best schedule found."""
-        return by_component(graph, lambda part: by_rank(part) or self._search(part))
+        weights = weights_of(graph, self.objective)
+        found = by_component(
+            graph, lambda part: by_rank(part) or self.search(part, of_part(part, graph, weights))
+        )
+        return dataclasses.replace(found, bound=0, policy=f"beam {self.width}")
 
-    def _search(self, graph: Graph) -> Schedule:
+    def search(self, graph: Graph, weights: np.ndarray) -> Schedule:
+        """The best schedule found of a component."""
         small, of = quotient(graph)
-        weights = self.objective(graph)
         by_type = np.argsort(small.node_type, kind="stable")  # nodes, those of a type together
         types = small.node_type[by_type]
         first = np.searchsorted(types, np.arange(len(small.types)))
@@ -118,22 +150,22 @@ class Beam:
             parent, column = np.nonzero(np.take_along_axis(top, tried, 1))
             move = tried[parent, column]
             after = left[parent] & ~(ready[parent] & (types == move[:, None]))
-            cost = spent[parent] + weights[move]
+            paid = spent[parent] + weights[move]
             mark = after @ digest
-            order = np.lexsort((cost, mark))
+            order = np.lexsort((paid, mark))
             order = order[np.append(True, np.diff(mark[order]) != 0)]
-            parent, move, cost, after = (x[order] for x in (parent, move, cost, after))
+            parent, move, paid, after = (x[order] for x in (parent, move, paid, after))
             bound = np.maximum.reduceat(after * chain, first, axis=1) @ weights
-            promise = cost + bound + weights.mean() * (after * height).max(1)
+            promise = paid + bound + weights.mean() * (after * height).max(1)
             kept = np.lexsort((after @ mass, promise))[: self.width]
-            left, spent = after[kept], cost[kept]
+            left, spent = after[kept], paid[kept]
             moves.append((parent[kept], move[kept]))
         at = int(np.flatnonzero(~left.any(1))[0])
         chosen = []
         for parents, run in reversed(moves):
             chosen.append(int(run[at]))
             at = parents[at]
-        return replay(graph, chosen[::-1], f"beam {self.width}")
+        return replay(graph, chosen[::-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,14 +178,14 @@ class Optimal:
 
     Attributes:
       max_nodes: sets of nodes to expand in each component.
-      seconds: time to spend in each component; None for any. Counting nodes is reproducible,
-        counting seconds is not.
+      seconds: time to spend in each component, about; None for any. Counting nodes is
+        reproducible, counting seconds is not.
       objective: cost of a batch of each type of a graph.
     """
 
     max_nodes: int = 10_000
     seconds: float | None = None
-    objective: Callable[[Graph], np.ndarray] = same_weights
+    objective: Objective = same_weights
 
     def __call__(self, **options: Any) -> "Optimal":
         """The same search with other options."""
@@ -161,14 +193,28 @@ class Optimal:
 
     def schedule(self, graph: Graph) -> Schedule:
         """The best schedule found and a certified bound."""
-        return by_component(graph, lambda part: by_rank(part) or self._search(part))
+        weights = weights_of(graph, self.objective)
 
-    def _search(self, graph: Graph) -> Schedule:
-        weights = self.objective(graph)
-        incumbent = Beam(64, self.objective).schedule(graph)
-        least = float(weights[incumbent.batch_type].sum())
+        def solve(part: Graph) -> Schedule:
+            mine = of_part(part, graph, weights)
+            ranked = by_rank(part)
+            if ranked is not None:
+                return dataclasses.replace(ranked, bound=cost(ranked, mine))
+            return self._search(part, mine)
+
+        return dataclasses.replace(by_component(graph, solve, weights), policy="optimal")
+
+    def _search(self, graph: Graph, weights: np.ndarray) -> Schedule:
+        deadline = np.inf if self.seconds is None else time.perf_counter() + self.seconds
+        incumbent, bound = schedule(graph, critical), lower_bound(graph, weights)
+        beam_work = 64 * len(graph.node_type) * len(incumbent)
+        if self.seconds is None or beam_work < 1e8 * self.seconds:
+            searched = Beam(64).search(graph, weights)
+            incumbent = min(searched, incumbent, key=lambda x: cost(x, weights))
+        least = cost(incumbent, weights)
+        if time.perf_counter() > deadline or self.max_nodes == 0:
+            return dataclasses.replace(incumbent, bound=bound)
         game = _Game(quotient(graph)[0], weights)
-        deadline = None if self.seconds is None else time.perf_counter() + self.seconds
 
         came_from: dict[int, tuple[float, int, int]] = {0: (0.0, -1, -1)}  # spent, from, by type
         queue = [(game.bound(0), 0, 0, 0.0)]  # cost at least, order, set, spent
@@ -182,7 +228,7 @@ class Optimal:
                 break
             if spent > came_from[done][0]:
                 continue  # reached more cheaply since
-            late = deadline is not None and time.perf_counter() > deadline
+            late = time.perf_counter() > deadline
             if count == self.max_nodes or late:
                 bound = at_least
                 break
@@ -196,12 +242,12 @@ class Optimal:
                     if hope < least - 1e-9:
                         heapq.heappush(queue, (hope, -len(came_from), after, total))
         if goal is None:
-            return dataclasses.replace(incumbent, policy="optimal", bound=bound)
+            return dataclasses.replace(incumbent, bound=bound)
         types = []
         while goal:
             _, goal, t = came_from[goal]
             types.append(t)
-        return replay(graph, types[::-1], "optimal", least)
+        return dataclasses.replace(replay(graph, types[::-1]), bound=least)
 
 
 class _Game:

@@ -44,12 +44,13 @@ def weights_of(graph):
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_optimal_costs(group):
-    for graph in graphs(100 + group, 10, most=10):
+    for graph in graphs(100 + group, 25, most=10):
         weights = weights_of(graph)
         best = fewest(graph, weights)
         found = schedule(graph, policies.optimal(objective=weights_of))
         assert weights[found.batch_type].sum() == pytest.approx(best)
         assert lower_bound(graph, weights) <= best + 1e-9
+        assert found.bound == pytest.approx(best)
         searched = schedule(graph, policies.beam(objective=weights_of))
         assert weights[searched.batch_type].sum() >= best - 1e-9
 
@@ -65,7 +66,8 @@ def test_a_spent_budget_leaves_a_certified_bound(seed):
         bounds.append(found.bound)
     assert bounds == sorted(bounds)
     late = schedule(graph, policies.optimal(seconds=0.0))
-    assert len(late) <= len(schedule(graph, policies.beam(width=64)))
+    late.check(graph)
+    assert lower_bound(graph) == late.bound <= len(late)
     best = schedule(graph, policies.optimal)
     assert max(bounds) <= best.bound <= len(best) <= len(found)
 
@@ -108,3 +110,12 @@ def test_unknown_options():
     with pytest.raises(TypeError, match="unexpected keyword"):
         policies.beam(wide=3)
     assert dataclasses.replace(policies.beam, width=3) == policies.beam(width=3)
+
+
+@pytest.mark.parametrize(
+    "objective", [lambda g: [1.0], lambda g: np.zeros(len(g.types)), lambda g: np.nan]
+)
+def test_what_is_no_objective(objective):
+    graph = next(graphs(0, 1))
+    with pytest.raises(ValueError, match="a positive number for each"):
+        schedule(graph, policies.optimal(objective=objective))
