@@ -29,7 +29,7 @@ from jedbatch._learn import learn
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed, Signature, forward_table
 from jedbatch._registry import NUMBERS
-from jedbatch._schedule import Policy, schedule
+from jedbatch._schedule import Policy, agenda, schedule
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
 
@@ -67,8 +67,9 @@ class Batched:
         """What chooses the batches: what was given, or else what was learned.
 
         Without a policy of its own, a batched function learns one when the first minibatch is
-        planned that needs it; before it is None. A policy can be assigned at any time; it holds
-        for the plans made from then on.
+        planned that needs it. As long as schedules by rank are optimal, this is a machine that
+        does the same; before anything was planned, None. A policy can be assigned at any time; it
+        holds for the plans made from then on.
         """
         with self._planning:
             return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
@@ -78,9 +79,9 @@ class Batched:
         self._policy = Adaptive() if policy is None else checked_policy(policy)
 
     def _twin(self) -> "Batched":
-        """The same function, with nothing kept yet and a list for its result."""
+        """The same function, with nothing kept yet, nothing to learn and a list for its result."""
         return Batched(
-            self._fn, self._in_axes, None, None, self._executor, self._key, self._cache_size
+            self._fn, self._in_axes, None, agenda, self._executor, self._key, self._cache_size
         )
 
     def learn(self, *args: Any, **options: Any) -> FSM:

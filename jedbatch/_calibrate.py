@@ -109,10 +109,13 @@ class Calibration:
                 str(label): TypeCost(float(c["per_batch"]), float(c["per_node"]), int(c["bytes"]))
                 for label, c in content["types"].items()
             }
+            numbers = [content["per_byte"], *(x for c in types.values() for x in vars(c).values())]
+            if not types or not all(0 <= float(x) < np.inf for x in numbers):
+                raise ValueError("it has no types, or costs that are no numbers")
             return Calibration(types, float(content["per_byte"]), str(content["machine"]))
         except FileNotFoundError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"`Calibration.load` cannot read {str(path)!r}: {error!r}. It expects a file "
                 "written by `Calibration.save`."
@@ -128,7 +131,9 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     Args:
       batched: what `jedbatch.batch` returned.
       *args: as for a call; instances that use all the types there are.
-      repeat: how often each program is timed; medians count.
+      repeat: how often each program is timed; medians count. What a batch of a small cell costs
+        is a few microseconds, and hard to measure: no type is taken to cost less than a tenth of
+        the median type.
 
     Returns:
       The calibration, for `jedbatch.learn(..., objective=calibration)`.
@@ -145,6 +150,8 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
             f"`calibrate` got {batched!r}; expected what `jedbatch.batch` returned, and then the "
             "arguments of a call."
         )
+    if repeat < 1:
+        raise ValueError(f"`calibrate` got repeat={repeat}; expected at least 1.")
     probe = batched._twin()
     plan = probe.plan(*args, gradient=False)
     graph, session = plan.graph, plan.static.session
@@ -171,6 +178,16 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
         num_bytes = sum(row_bytes(stored(operand)) for operand in node_type.operands)
         rest = max(0.0, 1e6 * per_node - per_byte * num_bytes)
         types[graph.labels[t]] = TypeCost(per_batch, rest, num_bytes)
+    if not types:
+        raise ValueError(
+            "`calibrate` found no node type to measure; expected instances for which the function "
+            "computes something, and not on random keys alone."
+        )
+    floor = 0.1 * float(np.median([cost.per_batch for cost in types.values()]))
+    types = {
+        label: TypeCost(max(floor, cost.per_batch), cost.per_node, cost.bytes)
+        for label, cost in types.items()
+    }
     device = jax.devices()[0].device_kind
     return Calibration(types, per_byte, f"{platform.machine()}, {device}, JAX {jax.__version__}")
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from jedbatch._fsm import CODES, ENCODINGS, FAR, GAPS
+from jedbatch._fsm import CODES, ENCODINGS, GAPS, packed
 from jedbatch._graph import Graph
 from jedbatch._search import padded, quotient
 
@@ -63,14 +63,6 @@ class Problem(NamedTuple):
     chain: Any
     count: Any
     weights: Any
-
-    @property
-    def size(self) -> float:
-        """About how much work an episode is: nodes * types * least number of batches."""
-        num_types = len(self.weights)
-        longest = np.zeros(num_types)
-        np.maximum.at(longest, self.node_type, self.chain)
-        return len(self.node_type) * num_types * longest.sum()
 
     @staticmethod
     def of(
@@ -124,8 +116,8 @@ def nearest_kin(graph: Graph) -> np.ndarray:
         for m in makers[ptr[node] : ptr[node + 1]]:
             for t, others in (near[m] | {types[m]: {m}}).items():
                 mine.setdefault(t, set()).update(others)
-        near.append(mine)
-    rows = [sorted(mine.get(t, ()))[-KIN:] for t, mine in zip(types, near, strict=True)]
+        near.append({t: set(sorted(others)[-KIN:]) for t, others in mine.items()})
+    rows = [sorted(mine.get(t, ())) for t, mine in zip(types, near, strict=True)]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     index = np.fromiter((m for row in rows for m in row), np.int64, int(counts.sum()))
     return padded(np.append(0, counts.cumsum()), index)
@@ -172,14 +164,14 @@ def codes(seen: Seen) -> Any:
     n, on = seen.num_ready, seen.num_ready > 0
     more = (n > n[:, None]).sum(1)
     gap = seen.top.max() - seen.top
+    low = sum((gap >= edges).astype(int) for edges in GAPS)
     turn = (seen.turning > 0).astype(int) + (seen.turning == seen.many)
-    rest = 3 * (seen.many == seen.many.max()) + turn
-    low = (gap >= GAPS[0]).astype(int) + (gap >= GAPS[1])
+    many = seen.many == seen.many.max()
     said = {
         "base": jnp.zeros_like(more),
         "max": (more == 0).astype(int),
         "sort": jnp.minimum(more, CODES - 1),
-        "phase": 2 * jnp.where(gap >= GAPS[2], FAR, 6 * low + rest) + seen.shortens,
+        "phase": packed(low, many, turn, seen.shortens),
     }
     return jnp.where(on, jnp.stack([said[name] for name in NAMES]), -1)
 
@@ -329,7 +321,7 @@ def q_learn(
     bound = sum((chain * mine[:, None]).max(0) @ problem.weights for mine in occurs)
     longest = 2 * int(chain.max(0).sum()) + 64
     max_steps = 1 << (longest - 1).bit_length()
-    num_rounds = max(1, episodes // at_once)
+    num_rounds = 1 + max(1, episodes // at_once)  # in the last, what was learned is judged only
     least, found, curve = np.inf, 0, []
     for i in tqdm(range(num_rounds), desc=f"Q-learning {encoding}", disable=not progress):
         key, mine = jax.random.split(key)

@@ -30,6 +30,7 @@ import collections
 import dataclasses
 import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,21 +69,24 @@ def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
     return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
 
 
+def packed(low: Any, many: Any, turn: Any, sure: Any) -> Any:
+    """The code of `phase`: of numbers, or of arrays of them.
+
+    `low` is 0 if tallest, 1 if low, 2 if lower, 3 if far; `turn` is 0 if steady, 1 if mixed, 2 if
+    turning; `many` and `sure` are 0 or 1. Of what is far no more is said than whether it is sure.
+    """
+    return 12 * low + (low < 3) * (6 * many + 2 * turn) + sure
+
+
 GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower, far
-FAR = 18
 
 
 def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """2 * (6 * (tallest, low, lower) + 3 * many + (steady, mixed, turning), or FAR) + sure."""
+    """How far each type has come (see `packed`)."""
     seen = [frontier.tallest(t) for t in ready]
     top, most_nodes = max(h for h, _, _ in seen), max(n for _, n, _ in seen)
     return [
-        2 * FAR + sure
-        if top - h >= GAPS[2]
-        else 12 * ((top - h >= GAPS[0]) + (top - h >= GAPS[1]))
-        + 6 * (n == most_nodes)
-        + 2 * ((k > 0) + (k == n))
-        + sure
+        packed(sum(top - h >= gap for gap in GAPS), n == most_nodes, (k > 0) + (k == n), sure)
         for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
     ]
 
@@ -94,13 +98,14 @@ WORDS: dict[str, dict[int, str]] = {
     "max": {0: "", 1: "most"},
     "sort": dict(enumerate(PLACES)),
     "phase": {
-        12 * g + 6 * m + 2 * k + b: " ".join(filter(None, [gap, "many" * m, turn, "sure" * b]))
-        for g, gap in enumerate(("tallest", "low", "lower"))
-        for m in (0, 1)
-        for k, turn in enumerate(("steady", "mixed", "turning"))
-        for b in (0, 1)
-    }
-    | {2 * FAR: "far", 2 * FAR + 1: "far sure"},
+        packed(low, many, turn, sure): " ".join(
+            filter(None, [gap, "many" * many, turning if low < 3 else "", "sure" * sure])
+        )
+        for low, gap in enumerate(("tallest", "low", "lower", "far"))
+        for many in ((0, 1) if low < 3 else (0,))
+        for turn, turning in enumerate(("steady", "mixed", "turning") if low < 3 else ("",))
+        for sure in (0, 1)
+    },
 }
 
 
@@ -121,7 +126,7 @@ class State:
     @property
     def ready(self) -> tuple[int, ...]:
         """The types that have ready nodes."""
-        return tuple(c // CODES for c in self.when[0])
+        return tuple(c // CODES for c in self.when[0]) if self.when else ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class FSM:
       types: labels of the node types it knows.
       states: its states, in the order in which they were met.
       fallback: the heuristic that decides in states it does not know.
-      report: how it was learned and how good it is, if it was learned in this process.
+      report: how it was learned and how good it is; not part of the files.
     """
 
     encoding: str
@@ -193,6 +198,7 @@ class FSM:
             self.fallback in FALLBACKS,
             f"its fallback is {self.fallback!r}, not one of {list(FALLBACKS)}",
         )
+        require(all(isinstance(label, str) for label in self.types), "a label is no text")
         require(len(set(self.types)) == len(self.types), "two of its types have the same label")
         known = WORDS[self.encoding]
         met = set()
@@ -200,6 +206,10 @@ class FSM:
             require(bool(state.when), "a state has no encodings")
             for code in state.when:
                 ready = [c // CODES for c in code]
+                require(
+                    bool(ready) and tuple(ready) == state.ready,
+                    "the encodings of a state differ in which types are ready",
+                )
                 require(
                     ready == sorted(set(ready)) and ready[0] >= 0 and ready[-1] < len(self.types),
                     f"the encoding {code} names types that do not exist, or not in order",
@@ -330,6 +340,9 @@ class FSM:
                 found = content.get("format") if isinstance(content, dict) else content
                 raise ValueError(f"its format is {found!r}, not {FORMAT!r}")
             encoding, types = content["encoding"], content["types"]
+            for name in ("types", "states"):
+                if not isinstance(content[name], list):
+                    raise ValueError(f"its {name} are {content[name]!r:.60}, not a list")
             if encoding not in ENCODINGS:
                 raise ValueError(f"its encoding is {encoding!r}, not one of {list(ENCODINGS)}")
             number = {label: i for i, label in enumerate(types)}
@@ -341,12 +354,12 @@ class FSM:
                         tuple(sorted(CODES * number[t] + said[w] for t, w in code.items()))
                         for code in state["when"]
                     ),
-                    tuple((int(after), int(times)) for after, times in state["next"].items()),
+                    tuple((int(after), operator.index(n)) for after, n in state["next"].items()),
                 )
                 for state in content["states"]
             )
             return FSM(encoding, tuple(types), states, content["fallback"])
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
             raise ValueError(
                 f"`FSM.load` cannot read {source}: {what}. It expects a file written by `FSM.save`."
@@ -354,7 +367,7 @@ class FSM:
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as JSON: types by label, each state with what it runs and when."""
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> "FSM":
@@ -364,7 +377,8 @@ class FSM:
           FileNotFoundError: there is no such file.
           ValueError: it is not a policy, or one of another version.
         """
-        return FSM.from_json(Path(path).read_text(), repr(str(path)))
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        return FSM.from_json(text, repr(str(path)))
 
 
 def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
@@ -395,11 +409,12 @@ def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:
 
 def by_form(labels: Iterable[str]) -> dict[str, list[str]]:
     """The labels, grouped by what is left if sizes are left out; each group sorted by size."""
+    shape = re.compile(r"(?<=\w)\[[\d,]*\]")  # as in f32[64]
     groups: dict[str, list[str]] = {}
     for label in labels:
-        groups.setdefault(re.sub(r"\d+", "_", label), []).append(label)
+        groups.setdefault(shape.sub(lambda m: re.sub(r"\d+", "_", m[0]), label), []).append(label)
 
-    def sizes(label: str) -> list[int]:
-        return list(map(int, re.findall(r"\d+", label)))
+    def sizes(label: str) -> tuple:
+        return [list(map(int, re.findall(r"\d+", s))) for s in shape.findall(label)], label
 
     return {form: sorted(some, key=sizes) for form, some in groups.items()}

@@ -446,18 +446,28 @@ class Graph:
     def labels(self) -> list[str]:
         """A label for each type, all different: equal ones are numbered in the order of ids."""
         met: dict[str, int] = {}
-        labels = []
+        labels: dict[str, None] = {}
         for node_type in self.types:
-            label = node_type.label or node_type.name
-            count = met[label] = met.get(label, 0) + 1
-            labels.append(label if count == 1 else f"{label} #{count}")
-        return labels
+            name = label = node_type.label or node_type.name
+            while label in labels:
+                met[name] = met.get(name, 1) + 1
+                label = f"{name} #{met[name]}"
+            labels[label] = None
+        return list(labels)
+
+    def bare(self) -> "Graph":
+        """The same graph without inputs and outputs, which is enough to schedule it."""
+        none = np.zeros_like(self.node_ptr)
+        ptr, maker = self.preds
+        operand = self.value_ptr[maker].astype(np.int32)
+        empty = np.zeros(0, np.int32)
+        return Graph(self.types, self.node_type, ptr, operand, (), empty, self.node_ptr, none, none)
 
     def restrict(self, types: Sequence[int]) -> tuple[np.ndarray, "Graph"]:
         """The part made of some types: (its nodes int64[n], a bare graph of them).
 
         The types of the part are numbered by their place in `types`, and named by their labels.
-        Heights are those of the whole graph.
+        Heights are those of the whole graph; whether a node turns is asked within the part.
         """
         nodes, place, (maker, reader) = self.inside(types)
         ptr = pointers(np.bincount(reader, minlength=len(nodes)))

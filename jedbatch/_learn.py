@@ -16,10 +16,12 @@ same graphs give the same policy.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +34,9 @@ from jedbatch._episodes import Problem, Table, preferred, q_learn, salts, slot
 from jedbatch._frontier import Frontier
 from jedbatch._fsm import CODES, ENCODINGS, FALLBACKS, FSM, Code, encode
 from jedbatch._graph import Graph
-from jedbatch._schedule import HEURISTICS, Schedule, by_rank, lower_bound, schedule
-from jedbatch._search import Beam, same_weights
+from jedbatch._schedule import HEURISTICS, Schedule, by_rank, cost, lower_bound, schedule
+from jedbatch._search import Beam, Objective, of_part, same_weights, weights_of
 
-Objective = Callable[[Graph], np.ndarray]
 MOST, NODES = 32, 8000  # instances, and nodes of these, learned from; as many may be held back
 WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
 TRIALS = 8  # random halves of all instances that candidates are judged by
@@ -48,7 +49,7 @@ class Entry:
 
     Attributes:
       name: the policy.
-      training, held_back: cost of scheduling these instances.
+      training, held_back: cost of scheduling these instances; the same if none are held back.
       size: encodings in its table; None if it is no FSM.
       micros: microseconds to schedule a batch of the training instances.
     """
@@ -141,7 +142,10 @@ def learn(
       Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
       finite state machines, ICML 2023.
     """
-    graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
+    try:
+        graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
+    except TypeError:
+        graphs = [graphs]  # type: ignore[list-item]  # for the message below
     if not graphs or not all(isinstance(g, Graph) for g in graphs):
         what = next((type(g).__name__ for g in graphs if not isinstance(g, Graph)), "nothing")
         raise TypeError(
@@ -155,16 +159,29 @@ def learn(
             "`learn` got graphs over different types; expected the types of each to begin those "
             "of the next, as in graphs made by one batched function or with the same names."
         )
-    if encoding is not None and encoding not in ENCODINGS:
+    if encoding is not None and encoding not in tuple(ENCODINGS):
         raise ValueError(
             f"`learn` got encoding={encoding!r}; expected one of {list(ENCODINGS)} or None."
         )
-    start = time.perf_counter()
-    with _plain_jax():
-        key = jax.random.key(key) if isinstance(key, int) else key
-        race = _Race(graphs, key, objective or same_weights)
-        race.run([encoding] if encoding else list(ENCODINGS), episodes, teachers, progress)
-    return race.result(time.perf_counter() - start)
+    if not isinstance(episodes, int) or episodes < 0 or (episodes == 0 and not teachers):
+        raise ValueError(
+            f"`learn` got episodes={episodes!r} and teachers={teachers!r}; expected a number of "
+            "episodes of Q-learning, or 0 to learn from teachers only."
+        )
+    encodings = [encoding] if encoding else list(ENCODINGS)
+
+    def run() -> FSM:
+        start = time.perf_counter()
+        with _plain_jax():
+            first = jax.random.key(operator.index(key)) if is_number else key
+            race = _Race(graphs, first, objective or same_weights)
+            race.run(encodings, episodes, teachers, progress)
+        return race.result(time.perf_counter() - start)
+
+    is_number = hasattr(key, "__index__") and not isinstance(key, jax.Array)
+    # A thread of its own is in no transformation of JAX, whatever the caller is in.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 @contextlib.contextmanager
@@ -175,8 +192,9 @@ def _plain_jax() -> Iterator[None]:
     except RuntimeError:  # JAX was told to see other devices only
         host = jax.devices()[0]
     with (
-        jax.ensure_compile_time_eval(),
         jax.default_device(host),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
         jax.enable_x64(False),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
@@ -220,13 +238,15 @@ class _Race:
             Graph.select([learned[i] for i in np.flatnonzero(row)]) for row in self.takes_part
         ]
         self.whole = self.training[0]
-        self.held_back = Graph.select(parts[:num_held] or learned)
+        self.held_back = Graph.select(parts[:num_held]) if num_held else self.whole
         known = parts[:num_held] + learned
         half = (len(known) + 1) // 2
         drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(TRIALS)]
-        self.trials = [Graph.select([known[i] for i in some]) for some in drawn]
+        different = {tuple(some) for some in drawn if half < len(known)}
+        self.trials = [Graph.select([known[i] for i in some]) for some in sorted(different)]
         self.num_instances = len(learned), num_held
         self.objective = objective
+        self.weights = weights_of(self.whole, objective)
         self.bound = self._bound(self.whole), self._bound(self.held_back)
 
         self.present = np.flatnonzero(np.bincount(self.whole.node_type)).tolist()
@@ -237,8 +257,8 @@ class _Race:
         self.curves: dict[str, list[tuple[int, float]]] = {}
         for policy in HEURISTICS:
             self._enter(policy.__name__, functools.partial(schedule, policy=policy))
-        cost = {e.name: self._rank(e) for e in self.entries}
-        self.fallback = min(FALLBACKS, key=lambda name: cost[name])
+        ranks = {e.name: self._rank(e) for e in self.entries}
+        self.fallback = min(FALLBACKS, key=lambda name: ranks[name])
         self.lessons = [list(self._lessons(graph)) for graph in self.training]
 
     def _lessons(self, graph: Graph) -> Iterator[Lesson]:
@@ -247,10 +267,10 @@ class _Race:
             yield Lesson(part, [self.present.index(t) for t in types], nodes)
 
     def _bound(self, graph: Graph) -> float:
-        return lower_bound(graph, self.objective(graph))
+        return lower_bound(graph, weights_of(graph, self.objective))
 
     def _cost(self, found: Schedule, graph: Graph) -> float:
-        return float(self.objective(graph)[found.batch_type].sum())
+        return cost(found, weights_of(graph, self.objective))
 
     def _rank(self, e: Entry) -> tuple[float, int]:
         return e.training + e.held_back, e.size or 0
@@ -260,7 +280,8 @@ class _Race:
         clock = time.perf_counter()
         found = run(self.whole)
         micros = 1e6 * (time.perf_counter() - clock) / max(len(found), 1)
-        held_back = self._cost(run(self.held_back), self.held_back)
+        again = found if self.held_back is self.whole else run(self.held_back)
+        held_back = self._cost(again, self.held_back)
         self.entries.append(Entry(name, self._cost(found, self.whole), held_back, size, micros))
 
     def _add(self, name: str, encoding: str, decide: Decide) -> None:
@@ -312,11 +333,16 @@ class _Race:
         votes: dict[Code, collections.Counter[int]] = {}
         for lessons in self.lessons:
             for x in lessons:
-                found = by_rank(x.graph) or schedule(x.graph, policy)
+                found = by_rank(x.graph) or self._taught(x.graph, policy)
                 for code, t in walk(x, encoding, follow(found.batch_type.tolist())):
                     votes.setdefault(code, collections.Counter())[t] += 1
         table = {code: min(v, key=lambda t: (-v[t], t)) for code, v in votes.items()}
         self._add(f"FSM {encoding} after {teacher}", encoding, lambda _, code, __: table.get(code))
+
+    def _taught(self, part: Graph, policy: Any) -> Schedule:
+        if isinstance(policy, Beam):
+            return policy.search(part, of_part(part, self.whole, self.weights))
+        return schedule(part, policy)
 
     def q_learn(self, encoding: str, episodes: int, progress: bool) -> None:
         """Enters what Q-learning makes of the best imitation; without one, of nothing."""
@@ -326,16 +352,17 @@ class _Race:
             begun = self.machines[self.best(f"FSM {encoding} ")].table
         instance = np.repeat(np.arange(self.whole.num_instances), np.diff(self.whole.node_ptr))
         learned: list[tuple[list[int], Table]] = []
-        self.curves[name] = []
+        points: list[tuple[int, float]] = []
         for x in self.lessons[0]:
             if len(x.numbers) == 1:
                 continue
             self.key, key = jax.random.split(self.key)
-            weights = self.objective(x.graph)
-            problem = Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights)
-            affordable = min(episodes, int(WORK / problem.size))
+            weights = of_part(x.graph, self.whole, self.weights)
+            episode = len(x.nodes) * len(weights) * lower_bound(x.graph)
+            affordable = min(episodes, int(WORK / episode))
             if affordable < min(episodes, 16):
                 continue
+            problem = Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights)
             table, curve = q_learn(
                 problem,
                 encoding,
@@ -349,8 +376,12 @@ class _Race:
                 episodes=affordable,
                 progress=progress,
             )
-            self.curves[name] += [(n, float(cost * weights.mean())) for n, cost in curve]
+            points += [(n, float(paid * weights.mean())) for n, paid in curve]
             learned.append((x.numbers, table))
+
+        if not learned and self.machines:
+            return  # too much work
+        self.curves[name] = points
 
         def decide(frontier: Frontier, code: Code, numbers: list[int]) -> int | None:
             for known, table in learned:

@@ -117,6 +117,8 @@ class Registry:
         self._kept: list[Any] = []
         self.constants: dict[Hashable, list[Any]] = {}
         self._ids: dict[Hashable, Any] = {}
+        self._known_transient: dict[int, bool] = {}
+        self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
         self._types: tuple[NodeType, ...] = ()
 
@@ -201,10 +203,14 @@ class Registry:
 
     def _paths(self, index: int) -> set[tuple]:
         """Where the leaves of the shared arguments are that a shared value is made of."""
-        value = self.shared[index]
-        if value.leaf is not None:
-            return {self._leaf_paths[value.leaf]}
-        return {path for other in value.args for path in self._paths(other)}
+        if index not in self._known_paths:
+            value = self.shared[index]
+            if value.leaf is not None:
+                found = {self._leaf_paths[value.leaf]}
+            else:
+                found = {path for other in value.args for path in self._paths(other)}
+            self._known_paths[index] = found
+        return self._known_paths[index]
 
     @functools.cached_property
     def _leaf_paths(self) -> list[tuple]:
@@ -382,8 +388,11 @@ class Registry:
 
     def is_transient(self, index: int) -> bool:
         """Whether a shared value depends on a tracer that the function closes over."""
-        value = self.shared[index]
-        return value.tracer is not None or any(map(self.is_transient, value.args))
+        if index not in self._known_transient:
+            value = self.shared[index]
+            found = value.tracer is not None or any(map(self.is_transient, value.args))
+            self._known_transient[index] = found
+        return self._known_transient[index]
 
     # --- keys ---
 

@@ -164,6 +164,12 @@ def edited(change):
         (edited(lambda c: c["states"][0].update(when=[])), "has no encodings"),
         (edited(lambda c: c["states"][0]["when"].append({"cell(f32[4])": "1th"})), "'1th'"),
         (edited(lambda c: c.update(types=["a", "a"])), "missing or unknown"),
+        (edited(lambda c: c.update(types="ab")), "its types are 'ab', not a list"),
+        (edited(lambda c: c.update(states={})), "its states are {}, not a list"),
+        (edited(lambda c: c["states"][0].update(next={"0": 1.5})), "integer"),
+        (edited(lambda c: c["states"][1]["when"].append({"cell(f32[4])": ""})), "differ in which"),
+        (edited(lambda c: c["states"][0]["when"].append({})), "differ in which"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_malformed_files(tmp_path, text, message):
@@ -188,8 +194,14 @@ def test_types_are_found_by_label():
     sizes = ["sum(f32[3,64])", "sum(f32[10,64])"]
     assert numbers_of(sizes, ["sum(f32[10,8])", "sum(f32[3,8])"]) == [1, 0]
     assert numbers_of(known, ["other(f32[])", "add(f32[])"]) == [-1, 2]
+    static = ["f[a=0.5](f32[64])", "f[a=0.05](f32[64])"]
+    assert numbers_of(static, ["f[a=0.05](f32[8])", "f[a=0.5](f32[8])"]) == [1, 0]
+    layers = ["f(f32[64]) @ [0][0]", "f(f32[64]) @ [0][1]"]
+    assert numbers_of(layers, ["f(f32[8]) @ [0][1]"]) == [1]
 
 
 def test_labels_of_a_graph_are_different():
     graph = Graph.from_dag([0, 1, 2], [[], [], []], names=["a", "b", "a"])
     assert graph.labels == ["a", "b", "a #2"]
+    graph = Graph.from_dag([0, 1, 2], [[], [], []], names=["a", "a", "a #2"])
+    assert len(set(graph.labels)) == 3

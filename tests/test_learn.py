@@ -237,6 +237,11 @@ def test_another_objective():
         ([], {}, TypeError, "got nothing; expected graphs"),
         ([(1, 2)], {}, TypeError, r"`batched\.learn\(params, instances\)`"),
         (FIG1, {"encoding": "colour"}, ValueError, "'colour'; expected one of"),
+        (FIG1, {"encoding": ["sort"]}, ValueError, "expected one of"),
+        (None, {}, TypeError, "got NoneType; expected graphs"),
+        (FIG1, {"episodes": -1}, ValueError, "episodes=-1"),
+        (FIG1, {"episodes": 0, "teachers": False}, ValueError, "teachers=False"),
+        (FIG1, {"objective": lambda g: [1.0]}, ValueError, "a positive number for each"),
         (
             [Graph.from_dag([0], [[]], names=["a"]), Graph.from_dag([0], [[]], names=["b"])],
             {},
@@ -310,6 +315,23 @@ def test_planning_inside_of_jit():
     assert batched.policy is not None
 
 
+def test_planning_where_jax_is_restricted():
+    """Learning happens in JAX too, but not in the caller's."""
+    trees, params = formulas(1, 6), parameters()
+    expected = jedbatch.batch(evaluate)(params, trees)
+    with jax.transfer_guard("disallow"):
+        plan = jedbatch.batch(evaluate).plan(params, trees)
+    with jax.disable_jit():
+        again = jedbatch.batch(evaluate).plan(params, trees)
+    assert plan.schedule.policy == again.schedule.policy == "FSM phase"
+    mesh = jax.make_mesh((1,), ("x",))
+    spec = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        lambda p: jedbatch.batch(evaluate)(p, trees), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    np.testing.assert_allclose(sharded(params), expected, rtol=1e-5)
+
+
 def test_learning_from_instances():
     params, trees = parameters(), formulas(2, 16)
     batched = jedbatch.batch(evaluate)
@@ -379,11 +401,38 @@ def test_new_types_are_learned_when_there_are_more_than_known():
     machines = []
     for num_types in (2, 3, 4, 5, 6):
         graph = mixed(num_types)
-        found = adaptive.schedule(graph)
-        found.check(graph)
-        machines.append(adaptive.machine)
+        for _ in range(2):
+            found = adaptive.schedule(graph)
+            found.check(graph)
+            machines.append(adaptive.machine)
     assert len({id(m) for m in machines}) == 2
     assert len(machines[-1].types) == 5
+
+
+def test_what_was_learned_from_little_is_learned_again():
+    """From one instance, then from four times as many, up to what learning can use."""
+    adaptive = Adaptive()
+    rng = np.random.default_rng(8)
+    machines = []
+    for size in (1, 2, 3, 4, 8, 16, 64, 256, 512):
+        graph = Graph.concatenate(list(random_trees(rng, size, 2)))
+        if size > 1 or not machines:
+            adaptive._by_rank = False
+        adaptive.schedule(graph).check(graph)
+        machines.append(id(adaptive.machine))
+    assert machines[0] == machines[2] != machines[3] == machines[4] != machines[5]
+    assert len(set(machines)) == 4
+
+
+def test_large_graphs_are_not_learned_from():
+    """Where learning would take much longer than planning."""
+    rng = np.random.default_rng(9)
+    graph = Graph.from_dag(*random_dag(rng, 20_000, 40, most=2))
+    adaptive = Adaptive()
+    found = adaptive.schedule(graph)
+    found.check(graph)
+    assert len(adaptive.machine) == 0
+    assert found.unseen > 0
 
 
 def test_a_progress_bar(capsys):
