@@ -52,7 +52,7 @@ class Frontier:
         self._ready: list[list[int]] = [[] for _ in graph.types]
         self._looked = [0] * len(graph.types)  # ready nodes of each type that `_look` has seen
         self._tallest = [(-1, 0, 0)] * len(graph.types)
-        self._begun: list[dict[int, int]] = [{} for _ in graph.types]  # chains, by length
+        self._longest = [-1] * len(graph.types)  # rows of the longest chains of nodes looked at
         self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
         self.num_left = np.bincount(graph.node_type, minlength=len(graph.types)).tolist()
         self._admit(np.flatnonzero(self._waiting == 0))
@@ -93,10 +93,7 @@ class Frontier:
             )
         if "_ahead" in self.__dict__:
             self._look(t)
-            chains_left = self._ahead[3][t]
-            for length, times in self._begun[t].items():
-                chains_left[length] -= times
-            self._looked[t], self._tallest[t], self._begun[t] = 0, (-1, 0, 0), {}
+            self._looked[t], self._tallest[t], self._longest[t] = 0, (-1, 0, 0), -1
         self._ready[t] = []
         self.num_left[t] -= len(nodes)
         if len(nodes) < WIDE and not self._watchers:
@@ -136,40 +133,50 @@ class Frontier:
         Then the lower bound on what is left is one batch less when type t has run.
         """
         self._look(t)
-        chains_left = self._ahead[3][t]
-        while chains_left and not chains_left[-1]:
-            chains_left.pop()
-        longest = len(chains_left) - 1
-        return longest >= 0 and self._begun[t].get(longest, 0) == chains_left[longest]
+        waiting, top = self._ahead[3], self._longest_waiting[t]
+        while not waiting[top]:
+            top -= 1
+        self._longest_waiting[t] = top
+        return self._longest[t] > top
 
     @functools.cached_property
-    def _ahead(self) -> tuple[list[int], list[bool], list[int], list[list[int]]]:
-        """(height, turns and chain of each node, how many chains of each type have each length)."""
+    def _ahead(self) -> tuple[list[int], list[bool], list[int], list[int]]:
+        """(height of each node, whether it turns, its row, nodes not yet looked at of each row).
+
+        Nodes of one type and equal chain are a row; those of a type follow each other, and one
+        that is never empty comes before them.
+        """
         graph, left = self.graph, self.left
         chain = graph.chain
-        lengths = [
-            np.bincount(chain[left & (graph.node_type == t)]).tolist()
-            for t in range(len(graph.types))
-        ]
-        return graph.height.tolist(), graph.turns.tolist(), chain.tolist(), lengths
+        lengths = np.zeros(len(graph.types), np.int64)
+        np.maximum.at(lengths, graph.node_type, chain)
+        ends = (lengths + 1).cumsum()
+        row = (ends - lengths - 1)[graph.node_type] + chain
+        waiting = np.bincount(row[left], minlength=int(ends[-1]))
+        waiting[ends - lengths - 1] = 1
+        self._longest_waiting = (ends - 1).tolist()
+        return graph.height.tolist(), graph.turns.tolist(), row.tolist(), waiting.tolist()
 
     def _look(self, t: int) -> None:
         """Looks at the ready nodes of type t that are new."""
         nodes, seen = self._ready[t], self._looked[t]
         if seen == len(nodes):
             return
-        height, turns, chain, _ = self._ahead
+        height, turns, row, waiting = self._ahead
         top, count, turning = self._tallest[t]
-        begun = self._begun[t]
+        longest = self._longest[t]
         for node in nodes[seen:] if seen else nodes:
             if (h := height[node]) > top:
                 top, count, turning = h, 1, turns[node]
             elif h == top:
                 count += 1
                 turning += turns[node]
-            c = chain[node]
-            begun[c] = begun.get(c, 0) + 1
+            mine = row[node]
+            waiting[mine] -= 1
+            if mine > longest:
+                longest = mine
         self._looked[t], self._tallest[t] = len(nodes), (top, count, turning)
+        self._longest[t] = longest
 
     def num_next(self, t: int) -> int:
         """|Frontier(G^t)|: nodes of type t left with no other of type t left before them."""

@@ -32,6 +32,7 @@ import functools
 import json
 import operator
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,10 +84,10 @@ GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower
 
 def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
     """How far each type has come (see `packed`)."""
-    seen = [frontier.tallest(t) for t in ready]
-    top, most_nodes = max(h for h, _, _ in seen), max(n for _, n, _ in seen)
+    seen = list(map(frontier.tallest, ready))
+    top, most_nodes = max(seen)[0], max([n for _, n, _ in seen])
     return [
-        packed(sum(top - h >= gap for gap in GAPS), n == most_nodes, (k > 0) + (k == n), sure)
+        packed(bisect_right(GAPS, top - h), n == most_nodes, (k > 0) + (k == n), sure)
         for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
     ]
 
@@ -384,7 +385,9 @@ class FSM:
 def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
     """What an encoding says about a frontier, in terms of a machine's types."""
     said = ENCODINGS[encoding](frontier, ready)
-    return tuple(sorted([CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]))
+    code = [CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]
+    code.sort()
+    return tuple(code)
 
 
 def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:

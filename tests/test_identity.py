@@ -381,3 +381,18 @@ def test_repeated_work_on_shared_values_is_batched():
 def test_what_is_no_policy():
     with pytest.raises(TypeError, match=r"jedbatch\.policies\.agenda"):
         jedbatch.batch(lambda p, x: x, policy="agenda")
+
+
+def test_shared_values_used_many_times():
+    """Recording takes time in proportion to the work, not to the paths through it."""
+
+    def fn(p, x):
+        bounded = jnp.maximum, jnp.minimum, jnp.fmax, jnp.fmin, jnp.arctan2
+        for op in (*bounded, jnp.hypot, jnp.logaddexp, jnp.add, jnp.multiply, jnp.arctan2):
+            for _ in range(3):
+                p = op(p, p)
+        return p * x
+
+    found = jedbatch.batch(fn)(jnp.float32(1.0), [jnp.float32(2.0)])
+    assert jnp.isfinite(found).all()
+    np.testing.assert_allclose(found, [fn(jnp.float32(1.0), jnp.float32(2.0))], rtol=1e-6)
