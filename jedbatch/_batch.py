@@ -29,7 +29,7 @@ from jedbatch._learn import learn
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed, Signature, forward_table
 from jedbatch._registry import NUMBERS
-from jedbatch._schedule import Policy, agenda, schedule
+from jedbatch._schedule import Policy, agenda, checked_policy, schedule
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
 
@@ -419,16 +419,6 @@ class Batched:
                 "`jax.jacfwd(jax.grad(f))`."
             ) from error
         return _arranged(static.results, signature, outputs)
-
-
-def checked_policy(policy: Any) -> Policy:
-    """The policy, or a `TypeError` if it is none."""
-    if callable(policy) or hasattr(policy, "schedule"):
-        return policy
-    raise TypeError(
-        f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
-        "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None to learn a policy."
-    )
 
 
 def _assemble(

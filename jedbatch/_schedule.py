@@ -140,6 +140,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
 
     Raises:
       NothingReadyError: the policy chose a type with no ready node.
+      TypeError: the policy is none.
 
     Example:
       >>> import jedbatch
@@ -149,13 +150,10 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
     """
     if policy is None:
         return by_component(graph, best_of_heuristics)
+    checked_policy(policy)
     if hasattr(policy, "schedule"):
         return policy.schedule(graph)
-    if not callable(policy):
-        raise TypeError(
-            f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
-            "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None."
-        )
+    assert callable(policy)
     frontier = Frontier(graph)
     left = len(graph.node_type)
     types, batches = [], []
@@ -166,6 +164,16 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         batches.append(nodes)
         left -= len(nodes)
     return Schedule.of(types, batches, getattr(policy, "__name__", type(policy).__name__))
+
+
+def checked_policy(policy: Any) -> Policy:
+    """The policy, or a `TypeError` if it is none."""
+    if callable(policy) or hasattr(policy, "schedule"):
+        return policy
+    raise TypeError(
+        f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
+        "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None."
+    )
 
 
 def cost(schedule: Schedule, weights: np.ndarray) -> float:

@@ -148,6 +148,11 @@ def test_choosing_what_is_not_ready(choice):
         schedule(random_graph(0), lambda frontier: choice)
 
 
+def test_what_is_no_policy():
+    with pytest.raises(TypeError, match="got policy='agenda'; expected a callable"):
+        schedule(random_graph(0), "agenda")
+
+
 def test_gaps_between_type_ids_and_empty_graphs():
     graph = Graph.from_dag([7, 2, 7], [[], [0], [1]])
     assert [t for t, _ in schedule(graph).batches] == [7, 2, 7]
