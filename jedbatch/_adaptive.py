@@ -2,7 +2,7 @@
 
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
-from jedbatch._learn import MOST, learn
+from jedbatch._learn import MARGIN, MOST, learn
 from jedbatch._schedule import Schedule, by_rank, lower_bound
 
 EPISODES = 64  # of Q-learning when a minibatch is planned: about a second with compilation
@@ -16,8 +16,11 @@ class Adaptive:
     The machine is learned from the first minibatch that needs it, while that is planned. It is
     learned again when a minibatch has four times as many instances as the largest so far, up to
     the number that learning can use, and when it has more new types than were there before. So
-    there are few times, and the same minibatches in the same order give the same schedules. Where
-    learning would take long, the machine is an empty one, which leaves all to `critical`.
+    there are few times, and the same minibatches in the same order give the same schedules.
+
+    Imitation takes tenths of a second, and is left at that if it comes within a hundredth of the
+    search that it imitates; otherwise there is some Q-learning. Where even imitation would take
+    long, the machine is an empty one, which leaves all to `critical`.
     """
 
     def __init__(self) -> None:
@@ -48,6 +51,11 @@ class Adaptive:
         used = min(1, 2 * MOST / graph.num_instances) * len(graph.node_type)
         if used * max(map(len, graph.components)) * lower_bound(graph) > LARGE:
             return FSM("phase", tuple(sorted(self._present(graph))), ())
+        copied = learn(self._graphs, encoding="phase", episodes=0)
+        costs = {entry.name: entry.training for entry in copied.report.entries}
+        best = min(cost for name, cost in costs.items() if name.startswith("FSM"))
+        if MARGIN * best <= costs.get("beam 16", best):
+            return copied
         return learn(self._graphs, encoding="phase", episodes=EPISODES)
 
     def _present(self, graph: Graph) -> set[str]:
