@@ -5,7 +5,7 @@ from jedbatch._graph import Graph
 from jedbatch._learn import MARGIN, MOST, learn
 from jedbatch._schedule import Schedule, by_rank, lower_bound
 
-EPISODES = 64  # of Q-learning when a minibatch is planned: about a second with compilation
+EPISODES = 64  # of Q-learning when a minibatch is planned: two seconds with compilation
 REMEMBERED = 4  # minibatches to learn from
 LARGE = 3e7  # nodes * types * batches from which learning would take longer than it is worth
 
@@ -18,7 +18,7 @@ class Adaptive:
     the number that learning can use, and when it has more new types than were there before. So
     there are few times, and the same minibatches in the same order give the same schedules.
 
-    Imitation takes tenths of a second, and is left at that if it comes within a hundredth of the
+    Imitation takes a second or less, and is left at that if it comes within a hundredth of the
     search that it imitates; otherwise there is some Q-learning. Where even imitation would take
     long, the machine is an empty one, which leaves all to `critical`.
     """

@@ -133,15 +133,17 @@ class Frontier:
         Then the lower bound on what is left is one batch less when type t has run.
         """
         self._look(t)
-        waiting, top = self._ahead[3], self._longest_waiting[t]
-        while not waiting[top]:
-            top -= 1
-        self._longest_waiting[t] = top
-        return self._longest[t] > top
+        *_, waiting, longest_waiting = self._ahead
+        while not waiting[longest_waiting[t]]:
+            longest_waiting[t] -= 1
+        return self._longest[t] > longest_waiting[t]
 
     @functools.cached_property
-    def _ahead(self) -> tuple[list[int], list[bool], list[int], list[int]]:
-        """(height of each node, whether it turns, its row, nodes not yet looked at of each row).
+    def _ahead(self) -> tuple[list[int], list[bool], list[int], list[int], list[int]]:
+        """What is ahead of each node, and which nodes have not been looked at.
+
+        (Height of each node, whether it turns, its row; nodes not yet looked at of each row; a row
+        of each type, above which all have been looked at.)
 
         Nodes of one type and equal chain are a row; those of a type follow each other, and one
         that is never empty comes before them.
@@ -154,15 +156,15 @@ class Frontier:
         row = (ends - lengths - 1)[graph.node_type] + chain
         waiting = np.bincount(row[left], minlength=int(ends[-1]))
         waiting[ends - lengths - 1] = 1
-        self._longest_waiting = (ends - 1).tolist()
-        return graph.height.tolist(), graph.turns.tolist(), row.tolist(), waiting.tolist()
+        found = graph.height, graph.turns, row, waiting, ends - 1
+        return tuple(x.tolist() for x in found)
 
     def _look(self, t: int) -> None:
         """Looks at the ready nodes of type t that are new."""
         nodes, seen = self._ready[t], self._looked[t]
         if seen == len(nodes):
             return
-        height, turns, row, waiting = self._ahead
+        height, turns, row, waiting, _ = self._ahead
         top, count, turning = self._tallest[t]
         longest = self._longest[t]
         for node in nodes[seen:] if seen else nodes:

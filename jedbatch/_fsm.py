@@ -41,7 +41,15 @@ from typing import Any
 from jedbatch._diagram import state_diagram
 from jedbatch._frontier import Frontier
 from jedbatch._graph import Graph
-from jedbatch._schedule import Schedule, agenda, by_component, critical, height, sufficient
+from jedbatch._schedule import (
+    Schedule,
+    agenda,
+    by_component,
+    critical,
+    height,
+    schedule,
+    sufficient,
+)
 
 FORMAT = "jedbatch policy, version 1"
 FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
@@ -245,26 +253,21 @@ class FSM:
 
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]
-        frontier, fallback = Frontier(graph), FALLBACKS[self.fallback]
-        types, batches, unseen, left = [], [], 0, len(graph.node_type)
-        while left:
-            ready = frontier.ready_types
-            t = ready[0] if len(ready) == 1 else self.choose(frontier, ready, numbers)
-            if t is None:
-                t = fallback(frontier)
-                unseen += 1
-            nodes = frontier.run(t)
-            types.append(t)
-            batches.append(nodes)
-            left -= len(nodes)
-        return Schedule.of(types, batches, "FSM", unseen=unseen)
+        fallback, table, unseen = FALLBACKS[self.fallback], self.table, 0
 
-    def choose(
-        self, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]
-    ) -> int | None:
-        """The type to run of those that are ready, or None in a state that is not known."""
-        run = self.table.get(encode(self.encoding, frontier, ready, numbers))
-        return None if run is None else numbers.index(run)
+        def choose(frontier: Frontier) -> int:
+            nonlocal unseen
+            ready = frontier.ready_types
+            if len(ready) == 1:
+                return ready[0]
+            run = table.get(encode(self.encoding, frontier, ready, numbers))
+            if run is not None:
+                return numbers.index(run)
+            unseen += 1
+            return fallback(frontier)
+
+        found = schedule(graph, choose)
+        return dataclasses.replace(found, unseen=unseen)
 
     def __len__(self) -> int:
         return len(self.states)

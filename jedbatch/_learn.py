@@ -35,7 +35,7 @@ from jedbatch._frontier import Frontier
 from jedbatch._fsm import CODES, ENCODINGS, FALLBACKS, FSM, Code, encode
 from jedbatch._graph import Graph
 from jedbatch._schedule import HEURISTICS, Schedule, by_rank, cost, lower_bound, schedule
-from jedbatch._search import Beam, Objective, of_part, same_weights, weights_of
+from jedbatch._search import Beam, Objective, in_turn, of_part, same_weights, weights_of
 
 MOST, NODES = 32, 8000  # instances, and nodes of these, learned from; as many may be held back
 WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
@@ -169,6 +169,7 @@ def learn(
             "episodes of Q-learning, or 0 to learn from teachers only."
         )
     encodings = [encoding] if encoding else list(ENCODINGS)
+    is_number = hasattr(key, "__index__") and not isinstance(key, jax.Array)
 
     def run() -> FSM:
         start = time.perf_counter()
@@ -178,7 +179,6 @@ def learn(
             race.run(encodings, episodes, teachers, progress)
         return race.result(time.perf_counter() - start)
 
-    is_number = hasattr(key, "__index__") and not isinstance(key, jax.Array)
     # A thread of its own is in no transformation of JAX, whatever the caller is in.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
@@ -334,7 +334,9 @@ class _Race:
         for lessons in self.lessons:
             for x in lessons:
                 found = by_rank(x.graph) or self._taught(x.graph, policy)
-                for code, t in walk(x, encoding, follow(found.batch_type.tolist())):
+                taught = in_turn(found.batch_type.tolist())
+                copied: Decide = lambda frontier, _, numbers: numbers[taught(frontier)]  # noqa: B023, E731
+                for code, t in walk(x, encoding, copied):
                     votes.setdefault(code, collections.Counter())[t] += 1
         table = {code: min(v, key=lambda t: (-v[t], t)) for code, v in votes.items()}
         self._add(f"FSM {encoding} after {teacher}", encoding, lambda _, code, __: table.get(code))
@@ -429,16 +431,6 @@ def walk(lesson: Lesson, encoding: str, decide: Decide) -> Iterator[tuple[Code, 
         assert t is not None
         frontier.run(numbers.index(t))
         yield code, t
-
-
-def follow(types: Sequence[int]) -> Decide:
-    """Runs these types in turn, without those that have no ready node when their turn comes."""
-    ahead = iter(types)
-
-    def decide(frontier: Frontier, code: Code, numbers: list[int]) -> int:
-        return next(numbers[t] for t in ahead if frontier.num_ready[t])
-
-    return decide
 
 
 def by_type(code: Code, numbers: Sequence[int]) -> np.ndarray:

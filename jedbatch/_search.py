@@ -15,13 +15,13 @@ What makes the walk short:
 - The cost still to come is at least the sum over types of the cost of a batch times the longest
   chain of nodes left (the bound of ED-Batch), which A* needs: it never overestimates.
 
-A batch of type t costs `weights[t]`, which is 1 if batches are to be counted (see `_cost`).
+A batch of type t costs `weights[t]`, which is 1 if batches are to be counted (see `_calibrate`).
 """
 
 import dataclasses
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,14 +60,10 @@ def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.nd
     return found, np.array(of, np.int32)
 
 
-MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
-
-
-def replay(graph: Graph, types: Sequence[int]) -> Schedule:
-    """The schedule that runs these types in turn, all ready nodes of each."""
-    frontier = Frontier(graph)
-    chosen = [(t, frontier.run(t)) for t in types if frontier.num_ready[t]]
-    return Schedule.of([t for t, _ in chosen], [n for _, n in chosen], "replay")
+def in_turn(types: Iterable[int]) -> Callable[[Frontier], int]:
+    """The policy that runs these types in turn, without those that have no ready node then."""
+    ahead = iter(types)
+    return lambda frontier: next(t for t in ahead if frontier.num_ready[t])
 
 
 Objective = Callable[[Graph], np.ndarray]
@@ -93,6 +89,9 @@ def of_part(part: Graph, whole: Graph, weights: np.ndarray) -> np.ndarray:
     """The weights of the types of a part of a graph."""
     known = dict(zip(whole.labels, weights.tolist(), strict=True))
     return np.array([known[label] for label in part.labels])
+
+
+MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,7 @@ class Beam:
         for parents, run in reversed(moves):
             chosen.append(int(run[at]))
             at = parents[at]
-        return replay(graph, chosen[::-1])
+        return schedule(graph, in_turn(chosen[::-1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +246,7 @@ class Optimal:
         while goal:
             _, goal, t = came_from[goal]
             types.append(t)
-        return dataclasses.replace(replay(graph, types[::-1]), bound=least)
+        return dataclasses.replace(schedule(graph, in_turn(types[::-1])), bound=least)
 
 
 class _Game:
@@ -271,10 +270,6 @@ class _Game:
             self.of_type[t] |= 1 << node
             self.layers[t][chain] = self.layers[t].get(chain, 0) | 1 << node
         self.layers = [dict(sorted(layers.items(), reverse=True)) for layers in self.layers]
-        self.succs = [0] * num_nodes
-        for node, reads in enumerate(self.reads):
-            for m in bits(reads):
-                self.succs[m] |= 1 << node
 
     def bound(self, done: int) -> float:
         """The least that what is left can cost."""

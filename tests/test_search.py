@@ -8,7 +8,7 @@ from helpers import fewest, random_dag
 
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
-from jedbatch._search import quotient, replay
+from jedbatch._search import in_turn, quotient
 
 GROUPS = 12
 
@@ -88,7 +88,7 @@ def test_classes_run_together(seed):
     small, of = quotient(graph)
     assert len(small.node_type) == of.max() + 1 < 40
     types = rng.integers(0, 3, 400)
-    whole, reduced = replay(graph, types), replay(small, types)
+    whole, reduced = schedule(graph, in_turn(types)), schedule(small, in_turn(types))
     whole.check(graph)
     reduced.check(small)
     when = np.empty(40, int)
