@@ -6,7 +6,6 @@ The first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA p
 kept is kept by the `Batched` object and by nothing else (see `Session`).
 """
 
-import collections
 import functools
 import threading
 import time
@@ -14,28 +13,27 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._adaptive import Adaptive
-from jedbatch._cells import Kind, from_stored, is_key, stored, stored_kind
-from jedbatch._execute import EXECUTORS, differentiable_run
+from jedbatch._cells import Kind, stored_kind
+from jedbatch._execute import EXECUTORS, differentiable_run, median_seconds
 from jedbatch._fsm import FSM
-from jedbatch._graph import Graph, InputRows, ValueType
+from jedbatch._graph import Graph
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._layout import assign_lanes
 from jedbatch._learn import learn
 from jedbatch._plan import Host, Plan, ResultForm, input_name
-from jedbatch._program import Placed, Signature, forward_table
+from jedbatch._program import Placed, forward_table
 from jedbatch._registry import NUMBERS
+from jedbatch._rows import arranged, assemble
 from jedbatch._schedule import Policy, agenda, checked_policy, schedule
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
 
-STAGES = ("trace", "merge", "schedule", "layout", "lower")
+STAGES = ("merge", "schedule", "layout", "lower")
 CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-BLOCK = 64  # results taken out of an array at a time
 
 
 class Batched:
@@ -172,12 +170,9 @@ class Batched:
         shared, instances = self._arguments(args)
         session, leaves = self._session(shared)
         plan = self._plan(session, instances, gradient=False)
-        times = []
-        for _ in range(repeat + 1):
-            start = time.perf_counter()
-            jax.block_until_ready(self._run(plan, leaves, plan.inputs))
-            times.append(time.perf_counter() - start)
-        plan.device_seconds = float(np.median(times[1:]))
+        (plan.device_seconds,) = median_seconds(
+            [lambda: self._run(plan, leaves, plan.inputs)], repeat
+        ).tolist()
         return plan
 
     # --- arguments ---
@@ -260,16 +255,16 @@ class Batched:
     def _plan_alone(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         start = time.perf_counter()
         records, arrays, tracers, num_known = self._records(session, instances)
-        traced = time.perf_counter() - start
+        seconds = {"trace": time.perf_counter() - start}
         plan = self._plan_records(session, records, arrays, self._policy, gradient)
         assert plan.host is not None
-        plan.host.seconds["trace"] = traced
+        plan.host.seconds = seconds | plan.host.seconds
         plan.host.num_known, plan.host.tracers = num_known, tracers
         return plan
 
     def _plan_records(self, session: Session, records, arrays, policy, gradient: bool) -> Plan:
         """Plans what was recorded before."""
-        clock = [time.perf_counter()] * 2
+        clock = [time.perf_counter()]
         graph = Graph.select([(r.whole, r.index) for r in records])
         clock.append(time.perf_counter())
         batches = schedule(graph, policy)
@@ -286,7 +281,7 @@ class Batched:
         signature = session.signature(placed)
         table = forward_table(placed, signature)
         reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
-        inputs = _assemble(signature, records, arrays)
+        inputs = assemble(signature, records, arrays)
         clock.append(time.perf_counter())
 
         seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
@@ -393,7 +388,7 @@ class Batched:
         given = shared, rows, plan.table
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             outputs = session.executor(signature, given).infer(*given)
-            return _arranged(static.results, signature, outputs)
+            return arranged(static.results, signature, outputs)
 
         def reverse_of(table):
             if static.reverse is not None:
@@ -418,99 +413,7 @@ class Batched:
                 "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
                 "`jax.jacfwd(jax.grad(f))`."
             ) from error
-        return _arranged(static.results, signature, outputs)
-
-
-def _assemble(
-    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
-) -> dict[str, Any]:
-    """The input rows of each arena, up to capacity."""
-    parts = collections.defaultdict(list)
-    for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
-        for chunk in record.whole.chunks[record.index]:
-            parts[stored(chunk.type)].append(_input_rows(chunk, mine, i))
-    inputs: dict[str, Any] = {}
-    rows: Any
-    for kind, room in zip(signature.arenas, signature.inputs, strict=True):
-        shape, dtype = kind
-        found = parts[kind]
-        if any(isinstance(x, Tracer) for x in found):
-            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in found])
-            rows = jnp.pad(rows, [(0, room - len(rows)), *[(0, 0)] * len(shape)])
-        else:
-            rows = np.zeros((room, *shape), dtype)
-            if found:
-                np.concatenate(found, out=rows[: sum(map(len, found))], casting="unsafe")
-        inputs[input_name(kind)] = rows
-    return inputs
-
-
-def _input_rows(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
-    """The values of some inputs [k, *shape]."""
-    if chunk.leaf is None:
-        return chunk.rows
-    array = arrays[chunk.leaf]
-    if is_key(chunk.type.dtype):
-        array = jax.random.key_data(array)
-    if not isinstance(array, Tracer):
-        array = np.asarray(array)
-    if isinstance(array, np.ndarray) and not is_key(chunk.type.dtype):
-        _check_range(array, chunk.type.dtype, instance)
-    if chunk.rows is not None:
-        return array[chunk.rows]
-    return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
-
-
-def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
-    """Raises `OverflowError` if 64-bit integers do not fit 32 bits."""
-    if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
-        return
-    info = np.iinfo(dtype)
-    low, high = array.min(), array.max()
-    if low < info.min or high > info.max:
-        raise OverflowError(
-            f"instance {instance} has {array.dtype} values from {low} to {high}, which do not "
-            f"fit the {dtype} that JAX computes in; use smaller numbers, or "
-            "`jax.config.update('jax_enable_x64', True)`."
-        )
-
-
-def _arranged(form: ResultForm, signature: Signature, outputs: Sequence[Any]) -> Any:
-    """The rows returned from each arena as results."""
-    arena = dict(zip(signature.arenas, outputs, strict=True))
-    if form.batch is not None:
-        (structure,), (places,) = form.structures, form.places
-        leaves = []
-        for kind, first in places:
-            rows = arena[stored_kind(kind)]
-            if len(rows) != form.batch:  # `rows[a:b]` costs three times as much outside of jit
-                rows = jax.lax.slice_in_dim(rows, first, first + form.batch)
-            leaves.append(from_stored(rows, ValueType(*kind)))
-        return jax.tree.unflatten(structure, leaves)
-    used = {kind for places in form.places for kind, _ in places}
-    found = {kind: _unstacked(arena[stored_kind(kind)]) for kind in used}
-    return [
-        jax.tree.unflatten(
-            structure, [from_stored(found[kind][i], ValueType(*kind)) for kind, i in places]
-        )
-        for structure, places in zip(form.structures, form.places, strict=True)
-    ]
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _some_rows(rows: Any, start: Any, count: int) -> list[Any]:
-    some = jax.lax.dynamic_slice_in_dim(rows, start, count)
-    return [some[i] for i in range(count)]
-
-
-def _unstacked(rows: Any) -> list[Any]:
-    """The rows of an array one by one, by programs that serve arrays of any length."""
-    block = min(BLOCK, len(rows))
-    found: list[Any] = []
-    for start in range(0, len(rows), block):
-        start = min(start, len(rows) - block)
-        found[start:] = _some_rows(rows, np.int32(start), block)
-    return found
+        return arranged(static.results, signature, outputs)
 
 
 def _show(x: Any) -> str:

@@ -12,8 +12,7 @@ the searches: the cost of a batch of each type.
 
 import json
 import platform
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 
 from jedbatch._batch import Batched
 from jedbatch._cells import is_key, row_bytes, stored
+from jedbatch._execute import median_seconds
 from jedbatch._fsm import numbers_of
 from jedbatch._graph import Graph, InputRows
 from jedbatch._schedule import Schedule
@@ -235,14 +235,3 @@ def gather_cost(repeat: int) -> float:
     take = jax.jit(lambda table, index: table[index])
     few, many = median_seconds([lambda index=index: take(table, index) for index in rows], repeat)
     return max(0.0, 1e6 * float(many - few) / ((8192 - 512) * 1024))
-
-
-def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:
-    """float[F], the median time of each function, run in turns and warmed up."""
-    times = np.zeros((repeat, len(functions)))
-    for row in [np.zeros(len(functions)), *times]:
-        for i, run in enumerate(functions):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            row[i] = time.perf_counter() - start
-    return np.median(times, axis=0)

@@ -25,6 +25,7 @@ Source: ED-Batch for batches over contiguous arenas; the forms of the loop were 
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -575,3 +576,14 @@ def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
 
     run.defvjp(forwards, backwards)
     return run
+
+
+def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:
+    """float[F], the median time of each function, run in turns and warmed up."""
+    times = np.zeros((repeat, len(functions)))
+    for row in [np.zeros(len(functions)), *times]:
+        for i, run in enumerate(functions):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            row[i] = time.perf_counter() - start
+    return np.median(times, axis=0)

@@ -34,6 +34,7 @@ ORDER = [
     "_cotangents",
     "_execute",
     "_plan",
+    "_rows",
     "_session",
     "_adaptive",
     "_batch",

@@ -1,0 +1,111 @@
+"""What enters the arenas and what comes out: values of instances as rows, and rows as results."""
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._cells import from_stored, is_key, stored, stored_kind
+from jedbatch._graph import InputRows, ValueType
+from jedbatch._plan import ResultForm, input_name
+from jedbatch._program import Signature
+from jedbatch._trace import Record
+
+BLOCK = 64  # results taken out of an array at a time
+
+
+def assemble(
+    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """The input rows of each arena, up to capacity."""
+    parts = collections.defaultdict(list)
+    for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
+        for chunk in record.whole.chunks[record.index]:
+            parts[stored(chunk.type)].append(_input_rows(chunk, mine, i))
+    inputs: dict[str, Any] = {}
+    rows: Any
+    for kind, room in zip(signature.arenas, signature.inputs, strict=True):
+        shape, dtype = kind
+        found = parts[kind]
+        if any(isinstance(x, Tracer) for x in found):
+            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in found])
+            rows = jnp.pad(rows, [(0, room - len(rows)), *[(0, 0)] * len(shape)])
+        else:
+            rows = np.zeros((room, *shape), dtype)
+            if found:
+                np.concatenate(found, out=rows[: sum(map(len, found))], casting="unsafe")
+        inputs[input_name(kind)] = rows
+    return inputs
+
+
+def _input_rows(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
+    """The values of some inputs [k, *shape]."""
+    if chunk.leaf is None:
+        return chunk.rows
+    array = arrays[chunk.leaf]
+    if is_key(chunk.type.dtype):
+        array = jax.random.key_data(array)
+    if not isinstance(array, Tracer):
+        array = np.asarray(array)
+    if isinstance(array, np.ndarray) and not is_key(chunk.type.dtype):
+        _check_range(array, chunk.type.dtype, instance)
+    if chunk.rows is not None:
+        return array[chunk.rows]
+    return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
+
+
+def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
+    """Raises `OverflowError` if 64-bit integers do not fit 32 bits."""
+    if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+        return
+    info = np.iinfo(dtype)
+    low, high = array.min(), array.max()
+    if low < info.min or high > info.max:
+        raise OverflowError(
+            f"instance {instance} has {array.dtype} values from {low} to {high}, which do not "
+            f"fit the {dtype} that JAX computes in; use smaller numbers, or "
+            "`jax.config.update('jax_enable_x64', True)`."
+        )
+
+
+def arranged(form: ResultForm, signature: Signature, outputs: Sequence[Any]) -> Any:
+    """The rows returned from each arena as results."""
+    arena = dict(zip(signature.arenas, outputs, strict=True))
+    if form.batch is not None:
+        (structure,), (places,) = form.structures, form.places
+        leaves = []
+        for kind, first in places:
+            rows = arena[stored_kind(kind)]
+            if len(rows) != form.batch:  # `rows[a:b]` costs three times as much outside of jit
+                rows = jax.lax.slice_in_dim(rows, first, first + form.batch)
+            leaves.append(from_stored(rows, ValueType(*kind)))
+        return jax.tree.unflatten(structure, leaves)
+    used = {kind for places in form.places for kind, _ in places}
+    found = {kind: _unstacked(arena[stored_kind(kind)]) for kind in used}
+    return [
+        jax.tree.unflatten(
+            structure, [from_stored(found[kind][i], ValueType(*kind)) for kind, i in places]
+        )
+        for structure, places in zip(form.structures, form.places, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _some_rows(rows: Any, start: Any, count: int) -> list[Any]:
+    some = jax.lax.dynamic_slice_in_dim(rows, start, count)
+    return [some[i] for i in range(count)]
+
+
+def _unstacked(rows: Any) -> list[Any]:
+    """The rows of an array one by one, by programs that serve arrays of any length."""
+    block = min(BLOCK, len(rows))
+    found: list[Any] = []
+    for start in range(0, len(rows), block):
+        start = min(start, len(rows) - block)
+        found[start:] = _some_rows(rows, np.int32(start), block)
+    return found
