@@ -5,6 +5,7 @@
 - `cell`: a function as one unit of batching.
 - `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
+- `layout`, `Layout`: where values are kept, and how they are read.
 - `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
 - `errors`: what can go wrong, each with a page of help.
 """
@@ -17,6 +18,7 @@ from jedbatch._calibrate import Calibration, calibrate
 from jedbatch._cell import cell
 from jedbatch._evaluate import evaluate
 from jedbatch._graph import Graph
+from jedbatch._layout import Layout, layout
 from jedbatch._learn import learn
 from jedbatch._schedule import Schedule, lower_bound, schedule
 
@@ -26,6 +28,7 @@ __all__ = [
     "Batched",
     "Calibration",
     "Graph",
+    "Layout",
     "Plan",
     "Schedule",
     "batch",
@@ -33,6 +36,7 @@ __all__ = [
     "cell",
     "errors",
     "evaluate",
+    "layout",
     "learn",
     "lower_bound",
     "policies",

@@ -7,6 +7,7 @@ kept is kept by the `Batched` object and by nothing else (see `Session`).
 """
 
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -18,14 +19,15 @@ from jax.core import ShapedArray, Tracer
 
 from jedbatch._adaptive import Adaptive
 from jedbatch._cells import Kind, stored_kind
-from jedbatch._execute import EXECUTORS, differentiable_run, median_seconds
+from jedbatch._executors import EXECUTORS, differentiable_run, median_seconds
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._layout import assign_lanes
 from jedbatch._learn import learn
+from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
-from jedbatch._program import Placed, forward_table
+from jedbatch._program import Placed
 from jedbatch._registry import NUMBERS
 from jedbatch._rows import arranged, assemble
 from jedbatch._schedule import Policy, agenda, checked_policy, schedule
@@ -42,7 +44,7 @@ class Batched:
     Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
     """
 
-    def __init__(self, fn, in_axes, out_axes, policy, executor, key, cache_size):
+    def __init__(self, fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse):
         functools.update_wrapper(self, fn, updated=())
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
@@ -52,6 +54,8 @@ class Batched:
         self._executor = executor
         self._key = key
         self._cache_size = cache_size
+        self._layout = layout
+        self._reuse = reuse
         self._sessions: dict[Hashable, Session] = {}
         self._planning = threading.RLock()  # planning changes the sessions
 
@@ -79,7 +83,15 @@ class Batched:
     def _twin(self) -> "Batched":
         """The same function, with nothing kept yet, nothing to learn and a list for its result."""
         return Batched(
-            self._fn, self._in_axes, None, agenda, self._executor, self._key, self._cache_size
+            self._fn,
+            self._in_axes,
+            None,
+            agenda,
+            self._executor,
+            self._key,
+            self._cache_size,
+            self._layout,
+            self._reuse,
         )
 
     def learn(self, *args: Any, **options: Any) -> FSM:
@@ -116,7 +128,7 @@ class Batched:
         """
         shared, instances = self._arguments(args)
         session, leaves = self._session(shared)
-        plan = self._plan(session, instances, gradient=False)
+        plan = self._plan(session, instances, gradient=False, leaves=leaves)
         return self._run(plan, leaves, plan.inputs)
 
     def plan(self, *args: Any, gradient: bool = True) -> Plan:
@@ -248,21 +260,33 @@ class Batched:
 
     # --- planning ---
 
-    def _plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
+    def _plan(
+        self,
+        session: Session,
+        instances: list[tuple],
+        gradient: bool,
+        leaves: Sequence[Any] = (),
+    ) -> Plan:
+        """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
         with self._planning:
-            return self._plan_alone(session, instances, gradient)
+            return self._plan_alone(session, instances, gradient, leaves)
 
-    def _plan_alone(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
+    def _plan_alone(self, session: Session, instances, gradient: bool, leaves) -> Plan:
         start = time.perf_counter()
         records, arrays, tracers, num_known = self._records(session, instances)
         seconds = {"trace": time.perf_counter() - start}
-        plan = self._plan_records(session, records, arrays, self._policy, gradient)
+        values = itertools.chain(leaves, *arrays)
+        traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
+        reuse = self._reuse and not gradient and not traced
+        plan = self._plan_records(session, records, arrays, self._policy, gradient, reuse)
         assert plan.host is not None
         plan.host.seconds = seconds | plan.host.seconds
         plan.host.num_known, plan.host.tracers = num_known, tracers
         return plan
 
-    def _plan_records(self, session: Session, records, arrays, policy, gradient: bool) -> Plan:
+    def _plan_records(
+        self, session: Session, records, arrays, policy, gradient: bool, reuse: bool
+    ) -> Plan:
         """Plans what was recorded before."""
         clock = [time.perf_counter()]
         graph = Graph.select([(r.whole, r.index) for r in records])
@@ -272,21 +296,25 @@ class Batched:
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(session.kernel, type_ids))
         ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
-        layout = assign_lanes(graph, batches, [ladders.get(t) for t in range(len(graph.types))])
-        clock.append(time.perf_counter())
-
+        layout = assign_lanes(
+            graph, batches, [ladders.get(t) for t in range(len(graph.types))], self._layout
+        )
         rows, form = self._results(graph, records)
         stacked = self._out_axes is not None
-        placed = Placed.find(graph, batches, layout, kernels, type_ids, rows, stacked)
-        signature = session.signature(placed)
-        table = forward_table(placed, signature)
+        placed = Placed.find(
+            graph, batches, layout, kernels, type_ids, rows, stacked=stacked, reuse=reuse
+        )
+        clock.append(time.perf_counter())
+
+        lowered = session.lower(placed)
+        signature, table = lowered.signature, lowered.table
         reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
         inputs = assemble(signature, records, arrays)
         clock.append(time.perf_counter())
 
         seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
         static = session.static(signature, reverse, form)
-        host = Host(placed, seconds)
+        host = Host(placed, lowered, seconds)
         return Plan(static, table, reverse_table, inputs, host)
 
     def _records(self, session: Session, instances: list[tuple]):
@@ -436,6 +464,8 @@ def batch(
     executor: str | None = None,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
+    layout: str = "auto",
+    reuse: bool = True,
 ) -> Batched:
     """`jax.vmap` for functions whose computation depends on the instance.
 
@@ -460,6 +490,11 @@ def batch(
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are
         made of tuples, lists, dicts, frozen dataclasses, numbers, strings and arrays.
+      layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
+        what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
+        in `jedbatch.layout`.
+      reuse: whether inference uses memory again that nobody will read. What can be differentiated
+        keeps everything in any case.
 
     Returns:
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
@@ -508,5 +543,6 @@ def batch(
         )
     if policy is not None:
         checked_policy(policy)
+    checked_order(layout, "batch")
     in_axes = in_axes if isinstance(in_axes, int) else axes
-    return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size)
+    return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size, layout, bool(reuse))

@@ -23,7 +23,7 @@ import numpy as np
 
 from jedbatch._batch import Batched
 from jedbatch._cells import is_key, row_bytes, stored
-from jedbatch._execute import median_seconds
+from jedbatch._executors import median_seconds
 from jedbatch._fsm import numbers_of
 from jedbatch._graph import Graph, InputRows
 from jedbatch._schedule import Schedule
@@ -165,7 +165,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue
         plans = [
-            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w), False)
+            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w), False, True)
             for w in WIDTHS
             for n in COUNTS
         ]

@@ -42,6 +42,7 @@ from jedbatch._jaxpr import (
     has_gradient,
     inlined,
     is_inexact,
+    may_run_on,
     reads,
     run_equation,
     shape_of,
@@ -49,7 +50,7 @@ from jedbatch._jaxpr import (
     value_of,
     work,
 )
-from jedbatch._layout import ladder_for
+from jedbatch._ladder import ladder_for
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE = frozenset({"add", "add_any", "sub"})
@@ -144,6 +145,8 @@ class Kernel:
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       ladder: the widths it is compiled in.
       result_bytes: of the results of one lane.
+      loose: for each operand, whether lanes whose results nobody reads may have any value for it:
+        no index, and no loop that might not end.
     """
 
     def __init__(self, node_type: NodeType, transient: bool = False):
@@ -152,9 +155,9 @@ class Kernel:
         self.operands = node_type.operands
         self.results = node_type.results
         operation: Any = node_type.operation
+        num_shared = len(node_type.shared)
         closed = inlined(operation.jaxpr)
         self.jaxpr = jaxpr = closed.jaxpr
-        num_shared = len(node_type.shared)
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
         known = {*jaxpr.constvars, *shared_vars}
         before, self.body = [], []
@@ -173,6 +176,8 @@ class Kernel:
         self._before_consts = list(closed.consts)
         self.ladder = ladder_for(sum(map(work, self.body)))
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
+        ends = not any(map(may_run_on, self.body))
+        self.loose = tuple(ends and differentiable(t) for t in self.operands)
 
     def prologue(self, shared: Sequence[Any]) -> list[Any]:
         """The consts, from the shared values the type reads; once per program."""

@@ -14,9 +14,10 @@ import numpy as np
 
 from jedbatch._cells import differentiable
 from jedbatch._jaxpr import has_gradient
-from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
-from jedbatch._program import Placed, Signature, TableForm, capacity, find_stretches
+from jedbatch._program import Placed, Signature, TableForm, capacity
+from jedbatch._stretches import find_stretches
 
 MAX_READERS = 4
 

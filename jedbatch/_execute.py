@@ -15,30 +15,25 @@ rows of each value's readers, runs the kernel's reverse, writes a row per operan
 scatter in it, and sums are always taken in the same order. Weight gradients follow after the
 sweep, from all lanes at once (see `_cells`).
 
-There are two executors. `fused` is the loop above as one program. `dispatch` calls the same
-chunks one by one from Python, each its own small XLA program with donated arenas: slower on a
-CPU, easier to debug, and the same results.
-
 Source: ED-Batch for batches over contiguous arenas; the forms of the loop were measured.
 """
 
 import dataclasses
 import functools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jedbatch._cells import differentiable
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
-from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS
 from jedbatch._program import Signature, TableForm
+from jedbatch._reads import BROADCAST, GATHER, SLICE, STRIDE, Reading, extent
 
 GROUP = 4  # loops in a row before they are nested
 
@@ -47,8 +42,8 @@ def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, s
     """`table[name][*index, start : start + size]`; to the end of the row without a size."""
     offset, shape = form.places[name]
     stride = math.prod(shape)
-    for i, extent in zip(index, shape, strict=False):
-        stride //= extent
+    for i, length in zip(index, shape, strict=False):
+        stride //= length
         offset = offset + i * stride
     return cut(table, offset + start, size or shape[-1])
 
@@ -67,6 +62,15 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     """The arena with consecutive rows replaced."""
     rows = rows.astype(arena.dtype)
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
+
+
+def read(arena: Any, first: Any, mode: int, width: int) -> Any:
+    """Rows of an arena from the first one on, as many as there are lanes (see `_reads`)."""
+    if mode == SLICE:
+        return cut(arena, first, width)
+    if mode == BROADCAST:
+        return jnp.broadcast_to(cut(arena, first, 1), (width, *arena.shape[1:]))
+    return cut(arena, first, STRIDE * width)[::STRIDE]
 
 
 def isolated(lane: Any, write: Callable, state: Any) -> Any:
@@ -98,35 +102,70 @@ class Forward:
     def __init__(self, signature: Signature, saving: bool):
         self.signature = signature
         self.saving = saving
+        if saving and signature.shared_rows is not None:
+            raise ValueError(
+                "`apply` is differentiated with a plan made for inference, which uses rows again "
+                "that the reverse would read; make it with `plan(..., gradient=True)`, which is "
+                "the default."
+            )
 
-    def start(self, inputs: Sequence[Any]) -> Any:
-        """The state before the first batch."""
+    def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> Any:
+        """The state before the first batch, in `used` arenas, if there are any, or new ones."""
         signature = self.signature
         arenas = []
-        for rows, kind, given in zip(signature.rows, signature.arenas, inputs, strict=True):
-            fresh = empty(rows - len(given), kind)
-            arenas.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
+        if used is not None:
+            arenas = [put(x, given, 0) for x, given in zip(used, inputs, strict=True)]
+        else:
+            for rows, kind, given in zip(signature.rows, signature.arenas, inputs, strict=True):
+                fresh = empty(rows - len(given), kind)
+                arenas.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
         saved = []
         if self.saving:
             for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
                 saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
         return tuple(arenas), tuple(saved)
 
-    def operands(self, k: int, table: Any, arenas: Any, lane: Any, width: int, wanted=None):
+    def operands(
+        self,
+        k: int,
+        table: Any,
+        arenas: Any,
+        lane: Any,
+        width: int,
+        reading: Reading | None = None,
+        wanted: Collection[int] | None = None,
+    ) -> list[Any]:
         """Operands of `width` lanes of kernel k; None in place of those not wanted."""
         signature = self.signature
-        found = []
+        found: list[Any] = []
         for j, t in enumerate(signature.kernels[k].operands):
-            rows = row(signature.form, table, ("operands", k), j, start=lane, size=width)
+            if wanted is not None and j not in wanted:
+                found.append(None)
+                continue
             arena = arenas[signature.arena(t)]
-            found.append(take(arena, rows) if wanted is None or j in wanted else None)
+            mode = reading[j] if reading else GATHER
+            if extent(mode, width) > len(arena):  # no chunk like this can ever run
+                mode = GATHER
+            size = width if mode == GATHER else 1
+            rows = row(signature.form, table, ("operands", k), j, start=lane, size=size)
+            found.append(take(arena, rows) if mode == GATHER else read(arena, rows[0], mode, width))
         return found
 
-    def chunk(self, k: int, width: int, consts: Any, table: Any, state: Any, lane: Any) -> Any:
+    def chunk(
+        self,
+        k: int,
+        width: int,
+        consts: Any,
+        table: Any,
+        state: Any,
+        lane: Any,
+        reading: Reading | None = None,
+    ) -> Any:
         """Runs `width` lanes of kernel k, from `lane` on."""
         signature = self.signature
         kernel = signature.kernels[k]
-        operands = self.operands(k, table, state[0], lane, width)
+        operands = self.operands(k, table, state[0], lane, width, reading)
+        places = self.results(k, table, lane)
 
         def write(lane, state):
             arenas, saved = list(state[0]), list(state[1])
@@ -139,12 +178,22 @@ class Forward:
             else:
                 run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
                 results = run(consts[k], operands)
-            for t, base, rows in zip(kernel.results, signature.bases[k], results, strict=True):
+            for t, first, rows in zip(kernel.results, places, results, strict=True):
                 a = signature.arena(t)
-                arenas[a] = put(arenas[a], rows, base + lane)
+                arenas[a] = put(arenas[a], rows, first)
             return tuple(arenas), tuple(saved)
 
         return isolated(lane, write, state)
+
+    def results(self, k: int, table: Any, lane: Any) -> list[Any]:
+        """The first row of each result of the chunk of kernel k that begins in a lane."""
+        signature = self.signature
+        if signature.shared_rows is None:
+            return [base + lane for base in signature.bases[k]]
+        return [
+            row(signature.form, table, ("results", k), s, start=lane, size=1)[0]
+            for s in range(len(signature.kernels[k].results))
+        ]
 
     def finish(self, table: Any, state: Any) -> tuple[Any, ...]:
         """The rows returned from each arena."""
@@ -201,7 +250,9 @@ class Reverse:
         kernel = forward.kernels[k]
         cotangents, rooms = state
         back = kernel.reverse
-        operands = self.forward.operands(k, tables[0], arenas, lane, width, back.operands_read)
+        operands = self.forward.operands(
+            k, tables[0], arenas, lane, width, wanted=back.operands_read
+        )
         results, given = [], []
         for s, t in enumerate(kernel.results):
             a = forward.arena(t)
@@ -296,7 +347,7 @@ class Reverse:
         return state[0]
 
 
-# --- fused ------------------------------------------------------------------------------
+# --- all of it as one program --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,17 +427,23 @@ def sweep(form: TableForm, table: Any, bodies: Sequence[Body], state: Any) -> An
     return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], stretch, state)
 
 
-def fused_forward(forward: Forward, consts: Any, inputs: Any, table: Any) -> tuple[Any, Any]:
+def fused_forward(
+    forward: Forward, consts: Any, inputs: Any, table: Any, used: Any = None
+) -> tuple[Any, Any]:
     """(rows returned from each arena, state after the last batch)."""
     signature = forward.signature
 
-    def chunk(k):
-        return lambda width, state, lane: forward.chunk(k, width, consts, table, state, lane)
+    def chunk(k, reading):
+        return lambda width, state, lane: forward.chunk(
+            k, width, consts, table, state, lane, reading
+        )
 
     bodies = [
-        b for k, widths in enumerate(signature.widths) for b in bodies_of(k, widths, chunk(k))
+        b
+        for number, (k, reading) in enumerate(signature.bodies)
+        for b in bodies_of(number, signature.widths[k], chunk(k, reading))
     ]
-    state = sweep(signature.form, table, bodies, forward.start(inputs))
+    state = sweep(signature.form, table, bodies, forward.start(inputs, used))
     return forward.finish(table, state), state
 
 
@@ -412,178 +469,3 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     state = sweep(signature.form, tables[1], bodies, reverse.start(outputs, saved))
     gradients = reverse.consts(consts, tables, arenas, state)
     return gradients, reverse.inputs(tables[1], state)
-
-
-# --- executors --------------------------------------------------------------------------
-
-
-class Fused:
-    """Each half of a program as one XLA program."""
-
-    name = "fused"
-
-    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
-        self.prepare = prepare
-        self.signature = signature
-        self.compiled = compiled
-        self.infer = jax.jit(self._infer)
-        self.save = jax.jit(self._save)
-        self.reverse = jax.jit(self._reverse, static_argnums=0)
-
-    def _infer(self, shared, inputs, table):
-        self.compiled("inference")
-        forward = Forward(self.signature, saving=False)
-        return fused_forward(forward, self.prepare(shared), inputs, table)[0]
-
-    def _save(self, shared, inputs, table):
-        self.compiled("training")
-        forward = Forward(self.signature, saving=True)
-        return fused_forward(forward, self.prepare(shared), inputs, table)
-
-    def _reverse(self, signature, shared, tables, values, outputs):
-        self.compiled("reverse")
-        consts, pull_back = jax.vjp(self.prepare, shared)
-        gradients, inputs = fused_reverse(Reverse(signature), consts, tables, values, outputs)
-        return pull_back(_cotangents_like(consts, gradients))[0], inputs
-
-
-class Dispatch:
-    """Every chunk an XLA program of its own, called from Python; for debugging."""
-
-    name = "dispatch"
-
-    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
-        self.signature = signature
-        self.compiled = compiled
-        self.prepare = prepare
-        self._jitted: dict[Any, Callable] = {}
-
-    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> Any:
-        if key not in self._jitted:
-
-            def counted(*args):
-                self.compiled("chunk")
-                return function(*args)
-
-            self._jitted[key] = jax.jit(counted, donate_argnums=donate)
-        return self._jitted[key](*args)
-
-    def infer(self, shared, inputs, table):
-        """The rows returned from each arena."""
-        return self._run(Forward(self.signature, saving=False), shared, inputs, table)[0]
-
-    def save(self, shared, inputs, table):
-        """The rows returned from each arena, and the state after the last batch."""
-        return self._run(Forward(self.signature, saving=True), shared, inputs, table)
-
-    def _run(self, forward, shared, inputs, table):
-        saving = forward.saving
-        consts = self._call("prepare", self.prepare, shared)
-        state = self._call(("start", saving), forward.start, inputs)
-        for k, width, lane in _host_chunks(self.signature, self.signature.form, table):
-
-            def chunk(consts_k, table, state, lane, k=k, width=width):
-                return forward.chunk(k, width, {k: consts_k}, table, state, lane)
-
-            key = ("chunk", saving, k, width)
-            state = self._call(key, chunk, consts[k], table, state, lane, donate=2)
-        return self._call(("finish", saving), forward.finish, table, state), state
-
-    def reverse(self, signature, shared, tables, values, outputs):
-        """Cotangents of the shared values and of the inputs."""
-        reverse = Reverse(signature)
-        kinds = len(signature.forward.kernels)
-        consts = self._call("prepare", self.prepare, shared)
-        arenas, saved = values
-        state = self._call(("start", signature), reverse.start, outputs, saved)
-        for k, width, lane in _host_chunks(signature.forward, signature.form, tables[1], -1):
-            if k < kinds:
-
-                def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
-                    return reverse.chunk(k, width, {k: consts_k}, tables, arenas, state, lane)
-
-                key = ("reverse", signature, k, width)
-                args = (consts[k], tables, arenas, state, lane)
-                state = self._call(key, chunk, *args, donate=3)
-            else:
-
-                def sums(table, state, lane, a=k - kinds, width=width):
-                    return reverse.sum_chunk(a, width, table, state, lane)
-
-                key = ("sums", signature, k, width)
-                state = self._call(key, sums, tables[1], state, lane, donate=1)
-
-        def finish(shared, tables, arenas, state):
-            consts, pull_back = jax.vjp(self.prepare, shared)
-            gradients = reverse.consts(consts, tables, arenas, state)
-            pulled = pull_back(_cotangents_like(consts, gradients))[0]
-            return pulled, reverse.inputs(tables[1], state)
-
-        return self._call(("finish", signature), finish, shared, tables, arenas, state)
-
-
-def _host_chunks(forward: Signature, form: TableForm, table: Any, sign: int = 1) -> Any:
-    """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
-    table = np.asarray(table)
-    count = int(form.view(table, "num_stretches")[0])
-    for kind, lane, trips in form.view(table, "stretches")[:count].tolist():
-        k, i = divmod(kind, NUM_WIDTHS)
-        width = (forward.kernels[k].ladder if k < len(forward.kernels) else COARSE).widths[i]
-        for step in range(trips)[::sign]:
-            yield k, width, np.int32(lane + step * width)
-
-
-def _cotangents_like(values: Any, cotangents: Any) -> Any:
-    """The cotangents, with what JAX wants in place of those of integers."""
-    return jax.tree.map(
-        lambda x, ct: ct if has_gradient(x.dtype) else np.zeros(x.shape, jax.dtypes.float0),
-        values,
-        cotangents,
-    )
-
-
-EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
-
-
-def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
-    """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
-
-    `executor_of(values)` is who runs it on these values, which may be traced or not;
-    `reverse_of(reverse_table)` gives the reverse signature and table when they are needed.
-    """
-
-    @jax.custom_vjp
-    def run(shared, inputs, table, reverse_table):
-        given = shared, inputs, table
-        return executor_of(given).infer(*given)
-
-    def forwards(shared, inputs, table, reverse_table):
-        given = shared, inputs, table
-        outputs, values = executor_of(given).save(*given)
-        return outputs, (shared, table, reverse_table, values)
-
-    def backwards(residuals, outputs):
-        shared, table, reverse_table, values = residuals
-        signature, reverse_table = reverse_of(reverse_table)
-        outputs = tuple(
-            x if has_gradient(kind[1]) else None
-            for x, kind in zip(outputs, signature.forward.arenas, strict=True)
-        )
-        tables = (table, reverse_table)
-        executor = executor_of((shared, tables, values, outputs))
-        of_shared, of_inputs = executor.reverse(signature, shared, tables, values, outputs)
-        return [x if has_gradient(x.dtype) else None for x in of_shared], of_inputs, None, None
-
-    run.defvjp(forwards, backwards)
-    return run
-
-
-def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:
-    """float[F], the median time of each function, run in turns and warmed up."""
-    times = np.zeros((repeat, len(functions)))
-    for row in [np.zeros(len(functions)), *times]:
-        for i, run in enumerate(functions):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            row[i] = time.perf_counter() - start
-    return np.median(times, axis=0)

@@ -325,6 +325,11 @@ class Graph:
         return np.repeat(np.arange(len(self.node_type)), self.num_results)
 
     @functools.cached_property
+    def value_slot(self) -> np.ndarray:
+        """int64[V], which of its node's results each value is."""
+        return np.arange(self.num_values) - self.value_ptr[:-1][self.value_node]
+
+    @functools.cached_property
     def num_inputs(self) -> int:
         return sum(map(len, self.inputs))
 

@@ -43,6 +43,19 @@ def run_equation(jaxpr: Any, eqn: Any, env: dict[Any, Any]) -> None:
     env.update(zip(eqn.outvars, outs, strict=True))
 
 
+def inner_programs(eqn: Any) -> list[Any]:
+    """The programs an equation runs, without their consts."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+
+
+def may_run_on(eqn: Any) -> bool:
+    """True of loops whose length depends on what they compute, and of what contains one."""
+    if eqn.primitive.name == "while":
+        return True
+    return any(may_run_on(e) for program in inner_programs(eqn) for e in program.eqns)
+
+
 def work(eqn: Any) -> int:
     """Roughly the floating-point operations of an equation."""
     elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)
@@ -51,9 +64,8 @@ def work(eqn: Any) -> int:
         return 2 * elements * math.prod(eqn.invars[0].aval.shape[i] for i in left)
     if eqn.primitive.name == "conv_general_dilated":
         return 2 * elements * math.prod(eqn.invars[1].aval.shape[1:])
-    inner = [x for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
     times = eqn.params.get("length", 1)
-    return elements + times * sum(work(e) for x in inner for e in getattr(x, "jaxpr", x).eqns)
+    return elements + times * sum(work(e) for x in inner_programs(eqn) for e in x.eqns)
 
 
 def used_variables(jaxpr: Any) -> set[Any]:

@@ -10,9 +10,11 @@ import numpy as np
 from jedbatch._cells import Kind, row_bytes, stored
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._graph import Graph
-from jedbatch._layout import Layout
-from jedbatch._program import Placed, Signature
+from jedbatch._layout import Layout, last_reads
+from jedbatch._program import Lowered, Placed, Signature
 from jedbatch._schedule import Schedule, lower_bound, policies_compared
+
+READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_reads`
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Host:
     """
 
     placed: Placed
+    lowered: Lowered
     seconds: dict[str, float]
     num_known: int = 0
     tracers: Sequence[Any] = ()
@@ -140,25 +143,25 @@ def poster(plan: Plan) -> str:
         lines.append(
             f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  {graph.types[t]}"
         )
-    gathered = sum(
-        int(layout.lanes[t]) * row_bytes(stored(operand))
-        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True)
-        for operand in kernel.operands
-    )
     arenas = sum(
         rows * row_bytes(kind)
         for rows, kind in zip(static.signature.rows, static.signature.arenas, strict=True)
     )
-    once, live = live_bytes(graph, schedule)
+    read = ", ".join(
+        f"{size(n)} {how}"
+        for n, how in zip(host.lowered.read_bytes.tolist(), READ_AS, strict=True)
+        if n
+    )
+    held, once = result_bytes(placed)
     kernels = sum(static.signature.widest)
     compiled = static.session.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
     times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
     lines += [
         "",
-        f"  operands  0 B read as slices, {size(gathered)} gathered",
-        f"  memory    arenas of {size(arenas)}; values {size(once)} written once, "
-        f"{size(live)} live at most",
+        f"  operands  {read or 'none'}; order {layout.order}",
+        f"  memory    {size(held)} for results, {size(once)} if rows were not used again, "
+        f"{size(live_bytes(graph, schedule))} live at most; arenas of {size(arenas)}",
         f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
         f"XLA programs built so far: {programs}",
         f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
@@ -169,27 +172,33 @@ def poster(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def live_bytes(graph: Graph, schedule: Schedule) -> tuple[int, int]:
-    """(bytes of all results, most bytes of results alive at the same time).
+def result_bytes(placed: Placed) -> tuple[int, int]:
+    """(bytes kept for results, bytes if every lane had rows of its own), padding included."""
+    layout = placed.layout
+    once = sum(
+        int(layout.lanes[t]) * kernel.result_bytes
+        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True)
+    )
+    if not placed.reuse:
+        return once, once
+    rows = zip(layout.rows.tolist(), placed.arenas, strict=True)
+    return sum(n * row_bytes(kind) for n, kind in rows), once
+
+
+def live_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Most bytes of results alive at the same time, without padding.
 
     A result is alive from the batch that computes it to the last that reads it, or to the end if
-    it is returned.
+    it is returned. No allocation can do with less.
     """
-    batch = np.empty(len(graph.node_type), np.int64)
-    batch[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
     per_result = [row_bytes(stored(t)) for node_type in graph.types for t in node_type.results]
     first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
-    slot = np.arange(graph.num_values) - graph.value_ptr[:-1][graph.value_node]
-    weight = np.array(per_result, np.int64)[first[graph.value_node] + slot]
-    born = batch[graph.value_node]
-    dies = born.copy()
-    reader = np.repeat(np.arange(len(batch)), np.diff(graph.operand_ptr))
-    read = graph.operand >= 0
-    np.maximum.at(dies, graph.operand[read], batch[reader[read]])
-    dies[graph.outputs[graph.outputs >= 0]] = len(schedule) - 1
+    weight = np.array(per_result, np.int64)[first[graph.value_node] + graph.value_slot]
+    born = schedule.batch[graph.value_node]
+    dies = np.minimum(last_reads(graph, schedule), len(schedule) - 1)
     change = np.bincount(born, weight, len(schedule) + 1)
     change -= np.bincount(dies + 1, weight, len(schedule) + 1)
-    return int(weight.sum()), int(change.cumsum().max(initial=0))
+    return int(change.cumsum().max(initial=0))
 
 
 def size(num_bytes: float) -> str:

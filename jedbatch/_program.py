@@ -6,26 +6,31 @@ a signature share a compiled program. Capacities have room to spare, and a signa
 used again for every minibatch that fits it, so that a stream of new topologies soon compiles
 nothing.
 
-**Stretches.** Chunks of one kernel and one width that follow one another in its lanes are one
-*stretch*, whatever batches they belong to: the long tail of a minibatch of trees, a node or two a
-batch, is a single entry of the table and a single loop.
+**Rows.** The values of one shape and dtype are rows of one arena: first the inputs, then the
+results. A program that can be differentiated has, for every result of every node type, one row per
+lane. One for inference alone has as many rows as are needed at a time, and reads from the table
+where each chunk puts its results.
 
-**Rows.** The values of one shape and dtype are rows of one arena: first the inputs, then, for
-every result of every node type, one row per lane.
+**Bodies.** A kernel has one body per width that gathers its operands; and others that read some of
+them as slices, if its chunks often can (see `_reads`).
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jedbatch._cells import Kernel, Kind, stored
+from jedbatch._cells import Kernel, Kind, row_bytes, stored
 from jedbatch._graph import Graph
-from jedbatch._layout import BLOCKS, COARSE, NUM_WIDTHS, Layout
+from jedbatch._ladder import BLOCKS, NUM_WIDTHS
+from jedbatch._layout import Layout, share_rows
+from jedbatch._paths import ranges
+from jedbatch._reads import GATHER, Reading, choose_reading, extent, find_modes, usable
 from jedbatch._schedule import Schedule
+from jedbatch._stretches import find_runs, find_stretches, merged, widths_of
 
 HEADROOM = 1.1  # least capacity over need, before rounding up
 DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
@@ -64,6 +69,9 @@ class Signature:
       inputs: capacity of input rows, for each arena.
       outputs: rows returned, for each arena.
       stretches: capacity of stretches.
+      shared_rows: capacity of the rows that results share, for each arena; None if every lane has
+        rows of its own.
+      readings: how operands are read other than by gathering them all, for each kernel.
     """
 
     kernels: tuple[Kernel, ...]
@@ -73,11 +81,13 @@ class Signature:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stretches: int
+    shared_rows: tuple[int, ...] | None
+    readings: tuple[tuple[Reading, ...], ...]
 
     @functools.cached_property
     def _hash(self) -> int:
         parts = (self.lanes, self.widest, self.inputs, self.outputs, self.stretches)
-        return hash((self.kernels, self.arenas, parts))
+        return hash((self.kernels, self.arenas, parts, self.shared_rows, self.readings))
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,6 +102,8 @@ class Signature:
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        if self.shared_rows is not None:
+            return (), tuple(map(sum, zip(self.inputs, self.shared_rows, strict=True)))
         ends = list(self.inputs)
         bases = []
         for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
@@ -110,7 +122,7 @@ class Signature:
 
     @property
     def bases(self) -> tuple[tuple[int, ...], ...]:
-        """The first row of each result of each type."""
+        """The first row of each result of each type; nothing if they share rows."""
         return self._rows[0]
 
     @property
@@ -119,15 +131,43 @@ class Signature:
         return self._rows[1]
 
     @functools.cached_property
+    def bodies(self) -> tuple[tuple[int, Reading], ...]:
+        """(kernel, how it reads its operands) of every body, the one that gathers all first."""
+        return tuple(
+            (k, reading)
+            for k, kernel in enumerate(self.kernels)
+            for reading in ((GATHER,) * len(kernel.operands), *self.readings[k])
+        )
+
+    @functools.cached_property
+    def first_body(self) -> tuple[int, ...]:
+        """The number of the first body of each kernel."""
+        kernels = [k for k, _ in self.bodies]
+        return tuple(map(kernels.index, range(len(self.kernels))))
+
+    @functools.cached_property
     def form(self) -> TableForm:
         form = TableForm()
         form.add(("num_stretches",), 1)
         form.add(("stretches",), self.stretches, 3)
         for k, kernel in enumerate(self.kernels):
             form.add(("operands", k), len(kernel.operands), self.lanes[k])
+            if self.shared_rows is not None:
+                form.add(("results", k), len(kernel.results), self.lanes[k])
         for a, rows in enumerate(self.outputs):
             form.add(("outputs", a), rows)
         return form
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a minibatch: each its kernel, width id, first lane, lanes and live lanes."""
+
+    kernel: np.ndarray
+    column: np.ndarray
+    lane: np.ndarray
+    width: np.ndarray
+    live: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +181,7 @@ class Placed:
       input_arena, input_row: int[I], where each input is.
       outputs: for each arena, what it returns, as in `graph.outputs`.
       stacked: whether exactly these rows must be returned; otherwise more may be.
+      reuse: whether results share rows.
     """
 
     graph: Graph
@@ -153,6 +194,7 @@ class Placed:
     input_row: np.ndarray
     outputs: tuple[np.ndarray, ...]
     stacked: bool
+    reuse: bool
 
     @staticmethod
     def find(
@@ -162,9 +204,14 @@ class Placed:
         kernels: tuple[Kernel, ...],
         type_ids: tuple[int, ...],
         returned: dict[Kind, list[int]],
+        *,
         stacked: bool,
+        reuse: bool,
     ) -> "Placed":
-        """Finds the arena and row of every input; `returned` is what each arena returns."""
+        """Finds the arena and row of every input; `returned` is what each arena returns.
+
+        With `reuse`, results share rows.
+        """
         arenas: dict[Kind, int] = {}
         for kernel in kernels:
             for t in (*kernel.operands, *kernel.results):
@@ -181,6 +228,11 @@ class Placed:
             mine = np.flatnonzero(input_arena == a)
             input_row[mine] = np.arange(len(mine))
         outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
+        if reuse:
+            arena = np.full(layout.space.shape, -1)
+            for type_id, kernel in zip(type_ids, kernels, strict=True):
+                arena[type_id, : len(kernel.results)] = [arenas[stored(x)] for x in kernel.results]
+            layout = share_rows(layout, arena, len(arenas))
         return Placed(
             graph,
             schedule,
@@ -192,6 +244,7 @@ class Placed:
             input_row,
             outputs,
             stacked,
+            reuse,
         )
 
     @functools.cached_property
@@ -201,13 +254,37 @@ class Placed:
         blocks = BLOCKS.lanes(BLOCKS.cover(lanes))
         return tuple(np.maximum(lanes, blocks).tolist())
 
+    @property
+    def shared_rows(self) -> tuple[int, ...]:
+        """Rows that results share, for each arena; nothing if every lane has rows of its own."""
+        return tuple(self.layout.rows.tolist()) if self.reuse else ()
+
     @functools.cached_property
     def stretches(self) -> np.ndarray:
         """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
+        return find_stretches(self._kind, self.layout.start, self.layout.trips, self.kernels)
+
+    @functools.cached_property
+    def _kind(self) -> np.ndarray:
+        """The kernel of every batch, by its position."""
         position = np.full(len(self.graph.types), -1)
         position[list(self.type_ids)] = np.arange(len(self.type_ids))
-        kind = position[self.schedule.batch_type]
-        return find_stretches(kind, self.layout.start, self.layout.trips, self.kernels)
+        return position[self.schedule.batch_type]
+
+    @functools.cached_property
+    def chunks(self) -> "Chunks":
+        """All chunks, in the order in which they run."""
+        layout, schedule = self.layout, self.schedule
+        step, column, lane, _, trips = find_runs(
+            self._kind, layout.start, layout.trips, self.kernels
+        )
+        widths = widths_of(self.kernels)
+        which = np.repeat(np.arange(len(step)), trips)
+        kernel, column = self._kind[step][which], column[which]
+        width = widths[kernel, column]
+        lane = lane[which] + width * ranges(np.zeros_like(trips), trips)
+        ends = layout.start + np.diff(schedule.node_ptr)
+        return Chunks(kernel, column, lane, width, np.minimum(width, ends[step][which] - lane))
 
     @functools.cached_property
     def widest(self) -> tuple[int, ...]:
@@ -268,16 +345,20 @@ def fits(placed: Placed, signature: Signature) -> bool:
     mine = [place[kernel] for kernel in placed.kernels]
     arena_ids = [arenas[kind] for kind in placed.arenas]
     return (
-        all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
+        resembles(placed, signature)
+        and all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
         and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
         and all(
             n <= signature.inputs[a] for a, n in zip(arena_ids, placed.input_counts, strict=True)
         )
         and len(placed.stretches) <= signature.stretches
         and all(
+            n <= (signature.shared_rows or ())[a]
+            for a, n in zip(arena_ids, placed.shared_rows, strict=False)
+        )
+        and all(
             len(x) <= signature.outputs[a] for a, x in zip(arena_ids, placed.outputs, strict=True)
         )
-        and resembles(placed, signature)
     )
 
 
@@ -287,6 +368,8 @@ def resembles(placed: Placed, signature: Signature) -> bool:
     Nor may it need tracers that the minibatch does not bring.
     """
     if any(kernel.transient and kernel not in placed.kernels for kernel in signature.kernels):
+        return False
+    if (signature.shared_rows is not None) != placed.reuse:
         return False
     mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
     its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
@@ -310,9 +393,11 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, placed.room, strict=True)}
     needed = map(placed.capacity, placed.input_counts)
     inputs = dict(zip(placed.arenas, needed, strict=True))
+    shared = dict(zip(placed.arenas, map(placed.capacity, placed.shared_rows), strict=False))
     returned = [len(x) if placed.stacked else placed.capacity(len(x)) for x in placed.outputs]
     outputs = dict(zip(placed.arenas, returned, strict=True))
-    stretches = capacity(2 * len(placed.stretches))  # depths vary more than sums over instances
+    readings: dict[Kernel, tuple[Reading, ...]] = {}
+    stretches = 0
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
             lanes[kernel] = max(n, lanes.get(kernel, 0))
@@ -320,8 +405,16 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         for kind, n, m in zip(model.arenas, model.inputs, model.outputs, strict=True):
             inputs[kind] = max(n, inputs.get(kind, 0))
             outputs[kind] = max(m, outputs.get(kind, 0))
-        stretches = max(stretches, model.stretches)
-    return Signature(
+        for kind, n in zip(model.arenas, model.shared_rows or (), strict=False):
+            shared[kind] = max(n, shared.get(kind, 0))
+        readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}
+        stretches = model.stretches
+    if placed.reuse:  # room for every chunk that is compiled, whether it ever runs or not
+        for kernel in lanes:
+            for kind in map(stored, kernel.results):
+                widths = kernel.ladder.widths[: widest[kernel]]
+                shared[kind] = max(shared.get(kind, 0), *widths)
+    made = Signature(
         tuple(lanes),
         tuple(lanes.values()),
         tuple(widest[kernel] for kernel in lanes),
@@ -329,75 +422,140 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         tuple(inputs.values()),
         tuple(outputs.get(kind, 0) for kind in inputs),
         stretches,
+        tuple(shared.get(kind, 0) for kind in inputs) if placed.reuse else None,
+        tuple(readings.get(kernel, ()) for kernel in lanes),
     )
+    modes = find_all_modes(placed, made, operand_rows(placed, made))
+    for kernel, found in zip(placed.kernels, modes, strict=True):
+        readings.setdefault(kernel, choose_reading(found))
+    made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
+    needed_stretches = len(body_stretches(placed, made, modes))
+    # Depths vary more than sums over instances.
+    return replace(made, stretches=max(stretches, capacity(2 * needed_stretches)))
 
 
-def find_stretches(
-    kind: np.ndarray,
-    start: np.ndarray,
-    trips: np.ndarray,
-    kernels: Sequence[Kernel],
-    *,
-    reverse: bool = False,
-) -> np.ndarray:
-    """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every stretch.
+def value_rows(placed: Placed, signature: Signature) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[V + I], int64[spaces]): the row of every value and input, and where spaces begin.
 
-    A batch has its widest chunks first, in reverse last, and begins in lane `start` of its kind,
-    the position of a kernel or, beyond them, sums of cotangents.
+    Input i is at -1 - i.
     """
-    ladders = [*(kernel.ladder for kernel in kernels), COARSE]
-    widths = np.zeros((len(ladders), NUM_WIDTHS), np.int64)
-    for row, ladder in zip(widths, ladders, strict=True):
-        row[: len(ladder.widths)] = ladder.widths
-    sizes = (trips * widths[np.minimum(kind, len(kernels))])[:, ::-1]
-    first = start[:, None] + sizes.cumsum(axis=1) - sizes
-    columns = np.arange(NUM_WIDTHS)[::-1]
-    trips = trips[:, ::-1]
-    if reverse:
-        sizes, first, columns, trips = sizes[:, ::-1], first[:, ::-1], columns[::-1], trips[:, ::-1]
-    step, column = np.nonzero(trips)
-    what = kind[step] * NUM_WIDTHS + columns[column]
-    lane, size = first[step, column], sizes[step, column]
-    ahead, behind = (slice(1, None), slice(None, -1))[:: -1 if reverse else 1]
-    new = np.ones(len(what), bool)
-    new[1:] = (what[1:] != what[:-1]) | (lane[ahead] != lane[behind] + size[behind])
-    begins = np.flatnonzero(new)
-    if not len(begins):
-        return np.zeros((0, 3), np.int64)
-    count = np.add.reduceat(trips[step, column], begins)
-    return np.column_stack([what[begins], np.minimum.reduceat(lane, begins), count])
-
-
-def forward_table(placed: Placed, signature: Signature) -> np.ndarray:
-    """The int32 table of a minibatch for a program that it fits."""
     graph, layout = placed.graph, placed.layout
-    form = signature.form
-    table = np.zeros(form.size, np.int32)
-    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    begin = np.zeros(len(layout.rows), np.int64)
+    if signature.shared_rows is not None:
+        begin[:] = [signature.inputs[signature._arena_ids[kind]] for kind in placed.arenas]
+    else:
+        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+            bases = signature.bases[signature.kernels.index(kernel)]
+            begin[layout.space[t, : len(bases)]] = bases
+    row = np.empty(graph.num_values + graph.num_inputs, np.int64)
+    row[graph.num_values :] = placed.input_row[::-1]
+    space, within = layout.values
+    row[: graph.num_values] = begin[space] + within
+    return row, begin
 
-    stretches = placed.stretches.copy()
-    kernel, width = np.divmod(stretches[:, 0], NUM_WIDTHS)
-    stretches[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
+
+def operand_rows(placed: Placed, signature: Signature) -> list[np.ndarray]:
+    """int64[operands, lanes] for each kernel: the row that each operand of each lane is in."""
+    graph, layout = placed.graph, placed.layout
+    row, _ = value_rows(placed, signature)
+    found = []
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
+        position = np.arange(len(kernel.operands))[:, None]
+        found.append(row[graph.operand[graph.operand_ptr[nodes] + position]])
+    return found
+
+
+def find_all_modes(
+    placed: Placed, signature: Signature, rows: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """int8[operands, chunks] for each kernel: how each of its chunks can read each operand."""
+    chunks = placed.chunks
+    found = []
+    for k, (kernel, mine) in enumerate(zip(placed.kernels, rows, strict=True)):
+        of = np.flatnonzero(chunks.kernel == k)
+        loose = np.array(kernel.loose, bool)[:, None] & placed.reuse
+        count = np.where(loose, chunks.live[of], chunks.width[of])
+        modes = find_modes(mine, chunks.lane[of], count)
+        room = [signature.rows[signature.arena(t)] for t in kernel.operands]
+        last = mine[:, chunks.lane[of]] + extent(modes, chunks.width[of])
+        modes[last > np.array(room, np.int64)[:, None]] = GATHER
+        found.append(modes)
+    return found
+
+
+def body_stretches(placed: Placed, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
+    """int64[..., 3]: the stretches, by the number of the body that runs them."""
+    chunks = placed.chunks
+    body = np.array([signature.first_body[signature.kernels.index(k)] for k in placed.kernels])
+    body = body[chunks.kernel]
+    for k, (kernel, mine) in enumerate(zip(placed.kernels, modes, strict=True)):
+        of = np.flatnonzero(chunks.kernel == k)
+        for i, reading in enumerate(signature.readings[signature.kernels.index(kernel)]):
+            body[of[usable(reading, mine)]] += 1 + i
+    what = body * NUM_WIDTHS + chunks.column
+    return merged(what, chunks.lane, chunks.width, np.ones_like(what))
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A minibatch as a program runs it.
+
+    Attributes:
+      signature: the program.
+      table: int32[...], what it reads.
+      read_bytes: int64[4], bytes of operands by how they are read (see `_reads`).
+    """
+
+    signature: Signature
+    table: np.ndarray
+    read_bytes: np.ndarray
+
+
+def lower(placed: Placed, signature: Signature) -> Lowered | None:
+    """A minibatch for a program that it fits; None if it has too many stretches after all."""
+    layout, form = placed.layout, signature.form
+    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    rows = operand_rows(placed, signature)
+    if any(signature.readings):
+        modes = find_all_modes(placed, signature, rows)
+        stretches = body_stretches(placed, signature, modes)
+        if len(stretches) > signature.stretches:
+            return None
+    else:
+        stretches = placed.stretches.copy()
+        kernel, width = np.divmod(stretches[:, 0], NUM_WIDTHS)
+        stretches[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
+
+    table = np.zeros(form.size, np.int32)
     form.view(table, "num_stretches")[0] = len(stretches)
     form.view(table, "stretches")[: len(stretches)] = stretches
-
-    row = np.empty(graph.num_values + graph.num_inputs, np.int32)
-    row[graph.num_values :] = placed.input_row[::-1]  # so that input i is at -1 - i
-    most = max((len(b) for b in signature.bases), default=0)
-    base = np.zeros((len(graph.types), most), np.int64)
-    for t, k in zip(placed.type_ids, place, strict=True):
-        base[t, : len(signature.bases[k])] = signature.bases[k]
-    maker = graph.value_node
-    slot = np.arange(graph.num_values) - graph.value_ptr[:-1][maker]
-    row[: graph.num_values] = base[graph.node_type[maker], slot] + layout.lane[maker]
-
-    for t, k in zip(placed.type_ids, place, strict=True):
+    row, begin = value_rows(placed, signature)
+    for t, k, mine in zip(placed.type_ids, place, rows, strict=True):
         places = form.view(table, "operands", k)
-        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
-        first = graph.operand_ptr[nodes]
-        for j in range(len(places)):
-            places[j, : len(nodes)] = row[graph.operand[first + j]]
-            places[j, len(nodes) :] = places[j, 0]
+        places[:, : mine.shape[1]] = mine
+        places[:, mine.shape[1] :] = mine[:, :1]
+        if signature.shared_rows is not None:
+            nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
+            batch = placed.schedule.batch[nodes]
+            within = np.arange(len(nodes)) - layout.start[batch]
+            view = form.view(table, "results", k)
+            for s in range(len(view)):
+                first = begin[layout.space[t, s]] + layout.block[batch, s]
+                view[s, : len(nodes)] = first + within
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
         form.view(table, "outputs", signature._arena_ids[kind])[: len(outputs)] = row[outputs]
-    return table
+    return Lowered(signature, table, read_bytes(placed, signature, stretches))
+
+
+def read_bytes(placed: Placed, signature: Signature, stretches: np.ndarray) -> np.ndarray:
+    """int64[4], bytes of operands by how stretches read them."""
+    total = np.zeros(4, np.int64)
+    number, column = np.divmod(stretches[:, 0], NUM_WIDTHS)
+    lanes = widths_of(signature.kernels)[[k for k, _ in signature.bodies]][number, column]
+    lanes *= stretches[:, 2]
+    of_body = np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
+    for (k, reading), n in zip(signature.bodies, of_body.tolist(), strict=True):
+        for mode, operand in zip(reading, signature.kernels[k].operands, strict=True):
+            total[mode] += n * row_bytes(stored(operand))
+    return total

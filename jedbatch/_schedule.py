@@ -30,6 +30,7 @@ Goldberg and Dyer, On-the-fly operation batching, 2017 (agenda); Looks et al., D
 with dynamic computation graphs, 2017 (depth).
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,13 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.batch_type)
+
+    @functools.cached_property
+    def batch(self) -> np.ndarray:
+        """int64[N], the batch in which each node runs."""
+        batch = np.empty(len(self.node), np.int64)
+        batch[self.node] = np.repeat(np.arange(len(self)), np.diff(self.node_ptr))
+        return batch
 
     @property
     def batches(self) -> Iterator[tuple[int, np.ndarray]]:

@@ -15,9 +15,17 @@ from jedbatch._cotangents import (
     reverse_fits,
     reverse_table,
 )
-from jedbatch._execute import EXECUTORS
+from jedbatch._executors import EXECUTORS
 from jedbatch._plan import Static
-from jedbatch._program import Placed, Signature, fits, make_signature, resembles
+from jedbatch._program import (
+    Lowered,
+    Placed,
+    Signature,
+    fits,
+    lower,
+    make_signature,
+    resembles,
+)
 from jedbatch._registry import Registry
 from jedbatch._trace import Record
 
@@ -73,15 +81,17 @@ class Session:
         made = Static(self, *parts)
         return self._statics.setdefault(made, made)
 
-    def signature(self, placed: Placed) -> Signature:
-        """What to compile for a minibatch: a program in use if it fits, or a new one."""
+    def lower(self, placed: Placed) -> Lowered:
+        """A minibatch for a program in use if it fits one, or for a new one."""
         for signature in sorted(self._signatures, key=lambda s: sum(s.lanes)):
-            if fits(placed, signature):
-                return signature
+            if fits(placed, signature) and (lowered := lower(placed, signature)) is not None:
+                return lowered
         similar = (s for s in reversed(self._signatures) if resembles(placed, s))
         signature = make_signature(placed, next(similar, None))
         self._signatures.append(signature)
-        return signature
+        lowered = lower(placed, signature)
+        assert lowered is not None
+        return lowered
 
     def reverse(self, placed: Placed, forward: Signature) -> tuple[ReverseSignature, Any]:
         """What to compile for the reverse of a minibatch, and its table."""

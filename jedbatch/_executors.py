@@ -1,0 +1,237 @@
+"""Who runs a program, and how it is differentiated.
+
+`Fused` runs each half of a program as one XLA program. `Dispatch` calls the same chunks one by one
+from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,
+and the same results.
+
+A program for inference keeps no history. Its arenas are handed from call to call, by donation, so
+that a steady stream of minibatches allocates nothing. Calls at the same time take different ones.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._execute import Forward, Reverse, empty, fused_forward, fused_reverse
+from jedbatch._jaxpr import has_gradient
+from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
+from jedbatch._program import Signature, TableForm
+
+
+class Fused:
+    """Each half of a program as one XLA program.
+
+    Attributes:
+      arenas: of calls that are done, for later ones to use: a list of arenas for each set of
+        devices. Calls at the same time take different ones.
+    """
+
+    name = "fused"
+
+    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
+        self.prepare = prepare
+        self.signature = signature
+        self.compiled = compiled
+        self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.once = jax.jit(self._once)
+        self.again = jax.jit(self._again, donate_argnums=3)
+        self.save = jax.jit(self._save)
+        self.reverse = jax.jit(self._reverse, static_argnums=0)
+
+    def infer(self, shared, inputs, table):
+        """The rows returned from each arena."""
+        given = shared, inputs, table
+        place = place_of(given)
+        if place is None:
+            return self.once(*given)
+        free = self.arenas[place]
+        try:
+            arenas = free.pop()
+        except IndexError:  # the first call, or others at the same time have them all
+            arenas = tuple(map(empty, self.signature.rows, self.signature.arenas))
+        outputs, arenas = self.again(*given, arenas)
+        free.append(arenas)
+        return outputs
+
+    def _once(self, shared, inputs, table):
+        return self._again(shared, inputs, table, None)[0]
+
+    def _again(self, shared, inputs, table, arenas):
+        self.compiled("inference")
+        forward = Forward(self.signature, saving=False)
+        outputs, state = fused_forward(forward, self.prepare(shared), inputs, table, arenas)
+        return outputs, state[0]
+
+    def _save(self, shared, inputs, table):
+        self.compiled("training")
+        forward = Forward(self.signature, saving=True)
+        return fused_forward(forward, self.prepare(shared), inputs, table)
+
+    def _reverse(self, signature, shared, tables, values, outputs):
+        self.compiled("reverse")
+        consts, pull_back = jax.vjp(self.prepare, shared)
+        gradients, inputs = fused_reverse(Reverse(signature), consts, tables, values, outputs)
+        return pull_back(_cotangents_like(consts, gradients))[0], inputs
+
+
+class Dispatch:
+    """Every chunk an XLA program of its own, called from Python; for debugging."""
+
+    name = "dispatch"
+
+    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
+        self.signature = signature
+        self.compiled = compiled
+        self.prepare = prepare
+        self._jitted: dict[Any, Callable] = {}
+
+    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> Any:
+        if key not in self._jitted:
+
+            def counted(*args):
+                self.compiled("chunk")
+                return function(*args)
+
+            self._jitted[key] = jax.jit(counted, donate_argnums=donate)
+        return self._jitted[key](*args)
+
+    def infer(self, shared, inputs, table):
+        """The rows returned from each arena."""
+        return self._run(Forward(self.signature, saving=False), shared, inputs, table)[0]
+
+    def save(self, shared, inputs, table):
+        """The rows returned from each arena, and the state after the last batch."""
+        return self._run(Forward(self.signature, saving=True), shared, inputs, table)
+
+    def _run(self, forward, shared, inputs, table):
+        saving = forward.saving
+        consts = self._call("prepare", self.prepare, shared)
+        state = self._call(("start", saving), forward.start, inputs)
+        bodies = self.signature.bodies
+        ladders = [self.signature.kernels[k].ladder for k, _ in bodies]
+        for body, width, lane in _host_chunks(ladders, self.signature.form, table):
+            k, reading = bodies[body]
+
+            def chunk(consts_k, table, state, lane, k=k, width=width, reading=reading):
+                return forward.chunk(k, width, {k: consts_k}, table, state, lane, reading)
+
+            key = ("chunk", saving, body, width)
+            state = self._call(key, chunk, consts[k], table, state, lane, donate=2)
+        return self._call(("finish", saving), forward.finish, table, state), state
+
+    def reverse(self, signature, shared, tables, values, outputs):
+        """Cotangents of the shared values and of the inputs."""
+        reverse = Reverse(signature)
+        kinds = len(signature.forward.kernels)
+        consts = self._call("prepare", self.prepare, shared)
+        arenas, saved = values
+        state = self._call(("start", signature), reverse.start, outputs, saved)
+        ladders = [kernel.ladder for kernel in signature.forward.kernels]
+        ladders += [COARSE] * len(signature.forward.arenas)
+        for k, width, lane in _host_chunks(ladders, signature.form, tables[1], -1):
+            if k < kinds:
+
+                def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
+                    return reverse.chunk(k, width, {k: consts_k}, tables, arenas, state, lane)
+
+                key = ("reverse", signature, k, width)
+                args = (consts[k], tables, arenas, state, lane)
+                state = self._call(key, chunk, *args, donate=3)
+            else:
+
+                def sums(table, state, lane, a=k - kinds, width=width):
+                    return reverse.sum_chunk(a, width, table, state, lane)
+
+                key = ("sums", signature, k, width)
+                state = self._call(key, sums, tables[1], state, lane, donate=1)
+
+        def finish(shared, tables, arenas, state):
+            consts, pull_back = jax.vjp(self.prepare, shared)
+            gradients = reverse.consts(consts, tables, arenas, state)
+            pulled = pull_back(_cotangents_like(consts, gradients))[0]
+            return pulled, reverse.inputs(tables[1], state)
+
+        return self._call(("finish", signature), finish, shared, tables, arenas, state)
+
+
+def _host_chunks(ladders: Sequence[Ladder], form: TableForm, table: Any, sign: int = 1) -> Any:
+    """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
+    table = np.asarray(table)
+    count = int(form.view(table, "num_stretches")[0])
+    for what, lane, trips in form.view(table, "stretches")[:count].tolist():
+        kind, i = divmod(what, NUM_WIDTHS)
+        width = ladders[kind].widths[i]
+        for step in range(trips)[::sign]:
+            yield kind, width, np.int32(lane + step * width)
+
+
+def place_of(values: Any) -> Any:
+    """Where values are, so that arenas can be there too; None if traced or on several devices."""
+    leaves = jax.tree.leaves(values)
+    if any(isinstance(x, Tracer) for x in leaves):
+        return None
+    said = {x.sharding for x in leaves if isinstance(x, jax.Array) and x.committed}
+    if any(len(sharding.device_set) > 1 for sharding in said):
+        return None
+    return frozenset(said), getattr(jax.config, "jax_default_device", None)
+
+
+def _cotangents_like(values: Any, cotangents: Any) -> Any:
+    """The cotangents, with what JAX wants in place of those of integers."""
+    return jax.tree.map(
+        lambda x, ct: ct if has_gradient(x.dtype) else np.zeros(x.shape, jax.dtypes.float0),
+        values,
+        cotangents,
+    )
+
+
+EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
+
+
+def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
+    """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
+
+    `executor_of(values)` is who runs it on these values, which may be traced or not;
+    `reverse_of(reverse_table)` gives the reverse signature and table when they are needed.
+    """
+
+    @jax.custom_vjp
+    def run(shared, inputs, table, reverse_table):
+        given = shared, inputs, table
+        return executor_of(given).infer(*given)
+
+    def forwards(shared, inputs, table, reverse_table):
+        given = shared, inputs, table
+        outputs, values = executor_of(given).save(*given)
+        return outputs, (shared, table, reverse_table, values)
+
+    def backwards(residuals, outputs):
+        shared, table, reverse_table, values = residuals
+        signature, reverse_table = reverse_of(reverse_table)
+        outputs = tuple(
+            x if has_gradient(kind[1]) else None
+            for x, kind in zip(outputs, signature.forward.arenas, strict=True)
+        )
+        tables = (table, reverse_table)
+        executor = executor_of((shared, tables, values, outputs))
+        of_shared, of_inputs = executor.reverse(signature, shared, tables, values, outputs)
+        return [x if has_gradient(x.dtype) else None for x in of_shared], of_inputs, None, None
+
+    run.defvjp(forwards, backwards)
+    return run
+
+
+def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:
+    """float[F], the median time of each function, run in turns and warmed up."""
+    times = np.zeros((repeat, len(functions)))
+    for row in [np.zeros(len(functions)), *times]:
+        for i, run in enumerate(functions):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            row[i] = time.perf_counter() - start
+    return np.median(times, axis=0)

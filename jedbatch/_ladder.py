@@ -1,0 +1,72 @@
+"""Widths: into which chunks a batch is cut.
+
+XLA compiles kernels of fixed width, batches have any number of nodes. Each batch is therefore
+cut into chunks whose widths come from the short ladder of its type, as few and as narrow as what
+a chunk costs to start suggests; what is left over is padding, lanes that repeat a live one. How
+a batch is cut depends on its size alone, never on what was compiled before.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK = 9e5  # floating-point operations a core does while a chunk is started
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The widths of chunks of one node type.
+
+    Attributes:
+      widths: in lanes, ascending; each is a program of its own to compile.
+      overhead: what starting a chunk costs, in lanes.
+    """
+
+    widths: tuple[int, ...]
+    overhead: int = 4
+
+    @functools.cached_property
+    def _cheapest(self) -> np.ndarray:
+        """int32[2 * widest + 1, widths]: chunks that cover n lanes at least cost."""
+        most = 2 * self.widths[-1]
+        cost = np.zeros(most + 1)
+        trips = np.zeros((most + 1, len(self.widths)), np.int32)
+        for n in range(1, most + 1):
+            left = [max(0, n - w) for w in self.widths]
+            costs = [cost[k] + self.overhead + w for k, w in zip(left, self.widths, strict=True)]
+            best = int(np.argmin(costs))
+            cost[n] = costs[best]
+            trips[n] = trips[left[best]]
+            trips[n, best] += 1
+        return trips
+
+    def cover(self, sizes: np.ndarray) -> np.ndarray:
+        """int32[len(sizes), widths]: chunks of each width that a batch of each size takes."""
+        widest = self.widths[-1]
+        full = np.maximum(0, (sizes - widest) // widest)
+        trips = self._cheapest[sizes - full * widest]
+        trips[:, -1] += full.astype(np.int32)
+        return trips
+
+    def lanes(self, trips: np.ndarray) -> np.ndarray:
+        """Lanes in chunks of each width, padding included."""
+        return trips[..., : len(self.widths)] @ np.array(self.widths)
+
+
+FINE = Ladder((2, 8, 32, 128, 512))
+COARSE = Ladder((8, 64, 512), 64)
+BLOCKS = Ladder((8, 64, 512))  # of lanes whose weight gradients are computed together
+NUM_WIDTHS = len(FINE.widths)  # of the longest ladder
+
+
+@functools.cache
+def ladder_for(work: int) -> Ladder:
+    """The ladder for a lane of so many floating-point operations.
+
+    Light lanes are padded generously and compiled in few widths; heavy ones are not.
+    """
+    overhead = 4
+    while overhead < 64 and overhead * work < CHUNK:
+        overhead *= 2
+    return Ladder(FINE.widths if overhead <= 16 else COARSE.widths, overhead)
