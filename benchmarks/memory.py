@@ -1,0 +1,168 @@
+"""What do orders inside of batches and shared rows save, and what do they cost?
+
+Graphs of real or made-up instances, of up to seven kinds of models. Their cells are LSTMs over the
+sum of their operands, whatever the model, with weights per node type and `--hidden` states, and
+small outputs: memory is moved as the models would, arithmetic is about theirs. Inference.
+
+order       of the nodes inside of batches, see `jedbatch.layout`.
+slices      MB of operands read as slices, strided slices or broadcasts by the program.
+gathered    MB read row by row.
+run ms      median of interleaved runs of one plan; `×` is the ratio to `append`.
+layout ms   planning of lanes and rows for instances that are known, median.
+
+The second table is about rows: bytes for results if every lane had rows of its own, with rows used
+again, and what is alive at most (padding included in all three); the ratio of the last two; and how
+long the same plan runs with rows of its own and with shared rows, both in arenas that are there
+from call to call, and with new arenas at each call (as under an outer `jax.jit`).
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import topologies
+
+import jedbatch
+from jedbatch._layout import find_blocks
+from jedbatch._memory import live_bound
+from jedbatch._plan import input_name
+
+ORDERS = ["append", "longest", "reader", "pq", "auto"]
+SKIPPED = {"code trees"}  # a hundred kinds of cells take minutes to compile
+LABELS = 8
+
+
+def make_cells(names: list[str], hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(cell of each node type, parameters)."""
+    cells, params = {}, {}
+    for name, key in zip(names, jax.random.split(jax.random.key(0), len(names)), strict=True):
+        size = LABELS if name == "output" else 4 * hidden
+        params[name] = jax.random.normal(key, (hidden, size)) / np.sqrt(hidden)
+
+        def compute(params, *states, name=name):
+            if not states:
+                states = ((jnp.tanh(params[name][0, :hidden]),) * 2,)
+            gates = sum(h for h, _ in states) @ params[name]
+            if name == "output":
+                return jax.nn.log_softmax(gates)
+            i, f, o, u = jnp.split(gates, 4)
+            c = jax.nn.sigmoid(i) * jnp.tanh(u) + jax.nn.sigmoid(f) * sum(c for _, c in states)
+            return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+        cells[name] = jedbatch.cell(compute, name=name)
+    return cells, params
+
+
+def batched(cells: dict[str, Any], **options: Any) -> jedbatch.Batched:
+    """The model of all workloads: what nobody reads is returned."""
+
+    def fn(params, graph):
+        results = jedbatch.evaluate(graph, cells, params)
+        return [results[n] for n in graph.outputs.tolist()]
+
+    return jedbatch.batch(fn, out_axes=None, **options)
+
+
+def program(params: Any, plan: jedbatch.Plan) -> tuple[Any, tuple]:
+    """(who runs a plan, what it is run on), without making a list of the results."""
+    signature = plan.static.signature
+    rows = tuple(plan.inputs[input_name(kind)] for kind in signature.arenas)
+    given = jax.tree.leaves(params), rows, plan.table
+    return plan.static.session.executor(signature, given), given
+
+
+def orders(table: common.Table, workload: str, size: int, graphs, hidden: int, budget: float):
+    """Adds the orders to a table."""
+    cells, params = make_cells([t.name for t in graphs[0].types], hidden)
+    plans, runs = {}, {}
+    policy = None
+    for order in ORDERS:
+        model = batched(cells, layout=order, policy=policy)
+        model.plan(params, graphs, gradient=False)
+        policy = policy or model.policy  # the same batches for all
+        made = [model.plan(params, graphs, gradient=False) for _ in range(5)]
+        layout = 1e3 * np.median([plan.host.seconds["layout"] for plan in made])
+        plans[order] = made[-1], layout
+        executor, given = program(params, made[-1])
+        runs[order] = functools.partial(executor.infer, *given)
+    times = common.interleaved(list(runs.values()), budget)
+    for i, order in enumerate(ORDERS):
+        plan, layout = plans[order]
+        gathered, *sliced = plan.host.lowered.read_bytes / 1e6
+        table.row(
+            workload,
+            size,
+            order,
+            f"{sum(sliced):.2f}",
+            f"{gathered:.2f}",
+            f"{1e3 * times.median(i):.2f}",
+            times.ratio(i),
+            f"{layout:.2f}",
+        )
+    return cells, params, policy
+
+
+def rows(table: common.Table, workload: str, size: int, graphs, cells, params, policy, budget):
+    """Adds the memory to a table."""
+    plans, runs = {}, []
+    for reuse in (False, True):
+        model = batched(cells, policy=policy, reuse=reuse)
+        plans[reuse] = plan = model.plan(params, graphs, gradient=False)
+        executor, given = program(params, plan)
+        runs.append(functools.partial(executor.infer, *given))
+    runs.append(functools.partial(executor.once, *given))
+    times = common.interleaved(runs, budget)
+    placed = plan.host.placed
+    kinds = [np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in placed.arenas]
+    blocks = find_blocks(placed.graph, placed.schedule, placed.layout.padded)
+    arena = placed.layout.space[placed.schedule.batch_type[blocks.batch], blocks.slot]
+    alive = live_bound(blocks.size * np.array(kinds)[arena], blocks.batch, blocks.last)
+    once = int((blocks.size * np.array(kinds)[arena]).sum())
+    used = int((placed.layout.rows * kinds).sum())
+    table.row(
+        workload,
+        size,
+        f"{once / 1e6:.2f}",
+        f"{used / 1e6:.2f}",
+        f"{alive / 1e6:.2f}",
+        f"{used / alive:.3f}",
+        *(f"{1e3 * times.median(i):.2f}" for i in range(3)),
+    )
+
+
+def main() -> None:
+    parser = common.options(__doc__)
+    parser.add_argument("--hidden", type=int, default=128, help="(default %(default)s)")
+    parser.add_argument("--batch", type=common.numbers, default=[8, 64], help="such as 8,64")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for each set of runs")
+    parser.add_argument("--workloads", default="", help="names, separated by semicolons")
+    args = parser.parse_args()
+    if args.quick:
+        args.batch, args.hidden = [4], 16
+    directory = Path(args.data) if args.data else None
+    print(common.machine())
+    print(f"{args.data or 'made-up'} graphs, hidden {args.hidden}")
+    header = ["batch", "order", "slices MB", "gathered MB", "run ms", "× append", "layout ms"]
+    first = common.Table("workload", *header)
+    found = []
+    chosen = [w for w in args.workloads.split(";") if w] or [
+        w for w in topologies.WORKLOADS if w not in SKIPPED
+    ]
+    for workload in chosen:
+        graphs = topologies.instances(workload, directory, max(args.batch))
+        for size in args.batch:
+            part = graphs[:size]
+            made = orders(first, workload, size, part, args.hidden, args.budget)
+            found.append((workload, size, part, *made))
+    names = ["own rows MB", "shared MB", "alive MB", "shared / alive"]
+    second = common.Table("workload", "batch", *names, "own ms", "shared ms", "new arenas ms")
+    for entry in found:
+        rows(second, *entry, args.budget)
+
+
+if __name__ == "__main__":
+    main()
