@@ -36,6 +36,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
 
+from jedbatch._fusion import fused
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import (
     dependents,
@@ -156,7 +157,7 @@ class Kernel:
         self.results = node_type.results
         operation: Any = node_type.operation
         num_shared = len(node_type.shared)
-        closed = inlined(operation.jaxpr)
+        closed = fused(inlined(operation.jaxpr), num_shared)
         self.jaxpr = jaxpr = closed.jaxpr
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
         known = {*jaxpr.constvars, *shared_vars}

@@ -1,0 +1,629 @@
+"""Cells with their products put together compute what they computed, in fewer products."""
+
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from helpers import assert_close, loop, number
+
+import jedbatch
+from jedbatch._cells import Kernel
+from jedbatch._fusion import column_order, count_products, fused
+from jedbatch._graph import NodeType, ValueType
+from jedbatch._jaxpr import inlined
+from jedbatch._rectangles import Rectangle, Table, cover
+
+H = 4
+sigmoid = jax.nn.sigmoid
+
+
+def array(seed, *shape, dtype=None):
+    found = np.random.default_rng(seed).normal(size=shape or (H,)) * 0.7
+    return jnp.asarray(found, dtype or jnp.result_type(float))
+
+
+def params(names, h=H, dtype=None):
+    """Matrices, vectors for names that begin with b."""
+    return {
+        n: array(1 + i, *((h,) if n[0] == "b" else (h, h)), dtype=dtype)
+        for i, n in enumerate(names.split())
+    }
+
+
+# --- cells, written gate by gate ---
+
+
+def lstm(p, c, h, x):
+    gate = lambda k: x @ p["W" + k] + h @ p["U" + k] + p["b" + k]  # noqa: E731
+    c = sigmoid(gate("f")) * c + sigmoid(gate("i")) * jnp.tanh(gate("u"))
+    return c, sigmoid(gate("o")) * jnp.tanh(c)
+
+
+def gru(p, h, x):
+    """The reset gate before the product."""
+    gate = lambda k, y: p["W" + k] @ x + p["U" + k] @ y + p["b" + k]  # noqa: E731
+    r, z = sigmoid(gate("r", h)), sigmoid(gate("z", h))
+    return (1 - z) * jnp.tanh(gate("n", r * h)) + z * h
+
+
+def gru_after(p, h, x):
+    """The reset gate after the product."""
+    gate = lambda k: x @ p["W" + k] + h @ p["U" + k] + p["b" + k]  # noqa: E731
+    r, z = sigmoid(gate("r")), sigmoid(gate("z"))
+    n = jnp.tanh(x @ p["Wn"] + p["bn"] + r * (h @ p["Un"]))
+    return (1 - z) * n + z * h
+
+
+def tree_lstm_leaf(p, e):
+    gate = lambda k: e @ p["W" + k] + p["b" + k]  # noqa: E731
+    c = sigmoid(gate("i")) * jnp.tanh(gate("u"))
+    return sigmoid(gate("o")) * jnp.tanh(c), c
+
+
+def tree_lstm_node(p, left, right):
+    """Every gate reads both children (Tai et al., equations 9 to 14)."""
+    (h1, c1), (h2, c2) = left, right
+    gate = lambda k: h1 @ p["U" + k] + h2 @ p["V" + k] + p["b" + k]  # noqa: E731
+    c = sigmoid(gate("i")) * jnp.tanh(gate("u"))
+    c = c + sigmoid(gate("f")) * c1 + sigmoid(gate("g")) * c2
+    return sigmoid(gate("o")) * jnp.tanh(c), c
+
+
+def own_forget_gates(p, left, right):
+    """Forget gates that read their own child only; the other gates read concatenated children."""
+    (h1, c1), (h2, c2) = left, right
+    both = jnp.concatenate([h1, h2])
+    gate = lambda k: jnp.concatenate([p["U" + k], p["V" + k]]).T @ both + p["b" + k]  # noqa: E731
+    c = sigmoid(gate("i")) * jnp.tanh(gate("u"))
+    c = c + sigmoid(h1 @ p["Uf"] + p["bf"]) * c1 + sigmoid(h2 @ p["Vf"] + p["bf"]) * c2
+    return sigmoid(gate("o")) * jnp.tanh(c), c
+
+
+def child_sum(p, left, right):
+    """One matrix for all forget gates (Tai et al., equations 2 to 8)."""
+    (h1, c1), (h2, c2) = left, right
+    gate = lambda k: (h1 + h2) @ p["U" + k] + p["b" + k]  # noqa: E731
+    forget = lambda h: sigmoid(p["Uf"].T @ h + p["bf"])  # noqa: E731
+    c = sigmoid(gate("i")) * jnp.tanh(gate("u")) + forget(h1) * c1 + forget(h2) * c2
+    return sigmoid(gate("o")) * jnp.tanh(c), c
+
+
+def tree_gru_leaf(p, e):
+    r, z = (sigmoid(p["U" + k] @ e + p["b" + k]) for k in "rz")
+    return z * e + (1 - z) * jnp.tanh(p["Un"] @ (r * e) + p["bn"])
+
+
+def tree_gru_node(p, left, right):
+    """The mean of two GRU-like updates with a matrix set per child."""
+    second = {k: p[k.replace("U", "V")] for k in p}
+    return (tree_gru_leaf(p, left) + tree_gru_leaf(second, right)) / 2
+
+
+def mv_rnn(p, left, right):
+    """A vector and a matrix for every word."""
+    (v1, m1), (v2, m2) = left, right
+    v = jnp.tanh(p["Wi"] @ (m1 @ v2) + p["Wu"] @ (m2 @ v1) + p["bi"])
+    return v, p["Wf"] @ m1 + p["Wo"] @ m2 + p["bo"][:, None]
+
+
+def mv_rnn_right(p, left, right):
+    """The same with rows that are multiplied from the left."""
+    (v1, m1), (v2, m2) = left, right
+    v = jnp.tanh((m1 @ v2) @ p["Wi"] + (m2 @ v1) @ p["Wu"] + p["bi"])
+    return v, m1.T @ p["Wf"] + m2 @ p["Wo"], m2 @ p["Wz"]
+
+
+GATES = " ".join(a + k for a in "WUVb" for k in "ifougrnz")
+VECTOR, STATE, WORD = (0,), (0, 0), (0, 1)  # an operand: the rank beyond one of each array
+PLAIN = [
+    # cell, operands, products of the compiled program
+    (lstm, [VECTOR] * 3, 1),
+    (gru, [VECTOR] * 2, 2),
+    (gru_after, [VECTOR] * 2, 2),
+    (tree_lstm_leaf, [VECTOR], 1),
+    (tree_lstm_node, [STATE] * 2, 1),
+    (own_forget_gates, [STATE] * 2, 2),
+    (child_sum, [STATE] * 2, 2),
+    (tree_gru_leaf, [VECTOR], 2),
+    (tree_gru_node, [VECTOR] * 2, 4),
+    (mv_rnn, [WORD] * 2, 5),  # matrices are not concatenated; two are of two values of an instance
+    (mv_rnn_right, [WORD] * 2, 5),
+]
+
+
+def operands(kinds, seed=50):
+    """Random operands, numbered."""
+    found = []
+    for i, kind in enumerate(kinds):
+        arrays = tuple(array(seed + 10 * i + k, *([H] * (1 + more))) for k, more in enumerate(kind))
+        found.append(arrays if len(arrays) > 1 else arrays[0])
+    return found
+
+
+def plain(cell, kinds, dots):
+    return cell, params(GATES), operands(kinds), dots
+
+
+def flax_linen(module, dots):
+    cell = module(features=H, param_dtype=jnp.result_type(float))
+    state = cell.initialize_carry(jax.random.key(0), (H,))
+    state = jax.tree.map(lambda x: array(60, *x.shape), state)
+    p = cell.init(jax.random.key(1), state, array(61))
+    return cell.apply, p, (state, array(61)), dots
+
+
+def flax_nnx(module, dots):
+    dtype = jnp.result_type(float)
+    cell = module(H, H, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype)
+    state = jax.tree.map(lambda x: array(60, *x.shape), cell.initialize_carry((H,), nnx.Rngs(0)))
+    definition, p = nnx.split(cell)
+
+    def step(p, state, x):
+        return nnx.merge(definition, p)(state, x)
+
+    return step, p, (state, array(61)), dots
+
+
+CELLS = {cell.__name__: functools.partial(plain, cell, *rest) for cell, *rest in PLAIN}
+for name, dots in (("LSTMCell", 1), ("OptimizedLSTMCell", 1), ("GRUCell", 2)):
+    CELLS["linen " + name] = functools.partial(flax_linen, getattr(linen, name), dots)
+    CELLS["nnx " + name] = functools.partial(flax_nnx, getattr(nnx, name), dots)
+
+
+# --- looking at programs ---
+
+
+def program(fn, p, *args):
+    """(inlined program, number of shared arguments, arguments)."""
+    leaves, tree = jax.tree.flatten(p)
+    closed = jax.make_jaxpr(lambda xs, *rest: fn(jax.tree.unflatten(tree, xs), *rest))
+    return inlined(closed(leaves, *args)), len(leaves), [*leaves, *jax.tree.leaves(args)]
+
+
+def evaluate(closed, args):
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+def compare(fn, p, *args, rtol=1e-12):
+    """Values, types and gradients of a cell are what they were; returns (before, after)."""
+    closed, num_shared, flat = program(fn, p, *args)
+    new = fused(closed, num_shared)
+    assert new.in_avals == closed.in_avals
+    assert new.out_avals == closed.out_avals
+    assert_close(evaluate(new, flat), evaluate(closed, flat), rtol)
+
+    def slope(which):
+        return jax.grad(lambda xs: number(evaluate(which, xs)), allow_int=True)(flat)
+
+    assert_close(slope(new), slope(closed), rtol)
+    return closed, new
+
+
+def products(fn, p, *args, **options):
+    """Number of products before and after."""
+    num_shared = len(jax.tree.leaves(p))
+    return tuple(count_products(x, num_shared) for x in compare(fn, p, *args, **options))
+
+
+def unchanged(fn, p, *args):
+    closed, num_shared, _ = program(fn, p, *args)
+    return fused(closed, num_shared) is closed
+
+
+def kernel_of(closed, num_shared):
+    """The kernel of a node type with this program."""
+    kinds = [ValueType(a.shape, a.dtype) for a in closed.in_avals[num_shared:]]
+    results = [ValueType(a.shape, a.dtype) for a in closed.out_avals]
+    operation = types.SimpleNamespace(jaxpr=closed)
+    return Kernel(
+        NodeType("cell", operation, tuple(kinds), tuple(range(num_shared)), tuple(results))
+    )
+
+
+def compiled_products(run, *args):
+    """Matrix products in what XLA makes of a function."""
+    text = jax.jit(run).lower(*args).compile().as_text()
+    calls = re.findall(r'custom_call_target="([^"]*)"', text)
+    return len(re.findall(r"= \S+ dot\(", text)) + sum("matmul" in x or "gemm" in x for x in calls)
+
+
+def agrees(fn, p, instances):
+    """Results and gradients of the batched function are those of the loop."""
+    batched = jedbatch.batch(fn)
+
+    def both(run):
+        def value(p):
+            result = run(p)
+            return number(result), result
+
+        return jax.value_and_grad(value, has_aux=True)
+
+    got = both(lambda p: batched(p, instances))(p)
+    assert_close(got, jax.jit(both(lambda p: loop(fn, p, instances)))(p), 1e-9)
+
+
+# --- cells ---
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_values_and_gradients(name, x64):
+    cell, p, args, _ = CELLS[name]()
+    compare(cell, p, *args)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_number_of_products(name):
+    cell, p, args, dots = CELLS[name]()
+    closed, num_shared, flat = program(cell, p, *args)
+    kernel = kernel_of(closed, num_shared)
+    batch = [jnp.stack([x] * 5) for x in flat[num_shared:]]
+    run = jax.vmap(kernel.forward, in_axes=(None, 0))
+    assert compiled_products(run, kernel.prologue(flat[:num_shared]), batch) == dots
+
+
+NEXT = {  # from results and operands to the operands of the next call
+    "lstm": lambda out, args: (*out, args[2]),
+    "gru": lambda out, args: (out, args[1]),
+    "child_sum": lambda out, args: (out, args[1]),
+    "mv_rnn": lambda out, args: (out, args[1]),
+    "linen LSTMCell": lambda out, args: (out[0], args[1]),
+    "nnx GRUCell": lambda out, args: (out[0], args[1]),
+}
+
+
+@pytest.mark.parametrize("name", NEXT)
+def test_batched(name, x64):
+    """Chains of cells, each instance of its own length."""
+    cell, p, args, _ = CELLS[name]()
+    cell = jedbatch.cell(cell)
+
+    def fn(p, length):
+        operands = args
+        for _ in range(length):
+            out = cell(p, *operands)
+            operands = NEXT[name](out, operands)
+        return out
+
+    agrees(fn, p, [1, 2, 1])
+
+
+def test_inside_of_a_model(x64):
+    """Trees of `own_forget_gates`, with gradients of the embedding."""
+    leaf, node = jedbatch.cell(tree_lstm_leaf), jedbatch.cell(own_forget_gates)
+
+    def fn(p, tree):
+        if isinstance(tree, int):
+            return leaf(p, p["Wz"][tree])
+        return node(p, fn(p, tree[0]), fn(p, tree[1]))
+
+    agrees(fn, params(GATES), [((0, 1), 2), 3])
+
+
+# --- what is put together, and what is not ---
+
+
+def test_a_weight_read_by_several_products_and_as_it_is(x64):
+    p = params("W U b")
+    run = lambda p, x, y: (jnp.tanh(x @ p["W"] + y @ p["U"]), x @ p["U"] + p["b"], p["U"].T)  # noqa: E731
+    assert products(run, p, array(1), array(2)) == (3, 2)
+
+
+def test_columns_keep_their_value_for_other_readers(x64):
+    def run(p, x, y):
+        product = x @ p["W"]
+        total = product + y @ p["U"]
+        return product, jnp.sin(total), total + p["b"], total + x @ p["V"]
+
+    assert products(run, params("W U V b"), array(1), array(2)) == (3, 2)
+    both = lambda p, x: (x @ p["W"] + p["b"], (x @ p["W"] + p["b"]) ** 2, x @ p["U"])  # noqa: E731
+    assert products(both, params("W U b"), array(1)) == (3, 1)
+
+
+def test_a_product_added_to_itself(x64):
+    assert products(lambda p, x: (x @ p["W"]) + (x @ p["U"]), params("W U"), array(1)) == (2, 1)
+
+    def twice(p, x):
+        y = x @ p["W"]
+        return y + y + x @ p["U"]
+
+    assert products(twice, params("W U"), array(1)) == (2, 1)
+
+
+def test_what_is_written_twice_is_computed_once(x64):
+    run = lambda p, x: (jnp.tanh(x @ p["W"]), jnp.sin(x @ p["W"]), x @ p["U"])  # noqa: E731
+    _, new = compare(run, params("W U"), array(1))
+    (dot,) = (e for e in new.jaxpr.eqns if e.primitive.name == "dot_general")
+    assert dot.outvars[0].aval.shape == (2 * H,)
+
+
+def test_other_terms_and_constants_of_sums(x64):
+    def run(p, x, y):
+        shared = jnp.sin(p["b"])
+        return (shared + x @ p["W"]) + (y + (p["c"] + (x * y) @ p["U"])) + 1.0, y @ p["V"] + shared
+
+    p = params("W U V b") | {"c": array(9)}
+    assert products(run, p, array(1), array(2)) == (3, 2)
+
+
+def test_biases_of_some_columns_and_none(x64):
+    run = lambda p, x: (x @ p["W"], x @ p["U"] + p["b"], x @ p["V"] + p["b"])  # noqa: E731
+    _, new = compare(run, params("W U V b"), array(1))
+    assert [e.primitive.name for e in new.jaxpr.eqns].count("add") == 1
+    without = lambda p, x: (x @ p["W"], x @ p["U"])  # noqa: E731
+    _, new = compare(without, params("W U"), array(1))
+    assert "add" not in [e.primitive.name for e in new.jaxpr.eqns]
+
+
+def test_products_that_wait_for_each_other(x64):
+    def run(p, x, y):
+        first = jnp.tanh(x @ p["W"] + p["b"])
+        second = jnp.tanh(first @ p["U"] + x @ p["V"])
+        return second @ p["W"] + y @ p["V"], first
+
+    assert products(run, params("W U V b"), array(1), array(2)) == (5, 3)
+
+
+def test_widths_and_heights_may_differ(x64):
+    p = {"W": array(1, 3, 5), "U": array(2, 2, 5), "V": array(3, 3, 1), "F": array(4, 2, 1)}
+    run = lambda p, x, y: (x @ p["W"] + y @ p["U"], x @ p["V"] + y @ p["F"])  # noqa: E731
+    assert products(run, p, array(5, 3), array(6, 2)) == (4, 1)
+
+
+def test_slices_of_a_packed_matrix(x64):
+    p = {"W": array(1, 2 * H, 3 * H), "b": array(2, 3 * H)}
+
+    def run(p, x, y):
+        cut = [slice(k * H, (k + 1) * H) for k in range(3)]
+        return [x @ p["W"][:H, s] + y @ p["W"][H:, s] + p["b"][s] for s in cut]
+
+    assert products(run, p, array(3), array(4)) == (6, 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_packed_by_hand(side):
+    """A cell that an expert wrote is left as it is."""
+    p = {"W": array(1, 2 * H, 4 * H), "b": array(2, 4 * H)}
+
+    def run(p, c, h, x):
+        both = jnp.concatenate([x, h])
+        z = (both @ p["W"] if side == "left" else p["W"].T @ both) + p["b"]
+        i, f, o, u = jnp.split(z, 4)
+        c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(u)
+        return c, sigmoid(o) * jnp.tanh(c)
+
+    assert unchanged(run, p, array(3), array(4), array(5))
+
+
+def test_cells_without_products():
+    assert unchanged(lambda p, x: jnp.tanh(x) * p["b"], params("b"), array(1))
+    assert unchanged(lambda p, x: x @ p["W"] + p["b"], params("W b"), array(1))
+    assert unchanged(lambda p: p["W"] @ p["b"] + p["U"] @ p["b"], params("W U b"))
+    assert unchanged(lambda p, x: x, params("W"), array(1))
+    assert unchanged(lambda p, x, y: x @ y + y @ x, params("W"), array(1, H, H), array(2, H, H))
+
+
+def both(p, x):
+    """Two products that could be one."""
+    return x @ p["W"], x @ p["U"]
+
+
+def test_inner_programs_are_left_alone():
+    p, x = params("W U b"), array(1)
+    scan = lambda p, x: jax.lax.scan(lambda h, _: (sum(both(p, h)), None), x, length=2)[0]  # noqa: E731
+    branch = lambda p, x: jax.lax.cond(x[0] > 0, both, lambda p, x: (x, x), p, x)  # noqa: E731
+    kept = lambda p, x: jax.checkpoint(both)(p, x)  # noqa: E731
+
+    @jax.custom_vjp
+    def own(p, x):
+        return both(p, x)
+
+    own.defvjp(lambda p, x: (own(p, x), (p, x)), lambda saved, g: saved)
+    for run in (scan, branch, kept, own):
+        assert unchanged(run, p, x)
+        jax.eval_shape(run, p, x)
+
+
+def test_jitted_functions_are_not_inner_programs(x64):
+    assert products(lambda p, x: jax.jit(both)(p, x), params("W U"), array(1)) == (2, 1)
+
+
+def test_unusual_products_are_left_alone():
+    p = {
+        "W": array(1, 2, H, H),
+        "w": array(2),
+        "I": jnp.ones((H, H), int),
+        "J": jnp.eye(H, dtype=int),
+    }
+    p |= {"k": array(3, 2, 2, 3, 1), "E": jnp.ones((H, 0)), "F": jnp.ones((0, H))}
+    assert unchanged(lambda p, x: (x @ p["w"], p["w"] @ x), p, array(4))
+    assert unchanged(lambda p, x: [jnp.einsum("kij,j->ki", p["W"], x)] * 2, p, array(4))
+    assert unchanged(lambda p, x: (x @ p["I"], x @ p["J"]), p, jnp.arange(H))
+    assert unchanged(lambda p, x: (x @ p["E"], x[:0] @ p["F"]), p, array(4))
+    conv = functools.partial(jax.lax.conv, window_strides=(1, 1), padding="SAME")
+    assert unchanged(lambda p, x: (conv(x, p["k"]), conv(x, p["k"] + 1)), p, array(4, 1, 2, 5, 5))
+
+
+def test_precision_and_types_are_not_mixed():
+    p, x = params("W U V F"), array(1)
+
+    def run(p, x):
+        high = functools.partial(jnp.matmul, precision="highest")
+        return x @ p["W"], x @ p["U"], high(x, p["V"]), high(x, p["F"])
+
+    assert products(run, p, x, rtol=1e-5) == (4, 2)
+
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+    wide = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def mixed(p, x):
+        low = x.astype(jnp.bfloat16)
+        return wide(low, p["W"]) + x @ p["U"].astype(x.dtype), wide(low, p["V"]), low @ p["F"]
+
+    closed, new = compare(mixed, half, x, rtol=2e-2)
+    assert (count_products(closed, 4), count_products(new, 4)) == (4, 3)
+    wanted = [
+        e.params["preferred_element_type"] for e in new.jaxpr.eqns if "dot" in str(e.primitive)
+    ]
+    assert sorted(map(str, wanted)) == ["bfloat16", "float32", "float32"]
+
+
+def test_bfloat16():
+    p = params(GATES, dtype=jnp.bfloat16)
+    state = [array(k, dtype=jnp.bfloat16) for k in range(3)]
+    assert products(lstm, p, *state, rtol=3e-2) == (8, 1)
+
+
+def test_no_zeros_are_multiplied(x64):
+    """A missing entry of the table is not filled up: 0·inf would make NaN of other columns."""
+    run = lambda p, x, y: (x @ p["W"] + y @ p["U"], x @ p["V"])  # noqa: E731
+    closed, num_shared, flat = program(run, params("W U V"), array(1), array(2))
+    flat[-1] = jnp.full(H, jnp.inf)
+    out = evaluate(fused(closed, num_shared), flat)
+    assert np.isfinite(out[1]).all()
+
+
+def test_a_column_of_products_with_one_weight(x64):
+    """Its rows could be stacked; the constant is added once."""
+    run = lambda p, x, y: (x @ p["W"] + y @ p["W"] + p["b"], x @ p["U"])  # noqa: E731
+    assert products(run, params("W U b"), array(1), array(2)) == (3, 2)
+
+
+def test_large_cells_are_planned_in_time(x64):
+    def run(p, x):
+        h = x
+        for k in range(1, 30):
+            h = jnp.tanh((x * k) @ p["W"] + h @ p["U"] + p["b"])
+        return h
+
+    assert products(run, params("W U b"), array(1)) == (58, 29)
+
+
+# --- random cells ---
+
+
+def random_cell(rng):
+    """A cell of random products, sums, gates and shared transposes."""
+    count = int(rng.integers(2, 9))
+    plan = [
+        (
+            [
+                (int(rng.integers(99)), int(rng.integers(6)), bool(rng.integers(2)))
+                for _ in range(n)
+            ],
+            rng.integers(3) > 0,
+            int(rng.integers(99)),
+        )
+        for n in rng.integers(1, 4, count)
+    ]
+
+    def run(p, *rows):
+        rows = list(rows)
+        kept = []
+        for terms, biased, other in plan:
+            total = None
+            for row, weight, turned in terms:
+                x = rows[row % len(rows)]
+                w = p[f"W{weight}"]
+                y = w @ x if turned else x @ w
+                total = y if total is None else total + y
+            if biased:
+                total = p["b"] + total
+            if other % 3 == 0:
+                total = total + rows[other % len(rows)]
+            kept.append(total)
+            if other % 2:
+                rows.append(jnp.tanh(total) * rows[other % len(rows)])
+        return kept, rows[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cells(seed, x64):
+    rng = np.random.default_rng(seed)
+    run, p = random_cell(rng), params("W0 W1 W2 W3 W4 W5 b")
+    rows = [array(seed + k) for k in range(int(rng.integers(1, 4)))]
+    before, after = products(run, p, *rows, rtol=1e-10)
+    assert after <= before
+
+
+def test_random_cells_batched(x64):
+    run = jedbatch.cell(random_cell(np.random.default_rng(100)))
+    instances = [(array(k), array(50 + k)) for k in range(4)]
+    agrees(lambda p, rows: run(p, *rows), params("W0 W1 W2 W3 W4 W5 b"), instances)
+
+
+# --- rectangles ---
+
+
+def fewest_rectangles(entries, needs):
+    """By trying all partitions of a table without equal weights."""
+    best = len(entries)
+
+    def ordered(parts):
+        made, left = set(), list(parts)
+        while left:
+            missing = {c for _, columns in left for c in columns}
+            ready = [p for p in left if not any(needs[r] & missing for r in p[0])]
+            if not ready:
+                return False
+            made.update(map(id, ready))
+            left = [p for p in left if id(p) not in made]
+        return True
+
+    def search(left, parts):
+        nonlocal best
+        if len(parts) >= best and left:
+            return
+        if not left:
+            best = min(best, len(parts)) if ordered(parts) else best
+            return
+        r, c = min(left)
+        rows, columns = sorted({a for a, _ in left} - {r}), sorted({b for _, b in left} - {c})
+        for n, m in itertools.product(range(1 << len(rows)), range(1 << len(columns))):
+            chosen = [r, *(a for i, a in enumerate(rows) if n >> i & 1)]
+            across = [c, *(b for i, b in enumerate(columns) if m >> i & 1)]
+            covered = set(itertools.product(chosen, across))
+            if covered <= left:
+                search(left - covered, [*parts, (chosen, across)])
+
+    search(frozenset(entries), [])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cover_is_the_least(seed):
+    rng = np.random.default_rng(seed)
+    num_rows, num_columns = (int(n) for n in rng.integers(1, 5, 2))
+    full = list(itertools.product(range(num_rows), range(num_columns)))
+    entries = {place: place for place in full if rng.integers(4)} or {(0, 0): 0}
+    num_rows = 1 + max(r for r, _ in entries)
+    needs = [{c for c in range(num_columns) if not rng.integers(4)} for _ in range(num_rows)]
+    for r in range(num_rows):  # a row depends on columns of earlier rows only
+        needs[r] -= {c for s, c in entries if s >= r}
+        needs[r] |= {d for c in needs[r] for s, e in entries if e == c for d in needs[s]}
+    table = Table(
+        entries,
+        ["kind"] * num_columns,
+        [sum(1 << c for c in columns) for columns in needs],
+        [1] * num_rows,
+        [1] * num_columns,
+    )
+    groups = cover(table)
+    held = [place for (rectangle,) in groups for place in itertools.product(*rectangle)]
+    assert sorted(held) == sorted(entries)
+    assert len(groups) == fewest_rectangles(entries, needs)
+
+
+def test_gates_of_one_kind_are_adjacent():
+    group = (Rectangle((0, 1), (0, 1, 2, 3)),)
+    order = column_order(group, {"logistic": {0, 1, 3}, "tanh": {2}, "other": {7}})
+    assert sorted(order) == [0, 1, 2, 3]
+    where = sorted(order.index(gate) for gate in (0, 1, 3))
+    assert where == list(range(where[0], where[0] + 3))
