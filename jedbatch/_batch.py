@@ -277,17 +277,17 @@ class Batched:
         seconds = {"trace": time.perf_counter() - start}
         values = itertools.chain(leaves, *arrays)
         traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
-        reuse = self._reuse and not gradient and not traced
-        plan = self._plan_records(session, records, arrays, self._policy, gradient, reuse)
+        keeps = gradient or traced
+        plan = self._plan_records(session, records, arrays, self._policy, gradient, keeps)
         assert plan.host is not None
         plan.host.seconds = seconds | plan.host.seconds
         plan.host.num_known, plan.host.tracers = num_known, tracers
         return plan
 
     def _plan_records(
-        self, session: Session, records, arrays, policy, gradient: bool, reuse: bool
+        self, session: Session, records, arrays, policy, gradient: bool, keeps: bool
     ) -> Plan:
-        """Plans what was recorded before."""
+        """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
         clock = [time.perf_counter()]
         graph = Graph.select([(r.whole, r.index) for r in records])
         clock.append(time.perf_counter())
@@ -302,7 +302,15 @@ class Batched:
         rows, form = self._results(graph, records)
         stacked = self._out_axes is not None
         placed = Placed.find(
-            graph, batches, layout, kernels, type_ids, rows, stacked=stacked, reuse=reuse
+            graph,
+            batches,
+            layout,
+            kernels,
+            type_ids,
+            rows,
+            stacked=stacked,
+            keeps=keeps,
+            reuse=self._reuse,
         )
         clock.append(time.perf_counter())
 
@@ -313,7 +321,7 @@ class Batched:
         clock.append(time.perf_counter())
 
         seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
-        static = session.static(signature, reverse, form)
+        static = session.static(signature, reverse, form, keeps)
         host = Host(placed, lowered, seconds)
         return Plan(static, table, reverse_table, inputs, host)
 
@@ -418,18 +426,22 @@ class Batched:
             outputs = session.executor(signature, given).infer(*given)
             return arranged(static.results, signature, outputs)
 
+        def permit():
+            if not static.keeps:
+                raise ValueError(
+                    "`apply` is differentiated with a plan made for inference, which does not "
+                    "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
+                    "is the default."
+                )
+
         def reverse_of(table):
             if static.reverse is not None:
                 return static.reverse, table
-            if plan.host is None:
-                raise ValueError(
-                    "`apply` is differentiated with a plan made for inference; make it with "
-                    "`plan(..., gradient=True)`, which is the default."
-                )
+            assert plan.host is not None
             return session.reverse(plan.host.placed, signature)
 
         executor_of = functools.partial(session.executor, signature)
-        run = differentiable_run(executor_of, reverse_of)
+        run = differentiable_run(executor_of, permit, reverse_of)
         try:
             outputs = run(*given, plan.reverse_table)
         except TypeError as error:
@@ -465,7 +477,7 @@ def batch(
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
     layout: str = "auto",
-    reuse: bool = True,
+    reuse: bool | None = None,
 ) -> Batched:
     """`jax.vmap` for functions whose computation depends on the instance.
 
@@ -493,8 +505,9 @@ def batch(
       layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
         what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
         in `jedbatch.layout`.
-      reuse: whether inference uses memory again that nobody will read. What can be differentiated
-        keeps everything in any case.
+      reuse: whether inference uses memory again that nobody will read. None does for minibatches
+        with more than 4 MB of results; for smaller ones planning takes longer than it saves. What
+        can be differentiated keeps everything in any case.
 
     Returns:
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
@@ -545,4 +558,4 @@ def batch(
         checked_policy(policy)
     checked_order(layout, "batch")
     in_axes = in_axes if isinstance(in_axes, int) else axes
-    return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size, layout, bool(reuse))
+    return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse)

@@ -165,7 +165,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue
         plans = [
-            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w), False, True)
+            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w), False, False)
             for w in WIDTHS
             for n in COUNTS
         ]

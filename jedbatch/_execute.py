@@ -102,12 +102,6 @@ class Forward:
     def __init__(self, signature: Signature, saving: bool):
         self.signature = signature
         self.saving = saving
-        if saving and signature.shared_rows is not None:
-            raise ValueError(
-                "`apply` is differentiated with a plan made for inference, which uses rows again "
-                "that the reverse would read; make it with `plan(..., gradient=True)`, which is "
-                "the default."
-            )
 
     def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> Any:
         """The state before the first batch, in `used` arenas, if there are any, or new ones."""

@@ -4,11 +4,13 @@
 from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,
 and the same results.
 
-A program for inference keeps no history. Its arenas are handed from call to call, by donation, so
-that a steady stream of minibatches allocates nothing. Calls at the same time take different ones.
+A program for inference keeps no history. Arenas that are not small are handed from call to call,
+by donation, so that a steady stream of minibatches allocates nothing. Calls at the same time take
+different ones.
 """
 
 import collections
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +19,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jedbatch._cells import row_bytes
 from jedbatch._execute import Forward, Reverse, empty, fused_forward, fused_reverse
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
+
+LARGE = 1 << 20  # bytes of arenas; new ones of fewer bytes cost less than handing them on
 
 
 class Fused:
@@ -38,6 +43,8 @@ class Fused:
         self.signature = signature
         self.compiled = compiled
         self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
+        size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
+        self.is_large = size > LARGE
         self.once = jax.jit(self._once)
         self.again = jax.jit(self._again, donate_argnums=3)
         self.save = jax.jit(self._save)
@@ -46,7 +53,7 @@ class Fused:
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
         given = shared, inputs, table
-        place = place_of(given)
+        place = place_of(given) if self.is_large else None
         if place is None:
             return self.once(*given)
         free = self.arenas[place]
@@ -193,11 +200,12 @@ def _cotangents_like(values: Any, cotangents: Any) -> Any:
 EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
 
 
-def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
+def differentiable_run(executor_of: Callable, permit: Callable, reverse_of: Callable) -> Callable:
     """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
 
-    `executor_of(values)` is who runs it on these values, which may be traced or not;
-    `reverse_of(reverse_table)` gives the reverse signature and table when they are needed.
+    `executor_of(values)` is who runs it on these values, which may be traced or not; `permit()`
+    raises an error if it must not be differentiated; `reverse_of(reverse_table)` gives the reverse
+    signature and table when they are needed.
     """
 
     @jax.custom_vjp
@@ -206,6 +214,7 @@ def differentiable_run(executor_of: Callable, reverse_of: Callable) -> Callable:
         return executor_of(given).infer(*given)
 
     def forwards(shared, inputs, table, reverse_table):
+        permit()
         given = shared, inputs, table
         outputs, values = executor_of(given).save(*given)
         return outputs, (shared, table, reverse_table, values)

@@ -34,12 +34,17 @@ class ResultForm:
 
 @dataclass(frozen=True)
 class Static:
-    """The part of a plan that is compiled: equal for plans that share programs."""
+    """The part of a plan that is compiled: equal for plans that share programs.
+
+    Attributes:
+      keeps: whether everything is kept that the reverse would read.
+    """
 
     session: Any
     signature: Signature
     reverse: ReverseSignature | None
     results: ResultForm
+    keeps: bool
 
 
 @dataclass(eq=False)
@@ -152,7 +157,10 @@ def poster(plan: Plan) -> str:
         for n, how in zip(host.lowered.read_bytes.tolist(), READ_AS, strict=True)
         if n
     )
-    held, once = result_bytes(placed)
+    held, once = held_bytes(placed)
+    kept = f"{size(held)} for results"
+    if placed.reuse:
+        kept += f", {size(once)} if rows were not used again"
     kernels = sum(static.signature.widest)
     compiled = static.session.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
@@ -160,8 +168,8 @@ def poster(plan: Plan) -> str:
     lines += [
         "",
         f"  operands  {read or 'none'}; order {layout.order}",
-        f"  memory    {size(held)} for results, {size(once)} if rows were not used again, "
-        f"{size(live_bytes(graph, schedule))} live at most; arenas of {size(arenas)}",
+        f"  memory    {kept}, {size(live_bytes(graph, schedule))} live at most; "
+        f"arenas of {size(arenas)}",
         f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
         f"XLA programs built so far: {programs}",
         f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
@@ -172,7 +180,7 @@ def poster(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def result_bytes(placed: Placed) -> tuple[int, int]:
+def held_bytes(placed: Placed) -> tuple[int, int]:
     """(bytes kept for results, bytes if every lane had rows of its own), padding included."""
     layout = placed.layout
     once = sum(

@@ -37,6 +37,7 @@ DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its size
 CHEAP = 1 << 15  # bytes of results that every type may have at least
+WORTH_SHARING = 1 << 22  # bytes of results from which on it pays to plan how they share rows
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
@@ -181,6 +182,7 @@ class Placed:
       input_arena, input_row: int[I], where each input is.
       outputs: for each arena, what it returns, as in `graph.outputs`.
       stacked: whether exactly these rows must be returned; otherwise more may be.
+      keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.
     """
 
@@ -194,6 +196,7 @@ class Placed:
     input_row: np.ndarray
     outputs: tuple[np.ndarray, ...]
     stacked: bool
+    keeps: bool
     reuse: bool
 
     @staticmethod
@@ -206,11 +209,13 @@ class Placed:
         returned: dict[Kind, list[int]],
         *,
         stacked: bool,
-        reuse: bool,
+        keeps: bool,
+        reuse: bool | None,
     ) -> "Placed":
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
-        With `reuse`, results share rows.
+        Unless it `keeps` everything, results share rows with `reuse`, or, if it is None, where
+        that saves much.
         """
         arenas: dict[Kind, int] = {}
         for kernel in kernels:
@@ -228,6 +233,10 @@ class Placed:
             mine = np.flatnonzero(input_arena == a)
             input_row[mine] = np.arange(len(mine))
         outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
+        if keeps:
+            reuse = False
+        elif reuse is None:
+            reuse = result_bytes(kernels, layout.lanes[list(type_ids)].tolist()) > WORTH_SHARING
         if reuse:
             arena = np.full(layout.space.shape, -1)
             for type_id, kernel in zip(type_ids, kernels, strict=True):
@@ -244,6 +253,7 @@ class Placed:
             input_row,
             outputs,
             stacked,
+            keeps,
             reuse,
         )
 
@@ -425,9 +435,11 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         tuple(shared.get(kind, 0) for kind in inputs) if placed.reuse else None,
         tuple(readings.get(kernel, ()) for kernel in lanes),
     )
-    modes = find_all_modes(placed, made, operand_rows(placed, made))
+    rows = operand_rows(placed, value_rows(placed, made)[0])
+    modes = find_all_modes(placed, made, rows)
     for kernel, found in zip(placed.kernels, modes, strict=True):
-        readings.setdefault(kernel, choose_reading(found))
+        live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
+        readings.setdefault(kernel, choose_reading(found, live > 1))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
     needed_stretches = len(body_stretches(placed, made, modes))
     # Depths vary more than sums over instances.
@@ -454,10 +466,9 @@ def value_rows(placed: Placed, signature: Signature) -> tuple[np.ndarray, np.nda
     return row, begin
 
 
-def operand_rows(placed: Placed, signature: Signature) -> list[np.ndarray]:
+def operand_rows(placed: Placed, row: np.ndarray) -> list[np.ndarray]:
     """int64[operands, lanes] for each kernel: the row that each operand of each lane is in."""
     graph, layout = placed.graph, placed.layout
-    row, _ = value_rows(placed, signature)
     found = []
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
@@ -474,7 +485,7 @@ def find_all_modes(
     found = []
     for k, (kernel, mine) in enumerate(zip(placed.kernels, rows, strict=True)):
         of = np.flatnonzero(chunks.kernel == k)
-        loose = np.array(kernel.loose, bool)[:, None] & placed.reuse
+        loose = np.array(kernel.loose, bool)[:, None] & (not placed.keeps)
         count = np.where(loose, chunks.live[of], chunks.width[of])
         modes = find_modes(mine, chunks.lane[of], count)
         room = [signature.rows[signature.arena(t)] for t in kernel.operands]
@@ -504,19 +515,33 @@ class Lowered:
     Attributes:
       signature: the program.
       table: int32[...], what it reads.
-      read_bytes: int64[4], bytes of operands by how they are read (see `_reads`).
+      stretches: int64[..., 3], what it runs.
     """
 
     signature: Signature
     table: np.ndarray
-    read_bytes: np.ndarray
+    stretches: np.ndarray
+
+    @property
+    def read_bytes(self) -> np.ndarray:
+        """int64[4], bytes of operands by how they are read (see `_reads`)."""
+        signature, total = self.signature, np.zeros(4, np.int64)
+        number, column = np.divmod(self.stretches[:, 0], NUM_WIDTHS)
+        lanes = widths_of(signature.kernels)[[k for k, _ in signature.bodies]][number, column]
+        lanes *= self.stretches[:, 2]
+        of_body = np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
+        for (k, reading), n in zip(signature.bodies, of_body.tolist(), strict=True):
+            for mode, operand in zip(reading, signature.kernels[k].operands, strict=True):
+                total[mode] += n * row_bytes(stored(operand))
+        return total
 
 
 def lower(placed: Placed, signature: Signature) -> Lowered | None:
     """A minibatch for a program that it fits; None if it has too many stretches after all."""
     layout, form = placed.layout, signature.form
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
-    rows = operand_rows(placed, signature)
+    row, begin = value_rows(placed, signature)
+    rows = operand_rows(placed, row)
     if any(signature.readings):
         modes = find_all_modes(placed, signature, rows)
         stretches = body_stretches(placed, signature, modes)
@@ -530,7 +555,6 @@ def lower(placed: Placed, signature: Signature) -> Lowered | None:
     table = np.zeros(form.size, np.int32)
     form.view(table, "num_stretches")[0] = len(stretches)
     form.view(table, "stretches")[: len(stretches)] = stretches
-    row, begin = value_rows(placed, signature)
     for t, k, mine in zip(placed.type_ids, place, rows, strict=True):
         places = form.view(table, "operands", k)
         places[:, : mine.shape[1]] = mine
@@ -545,17 +569,4 @@ def lower(placed: Placed, signature: Signature) -> Lowered | None:
                 view[s, : len(nodes)] = first + within
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
         form.view(table, "outputs", signature._arena_ids[kind])[: len(outputs)] = row[outputs]
-    return Lowered(signature, table, read_bytes(placed, signature, stretches))
-
-
-def read_bytes(placed: Placed, signature: Signature, stretches: np.ndarray) -> np.ndarray:
-    """int64[4], bytes of operands by how stretches read them."""
-    total = np.zeros(4, np.int64)
-    number, column = np.divmod(stretches[:, 0], NUM_WIDTHS)
-    lanes = widths_of(signature.kernels)[[k for k, _ in signature.bodies]][number, column]
-    lanes *= stretches[:, 2]
-    of_body = np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
-    for (k, reading), n in zip(signature.bodies, of_body.tolist(), strict=True):
-        for mode, operand in zip(reading, signature.kernels[k].operands, strict=True):
-            total[mode] += n * row_bytes(stored(operand))
-    return total
+    return Lowered(signature, table, stretches)

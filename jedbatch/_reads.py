@@ -62,16 +62,20 @@ def usable(reading: Reading, modes: np.ndarray) -> np.ndarray:
     return ((wanted == GATHER) | (wanted == modes)).all(axis=0)
 
 
-def choose_reading(modes: np.ndarray) -> tuple[Reading, ...]:
+def choose_reading(modes: np.ndarray, matters: np.ndarray) -> tuple[Reading, ...]:
     """The reading beside gathering everything that is worth compiling, if there is one.
 
     What a slice saves over a gather is starting it, which costs the same at every width; so what
     counts is how many operands of how many chunks become slices. Ties go to the smallest reading.
+
+    Args:
+      modes: int8[M, C], how each operand can be read in each chunk.
+      matters: bool[C], the chunks of more than one live lane.
     """
-    found, number = np.unique(modes.T, axis=0, return_counts=True)
+    found, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
     best, most = (), 0
     for reading in map(tuple, found[number.argsort(kind="stable")[::-1]].tolist()):
-        chunks = int(usable(reading, modes).sum())
+        chunks = int((usable(reading, modes) & matters).sum())
         saved = chunks * sum(mode != GATHER for mode in reading)
         if chunks >= FEWEST and saved > most:
             best, most = reading, saved

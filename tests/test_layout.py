@@ -197,19 +197,22 @@ def test_modes_are_those_of_the_rows():
 
 def test_the_reading_that_occurs_most_is_chosen():
     often = np.array([[SLICE] * 8 + [GATHER] * 4, [SLICE] * 9 + [GATHER] * 3])
-    assert choose_reading(often) == ((SLICE, SLICE),)
+    every = np.ones(12, bool)
+    assert choose_reading(often, every) == ((SLICE, SLICE),)
     assert usable((SLICE, SLICE), often).tolist() == [True] * 8 + [False] * 4
-    assert choose_reading(np.array([[STRIDED] * 12, [GATHER] * 12])) == ((STRIDED, GATHER),)
-    assert choose_reading(np.full((2, 12), GATHER)) == ()
-    assert choose_reading(np.zeros((0, 12), np.int8)) == ()
+    assert choose_reading(np.array([[STRIDED] * 12, [GATHER] * 12]), every) == ((STRIDED, GATHER),)
+    assert choose_reading(np.full((2, 12), GATHER), every) == ()
+    assert choose_reading(np.zeros((0, 12), np.int8), every) == ()
     rare = np.full((2, 12), GATHER)
     rare[:, :2] = SLICE
-    assert choose_reading(rare) == ()
+    assert choose_reading(rare, every) == ()
+    assert choose_reading(often, np.zeros(12, bool)) == ()
 
 
+@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_what_is_read_as_a_slice_is_one(params, gradient):
-    batched = jedbatch.batch(encode)
+def test_what_is_read_as_a_slice_is_one(params, gradient, reuse):
+    batched = jedbatch.batch(encode, reuse=reuse)
     plan = batched.plan(params, sentences(3, 300, longest=20), gradient=gradient)
     slices = 0
     live = {}
@@ -316,7 +319,7 @@ def test_a_chain_of_any_length_runs_in_two_blocks(params):
             h, c = step(params, h, c, h)
         return h
 
-    batched = jedbatch.batch(run)
+    batched = jedbatch.batch(run, reuse=True)
     rows = set()
     for n in (5, 50, 500):
         plan = batched.plan(params, [n] * 8, gradient=False)
@@ -345,7 +348,7 @@ def test_rows_are_within_bounds_of_what_is_alive(seed):
 
 
 def test_inference_uses_less_memory_than_training(params):
-    batched = jedbatch.batch(encode)
+    batched = jedbatch.batch(encode, reuse=True)
     instances = sentences(9, 64, longest=40)
     inference = batched.plan(params, instances, gradient=False)
     training = batched.plan(params, instances)
@@ -353,16 +356,27 @@ def test_inference_uses_less_memory_than_training(params):
     assert "if rows were not used again" in str(inference)
 
 
-def test_plans_that_use_rows_again_are_not_differentiated(params):
-    batched = jedbatch.batch(encode)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_plans_for_inference_are_not_differentiated(params, reuse):
+    batched = jedbatch.batch(encode, reuse=reuse)
     plan = batched.plan(params, sentences(10, 5), gradient=False)
     with pytest.raises(ValueError, match=r"made for inference.*gradient=True"):
         jax.grad(lambda p: batched.apply(p, plan).sum())(params)
     assert_close(jax.jit(batched.apply)(params, plan), batched.apply(params, plan), 1e-6)
 
 
-def test_calls_under_grad_keep_what_the_reverse_reads(params):
+def test_rows_are_shared_where_it_saves_much(params):
     batched = jedbatch.batch(encode)
+    small = batched.plan(params, sentences(1, 8), gradient=False)
+    assert not small.host.placed.reuse
+    words = [tuple(range(20)) * 100] * 64  # 64 × 2000 states of 2 × 16 bytes
+    large = batched.plan(params, words, gradient=False)
+    assert large.host.placed.reuse
+    assert not batched.plan(params, words).host.placed.reuse
+
+
+def test_calls_under_grad_keep_what_the_reverse_reads(params):
+    batched = jedbatch.batch(encode, reuse=True)
     instances = sentences(11, 7)
     for _ in range(2):  # before and after calls for inference
         got = jax.grad(lambda p: number(batched(p, instances)))(params)
@@ -374,6 +388,12 @@ def test_calls_under_grad_keep_what_the_reverse_reads(params):
 # --- arenas -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def all_handed_on(monkeypatch):
+    """Small arenas too."""
+    monkeypatch.setattr(jedbatch._executors, "LARGE", 0)
+
+
 def pools(batched):
     """The arenas that wait for the next call."""
     (session,) = batched._sessions.values()
@@ -382,9 +402,9 @@ def pools(batched):
     ]
 
 
-def test_a_stream_allocates_nothing(params):
+def test_a_stream_allocates_nothing(params, all_handed_on):
     """The arenas of one call are those of the next: they were given away and came back."""
-    batched = jedbatch.batch(encode)
+    batched = jedbatch.batch(encode, reuse=True)
     plan = batched.plan(params, sentences(12, 16), gradient=False)
     jax.block_until_ready(batched.apply(params, plan))
     (first,) = pools(batched)
@@ -398,16 +418,16 @@ def test_a_stream_allocates_nothing(params):
     assert {x.unsafe_buffer_pointer() for x in last} == where
 
 
-def test_results_outlive_the_arenas_they_come_from(params):
-    batched = jedbatch.batch(encode)
+def test_results_outlive_the_arenas_they_come_from(params, all_handed_on):
+    batched = jedbatch.batch(encode, reuse=True)
     minibatches = [sentences(seed, 16) for seed in range(20, 30)]
     results = [batched(params, minibatch) for minibatch in minibatches]
     for result, minibatch in zip(results, minibatches, strict=True):
         assert_close(result, loop(encode, params, minibatch), 1e-5)
 
 
-def test_calls_at_the_same_time_do_not_share_arenas(params):
-    batched = jedbatch.batch(encode)
+def test_calls_at_the_same_time_do_not_share_arenas(params, all_handed_on):
+    batched = jedbatch.batch(encode, reuse=True)
     minibatches = [sentences(seed, 24, longest=30) for seed in range(4)]
     expected = [loop(encode, params, minibatch) for minibatch in minibatches]
     plans = [batched.plan(params, minibatch, gradient=False) for minibatch in minibatches]
@@ -429,9 +449,9 @@ def test_calls_at_the_same_time_do_not_share_arenas(params):
     assert 1 <= len(pools(batched)) <= len(plans) * len({id(p.static) for p in plans})
 
 
-def test_what_an_earlier_call_left_behind_has_no_effect(params):
+def test_what_an_earlier_call_left_behind_has_no_effect(params, all_handed_on):
     """Rows used again hold anything, not-a-number too."""
-    batched = jedbatch.batch(encode)
+    batched = jedbatch.batch(encode, reuse=True)
     instances = sentences(13, 11)
     good = batched(params, instances)
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
@@ -439,7 +459,7 @@ def test_what_an_earlier_call_left_behind_has_no_effect(params):
     assert (batched(params, instances) == good).all()
 
 
-def test_arenas_are_where_the_arguments_are(params):
+def test_arenas_are_where_the_arguments_are(params, all_handed_on):
     devices = jax.devices()
     batched = jedbatch.batch(encode)
     instances = sentences(14, 6)
