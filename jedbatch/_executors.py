@@ -6,14 +6,16 @@ and the same results.
 
 A program for inference keeps no history. Arenas that are not small are handed from call to call,
 by donation, so that a steady stream of minibatches allocates nothing. Calls at the same time take
-different ones.
+different ones. What the prologues of kernels make of the shared values (packed weights) is kept
+too, for as long as calls bring the very same arrays.
 """
 
 import collections
 import operator
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,12 +30,28 @@ from jedbatch._program import Signature, TableForm
 LARGE = 1 << 20  # bytes of arenas; new ones of fewer bytes cost less than handing them on
 
 
+class Packed(NamedTuple):
+    """Consts of every kernel, and the shared values they were made of, as long as these live."""
+
+    shared: tuple[weakref.ref, ...]
+    consts: list[list[Any]]
+
+    def is_of(self, shared: Sequence[Any]) -> bool:
+        """Whether these are the very same arrays."""
+        return all(ref() is x for ref, x in zip(self.shared, shared, strict=True))
+
+
+def is_lasting(x: Any) -> bool:
+    """True of arrays that will hold the same values as long as they exist."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+
+
 class Fused:
     """Each half of a program as one XLA program.
 
     Attributes:
       arenas: of calls that are done, for later ones to use: a list of arenas for each set of
-        devices. Calls at the same time take different ones.
+        devices.
     """
 
     name = "fused"
@@ -45,6 +63,9 @@ class Fused:
         self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
         size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
         self.is_large = size > LARGE
+        self._packed: Packed | None = None
+        self._prologue: bool | None = None  # whether there is one, once it is known
+        self.pack = jax.jit(self._pack)
         self.once = jax.jit(self._once)
         self.again = jax.jit(self._again, donate_argnums=3)
         self.save = jax.jit(self._save)
@@ -52,7 +73,7 @@ class Fused:
 
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
-        given = shared, inputs, table
+        given = self._weights(shared), inputs, table
         place = place_of(given) if self.is_large else None
         if place is None:
             return self.once(*given)
@@ -65,13 +86,36 @@ class Fused:
         free.append(arenas)
         return outputs
 
-    def _once(self, shared, inputs, table):
-        return self._again(shared, inputs, table, None)[0]
+    def _weights(self, shared: Sequence[Any]) -> dict[str, Any]:
+        """Shared values, or what the prologues make of them, if these are arrays to stay."""
+        if not all(map(is_lasting, shared)) or not self._has_prologue(shared):
+            return {"shared": shared}
+        packed = self._packed
+        if packed is None or not packed.is_of(shared):
+            refs = tuple(weakref.ref(x, self._forget) for x in shared)
+            packed = self._packed = Packed(refs, self.pack(shared))
+        return {"consts": packed.consts}
 
-    def _again(self, shared, inputs, table, arenas):
+    def _forget(self, _: Any) -> None:
+        self._packed = None
+
+    def _has_prologue(self, shared: Sequence[Any]) -> bool:
+        if self._prologue is None:
+            self._prologue = bool(jax.make_jaxpr(self.prepare)(shared).eqns)
+        return self._prologue
+
+    def _pack(self, shared):
+        self.compiled("prologue")
+        return self.prepare(shared)
+
+    def _once(self, weights, inputs, table):
+        return self._again(weights, inputs, table, None)[0]
+
+    def _again(self, weights, inputs, table, arenas):
         self.compiled("inference")
         forward = Forward(self.signature, saving=False)
-        outputs, state = fused_forward(forward, self.prepare(shared), inputs, table, arenas)
+        consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
+        outputs, state = fused_forward(forward, consts, inputs, table, arenas)
         return outputs, state[0]
 
     def _save(self, shared, inputs, table):

@@ -139,14 +139,15 @@ def poster(plan: Plan) -> str:
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
         "",
-        "  nodes  batches  widest  padding  type",
+        "  nodes  batches  widest  padding  slices  type",
     ]
     sizes = np.diff(schedule.node_ptr)
-    for t in placed.type_ids:
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         mine = sizes[schedule.batch_type == t]
         padding = layout.lanes[t] / counts[t] - 1
         lines.append(
-            f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  {graph.types[t]}"
+            f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  "
+            f"{host.lowered.sliced(kernel):6.0%}  {graph.types[t]}"
         )
     arenas = sum(
         rows * row_bytes(kind)

@@ -522,18 +522,32 @@ class Lowered:
     table: np.ndarray
     stretches: np.ndarray
 
-    @property
-    def read_bytes(self) -> np.ndarray:
-        """int64[4], bytes of operands by how they are read (see `_reads`)."""
-        signature, total = self.signature, np.zeros(4, np.int64)
+    @functools.cached_property
+    def body_lanes(self) -> np.ndarray:
+        """int64[bodies], lanes that each body runs."""
+        signature = self.signature
         number, column = np.divmod(self.stretches[:, 0], NUM_WIDTHS)
         lanes = widths_of(signature.kernels)[[k for k, _ in signature.bodies]][number, column]
         lanes *= self.stretches[:, 2]
-        of_body = np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
-        for (k, reading), n in zip(signature.bodies, of_body.tolist(), strict=True):
-            for mode, operand in zip(reading, signature.kernels[k].operands, strict=True):
+        return np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
+
+    @property
+    def read_bytes(self) -> np.ndarray:
+        """int64[4], bytes of operands by how they are read (see `_reads`)."""
+        total = np.zeros(4, np.int64)
+        kernels = self.signature.kernels
+        for (k, reading), n in zip(self.signature.bodies, self.body_lanes.tolist(), strict=True):
+            for mode, operand in zip(reading, kernels[k].operands, strict=True):
                 total[mode] += n * row_bytes(stored(operand))
         return total
+
+    def sliced(self, kernel: Kernel) -> float:
+        """The share of the operands of a kernel that are not gathered."""
+        read = np.zeros(2)
+        for (k, reading), n in zip(self.signature.bodies, self.body_lanes.tolist(), strict=True):
+            if self.signature.kernels[k] == kernel:
+                read += n * np.array([sum(mode != GATHER for mode in reading), len(reading)])
+        return float(read[0] / max(1, read[1]))
 
 
 def lower(placed: Placed, signature: Signature) -> Lowered | None:

@@ -459,6 +459,49 @@ def test_what_an_earlier_call_left_behind_has_no_effect(params, all_handed_on):
     assert (batched(params, instances) == good).all()
 
 
+def test_packed_weights_are_kept_as_long_as_the_arrays_are_the_same():
+    @jedbatch.cell
+    def gates(params, x):
+        return jnp.tanh(x @ params["a"]) * jnp.tanh(x @ params["b"])
+
+    def fn(params, n):
+        x = jnp.full(HIDDEN, n / 10)
+        for _ in range(n):
+            x = gates(params, x)
+        return x
+
+    keys = jax.random.split(jax.random.key(1), 2)
+    params = {
+        name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name, key in zip("ab", keys, strict=True)
+    }
+    batched = jedbatch.batch(fn)
+    numbers = [1, 3, 2]
+
+    def packed():
+        (session,) = batched._sessions.values()
+        (executor,) = session._executors.values()
+        return executor._packed
+
+    assert_close(batched(params, numbers), loop(fn, params, numbers), 1e-5)
+    first = packed()
+    assert first is not None
+    assert_close(batched(dict(params), numbers), loop(fn, params, numbers), 1e-5)
+    assert packed() is first
+    others = jax.tree.map(lambda x: 2 * x, params)
+    assert_close(batched(others, numbers), loop(fn, others, numbers), 1e-5)
+    assert packed() is not first
+    mutable = jax.tree.map(np.array, params)
+    assert_close(batched(mutable, numbers), loop(fn, params, numbers), 1e-5)
+    mutable["a"][:] = 0
+    assert_close(batched(mutable, numbers), loop(fn, mutable, numbers), 1e-5)
+    del others
+    assert packed() is None
+    batched(params, numbers)
+    params["a"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        batched(params, numbers)
+
+
 def test_arenas_are_where_the_arguments_are(params, all_handed_on):
     devices = jax.devices()
     batched = jedbatch.batch(encode)
