@@ -26,7 +26,16 @@ def test_examples_in_docstrings(name):
 
 
 def test_public_functions_have_examples():
-    for name in ("batch", "calibrate", "cell", "evaluate", "learn", "lower_bound", "schedule"):
+    for name in (
+        "batch",
+        "calibrate",
+        "cell",
+        "evaluate",
+        "layout",
+        "learn",
+        "lower_bound",
+        "schedule",
+    ):
         assert ">>>" in inspect.getdoc(getattr(jedbatch, name)), name
 
 
@@ -53,6 +62,7 @@ def test_readme_runs():
     assert names["states"].shape == (2, 4)
     assert printed[1].startswith("FSM over")
     assert printed[2].startswith("Learned in")
+    assert printed[3].startswith("Layout of 14 nodes")
     assert names["again"].policy == names["policy"]
 
 
