@@ -290,6 +290,7 @@ class Batched:
         """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
         clock = [time.perf_counter()]
         graph = Graph.select([(r.whole, r.index) for r in records])
+        rows, form = self._results(graph, records)
         clock.append(time.perf_counter())
         batches = schedule(graph, policy)
         clock.append(time.perf_counter())
@@ -299,7 +300,6 @@ class Batched:
         layout = assign_lanes(
             graph, batches, [ladders.get(t) for t in range(len(graph.types))], self._layout
         )
-        rows, form = self._results(graph, records)
         stacked = self._out_axes is not None
         placed = Placed.find(
             graph,
