@@ -238,8 +238,13 @@ class Reverse:
         ]
         return functools.reduce(jnp.add, columns)
 
+    def prepare(self, consts: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """For each kernel its consts, and what its reverse makes of them."""
+        kernels = self.signature.forward.kernels
+        return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
+
     def chunk(self, k, width, consts, tables, arenas, state, lane):
-        """Reverses `width` lanes of kernel k, from `lane` on."""
+        """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
         signature, forward = self.signature, self.signature.forward
         kernel = forward.kernels[k]
         cotangents, rooms = state
@@ -261,8 +266,8 @@ class Reverse:
 
         def write(lane, state):
             cotangents, rooms = list(state[0]), list(state[1])
-            run = jax.vmap(back.backward, in_axes=(None, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(consts[k], operands, results, kept, given)
+            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(*consts[k], operands, results, kept, given)
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
                 a = forward.arena(kernel.operands[j])
@@ -445,10 +450,11 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     """(gradients of the consts of each kernel, cotangents of the inputs of each arena)."""
     arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward
+    prepared = reverse.prepare(consts)
 
     def chunk(k):
         return lambda width, state, lane: reverse.chunk(
-            k, width, consts, tables, arenas, state, lane
+            k, width, prepared, tables, arenas, state, lane
         )
 
     def sums(a):

@@ -180,6 +180,7 @@ class Dispatch:
         reverse = Reverse(signature)
         kinds = len(signature.forward.kernels)
         consts = self._call("prepare", self.prepare, shared)
+        consts = self._call(("prepare", signature), reverse.prepare, consts)
         arenas, saved = values
         state = self._call(("start", signature), reverse.start, outputs, saved)
         ladders = [kernel.ladder for kernel in signature.forward.kernels]

@@ -386,7 +386,7 @@ def test_slices_of_a_packed_matrix(x64):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_packed_by_hand(side):
+def test_packed_by_hand(side, x64):
     """A cell that an expert wrote is left as it is."""
     p = {"W": array(1, 2 * H, 4 * H), "b": array(2, 4 * H)}
 
@@ -397,7 +397,34 @@ def test_packed_by_hand(side):
         c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(u)
         return c, sigmoid(o) * jnp.tanh(c)
 
-    assert unchanged(run, p, array(3), array(4), array(5))
+    arguments = array(3), array(4), array(5)
+    if side == "left":
+        assert unchanged(run, p, *arguments)
+    else:
+        assert products(run, p, *arguments) == (1, 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_weights_are_read_along_rows_forwards_and_backwards(side, x64):
+    """Transposed once per program if need be, not in the lane."""
+    p = {"W": array(1, 3 * H, H) if side == "left" else array(1, H, 3 * H)}
+
+    def run(p, x):
+        return jnp.tanh(p["W"] @ x if side == "left" else x @ p["W"])
+
+    compare(run, p, array(2))
+    closed, num_shared, _ = program(run, p, array(2))
+    kernel = kernel_of(closed, num_shared)
+    assert [kind[0] for kind in kernel.const_kinds] == [(H, 3 * H)]
+    lane = jax.make_jaxpr(kernel.forward)(kernel.prologue(jax.tree.leaves(p)), [array(2)])
+    (product,) = (e for e in lane.eqns if e.primitive.name == "dot_general")
+    assert product.params["dimension_numbers"][0] == ((0,), (0,))
+    reverse = kernel.reverse
+    (product,) = (e for e in reverse._backward.eqns if e.primitive.name == "dot_general")
+    assert product.params["dimension_numbers"][0] == ((0,), (0,))
+    assert [x.shape for x in reverse.prepare(kernel.prologue(jax.tree.leaves(p)))[1]] == [
+        (3 * H, H)
+    ]
 
 
 def test_cells_without_products():
