@@ -29,7 +29,7 @@ from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed
 from jedbatch._registry import NUMBERS
-from jedbatch._rows import arranged, assemble
+from jedbatch._rows import assemble, results_from
 from jedbatch._schedule import Policy, agenda, checked_policy, schedule
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
@@ -230,7 +230,7 @@ class Batched:
         shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
         return shared, list(zip(*mapped, strict=True))
 
-    def _arrange(self, shared: Any, mapped: Any) -> list[Any]:
+    def _join_arguments(self, shared: Any, mapped: Any) -> list[Any]:
         """The arguments of the function, from the shared and the mapped ones."""
         axes = self._axes(len(shared) + len(mapped))
         sources = {True: iter(shared), False: iter(mapped)}
@@ -358,7 +358,7 @@ class Batched:
             session.registry,
             [instances[i] for i in new],
             [arrays[i] for i in new],
-            self._arrange,
+            self._join_arguments,
         )
         fresh = dict(zip(new, made, strict=True))
         for i, k in enumerate(keys):
@@ -424,7 +424,7 @@ class Batched:
         given = shared, rows, plan.table
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             outputs = session.executor(signature, given).infer(*given)
-            return arranged(static.results, signature, outputs)
+            return results_from(static.results, signature, outputs)
 
         def permit():
             if not static.keeps:
@@ -453,7 +453,7 @@ class Batched:
                 "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
                 "`jax.jacfwd(jax.grad(f))`."
             ) from error
-        return arranged(static.results, signature, outputs)
+        return results_from(static.results, signature, outputs)
 
 
 def _show(x: Any) -> str:
@@ -513,7 +513,7 @@ def batch(
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
 
     Raises:
-      ValueError, TypeError: `in_axes`, `out_axes` or `executor` make no sense.
+      ValueError, TypeError: `in_axes`, `out_axes`, `executor`, `layout` or `reuse` make no sense.
 
     Example:
       >>> import jax, jax.numpy as jnp, jedbatch
@@ -556,6 +556,11 @@ def batch(
         )
     if policy is not None:
         checked_policy(policy)
-    checked_order(layout, "batch")
+    checked_order(layout, "`batch` got layout")
+    if reuse is not None and not isinstance(reuse, bool):
+        raise TypeError(
+            f"`batch` got reuse={reuse!r}; expected True or False, or None to use rows again where "
+            "it saves much."
+        )
     in_axes = in_axes if isinstance(in_axes, int) else axes
     return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse)

@@ -42,11 +42,11 @@ from jax.extend.core import Literal, Var
 from jedbatch._fusion import fused
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import (
+    cares_for_padding,
     dependents,
     has_gradient,
     inlined,
     is_inexact,
-    may_run_on,
     reads,
     run_equation,
     shape_of,
@@ -55,6 +55,7 @@ from jedbatch._jaxpr import (
     work,
 )
 from jedbatch._ladder import ladder_for
+from jedbatch._products import is_lopsided
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE = frozenset({"add", "add_any", "sub"})
@@ -150,7 +151,7 @@ class Kernel:
       ladder: the widths it is compiled in.
       result_bytes: of the results of one lane.
       loose: for each operand, whether lanes whose results nobody reads may have any value for it:
-        no index, and no loop that might not end.
+        no index, and in no loop that might not end or call of Python.
     """
 
     def __init__(self, node_type: NodeType, transient: bool = False):
@@ -180,8 +181,8 @@ class Kernel:
         self._before_consts = list(closed.consts)
         self.ladder = ladder_for(sum(map(work, self.body)))
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
-        ends = not any(map(may_run_on, self.body))
-        self.loose = tuple(ends and differentiable(t) for t in self.operands)
+        cares = any(map(cares_for_padding, self.body))
+        self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
     def prologue(self, shared: Sequence[Any]) -> list[Any]:
         """The consts, from the shared values the type reads; once per program."""
@@ -222,12 +223,14 @@ class Kernel:
             left, right = eqn.invars
             (left_dims, right_dims), batch = eqn.params["dimension_numbers"]
             is_vector = len(right_dims) == len(right.aval.shape)
-            if is_vector and not batch[0] and self.is_const(left) and not self.is_const(right):
+            precision = eqn.params["precision"]
+            swaps = is_vector and not batch[0] and not is_lopsided(precision)
+            if swaps and self.is_const(left) and not self.is_const(right):
                 env[eqn.outvars[0]] = jax.lax.dot_general(
                     value_of(right, env),
                     value_of(left, env),
                     ((right_dims, left_dims), batch),
-                    precision=eqn.params["precision"],
+                    precision=precision,
                     preferred_element_type=eqn.params["preferred_element_type"],
                 )
                 return

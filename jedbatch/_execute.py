@@ -7,7 +7,10 @@ read from the table:
 
     for each stretch (kernel and width, first lane, number of chunks):
         for each kernel and width:      # as many trips as the stretch has chunks, or none
-            gather operands, run the kernel under vmap, write consecutive rows
+            read operands, run the kernel under vmap, write consecutive rows
+
+A kernel may have two bodies for each width: one gathers its operands row by row, the other reads
+those as slices that often are.
 
 Differentiating such a loop with JAX costs a copy of the arenas per step. The program is one
 `jax.custom_vjp` instead, whose reverse walks the batches backwards: it sums up the cotangent

@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import take_current_trace
 
 from jedbatch._cells import row_bytes
 from jedbatch._execute import Forward, Reverse, empty, fused_forward, fused_reverse
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
+
+with jax.ensure_compile_time_eval(), take_current_trace() as _eager:
+    Eager = type(_eager)  # what runs operations at once
 
 LARGE = 1 << 20  # bytes of arenas; new ones of fewer bytes cost less than handing them on
 
@@ -73,18 +77,25 @@ class Fused:
 
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
+        if is_staging():
+            return self.once({"shared": shared}, inputs, table)
         given = self._weights(shared), inputs, table
-        place = place_of(given) if self.is_large else None
-        if place is None:
+        devices = devices_of(given) if self.is_large and not finds_faults() else None
+        if devices is None:
             return self.once(*given)
-        free = self.arenas[place]
+        free = self.arenas[devices]
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all
             arenas = tuple(map(empty, self.signature.rows, self.signature.arenas))
+            arenas = jax.device_put(arenas, devices[0]) if devices else arenas
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
         return outputs
+
+    def release(self) -> None:
+        """Forgets the arenas that wait for a call."""
+        self.arenas.clear()
 
     def _weights(self, shared: Sequence[Any]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""
@@ -140,6 +151,9 @@ class Dispatch:
         self.compiled = compiled
         self.prepare = prepare
         self._jitted: dict[Any, Callable] = {}
+
+    def release(self) -> None:
+        """Nothing is kept from call to call."""
 
     def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> Any:
         if key not in self._jitted:
@@ -222,15 +236,29 @@ def _host_chunks(ladders: Sequence[Ladder], form: TableForm, table: Any, sign: i
             yield kind, width, np.int32(lane + step * width)
 
 
-def place_of(values: Any) -> Any:
-    """Where values are, so that arenas can be there too; None if traced or on several devices."""
+def devices_of(values: Any) -> tuple[Any, ...] | None:
+    """The device that values are bound to, if to one; None if traced or on several devices."""
     leaves = jax.tree.leaves(values)
     if any(isinstance(x, Tracer) for x in leaves):
         return None
-    said = {x.sharding for x in leaves if isinstance(x, jax.Array) and x.committed}
-    if any(len(sharding.device_set) > 1 for sharding in said):
+    arrays = (x for x in leaves if isinstance(x, jax.Array) and x.committed)
+    devices = {
+        device for sharding in {x.sharding for x in arrays} for device in sharding.device_set
+    }
+    if len(devices) > 1:
         return None
-    return frozenset(said), getattr(jax.config, "jax_default_device", None)
+    return tuple(devices)
+
+
+def is_staging() -> bool:
+    """Whether what is called now goes into a program that is being traced, whatever it is given."""
+    with take_current_trace() as trace:
+        return not isinstance(trace, Eager)
+
+
+def finds_faults() -> bool:
+    """Whether JAX looks for faults in all that a program returns; arenas may hold anything."""
+    return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
 
 
 def _cotangents_like(values: Any, cotangents: Any) -> Any:

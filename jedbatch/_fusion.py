@@ -120,7 +120,11 @@ def find_sums(program: Program) -> tuple[dict[Any, Sum], list[Column]]:
             elif v in program.products:
                 p = program.products[v]
                 matrix = same[p.row] if p.kind.free else None  # dear to concatenate
-                parts.setdefault((p.kind, matrix), []).append(p)
+                part = parts.setdefault((p.kind, matrix), [])
+                if p.sums_in_full or all(same[p.row] != same[other.row] for other in part):
+                    part.append(p)
+                else:  # adding up its weight and the other's would round
+                    parts[p.kind, matrix, p.result] = [p]
             elif v in inside:
                 stack.extend(reversed(program.maker[v].invars))
             else:
@@ -143,7 +147,9 @@ def _same(jaxpr: Any) -> dict[Any, Any]:
     same: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
 
     def known(x: Any) -> Any:
-        return same[x] if isinstance(x, Var) else (x.aval.dtype, np.asarray(x.val).tobytes())
+        if isinstance(x, Var):
+            return same[x]
+        return x.aval.shape, x.aval.dtype, x.aval.weak_type, np.asarray(x.val).tobytes()
 
     for eqn in jaxpr.eqns:
         key: Any = id(eqn)

@@ -49,11 +49,14 @@ def inner_programs(eqn: Any) -> list[Any]:
     return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
 
 
-def may_run_on(eqn: Any) -> bool:
-    """True of loops whose length depends on what they compute, and of what contains one."""
-    if eqn.primitive.name == "while":
+def cares_for_padding(eqn: Any) -> bool:
+    """True of what must not run on arbitrary values, even where nobody reads its results.
+
+    Loops whose length depends on what they compute, calls of Python, and what contains one.
+    """
+    if eqn.primitive.name == "while" or "callback" in eqn.primitive.name:
         return True
-    return any(may_run_on(e) for program in inner_programs(eqn) for e in program.eqns)
+    return any(cares_for_padding(e) for program in inner_programs(eqn) for e in program.eqns)
 
 
 def work(eqn: Any) -> int:

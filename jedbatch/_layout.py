@@ -10,9 +10,9 @@ The nodes of a batch run in an order (see `_orders`) that makes operands slices.
 written next to each other: the rows of result `s` of a batch are a *block* as long as its lanes.
 
 For training every block has rows of its own, which the reverse sweep reads: all results of one
-type follow one another in a *space* of theirs, and the row is the lane. For inference, rows are
-used again once nobody reads them any more (see `_memory`): all values of one shape and dtype
-share a space.
+type follow one another in a *space* of theirs, and the row is the lane. In inference, where it
+saves much, rows are used again once nobody reads them any more (see `_memory`): all results of one
+shape and dtype share a space.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jedbatch._paths import pointers, ranges
 from jedbatch._reads import GATHER, NAMES, find_modes
 from jedbatch._schedule import Schedule
 
-SLACK = 0.1  # of rows over those alive at a time, for which planning looks no further
+SPARE = 0.1  # of rows over those alive at a time, for which planning looks no further
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,7 @@ class Layout:
     Letters: `S` batches, `N` nodes, `T` types, `R` most results of a type, `V` values.
 
     Attributes:
+      graph, schedule: what is laid out.
       order: how nodes are ordered inside of batches.
       node: int32[N], the nodes of every batch in the order of their lanes.
       trips: int32[S, NUM_WIDTHS], chunks of each width of every batch.
@@ -90,7 +91,11 @@ class Layout:
         return self.space[graph.node_type[maker], slot], row
 
     def explain(self) -> str:
-        """Per batch and operand: slice or gather, and why."""
+        """Per batch and operand: whether its rows are a slice, or must be gathered, and why.
+
+        A program may gather what could be a slice, where slices are too rare to be worth compiling
+        for; `print(plan)` says how many bytes it reads in which way.
+        """
         return _explain(self)
 
     def __str__(self) -> str:
@@ -212,7 +217,7 @@ def assign_lanes(
     )
 
 
-def share_rows(layout: Layout, arena: np.ndarray, num_arenas: int, slack: float = SLACK) -> Layout:
+def share_rows(layout: Layout, arena: np.ndarray, num_arenas: int, slack: float = SPARE) -> Layout:
     """The layout with rows used again once nobody reads them.
 
     `arena`, int32[T, R], is where the results of each type may be kept; blocks in one arena share
@@ -261,7 +266,7 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
     References:
       Chen et al., ED-Batch, ICML 2023, section 4; the allocator of libnnc.
     """
-    checked_order(order, "layout")
+    checked_order(order, "`layout` got order")
     schedule.check(graph)
     present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
     lanes = assign_lanes(graph, schedule, [FINE if p else None for p in present], order)
@@ -284,7 +289,7 @@ def _explain(layout: Layout) -> str:
     """Per batch and operand: slice or gather, and why."""
     graph, schedule = layout.graph, layout.schedule
     sizes = np.diff(schedule.node_ptr)
-    space, row = layout.values
+    space, row = _places(layout)
     lines: list[tuple[str, list[str]]] = []
     for i, t in enumerate(schedule.batch_type.tolist()):
         nodes = layout.node[schedule.node_ptr[i] : schedule.node_ptr[i + 1]]
@@ -307,6 +312,26 @@ def _explain(layout: Layout) -> str:
     return "\n".join(text)
 
 
+def _places(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[V + I], int64[V + I]): space and row of every value and input; input i is at -1 - i.
+
+    Inputs of one shape and dtype have a space, beyond those of results.
+    """
+    graph = layout.graph
+    space, row = (np.append(x, np.zeros(graph.num_inputs, np.int64)) for x in layout.values)
+    kinds: dict[Any, int] = {}
+    met: dict[Any, int] = {}
+    first = 0
+    for chunk in graph.inputs:
+        kind = chunk.type.shape, chunk.type.dtype
+        mine = -1 - np.arange(first, first + len(chunk))
+        space[mine] = len(layout.rows) + kinds.setdefault(kind, len(kinds))
+        row[mine] = met.get(kind, 0) + np.arange(len(chunk))
+        met[kind] = met.get(kind, 0) + len(chunk)
+        first += len(chunk)
+    return space, row
+
+
 def _counted(words: Sequence[str]) -> str:
     """The words in a row, equal neighbours once: `0–1 slice · 2 gather (...)`."""
     parts = []
@@ -324,11 +349,9 @@ def _explain_operand(layout: Layout, values: np.ndarray, space: np.ndarray, row:
     inputs = values < 0
     if inputs.any() and not inputs.all():
         return "gather (inputs and results)"
-    rows = -1 - values if inputs.all() else row[values]
-    mixed = not inputs.all() and len(np.unique(space[values])) > 1
-    if not mixed:
-        everything = np.full((1, 1), len(rows))
-        mode = int(find_modes(rows[None], np.zeros(1, np.int64), everything)[0, 0])
+    if len(np.unique(space[values])) == 1:
+        everything = np.full((1, 1), len(values))
+        mode = int(find_modes(row[values][None], np.zeros(1, np.int64), everything)[0, 0])
         if mode != GATHER:
             return NAMES[mode]
     if len(np.unique(values)) < len(values):

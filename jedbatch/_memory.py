@@ -32,8 +32,8 @@ Minibatches come fast, so `allocate` first tries what is cheap: a linear *scan* 
 gives each block the smallest gap that fits. If it comes within 2 % of the live bound, that will
 do, and this is the usual case. If not, three orders are tried, by size (`by_size`) and by edges
 without and with companions; if the best is still more than 5 % above the bound, the search starts
-from each. The lowest peak wins, the first of equals. With more than `PAIRS` edges in the
-interference graph the scan has to do.
+from each. The lowest peak wins, the first of equals. With more than `MOST` blocks, or `PAIRS`
+edges in the interference graph, the scan has to do.
 
 Loops need no copies: a chain of blocks of which each lives until the next is written, block t over
 the steps t and t + 1, alternates between two places, whatever its length. NNC unrolls loops to
@@ -54,6 +54,7 @@ SLACK_OF_SEARCH = 0.05  # the same, before a search for better orders
 ROUNDS = 24  # placements that this search tries from each order
 VISITS = 1 << 16  # edges of the interference graph that it looks at from each order
 PAIRS = 1 << 17  # most edges of the interference graph for anything but the scan
+MOST = 1 << 12  # and most blocks
 EARLIER = 0.5, 0.25, 0.75  # where a block that reached the peak goes, as a part of its rank
 
 
@@ -102,8 +103,8 @@ def allocate(
 ) -> Allocation:
     """Offsets for blocks of rows such that few rows are needed, fast; see the top of the module.
 
-    The peak is within `slack` of the live bound or no higher than that of `by_size`, unless more
-    than `PAIRS` pairs of blocks are alive at the same step.
+    The peak is within `slack` of the live bound or no higher than that of `by_size`, unless there
+    are more than `MOST` blocks, or `PAIRS` pairs of blocks that are alive at the same step.
 
     Args:
       size: int[N], rows of each block.
@@ -128,7 +129,7 @@ def allocate(
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
-    if pairs > PAIRS:
+    if pairs > PAIRS or len(size) > MOST:
         return best
     near = _Interference.of(first, last)
     orders = [_by_size(size), *(_by_edges(size, first, last, most) for most in (1, 3))]

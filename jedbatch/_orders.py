@@ -113,6 +113,8 @@ def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
     Its variables are nodes, since the results of a node always lie in one lane. An operand whose
     values come from more than one batch cannot be a slice and constrains nothing.
     """
+    if not len(schedule):
+        return schedule.node
     batch = schedule.batch
     asked = []
     for nodes in np.split(schedule.node, schedule.node_ptr[1:-1]):
@@ -141,11 +143,11 @@ ORDERS = {
 }
 
 
-def checked_order(order: str, name: str) -> str:
+def checked_order(order: str, argument: str) -> str:
     """The order if there is one of that name; raises `ValueError` if not."""
-    if order not in ORDERS:
+    if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
-            f"`{name}` got the order {order!r} for nodes inside of batches; expected one of "
+            f"{argument}={order!r} names no order of nodes inside of batches; expected one of "
             f"{sorted(ORDERS)}."
         )
     return order

@@ -96,6 +96,7 @@ class Product(NamedTuple):
             or weight.aval.size == 0
             or any(eqn.params["dimension_numbers"][1])
             or eqn.params.get("out_sharding") is not None
+            or is_lopsided(eqn.params["precision"])
             or any(a.weak_type or not jax.dtypes.issubdtype(a.dtype, np.inexact) for a in avals)
         ):
             return None
@@ -105,6 +106,11 @@ class Product(NamedTuple):
         dtypes = avals[0].dtype, avals[1].dtype, avals[2].dtype
         kind = Kind(dtypes, free, row_axis, weight_first and free != (), precision, preferred)
         return Product(row, weight, result, weight_dims[0], kind)
+
+    @property
+    def sums_in_full(self) -> bool:
+        """Whether weights may be added up: they have the precision of the result."""
+        return bool(self.kind.dtypes[1] == self.kind.dtypes[2])
 
     @property
     def height(self) -> int:
@@ -120,6 +126,11 @@ class Product(NamedTuple):
         """The weight [K, N]."""
         weight = env[self.weight]
         return lax.transpose(weight, (1, 0)) if self.weight_axis else weight
+
+
+def is_lopsided(precision: Any) -> bool:
+    """True of a pair of different precisions for the two sides of a product."""
+    return isinstance(precision, tuple) and len(set(precision)) > 1
 
 
 class Program:

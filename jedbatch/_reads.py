@@ -12,9 +12,9 @@ program therefore has at most one more body per kernel beside the one that gathe
 reading of its operands that occurs most, if it occurs often enough to be worth compiling
 (`choose_reading`). A chunk runs by it if all of its slices are slices, and gathers otherwise.
 
-Padding repeats a live lane, so a chunk with padding is no slice. Where nobody can tell, the rows
-behind the last live one will do instead of repeats: in inference, for operands that are
-real numbers, in cells without loops that might run for ever on them.
+Padding repeats a live lane, so a chunk with padding is no slice. In inference the rows behind the
+last live one will often do instead of repeats, whatever they hold: for operands that are no
+indices, in cells without loops that might run for ever and calls of Python (`Kernel.loose`).
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ STRIDE = 2
 STEPS = ((0, BROADCAST), (STRIDE, STRIDED), (1, SLICE))  # from row to row; a slice if in doubt
 WORTH = 0.5  # share of a kernel's operands that a reading must improve: compiling takes time
 FEWEST = 8  # chunks that it must improve
+CANDIDATES = 32  # readings that are looked at, those that occur most
 
 Reading = tuple[int, ...]  # one of the above for each operand of a kernel
 
@@ -74,7 +75,8 @@ def choose_reading(modes: np.ndarray, matters: np.ndarray) -> tuple[Reading, ...
     """
     found, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
     best, most = (), 0
-    for reading in map(tuple, found[number.argsort(kind="stable")[::-1]].tolist()):
+    often = number.argsort(kind="stable")[::-1][:CANDIDATES]
+    for reading in map(tuple, found[often].tolist()):
         chunks = int((usable(reading, modes) & matters).sum())
         saved = chunks * sum(mode != GATHER for mode in reading)
         if chunks >= FEWEST and saved > most:

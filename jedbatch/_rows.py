@@ -73,7 +73,7 @@ def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
         )
 
 
-def arranged(form: ResultForm, signature: Signature, outputs: Sequence[Any]) -> Any:
+def results_from(form: ResultForm, signature: Signature, outputs: Sequence[Any]) -> Any:
     """The rows returned from each arena as results."""
     arena = dict(zip(signature.arenas, outputs, strict=True))
     if form.batch is not None:

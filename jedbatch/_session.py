@@ -124,6 +124,8 @@ class Session:
         key = signature, name
         if key not in self._executors:
             prepare, _ = self.program(signature)
+            for other in self._executors.values():  # they may never be used again
+                other.release()
             self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
         return self._executors[key]
 

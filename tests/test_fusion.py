@@ -654,3 +654,18 @@ def test_gates_of_one_kind_are_adjacent():
     assert sorted(order) == [0, 1, 2, 3]
     where = sorted(order.index(gate) for gate in (0, 1, 3))
     assert where == list(range(where[0], where[0] + 3))
+
+
+def test_weights_of_low_precision_are_not_added_up():
+    """Their sum might round, or overflow."""
+    p = {"a": jnp.full((H, H), 6e4, jnp.float16), "b": jnp.full((H, H), 5e4, jnp.float16)}
+
+    def run(p, x):
+        product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        return product(x, p["a"]) + product(x, p["b"])
+
+    x = jnp.full(H, 1e-3, jnp.float16)
+    closed, num_shared, _ = program(run, p, x)
+    found = fused(closed, num_shared)
+    (got,) = jax.core.eval_jaxpr(found.jaxpr, found.consts, *jax.tree.leaves(p), x)
+    assert_close(got, run(p, x), 1e-6)

@@ -1,13 +1,13 @@
 """Layout: lanes, rows, slices and gathers, and what runs on them."""
 
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, check, compilations, loop, number, random_dag
+from chains import HIDDEN, embed, encode, make_params, sentences, step
+from helpers import assert_close, check, loop, number, random_dag
 
 import jedbatch
 from jedbatch._ladder import COARSE, FINE
@@ -26,42 +26,10 @@ from jedbatch._reads import (
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
-HIDDEN = 4
-
-
-@jedbatch.cell
-def embed(params, word):
-    return params["embedding"][word]
-
-
-@jedbatch.cell
-def step(params, h, c, x):
-    i, f, o, u = jnp.split(jnp.concatenate([x, h]) @ params["w"] + params["b"], 4)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(u)
-    return jax.nn.sigmoid(o) * jnp.tanh(c), c
-
-
-def encode(params, words):
-    h, c = embed(params, words[0]), embed(params, words[0])
-    for word in words[1:]:
-        h, c = step(params, h, c, embed(params, word))
-    return h
-
 
 @pytest.fixture
 def params():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {
-        "embedding": jax.random.normal(keys[0], (20, HIDDEN)),
-        "w": jax.random.normal(keys[1], (2 * HIDDEN, 4 * HIDDEN)) / 2,
-        "b": jax.random.normal(keys[2], (4 * HIDDEN,)),
-    }
-
-
-def sentences(seed, count, longest=12):
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, longest, count)
-    return [tuple(rng.integers(0, 20, n).tolist()) for n in lengths]
+    return make_params()
 
 
 def physical_reads(plan):
@@ -161,10 +129,14 @@ def test_the_wrong_layout_is_refused():
 
 
 def test_unknown_orders_are_named():
-    with pytest.raises(ValueError, match=r"`batch` got the order 'best'.*'append'"):
+    with pytest.raises(ValueError, match=r"`batch` got layout='best'.*'append'"):
         jedbatch.batch(encode, layout="best")
+    with pytest.raises(ValueError, match=r"`batch` got layout=.*names no order"):
+        jedbatch.batch(encode, layout=["auto"])
+    with pytest.raises(TypeError, match="`batch` got reuse='yes'; expected True or False"):
+        jedbatch.batch(encode, reuse="yes")
     graph = jedbatch.Graph.from_dag([0], [[]])
-    with pytest.raises(ValueError, match="`layout` got the order"):
+    with pytest.raises(ValueError, match="`layout` got order='best'"):
         jedbatch.layout(graph, jedbatch.schedule(graph, jedbatch.policies.agenda), order="best")
 
 
@@ -279,6 +251,27 @@ def test_explain_says_why():
     assert "type 3: 0 slice · 1 gather (from 2 batches)" in text
 
 
+def test_explain_knows_where_inputs_are():
+    """Inputs of each shape and dtype are rows of their own."""
+    add = jedbatch.cell(lambda a, b: a.sum() + b.sum())
+    fn = lambda x: add(x[0], x[1])  # noqa: E731
+    instances = [(np.ones(3, np.float32), np.ones(2, np.float32))] * 80
+    plan = jedbatch.batch(fn, 0).plan(instances, gradient=False)
+    assert "0–1 slice" in plan.layout.explain()
+    assert plan.host.lowered.read_bytes[SLICE] > 0 or len(plan.host.placed.chunks.lane) < 8
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_graphs_without_nodes(order):
+    batched = jedbatch.batch(lambda _, x: x, layout=order)
+    assert_close(batched({}, [np.ones(2, np.float32)] * 3), jnp.ones((3, 2)), 0)
+    graph = jedbatch.Graph.from_dag([], [])
+    batches = jedbatch.schedule(graph, jedbatch.policies.agenda)
+    layout = jedbatch.layout(graph, batches, order=order)
+    layout.check(graph)
+    assert str(layout).startswith("Layout of 0 nodes")
+
+
 def test_padding_never_reads_garbage_where_it_could_do_harm(params):
     """Indices, and loops that might not end, are never read past the last live lane."""
 
@@ -383,134 +376,6 @@ def test_calls_under_grad_keep_what_the_reverse_reads(params):
         expected = jax.grad(lambda p: number(loop(encode, p, instances)))(params)
         assert_close(got, expected, 1e-5)
         batched(params, instances)
-
-
-# --- arenas -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def all_handed_on(monkeypatch):
-    """Small arenas too."""
-    monkeypatch.setattr(jedbatch._executors, "LARGE", 0)
-
-
-def pools(batched):
-    """The arenas that wait for the next call."""
-    (session,) = batched._sessions.values()
-    return [
-        arenas for e in session._executors.values() for free in e.arenas.values() for arenas in free
-    ]
-
-
-def test_a_stream_allocates_nothing(params, all_handed_on):
-    """The arenas of one call are those of the next: they were given away and came back."""
-    batched = jedbatch.batch(encode, reuse=True)
-    plan = batched.plan(params, sentences(12, 16), gradient=False)
-    jax.block_until_ready(batched.apply(params, plan))
-    (first,) = pools(batched)
-    where = {x.unsafe_buffer_pointer() for x in first}
-    with compilations() as compiled:
-        for _ in range(5):
-            jax.block_until_ready(batched.apply(params, plan))
-    assert not compiled
-    assert all(x.is_deleted() for x in first)
-    (last,) = pools(batched)
-    assert {x.unsafe_buffer_pointer() for x in last} == where
-
-
-def test_results_outlive_the_arenas_they_come_from(params, all_handed_on):
-    batched = jedbatch.batch(encode, reuse=True)
-    minibatches = [sentences(seed, 16) for seed in range(20, 30)]
-    results = [batched(params, minibatch) for minibatch in minibatches]
-    for result, minibatch in zip(results, minibatches, strict=True):
-        assert_close(result, loop(encode, params, minibatch), 1e-5)
-
-
-def test_calls_at_the_same_time_do_not_share_arenas(params, all_handed_on):
-    batched = jedbatch.batch(encode, reuse=True)
-    minibatches = [sentences(seed, 24, longest=30) for seed in range(4)]
-    expected = [loop(encode, params, minibatch) for minibatch in minibatches]
-    plans = [batched.plan(params, minibatch, gradient=False) for minibatch in minibatches]
-    wrong, barrier = [], threading.Barrier(len(plans))
-
-    def work(i):
-        barrier.wait()
-        for _ in range(20):
-            got = np.asarray(batched.apply(params, plans[i]))
-            if not np.allclose(got, expected[i], rtol=1e-4, atol=1e-5):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(plans))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert 1 <= len(pools(batched)) <= len(plans) * len({id(p.static) for p in plans})
-
-
-def test_what_an_earlier_call_left_behind_has_no_effect(params, all_handed_on):
-    """Rows used again hold anything, not-a-number too."""
-    batched = jedbatch.batch(encode, reuse=True)
-    instances = sentences(13, 11)
-    good = batched(params, instances)
-    broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    assert jnp.isnan(batched(broken, instances)).all()
-    assert (batched(params, instances) == good).all()
-
-
-def test_packed_weights_are_kept_as_long_as_the_arrays_are_the_same():
-    @jedbatch.cell
-    def gates(params, x):
-        return jnp.tanh(x @ params["a"]) * jnp.tanh(x @ params["b"])
-
-    def fn(params, n):
-        x = jnp.full(HIDDEN, n / 10)
-        for _ in range(n):
-            x = gates(params, x)
-        return x
-
-    keys = jax.random.split(jax.random.key(1), 2)
-    params = {
-        name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name, key in zip("ab", keys, strict=True)
-    }
-    batched = jedbatch.batch(fn)
-    numbers = [1, 3, 2]
-
-    def packed():
-        (session,) = batched._sessions.values()
-        (executor,) = session._executors.values()
-        return executor._packed
-
-    assert_close(batched(params, numbers), loop(fn, params, numbers), 1e-5)
-    first = packed()
-    assert first is not None
-    assert_close(batched(dict(params), numbers), loop(fn, params, numbers), 1e-5)
-    assert packed() is first
-    others = jax.tree.map(lambda x: 2 * x, params)
-    assert_close(batched(others, numbers), loop(fn, others, numbers), 1e-5)
-    assert packed() is not first
-    mutable = jax.tree.map(np.array, params)
-    assert_close(batched(mutable, numbers), loop(fn, params, numbers), 1e-5)
-    mutable["a"][:] = 0
-    assert_close(batched(mutable, numbers), loop(fn, mutable, numbers), 1e-5)
-    del others
-    assert packed() is None
-    batched(params, numbers)
-    params["a"].delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        batched(params, numbers)
-
-
-def test_arenas_are_where_the_arguments_are(params, all_handed_on):
-    devices = jax.devices()
-    batched = jedbatch.batch(encode)
-    instances = sentences(14, 6)
-    expected = loop(encode, params, instances)
-    for device in [*devices[:2], *devices[:2]]:
-        result = batched(jax.device_put(params, device), instances)
-        assert result.devices() == {device}
-        assert_close(np.asarray(result), np.asarray(expected), 1e-5)
 
 
 def test_checkpointed_cells_keep_less(params):
