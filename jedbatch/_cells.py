@@ -148,6 +148,7 @@ class Kernel:
       transient: whether it reads a tracer, which will be gone at the next call.
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
+      transposed: positions of consts that are the transpose of a shared matrix.
       ladder: the widths it is compiled in.
       result_bytes: of the results of one lane.
       loose: for each operand, whether lanes whose results nobody reads may have any value for it:
@@ -179,6 +180,10 @@ class Kernel:
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
         self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
         self._before_consts = list(closed.consts)
+        turned = {e.outvars[0] for e in before if e.primitive.name == "transpose"}
+        self.transposed = {
+            i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
+        }
         self.ladder = ladder_for(sum(map(work, self.body)))
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
         cares = any(map(cares_for_padding, self.body))
@@ -419,10 +424,11 @@ class Reverse:
         self._turn_weights()
 
     def _turn_weights(self) -> None:
-        """Lets the backward program read weights transposed, where it multiplies by a transpose.
+        """Lets the backward program read weights that were transposed as they came.
 
-        XLA:CPU takes up to twice as long for two to thirty rows times a matrix if it sums over the
-        last axis of the matrix. The copies are made once per program, in `prepare`.
+        It sums over the axis of a weight that the forward program does not, and XLA:CPU takes up
+        to twice as long for two to thirty rows if that is the last axis. To transpose a weight for
+        this alone costs more than it saves, in large ones.
         """
         jaxpr = self._backward
         source = dict(zip(jaxpr.invars, self._sources, strict=False))
@@ -436,7 +442,8 @@ class Reverse:
             (_, summed), batched = eqn.params["dimension_numbers"]
             name, i = source.get(weight, ("", 0)) if isinstance(weight, Var) else ("", 0)
             plain = row.aval.ndim == 1 and weight.aval.ndim == 2 and not any(batched)
-            return i if name == "const" and plain and summed == (1,) else None
+            free = name == "const" and i in self.kernel.transposed
+            return i if free and plain and summed == (1,) else None
 
         for eqn in jaxpr.eqns:
             if (i := weight_of(eqn)) is not None:
