@@ -506,7 +506,7 @@ def batch(
         what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
         in `jedbatch.layout`.
       reuse: whether inference uses memory again that nobody will read. None does for minibatches
-        with more than 4 MB of results; for smaller ones planning takes longer than it saves. What
+        with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
         can be differentiated keeps everything in any case.
 
     Returns:

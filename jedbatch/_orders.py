@@ -24,7 +24,8 @@ from jedbatch._arrange import arrange
 from jedbatch._graph import Graph
 from jedbatch._schedule import Schedule
 
-CHAINED = 0.5  # share of a type's nodes that continue a chain, for it to be sorted by length
+CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to be sorted
+MATTERS = 0.2  # share of all nodes that are of such types, for anything to be sorted
 
 
 def append(graph: Graph, schedule: Schedule) -> np.ndarray:
@@ -40,9 +41,9 @@ def longest(graph: Graph, schedule: Schedule) -> np.ndarray:
 def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     """`longest` for types that make chains; what they read in the order in which they read it."""
     chained = makes_chains(graph)
-    if not chained.any():
-        return schedule.node
     chains = np.flatnonzero(chained[graph.node_type[schedule.node]])
+    if not len(chains) or len(chains) < MATTERS * len(schedule.node):
+        return schedule.node
     node = _by_height(graph, schedule, chains)
     maker, reader = graph.edges
     feeds = chained[graph.node_type[reader]] & ~chained[graph.node_type[maker]]
@@ -59,7 +60,10 @@ def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
 
 
 def makes_chains(graph: Graph) -> np.ndarray:
-    """bool[T], the types most of whose nodes continue one node of their type, alone."""
+    """bool[T], the types whose nodes nearly all continue one node of their type, and it alone them.
+
+    Nodes that begin a chain do not count. In a tree, others have two children of their type.
+    """
     num_types = len(graph.types)
     maker, reader = graph.edges
     same = graph.node_type[maker] == graph.node_type[reader]
@@ -67,8 +71,9 @@ def makes_chains(graph: Graph) -> np.ndarray:
     readers = np.bincount(maker, minlength=len(graph.node_type))
     makers_of = np.bincount(reader, minlength=len(graph.node_type))
     only = (readers[maker] == 1) & (makers_of[reader] == 1)
+    edges = np.bincount(graph.node_type[reader], minlength=num_types)
     chained = np.bincount(graph.node_type[reader[only]], minlength=num_types)
-    return chained > CHAINED * np.bincount(graph.node_type, minlength=num_types)
+    return (chained >= CHAINED * edges) & (edges > 0)
 
 
 def _by_height(graph: Graph, schedule: Schedule, positions: np.ndarray) -> np.ndarray:

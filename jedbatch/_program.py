@@ -37,7 +37,7 @@ DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its size
 CHEAP = 1 << 15  # bytes of results that every type may have at least
-WORTH_SHARING = 1 << 22  # bytes of results from which on it pays to plan how they share rows
+WORTH_SHARING = 1 << 25  # bytes of results; for fewer, sharing rows saves less than it takes
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 

@@ -358,11 +358,12 @@ def test_plans_for_inference_are_not_differentiated(params, reuse):
     assert_close(jax.jit(batched.apply)(params, plan), batched.apply(params, plan), 1e-6)
 
 
-def test_rows_are_shared_where_it_saves_much(params):
+def test_rows_are_shared_where_it_saves_much(params, monkeypatch):
+    monkeypatch.setattr(jedbatch._program, "WORTH_SHARING", 1 << 16)
     batched = jedbatch.batch(encode)
     small = batched.plan(params, sentences(1, 8), gradient=False)
     assert not small.host.placed.reuse
-    words = [tuple(range(20)) * 100] * 64  # 64 × 2000 states of 2 × 16 bytes
+    words = [tuple(range(20)) * 10] * 64  # 64 × 200 states of 2 × 16 bytes
     large = batched.plan(params, words, gradient=False)
     assert large.host.placed.reuse
     assert not batched.plan(params, words).host.placed.reuse
