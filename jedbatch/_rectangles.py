@@ -31,6 +31,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+from jedbatch._search import bits
+
 BUDGET = 20_000  # rectangles tried, times the square of their number so far
 LARGE = 100  # entries, equal rows and columns counted once, of tables that are not searched
 
@@ -252,11 +254,3 @@ def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
     items = sorted(items)
     sizes = range(len(items), -1, -1) if len(items) < 7 else (len(items), 0)
     return itertools.chain.from_iterable(itertools.combinations(items, n) for n in sizes)
-
-
-def bits(x: int) -> Iterator[int]:
-    """The places of the ones of a number."""
-    while x:
-        low = x & -x
-        yield low.bit_length() - 1
-        x ^= low
