@@ -10,7 +10,8 @@ the lengths. It is one sort of all nodes at once.
 
 `pq` plans all batches together on a PQ-tree, as ED-Batch does (see `_arrange`).
 
-The last two find slices in trees and lattices too, at a price: a loop over batches, or seconds.
+The last two find slices in lattices too, at a price: a loop over batches, or a plan that takes
+several times as long as it runs.
 `auto`, the default, looks at the minibatch alone, so that results do not depend on what ran before:
 `longest` for types that make chains, what they read (embeddings) in the order in which they read
 it, and `append` for everything else.
@@ -122,7 +123,8 @@ def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
         return schedule.node
     batch = schedule.batch
     asked = []
-    for nodes in np.split(schedule.node, schedule.node_ptr[1:-1]):
+    batches = np.split(schedule.node, schedule.node_ptr[1:-1])
+    for nodes in batches:
         operands = [nodes]
         first = graph.operand_ptr[nodes]
         for j in range(int((graph.operand_ptr[nodes + 1] - first).min())):
@@ -134,7 +136,6 @@ def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
                 operands.append(made_by)
         asked.append([x.tolist() for x in operands])
     found = arrange(len(batch), asked)
-    batches = np.split(schedule.node, schedule.node_ptr[1:-1])
     pieces = [nodes[list(o)] for nodes, o in zip(batches, found.operations, strict=True)]
     return np.concatenate(pieces)
 
