@@ -302,8 +302,6 @@ class Batched:
         )
         stacked = self._out_axes is not None
         placed = Placed.find(
-            graph,
-            batches,
             layout,
             kernels,
             type_ids,

@@ -186,8 +186,6 @@ class Placed:
       reuse: whether results share rows.
     """
 
-    graph: Graph
-    schedule: Schedule
     layout: Layout
     kernels: tuple[Kernel, ...]
     type_ids: tuple[int, ...]
@@ -201,8 +199,6 @@ class Placed:
 
     @staticmethod
     def find(
-        graph: Graph,
-        schedule: Schedule,
         layout: Layout,
         kernels: tuple[Kernel, ...],
         type_ids: tuple[int, ...],
@@ -217,6 +213,7 @@ class Placed:
         Unless it `keeps` everything, results share rows with `reuse`, or, if it is None, where
         that saves much.
         """
+        graph = layout.graph
         arenas: dict[Kind, int] = {}
         for kernel in kernels:
             for t in (*kernel.operands, *kernel.results):
@@ -243,8 +240,6 @@ class Placed:
                 arena[type_id, : len(kernel.results)] = [arenas[stored(x)] for x in kernel.results]
             layout = share_rows(layout, arena, len(arenas))
         return Placed(
-            graph,
-            schedule,
             layout,
             kernels,
             type_ids,
@@ -256,6 +251,14 @@ class Placed:
             keeps,
             reuse,
         )
+
+    @property
+    def graph(self) -> Graph:
+        return self.layout.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.layout.schedule
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
