@@ -14,10 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._adaptive import Adaptive
+from jedbatch._cell import recording
 from jedbatch._cells import Kind, stored_kind
 from jedbatch._executors import EXECUTORS, differentiable_run, median_seconds
 from jedbatch._fsm import FSM
@@ -27,8 +29,9 @@ from jedbatch._layout import assign_lanes
 from jedbatch._learn import learn
 from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
-from jedbatch._program import Placed
+from jedbatch._program import Placed, Signature
 from jedbatch._registry import NUMBERS
+from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, ValueNeeded, with_closed_over
 from jedbatch._rows import assemble, results_from
 from jedbatch._schedule import Policy, agenda, checked_policy, schedule
 from jedbatch._session import Session
@@ -42,6 +45,11 @@ class Batched:
     """A function of many instances, made by `batch`.
 
     Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
+
+    Attributes:
+      last_rounds: what the last call ran, a tuple of rounds to look at or print: one, or, where
+        the function decides on values (`if`, `while`, `int()` on arrays), one for each time that
+        instances waited for values, and the last.
     """
 
     def __init__(self, fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse):
@@ -56,6 +64,7 @@ class Batched:
         self._cache_size = cache_size
         self._layout = layout
         self._reuse = reuse
+        self.last_rounds = Rounds()
         self._sessions: dict[Hashable, Session] = {}
         self._planning = threading.RLock()  # planning changes the sessions
 
@@ -127,9 +136,68 @@ class Batched:
             that are not arrays, or results do not stack.
         """
         shared, instances = self._arguments(args)
+        if recording.recorder is not None:
+            return self._part_of_another(shared, instances)
         session, leaves = self._session(shared)
-        plan = self._plan(session, instances, gradient=False, leaves=leaves)
-        return self._run(plan, leaves, plan.inputs)
+        if not session.decides:
+            try:
+                plan = self._plan(session, instances, gradient=False, leaves=leaves, read=_give_up)
+            except ValueNeeded:
+                session.decides = True
+            else:
+                assert plan.host is not None
+                took = sum(plan.host.seconds.values())
+                self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
+                return self._run(plan, leaves, plan.inputs)
+        return self._run_stepwise(session, leaves, instances)
+
+    def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
+        """A call inside of a batched function: part of what that one computes for its instance.
+
+        So what it does is batched across the instances of both, and both may decide on values.
+        """
+        results = [self._fn(*self._join_arguments(shared, mapped)) for mapped in instances]
+        if self._out_axes is None:
+            return results
+        forms = [
+            (jax.tree.structure(result), [array_type(x)[:2] for x in jax.tree.leaves(result)])
+            for result in results
+        ]
+        for i, form in enumerate(forms):
+            self._check_stack(i, forms[0], form)
+        return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
+
+    def _check_stack(self, i: int, first: tuple, form: tuple) -> None:
+        """Raises `ValueError` unless results of these (structure, types) stack."""
+        if first != form:
+            shown = [
+                str(jax.tree.unflatten(structure, map(input_name, types))).replace("'", "")
+                for structure, types in (first, form)
+            ]
+            raise ValueError(
+                f"the results of instances 0 and {i} of the batched `{self._name}` do not "
+                f"stack: {shown[0]} and {shown[1]}. Return the same "
+                "shapes for every instance, or get a list with one result per instance by "
+                "`jedbatch.batch(fn, out_axes=None)`."
+            )
+
+    def _run_stepwise(self, session: Session, leaves: list[Any], instances: list[tuple]) -> Any:
+        """Runs the function where it decides on values."""
+        arrays = [self._keyed(i, instance)[1] for i, instance in enumerate(instances)]
+        call = Stepwise(
+            self._fn,
+            session,
+            instances,
+            self._join_arguments,
+            self._policy,
+            self._results,
+            functools.partial(self._shared_values, session),
+        )
+        with self._planning:
+            try:
+                return self._in_reverse_mode(lambda: call.run(leaves, arrays))
+            finally:
+                self.last_rounds = Rounds(call.rounds)
 
     def plan(self, *args: Any, gradient: bool = True) -> Plan:
         """Host work only: what to compute for these instances, and in what order.
@@ -266,14 +334,15 @@ class Batched:
         instances: list[tuple],
         gradient: bool,
         leaves: Sequence[Any] = (),
+        read: Callable | None = None,
     ) -> Plan:
         """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
         with self._planning:
-            return self._plan_alone(session, instances, gradient, leaves)
+            return self._plan_alone(session, instances, gradient, leaves, read)
 
-    def _plan_alone(self, session: Session, instances, gradient: bool, leaves) -> Plan:
+    def _plan_alone(self, session: Session, instances, gradient: bool, leaves, read) -> Plan:
         start = time.perf_counter()
-        records, arrays, tracers, num_known = self._records(session, instances)
+        records, arrays, tracers, num_known = self._records(session, instances, read)
         seconds = {"trace": time.perf_counter() - start}
         values = itertools.chain(leaves, *arrays)
         traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
@@ -290,7 +359,7 @@ class Batched:
         """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
         clock = [time.perf_counter()]
         graph = Graph.select([(r.whole, r.index) for r in records])
-        rows, form = self._results(graph, records)
+        rows, form = self._results(records, graph.outputs)
         clock.append(time.perf_counter())
         batches = schedule(graph, policy)
         clock.append(time.perf_counter())
@@ -323,7 +392,7 @@ class Batched:
         host = Host(placed, lowered, seconds)
         return Plan(static, table, reverse_table, inputs, host)
 
-    def _records(self, session: Session, instances: list[tuple]):
+    def _records(self, session: Session, instances: list[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
         records: list[Any] = [None] * len(instances)
         keys: list[Hashable] = [None] * len(instances)
@@ -333,11 +402,7 @@ class Batched:
             if (same := session.seen.get(id(what))) is not None:
                 records[i] = same[1]
                 continue
-            try:
-                keys[i], arrays[i] = instance_key(what)
-            except TypeError as error:
-                error.add_note(f"This happened while instance {i} was read.")
-                raise
+            keys[i], arrays[i] = self._keyed(i, instance)
             if self._key is not None:
                 form = [array_type(x) for x in arrays[i]]
                 keys[i] = ("given", self._key(*instance), *form)
@@ -357,6 +422,7 @@ class Batched:
             [instances[i] for i in new],
             [arrays[i] for i in new],
             self._join_arguments,
+            read,
         )
         fresh = dict(zip(new, made, strict=True))
         for i, k in enumerate(keys):
@@ -371,11 +437,19 @@ class Batched:
                 session.seen[id(what)] = what, records[i]
         return records, arrays, tracers, len(instances) - len(new)
 
-    def _results(self, graph: Graph, records: Sequence[Record]):
-        """(what each arena returns, the form of the result)."""
+    def _keyed(self, i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
+        """(the key of an instance, its arrays)."""
+        try:
+            return instance_key(instance[0] if len(instance) == 1 else instance)
+        except TypeError as error:
+            error.add_note(f"This happened while instance {i} was read.")
+            raise
+
+    def _results(self, records: Sequence[Record | Outcome], outputs: np.ndarray):
+        """(what each arena returns, the form of the result) from what all instances return."""
         rows: dict[Kind, list[int]] = {}
         if self._out_axes is None:
-            refs = iter(graph.outputs.tolist())
+            refs = iter(outputs.tolist())
             places = []
             for record in records:
                 mine = []
@@ -388,14 +462,8 @@ class Batched:
             return rows, form
         first = records[0]
         for i, record in enumerate(records):
-            if record.structure != first.structure or record.types != first.types:
-                raise ValueError(
-                    f"the results of instances 0 and {i} of the batched `{self._name}` do not "
-                    f"stack: {_show_result(first)} and {_show_result(record)}. Return the same "
-                    "shapes for every instance, or get a list with one result per instance by "
-                    "`jedbatch.batch(fn, out_axes=None)`."
-                )
-        columns = graph.outputs.reshape(len(records), -1).T.tolist()
+            self._check_stack(i, (first.structure, first.types), (record.structure, record.types))
+        columns = outputs.reshape(len(records), -1).T.tolist()
         stacked = []
         for kind, column in zip(first.types, columns, strict=True):
             found = rows.setdefault(stored_kind(kind), [])
@@ -405,19 +473,31 @@ class Batched:
 
     # --- running ---
 
+    def _shared_values(
+        self, session: Session, signature: Signature, leaves: Sequence[Any], tracers: Sequence[Any]
+    ) -> list[Any]:
+        """What a program needs: leaves of the shared arguments, then what is closed over."""
+        return with_closed_over(session, session.program(signature)[1], leaves, tracers)
+
+    def _in_reverse_mode(self, run: Callable) -> Any:
+        """Runs what has a rule for reverse mode only."""
+        try:
+            return run()
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                f"the batched `{self._name}` is differentiated in forward mode (`jax.jvp`, "
+                "`jax.jacfwd`); expected reverse mode, the only one it has a rule for. Write "
+                "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
+                "`jax.jacfwd(jax.grad(f))`."
+            ) from error
+
     def _run(self, plan: Plan, leaves: list[Any], inputs: dict[str, Any]) -> Any:
         static, session = plan.static, plan.static.session
         signature = static.signature
-        _, closed_over = session.program(signature)
-        shared = list(leaves)
-        for index in closed_over:
-            value = session.registry.shared[index]
-            if value.array is None:
-                assert plan.host is not None
-                assert value.tracer is not None
-                shared.append(plan.host.tracers[value.tracer])
-            else:
-                shared.append(value.array)
+        tracers = plan.host.tracers if plan.host else ()
+        shared = self._shared_values(session, signature, leaves, tracers)
         rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
         given = shared, rows, plan.table
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
@@ -440,29 +520,18 @@ class Batched:
 
         executor_of = functools.partial(session.executor, signature)
         run = differentiable_run(executor_of, permit, reverse_of)
-        try:
-            outputs = run(*given, plan.reverse_table)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"the batched `{self._name}` is differentiated in forward mode (`jax.jvp`, "
-                "`jax.jacfwd`); expected reverse mode, the only one it has a rule for. Write "
-                "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
-                "`jax.jacfwd(jax.grad(f))`."
-            ) from error
+        outputs = self._in_reverse_mode(lambda: run(*given, plan.reverse_table))
         return results_from(static.results, signature, outputs)
+
+
+def _give_up(_: Any) -> Any:
+    raise ValueNeeded
 
 
 def _show(x: Any) -> str:
     text = repr(x)
     text = text if len(text) < 60 else text[:57] + "..."
     return f"{text} of type {type(x).__name__}"
-
-
-def _show_result(record: Record) -> str:
-    shapes = [input_name(kind) for kind in record.types]
-    return str(jax.tree.unflatten(record.structure, shapes)).replace("'", "")
 
 
 def batch(

@@ -122,6 +122,30 @@ class Forward:
                 saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
         return tuple(arenas), tuple(saved)
 
+    def resume(self, inputs: Sequence[Any], state: Any) -> Any:
+        """A state with input rows written again, where there are any."""
+        arenas = zip(state[0], inputs, strict=True)
+        return tuple(put(x, rows, 0) if len(rows) else x for x, rows in arenas), state[1]
+
+    def moved(self, before: Signature, state: Any) -> Any:
+        """The state of a smaller program with the same kernels, as one of this program."""
+        signature = self.signature
+        arenas = [empty(*kind) for kind in zip(signature.rows, signature.arenas, strict=True)]
+        for a, (kind, rows) in enumerate(zip(before.arenas, before.inputs, strict=True)):
+            new = signature._arena_ids[kind]
+            arenas[new] = put(arenas[new], cut(state[0][a], 0, rows), 0)
+        saved = list(self.start([x[:0] for x in arenas])[1])
+        for k, (kernel, lanes) in enumerate(zip(before.kernels, before.lanes, strict=True)):
+            new = signature.kernels.index(kernel)
+            for s, t in enumerate(kernel.results):
+                rows = cut(state[0][before.arena(t)], before.bases[k][s], lanes)
+                a = signature.arena(t)
+                arenas[a] = put(arenas[a], rows, signature.bases[new][s])
+            if self.saving:
+                pairs = zip(saved[new], state[1][k], strict=True)
+                saved[new] = tuple(put(room, rows, 0) for room, rows in pairs)
+        return tuple(arenas), tuple(saved)
+
     def operands(
         self,
         k: int,
@@ -433,6 +457,11 @@ def fused_forward(
     forward: Forward, consts: Any, inputs: Any, table: Any, used: Any = None
 ) -> tuple[Any, Any]:
     """(rows returned from each arena, state after the last batch)."""
+    return advance(forward, consts, table, forward.start(inputs, used))
+
+
+def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any, Any]:
+    """Runs the batches of a table: (rows returned from each arena, state after the last)."""
     signature = forward.signature
 
     def chunk(k, reading):
@@ -445,7 +474,7 @@ def fused_forward(
         for number, (k, reading) in enumerate(signature.bodies)
         for b in bodies_of(number, signature.widths[k], chunk(k, reading))
     ]
-    state = sweep(signature.form, table, bodies, forward.start(inputs, used))
+    state = sweep(signature.form, table, bodies, state)
     return forward.finish(table, state), state
 
 

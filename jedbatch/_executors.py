@@ -23,7 +23,15 @@ from jax.core import Tracer
 from jax.extend.core import take_current_trace
 
 from jedbatch._cells import row_bytes
-from jedbatch._execute import Forward, Reverse, empty, fused_forward, fused_reverse
+from jedbatch._execute import (
+    Forward,
+    Reverse,
+    advance,
+    empty,
+    fused_forward,
+    fused_reverse,
+    take,
+)
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
@@ -74,6 +82,10 @@ class Fused:
         self.again = jax.jit(self._again, donate_argnums=3)
         self.save = jax.jit(self._save)
         self.reverse = jax.jit(self._reverse, static_argnums=0)
+        self.blank = jax.jit(self._blank, static_argnums=0)
+        self.move = jax.jit(self._move, static_argnums=(0, 1))
+        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=4)
+        self.pick = jax.jit(pick)
 
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
@@ -92,6 +104,10 @@ class Fused:
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
         return outputs
+
+    def advance(self, saving, shared, inputs, table, state):
+        """Runs one round: (rows returned from each arena, state); see `_workspace`."""
+        return self.round(saving, self._weights(shared), inputs, table, state)
 
     def release(self) -> None:
         """Forgets the arenas that wait for a call."""
@@ -134,6 +150,19 @@ class Fused:
         forward = Forward(self.signature, saving=True)
         return fused_forward(forward, self.prepare(shared), inputs, table)
 
+    def _blank(self, saving):
+        return Forward(self.signature, saving).start(no_inputs(self.signature))
+
+    def _move(self, saving, before, state):
+        self.compiled("move")
+        return Forward(self.signature, saving).moved(before, state)
+
+    def _round(self, saving, weights, inputs, table, state):
+        self.compiled("round")
+        forward = Forward(self.signature, saving)
+        consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
+        return advance(forward, consts, table, forward.resume(inputs, state))
+
     def _reverse(self, signature, shared, tables, values, outputs):
         self.compiled("reverse")
         consts, pull_back = jax.vjp(self.prepare, shared)
@@ -167,16 +196,36 @@ class Dispatch:
 
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
-        return self._run(Forward(self.signature, saving=False), shared, inputs, table)[0]
+        return self._start(Forward(self.signature, saving=False), shared, inputs, table)[0]
 
     def save(self, shared, inputs, table):
         """The rows returned from each arena, and the state after the last batch."""
-        return self._run(Forward(self.signature, saving=True), shared, inputs, table)
+        return self._start(Forward(self.signature, saving=True), shared, inputs, table)
 
-    def _run(self, forward, shared, inputs, table):
+    def blank(self, saving):
+        """The state before the first round."""
+        return Forward(self.signature, saving).start(no_inputs(self.signature))
+
+    def move(self, saving, before, state):
+        """The state of a smaller program as one of this program."""
+        return Forward(self.signature, saving).moved(before, state)
+
+    def pick(self, state, rows):
+        """Rows of each arena."""
+        return pick(state, rows)
+
+    def advance(self, saving, shared, inputs, table, state):
+        """Runs one round: (rows returned from each arena, state); see `_workspace`."""
+        forward = Forward(self.signature, saving)
+        return self._run(forward, shared, table, forward.resume(inputs, state))
+
+    def _start(self, forward, shared, inputs, table):
+        state = self._call(("start", forward.saving), forward.start, inputs)
+        return self._run(forward, shared, table, state)
+
+    def _run(self, forward, shared, table, state):
         saving = forward.saving
         consts = self._call("prepare", self.prepare, shared)
-        state = self._call(("start", saving), forward.start, inputs)
         bodies = self.signature.bodies
         ladders = [self.signature.kernels[k].ladder for k, _ in bodies]
         for body, width, lane in _host_chunks(ladders, self.signature.form, table):
@@ -223,6 +272,16 @@ class Dispatch:
             return pulled, reverse.inputs(tables[1], state)
 
         return self._call(("finish", signature), finish, shared, tables, arenas, state)
+
+
+def no_inputs(signature: Signature) -> list[Any]:
+    """No input rows for any arena."""
+    return [empty(0, kind) for kind in signature.arenas]
+
+
+def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rows of each arena of a state."""
+    return tuple(take(arena, some) for arena, some in zip(state[0], rows, strict=True))
 
 
 def _host_chunks(ladders: Sequence[Ladder], form: TableForm, table: Any, sign: int = 1) -> Any:

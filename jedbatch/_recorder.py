@@ -73,6 +73,7 @@ class Recorder(Trace):
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
+      read: gives the value of a symbol as a NumPy array; None if values are not to be had.
     """
 
     def __init__(self, registry: Registry, caller: Any):
@@ -81,6 +82,7 @@ class Recorder(Trace):
         self.caller = caller
         self.active = True
         self.caching = True
+        self.read: Callable | None = None
         self.callees: list[int] = []
         self.references: list[int] = []
         self.num_values = 0
@@ -122,14 +124,21 @@ class Recorder(Trace):
         return self._shared
 
     def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
-        """Starts an instance; its arrays are replaced by symbols."""
+        """Starts an instance after another is done; its arrays are replaced by symbols."""
+        for kept in (self._known, self._kept, self._leaves):
+            kept.clear()
+        self._known.update(self._containers)
+        self.caching = True
+        self.turn_to(instance)
+        return self.symbolic(instance, arrays)
+
+    def turn_to(self, instance: Any) -> None:
+        """What is recorded from now on belongs to an instance, begun now or before."""
         self._instance = instance
         self._owned = None
-        self._known.clear()
-        self._known.update(self._containers)
-        self._kept.clear()
-        self._leaves.clear()
-        self.caching = True
+
+    def symbolic(self, instance: Any, arrays: Sequence[Any]) -> Any:
+        """The instance with its arrays replaced by symbols."""
         if not arrays:
             return instance
         kinds = [self.registry.value_type(*array_type(x)) for x in arrays]

@@ -26,7 +26,7 @@ def assemble(
     parts = collections.defaultdict(list)
     for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
-            parts[stored(chunk.type)].append(_input_rows(chunk, mine, i))
+            parts[stored(chunk.type)].append(rows_of_inputs(chunk, mine, i))
     inputs: dict[str, Any] = {}
     rows: Any
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
@@ -43,7 +43,7 @@ def assemble(
     return inputs
 
 
-def _input_rows(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
+def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
     """The values of some inputs [k, *shape]."""
     if chunk.leaf is None:
         return chunk.rows

@@ -16,6 +16,7 @@ from jedbatch._cotangents import (
     reverse_table,
 )
 from jedbatch._executors import EXECUTORS
+from jedbatch._layout import Layout
 from jedbatch._plan import Static
 from jedbatch._program import (
     Lowered,
@@ -28,6 +29,8 @@ from jedbatch._program import (
 )
 from jedbatch._registry import Registry
 from jedbatch._trace import Record
+
+ROUNDS = 512  # layouts of rounds that are kept
 
 
 class Memory(collections.OrderedDict):
@@ -50,6 +53,9 @@ class Session:
       registry: types met so far.
       records: what recording gave, by the key of the instance.
       seen: (instance, record) by the id of an instance that cannot change.
+      decides: whether the function has been seen to decide on values.
+      rounds, workspaces: what is kept for that: layouts of rounds by their structure, and the
+        largest program in use by the number of instances.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -59,6 +65,9 @@ class Session:
         self.registry = Registry(avals, structure)
         self.records: dict[Hashable, Record] = Memory(limit)
         self.seen: dict[int, tuple[Any, Record]] = Memory(limit)
+        self.decides = False
+        self.rounds: dict[Hashable, Layout] = Memory(ROUNDS)
+        self.workspaces: dict[int, Signature] = {}
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = executor
         self._signatures: list[Signature] = []

@@ -3,6 +3,7 @@
 What they are part of, and what becomes of an operation on them, their recorder knows.
 """
 
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,14 +13,19 @@ from jax.core import Tracer
 from jedbatch.errors import SymbolicValueError
 
 
-def _needs_value(what: str) -> Callable:
-    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        raise SymbolicValueError(
-            f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, which "
-            "has not been computed: while a batched function is recorded, values are unknown. "
-            "Decide on Python numbers or the structure of the instance, use `jnp.where`, or "
-            "`jax.lax.cond` inside a cell; `help(jedbatch.errors.SymbolicValueError)` says more."
-        )
+def _by_value(what: str, convert: Callable) -> Callable:
+    """A method that needs the value: the recorder's to give, or else an error."""
+
+    def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
+        read = self._trace.read
+        if read is None:
+            raise SymbolicValueError(
+                f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, "
+                "which has not been computed: values are unknown while this is recorded. "
+                "`help(jedbatch.errors.SymbolicValueError)` says where Python may decide on "
+                "values, and what to write elsewhere."
+            )
+        return convert(read(self), *args, **kwargs)
 
     return method
 
@@ -29,14 +35,14 @@ class Symbol(Tracer):
 
     __slots__ = ("index",)
 
-    __bool__ = _needs_value("`if`, `while`, `and`, `or`, `not` or `bool()`")
-    __int__ = _needs_value("`int()`")
-    __float__ = _needs_value("`float()`")
-    __complex__ = _needs_value("`complex()`")
-    __index__ = _needs_value("`range()` or indexing a Python list")
-    __array__ = _needs_value("`numpy.asarray`")
-    item = _needs_value("`.item()`")
-    tolist = _needs_value("`.tolist()`")
+    __bool__ = _by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
+    __int__ = _by_value("`int()`", int)
+    __float__ = _by_value("`float()`", float)
+    __complex__ = _by_value("`complex()`", complex)
+    __index__ = _by_value("`range()` or indexing a Python list", operator.index)
+    __array__ = _by_value("`numpy.asarray`", np.asarray)
+    item = _by_value("`.item()`", np.ndarray.item)
+    tolist = _by_value("`.tolist()`", np.ndarray.tolist)
 
     def full_lower(self):
         return self

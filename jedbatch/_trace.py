@@ -48,6 +48,7 @@ def trace(
     instances: Sequence[Sequence[Any]],
     arrays: Sequence[Sequence[Any]],
     arrange: Callable,
+    read: Callable | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -57,6 +58,7 @@ def trace(
       instances: the mapped arguments of each instance.
       arrays: the arrays in them, in order.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
+      read: called with a symbol whose value is needed; by default that is an error.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -67,7 +69,8 @@ def trace(
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     with take_current_trace() as caller:
         recorder = Recorder(registry, caller)
-        with set_current_trace(recorder), _recording_with(recorder):
+        recorder.read = read
+        with set_current_trace(recorder), recording_with(recorder):
             shared = recorder.share()
             for i, instance in enumerate(instances):
                 mapped = recorder.begin(instance, arrays[i])
@@ -89,7 +92,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _recording_with(recorder: Recorder) -> Iterator[None]:
+def recording_with(recorder: Recorder) -> Iterator[None]:
     """Cells called inside are recorded; recursion may be deep; no collections in between.
 
     The lists and tracers of a large minibatch make the cyclic collector run again and again over
@@ -138,21 +141,7 @@ def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
     """The lists of a recorder as one graph of all instances."""
     registry = recorder.registry
     node_ptr, _, input_ptr, output_ptr = ends
-    callee = np.array(recorder.callees, np.int64)
-    present = np.flatnonzero(np.bincount(callee))
-    callees = [registry.callees[c] for c in present.tolist()]
-    local = np.zeros(len(registry.callees), np.int64)
-    local[present] = np.arange(len(present))
-    which = local[callee]
-
-    # References to operands: a reference to a tuple stands for all that is in it.
-    operand = np.array(recorder.references, np.int64)
-    num_references = np.array([len(c.widths) for c in callees], np.int64)
-    if any(width != 1 for c in callees for width in c.widths):
-        flat = np.array([width for c in callees for width in c.widths], np.int64)
-        starts = pointers(num_references)
-        operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
-    arity = np.array([sum(c.widths) for c in callees], np.int64)[which]
+    node_type, arity, operand = find_operands(registry, recorder.callees, recorder.references)
 
     # Inputs: drop what nobody reads, and group what is read the same way, by instance.
     result = np.array(outputs, np.int64)
@@ -173,10 +162,10 @@ def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
 
     return Graph(
         registry.types,
-        np.array([c.node_type for c in callees], np.int32)[which],
+        node_type,
         pointers(arity),
         operand.astype(np.int32),
-        tuple(_input_rows(registry, recorder.input_value, kept, owner, group[kept])),
+        tuple(cut_inputs(registry, recorder.input_value, kept, owner, group[kept])),
         result.astype(np.int32),
         node_ptr,
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
@@ -184,8 +173,34 @@ def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
     )
 
 
-def _input_rows(registry, values, kept, owner, group) -> Iterator[InputRows]:
-    """The inputs in order, cut where the instance or the group changes."""
+def find_operands(
+    registry: Registry, recorded: list[int], references: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(int32[N] types of recorded calls, int64[N] operands of each, int64[E] these operands).
+
+    A reference to a tuple stands for all that is in it.
+    """
+    callee = np.array(recorded, np.int64)
+    present = np.flatnonzero(np.bincount(callee))
+    callees = [registry.callees[c] for c in present.tolist()]
+    local = np.zeros(len(registry.callees), np.int64)
+    local[present] = np.arange(len(present))
+    which = local[callee]
+    operand = np.array(references, np.int64)
+    num_references = np.array([len(c.widths) for c in callees], np.int64)
+    if any(width != 1 for c in callees for width in c.widths):
+        flat = np.array([width for c in callees for width in c.widths], np.int64)
+        starts = pointers(num_references)
+        operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
+    arity = np.array([sum(c.widths) for c in callees], np.int64)[which]
+    return np.array([c.node_type for c in callees], np.int32)[which], arity, operand
+
+
+def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
+    """Inputs in order, cut where the instance or the group changes.
+
+    `values` has those of all inputs, of which some are `kept`; `owner` and `group` belong to these.
+    """
     if not len(kept):
         return
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1

@@ -5,19 +5,37 @@ Everything else that is misused raises `ValueError` or `TypeError` where it ente
 
 
 class SymbolicValueError(TypeError):
-    """Python needed the value of something that has not been computed yet.
+    """Python needed the value of something that has not been computed, where it cannot be had.
 
     **Symptom.** `if`, `while`, `bool()`, `int()`, `float()`, `range()`, `.item()`,
     `numpy.asarray` or indexing a list met a symbolic value.
 
-    **Reason.** While a batched function is recorded, arrays of the instance and results of
-    operations have a shape and a dtype but no value: values are computed later, for all
-    instances at once.
+    **Where it works.** In a plain call of a batched function, and under `jax.grad`. The instance
+    waits; what all instances wait for is computed in batches; they go on:
 
-    **Cure.** Decide on what is known: Python numbers, strings, shapes and the structure of the
-    instance reach the function as they are. Choose between values with `jnp.where`, or put the
-    decision inside a cell with `jax.lax.cond`. Python control flow on computed values is not
-    supported yet.
+        def refine(params, x):
+            while error(params, x) > 1e-3:      # as often as this instance needs
+                x = improve(params, x)
+            return x
+
+        refine_all = jedbatch.batch(refine)
+        refine_all(params, xs)                  # works
+        jax.grad(lambda p: refine_all(p, xs).sum())(params)     # works
+        print(refine_all.last_rounds)           # what ran between decisions
+
+    **Reason.** Elsewhere values do not exist yet, or would not be the same again:
+
+    - In `plan`, and so with `apply`: which branches are taken depends on the values of the
+      parameters, and a plan would be wrong for the next ones. In `Batched.learn` likewise.
+    - Under `jax.jit`, `jax.vmap`, `jax.checkpoint` or a second derivative, around the batched
+      function: there are no values there, only tracers of JAX.
+    - Inside a cell, where JAX's own `ConcretizationTypeError` says so: a cell is one program for
+      all its calls.
+
+    **Cure.** Call the batched function, and jit-compile what is around it. Or decide on what is
+    known: Python numbers, strings, shapes and the structure of the instance reach the function as
+    they are. Or choose between values with `jnp.where`, which computes both, or decide inside a
+    cell with `jax.lax.cond` and `jax.lax.while_loop`:
 
         # instead of                     write
         if score > 0:                    h = jnp.where(score > 0, a(h), b(h))

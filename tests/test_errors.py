@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close
 
 import jedbatch
 from jedbatch.errors import EscapedValueError, NothingReadyError, SymbolicValueError
@@ -174,8 +175,14 @@ def test_arguments_of_a_cell():
     ],
 )
 def test_deciding_on_a_symbolic_value(decide):
-    with pytest.raises(SymbolicValueError, match=r"jnp\.where"):
-        jedbatch.batch(lambda p, x: x + jnp.sum(jnp.asarray(decide(x))))(P, [X])
+    """There are no values in a plan or under `jax.jit`; in a plain call there are."""
+    fn = lambda p, x: x + jnp.sum(jnp.asarray(decide(x)))  # noqa: E731
+    batched = jedbatch.batch(fn)
+    for run in (batched.plan, jax.jit(lambda p, xs: batched(p, xs)), batched.learn):
+        with pytest.raises(SymbolicValueError, match=r"help\(jedbatch.errors.SymbolicValueError\)"):
+            run(P, [X])
+    assert_close(batched(P, [X]), jnp.stack([fn(P, X)]), 1e-6)
+    assert "jnp.where" in SymbolicValueError.__doc__
 
 
 def test_a_value_that_escapes():

@@ -1,0 +1,343 @@
+"""Control flow on values: compute what is recorded, decide, record on.
+
+Under `if`, `while`, `int()` and their like an instance needs a value that has not been computed.
+It waits; the others go on (see `_fibers`). When nobody can go on, a *round* computes what the
+waiting instances wait for, in batches across all of them, and they resume:
+
+    instance 0    record ─ if a > 0?        ─ record ─ if b > 0?     ─ record ─ done
+    instance 1    record ─ done             .                        .
+    instance 2    record ─ while e > tol?   ─ record ─ done          .
+                         round 1: a, e               round 2: b              round 3: the rest
+
+A round computes what is waited for and nothing else; what nobody decides on is put off until the
+end, where batches are largest. Nothing is computed for a branch that was not taken, or twice.
+
+Which branches are taken depends on the parameters, so nothing of this can be planned ahead, and
+under `jax.jit`, where there are no values, it is an error. Differentiation works: the call is one
+`jax.custom_vjp`, whose forward rule is given concrete values, and whose reverse is one sweep over
+all rounds (see `_workspace`).
+
+Source: Zha et al., Just-in-time dynamic batching, 2019, and DyNet compute all that has been
+recorded when one value is read, which ends batching; waiting in turns does not.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch._cell import pause, recording
+from jedbatch._cells import is_key
+from jedbatch._fibers import Fibers
+from jedbatch._graph import NodeType
+from jedbatch._jaxpr import has_gradient
+from jedbatch._layout import Layout
+from jedbatch._plan import ResultForm
+from jedbatch._program import Signature, lower
+from jedbatch._recorder import Recorder
+from jedbatch._rows import results_from, rows_of_inputs
+from jedbatch._session import Session
+from jedbatch._symbols import Shared, Symbol
+from jedbatch._trace import cut_inputs, recording_with
+from jedbatch._workspace import Workspace
+from jedbatch.errors import SymbolicValueError
+
+
+@dataclass(frozen=True)
+class Round:
+    """What ran between two decisions.
+
+    Attributes:
+      instances: how many instances waited for values; 0 in the last round.
+      nodes: how many nodes ran.
+      batches: in how many batches.
+      lanes: rows computed, padding included.
+      ran: (type, batches, nodes) for every type that ran.
+      seconds: from the first instance that recorded to the values in hand; in the last round, to
+        the work handed to the device.
+    """
+
+    instances: int
+    nodes: int
+    batches: int
+    lanes: int
+    ran: tuple[tuple[NodeType, int, int], ...]
+    seconds: float
+
+    @staticmethod
+    def of(layout: Layout, instances: int, seconds: float) -> "Round":
+        """The round that ran a layout."""
+        graph, schedule = layout.graph, layout.schedule
+        nodes = np.bincount(graph.node_type)
+        batches = np.bincount(schedule.batch_type)
+        ran = tuple(
+            (graph.types[t], int(batches[t]), int(nodes[t])) for t in np.flatnonzero(nodes).tolist()
+        )
+        lanes = int(layout.lanes.sum())
+        return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds)
+
+    def __str__(self) -> str:
+        who = f"{self.instances} waited" if self.instances else "the rest"
+        what = f"{self.nodes} nodes in {self.batches} batches"
+        lines = [f"{who}: {what}, {1e3 * self.seconds:.1f} ms"]
+        lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
+        return "\n".join(lines)
+
+
+class Rounds(tuple[Round, ...]):
+    """The rounds of a call, in order; printed one after the other."""
+
+    def __str__(self) -> str:
+        nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
+        plural = "" if len(self) == 1 else "s"
+        head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
+        return "\n".join([head, *(f"{i}. {r}" for i, r in enumerate(self, 1))])
+
+    __repr__ = __str__
+
+
+class ValueNeeded(BaseException):
+    """A function decides on a value where nobody expected it; not an error to catch."""
+
+
+class TracersMet(BaseException):
+    """Tracers of an outer transformation that were not known; all so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """How an instance ended; see `_trace.Record`."""
+
+    structure: Any
+    types: tuple[tuple, ...]
+    references: tuple[int, ...]
+
+
+class Stepwise:
+    """One call of a batched function that decides on values.
+
+    Attributes:
+      rounds: what ran so far.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        session: Session,
+        instances: Sequence[Sequence[Any]],
+        join: Callable,
+        policy: Any,
+        results: Callable[[Sequence[Outcome], np.ndarray], tuple[dict, ResultForm]],
+        shared_of: Callable[[Signature, Sequence[Any], Sequence[Any]], Sequence[Any]],
+    ):
+        """Prepares a call.
+
+        Args:
+          fn: the function of one instance.
+          session: what is kept from call to call.
+          instances: the mapped arguments of each instance.
+          join: makes the arguments of `fn` from the shared and the mapped ones.
+          policy: chooses batches.
+          results: from outcomes and references of their leaves to (what each arena returns, form).
+          shared_of: the values a program needs, from the leaves of the shared arguments and the
+            values of tracers that the function closes over.
+        """
+        self.rounds: list[Round] = []
+        self._fn = fn
+        self._session = session
+        self._instances = instances
+        self._join = join
+        self._policy = policy
+        self._results = results
+        self._shared_of = shared_of
+        self._tracers: Sequence[Any] = ()
+        self._moving = False  # whether arrays of instances are traced
+
+    def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]]) -> Any:
+        """The results; `leaves` of the shared arguments and the instances' arrays may be traced."""
+        while True:
+            try:
+                return self._attempt(leaves, arrays)
+            except TracersMet as met:
+                self._tracers = met.args[0]
+
+    def _attempt(self, leaves, arrays) -> Any:
+        given = list(leaves), [list(x) for x in arrays], list(self._tracers)
+        self._moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            outputs = self._compute(*given, saving=False)
+        else:
+            outputs = self._differentiable()(*given)
+        return results_from(self._form, self._signature, outputs)
+
+    def _differentiable(self) -> Callable:
+        @jax.custom_vjp
+        def run(leaves, arrays, tracers):
+            return self._compute(leaves, arrays, tracers, saving=False)
+
+        def forwards(leaves, arrays, tracers):
+            outputs = self._compute(leaves, arrays, tracers, saving=True)
+            return outputs, (leaves, arrays, tracers, self._workspace.state)
+
+        run.defvjp(forwards, self._backwards)
+        return run
+
+    def _backwards(self, residuals, cotangents):
+        leaves, arrays, tracers, values = residuals
+        workspace, session = self._workspace, self._session
+        placed, signature = workspace.whole(self._returned, self._form.batch is not None)
+        lowered = lower(placed, signature)
+        assert lowered is not None
+        reverse, reverse_table = session.reverse(placed, signature)
+        shared = self._shared_of(signature, leaves, tracers)
+        outputs = tuple(
+            x if has_gradient(kind[1]) else None
+            for x, kind in zip(cotangents, signature.arenas, strict=True)
+        )
+        executor = session.executor(signature, (shared, values, outputs))
+        tables = lowered.table, reverse_table
+        of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
+        of_shared = [x if has_gradient(x.dtype) else None for x in of_shared]
+        of_tracers: list[Any] = [None] * len(tracers)
+        closed_over = session.program(signature)[1]
+        for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
+            position = session.registry.shared[index].tracer
+            if position is not None:
+                of_tracers[position] = cotangent
+        of_arrays = workspace.pull_back(arrays, of_inputs) if self._moving else None
+        return of_shared[: len(leaves)], of_arrays, of_tracers
+
+    # --- rounds ---
+
+    def _compute(self, leaves, arrays, tracers, saving: bool) -> Any:
+        """Runs all rounds; returns the rows that are returned from each arena."""
+        given = leaves, arrays, tracers
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            raise SymbolicValueError(
+                "a batched function decides on the value of an array (`if`, `while`, `int()`, "
+                "...), and there are no values here: it is called under `jax.jit`, `jax.vmap` or "
+                "a second derivative. Call it outside of them; `jax.grad` of it is fine. "
+                "`help(jedbatch.errors.SymbolicValueError)` says more."
+            )
+        self.rounds.clear()
+        with jax.ensure_compile_time_eval(), take_current_trace() as caller:
+            recorder = Recorder(self._session.registry, caller)
+            recorder.tracers = list(self._tracers)
+            self._leaves, self._arrays, self._primals = given
+            self._workspace = Workspace(
+                self._session,
+                recorder,
+                arrays,
+                self._policy,
+                lambda signature: self._shared_of(signature, leaves, tracers),
+                saving,
+            )
+            self._known: dict[Any, np.ndarray] = {}
+            self._outcomes: list[Any] = [None] * len(self._instances)
+            self._fibers = fibers = Fibers(self._record, len(self._instances))
+            recorder.read = self._read
+            with set_current_trace(recorder), recording_with(recorder):
+                self._shared = recorder.share()
+                recorder.begin(None, ())
+                try:
+                    while True:
+                        start = time.perf_counter()
+                        for instance in fibers.turns():
+                            self._workspace.note_turn(instance)
+                        if len(recorder.tracers) > len(tracers):
+                            raise TracersMet(recorder.tracers)
+                        if not fibers.waiting:
+                            break
+                        self._round(start)
+                        fibers.resume()
+                finally:
+                    fibers.close()
+                    del self._shared
+        return self._last(start)
+
+    def _record(self, instance: int) -> None:
+        """Runs the function for one instance, in a fibre of its own."""
+        recorder = self._workspace.recorder
+        with set_current_trace(recorder):
+            recorder.turn_to(self._instances[instance])
+            mapped = recorder.symbolic(self._instances[instance], self._arrays[instance])
+            result = self._fn(*self._join(self._shared, mapped))
+            leaves, structure = jax.tree.flatten(result)
+            found = [recorder.output(leaf) for leaf in leaves]
+            references, types = tuple(r for r, _ in found), tuple(t for _, t in found)
+            self._outcomes[instance] = Outcome(structure, types, references)
+
+    def _read(self, symbol: Symbol) -> np.ndarray:
+        """The value of a symbol; the instance that asks waits until there is one."""
+        recorder = self._workspace.recorder
+        if recording.recorder is not recorder:
+            raise SymbolicValueError(
+                "a cell decides on the value of an array that it closes over; inside of cells "
+                "values are unknown. Pass the array to the cell and choose with `jnp.where` or "
+                "`jax.lax.cond`, or decide outside of the cell."
+            )
+        if is_key(symbol.dtype):
+            raise TypeError("a random key has no value to decide on; draw from it first.")
+        key = type(symbol) is Shared, symbol.index
+        if key not in self._known:
+            if isinstance(symbol, Shared):
+                self._known[key] = self._shared_value(symbol.index)
+            elif symbol.index < 0:
+                self._known[key] = self._input_value(-1 - symbol.index)
+            else:
+                instance = recorder._instance
+                self._fibers.wait(symbol.index)
+                recorder.turn_to(instance)
+        return self._known[key]
+
+    def _shared_value(self, index: int) -> np.ndarray:
+        """A value that all instances share."""
+        compute, closed_over = self._session.registry.prologue([[index]])
+        with pause():
+            values = with_closed_over(self._session, closed_over, self._leaves, self._primals)
+            return np.asarray(compute(values)[0][0])
+
+    def _input_value(self, index: int) -> np.ndarray:
+        """A number, or a part of an array of the instance that asks."""
+        recorder = self._workspace.recorder
+        group = np.array([recorder.input_group[index]])
+        (chunk,) = cut_inputs(
+            recorder.registry, recorder.input_value, np.array([index]), np.zeros(1), group
+        )
+        instance = self._fibers.current
+        return np.asarray(rows_of_inputs(chunk, self._arrays[instance], instance))[0]
+
+    def _round(self, start: float) -> None:
+        """Computes what instances wait for."""
+        waiting = self._fibers.waiting
+        values = list(dict.fromkeys(waiting.values()))
+        with pause():
+            layout, found = self._workspace.compute(np.array(values), read=True)
+        self._known.update(zip([(False, v) for v in values], found, strict=True))
+        self.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
+
+    def _last(self, start: float) -> Any:
+        """Computes what is returned."""
+        references = np.array([r for o in self._outcomes for r in o.references], np.int64)
+        self._returned, self._form = self._results(self._outcomes, references)
+        layout, _ = self._workspace.compute(references, read=False)
+        assert self._workspace.signature is not None
+        self._signature = self._workspace.signature
+        self.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
+        return self._workspace.results(self._returned, self._form.batch is not None)
+
+
+def with_closed_over(
+    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Sequence[Any]
+) -> list[Any]:
+    """The leaves of the shared arguments, followed by closed-over arrays and tracers."""
+    found = list(leaves)
+    for index in closed_over:
+        value = session.registry.shared[index]
+        found.append(value.array if value.tracer is None else tracers[value.tracer])
+    return found
