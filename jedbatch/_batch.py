@@ -156,7 +156,12 @@ class Batched:
 
         So what it does is batched across the instances of both, and both may decide on values.
         """
-        results = [self._fn(*self._join_arguments(shared, mapped)) for mapped in instances]
+        results = recording.recorder.together(
+            [
+                functools.partial(self._fn, *self._join_arguments(shared, mapped))
+                for mapped in instances
+            ]
+        )
         if self._out_axes is None:
             return results
         forms = [

@@ -10,7 +10,8 @@ it along.
 """
 
 import collections
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import greenlet
@@ -22,41 +23,89 @@ PATIENCE = 8  # times an instance is told to stop, in case it catches everything
 class Fibers:
     """Instances that take turns.
 
+    An instance may fall into parts that take turns too; it goes on when all of them are done.
+
     Attributes:
-      waiting: what each instance said when it began to wait, by instance.
+      waiting: what each fibre said when it began to wait.
       current: the instance whose turn it is.
     """
 
     def __init__(self, run: Callable[[int], None], count: int):
         """Makes `count` instances, of which each will do `run(instance)`."""
         self.waiting: dict[int, Any] = {}
-        self._hub = greenlet.getcurrent()
-        self._fibers = {i: greenlet.greenlet(run) for i in range(count)}
-        self._ready = collections.deque(range(count))
         self.current = -1
+        self._hub = greenlet.getcurrent()
+        self._ready: collections.deque[int] = collections.deque()
+        self._fibers: dict[int, Any] = {}
+        self._instance: list[int] = []  # that a fibre belongs to
+        self._whole: dict[int, int] = {}  # the fibre that a part is part of
+        self._parts: dict[int, int] = {}  # how many parts of a fibre are not done
+        self._fiber = -1  # whose turn it is
+        for i in range(count):
+            self._add(functools.partial(run, i), i)
+
+    def _add(self, run: Callable[[], None], instance: int) -> int:
+        fiber = len(self._instance)
+        self._instance.append(instance)
+        self._fibers[fiber] = greenlet.greenlet(run, self._hub)
+        self._ready.append(fiber)
+        return fiber
 
     def turns(self) -> Iterator[int]:
-        """Lets every instance that can go on do so, one after the other, and yields which it was.
+        """Lets every fibre that can go on do so, one after the other; yields whose it was.
 
         An error in an instance is raised here, with a note that names the instance.
         """
         while self._ready:
-            self.current = i = self._ready.popleft()
+            self._fiber = fiber = self._ready.popleft()
+            self.current = self._instance[fiber]
             with take_current_trace():
                 try:
-                    self._fibers[i].switch(i)
+                    self._fibers[fiber].switch()
                 except Exception as error:
-                    error.add_note(f"This happened in instance {i}.")
+                    error.add_note(f"This happened in instance {self.current}.")
                     raise
-            if self._fibers[i].dead:
-                del self._fibers[i]
-            yield i
+            if self._fibers[fiber].dead:
+                del self._fibers[fiber]
+                whole = self._whole.pop(fiber, None)
+                if whole is not None:
+                    self._parts[whole] -= 1
+                    if not self._parts[whole]:
+                        self._ready.append(whole)
+            yield self.current
 
     def wait(self, reason: Any) -> None:
         """Called by an instance: returns once `resume` was called and its turn has come."""
-        self.waiting[self.current] = reason
+        self.waiting[self._fiber] = reason
+        self._give_way()
+
+    def _give_way(self) -> None:
         with take_current_trace():
             self._hub.switch()
+
+    def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Called by an instance: what its parts return, which take turns as instances do.
+
+        If parts raise errors, the error of the first of them is raised when all are done.
+        """
+        whole = self._fiber
+        results: list[Any] = [None] * len(parts)
+        errors: dict[int, Exception] = {}
+
+        def run(i: int) -> None:
+            try:
+                results[i] = parts[i]()
+            except Exception as error:
+                errors[i] = error
+
+        for i in range(len(parts)):
+            self._whole[self._add(functools.partial(run, i), self._instance[whole])] = whole
+        self._parts[whole] = len(parts)
+        if parts:
+            self._give_way()
+        if errors:
+            raise errors[min(errors)]
+        return results
 
     def resume(self) -> None:
         """All who wait may go on."""
@@ -64,7 +113,7 @@ class Fibers:
         self.waiting.clear()
 
     def close(self) -> None:
-        """Ends all instances that are not done, running what they have to clean up."""
+        """Ends all fibres that are not done, running what they have to clean up."""
         for fiber in self._fibers.values():
             for _ in range(PATIENCE):
                 if fiber.dead or not fiber:

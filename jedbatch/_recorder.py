@@ -74,6 +74,7 @@ class Recorder(Trace):
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
+      together: what some functions return, which may wait for values each on its own.
     """
 
     def __init__(self, registry: Registry, caller: Any):
@@ -83,6 +84,7 @@ class Recorder(Trace):
         self.active = True
         self.caching = True
         self.read: Callable | None = None
+        self.together: Callable = lambda parts: [part() for part in parts]
         self.callees: list[int] = []
         self.references: list[int] = []
         self.num_values = 0

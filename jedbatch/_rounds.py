@@ -21,6 +21,7 @@ Source: Zha et al., Just-in-time dynamic batching, 2019, and DyNet compute all t
 recorded when one value is read, which ends batching; waiting in turns does not.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,7 @@ class Stepwise:
             self._outcomes: list[Any] = [None] * len(self._instances)
             self._fibers = fibers = Fibers(self._record, len(self._instances))
             recorder.read = self._read
+            recorder.together = self._together
             with set_current_trace(recorder), recording_with(recorder):
                 self._shared = recorder.share()
                 recorder.begin(None, ())
@@ -294,6 +296,22 @@ class Stepwise:
                 self._fibers.wait(symbol.index)
                 recorder.turn_to(instance)
         return self._known[key]
+
+    def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What parts of an instance return, which wait for values each on its own."""
+        recorder = self._workspace.recorder
+        instance = recorder._instance
+        with take_current_trace() as trace:
+            pass  # the recorder, or a transformation inside of the function
+
+        def run(part: Callable[[], Any]) -> Any:
+            with set_current_trace(trace):
+                recorder.turn_to(instance)
+                return part()
+
+        results = self._fibers.together([functools.partial(run, part) for part in parts])
+        recorder.turn_to(instance)
+        return results
 
     def _shared_value(self, index: int) -> np.ndarray:
         """A value that all instances share."""

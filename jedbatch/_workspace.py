@@ -16,6 +16,7 @@ twice as many; the largest program is remembered, so the next minibatch starts w
 """
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 from jedbatch._cells import Kernel, Kind, row_bytes, stored
 from jedbatch._graph import Graph, InputRows
 from jedbatch._instances import Same
-from jedbatch._ladder import BLOCKS
+from jedbatch._ladder import BLOCKS, Ladder
 from jedbatch._layout import Layout, assign_lanes
 from jedbatch._paths import distinct, pointers, ranges
 from jedbatch._program import Placed, Signature, capacity
@@ -134,6 +135,19 @@ class Room:
             None,
             ((),) * len(lanes),
         )
+
+
+@functools.lru_cache(4096)
+def in_blocks(lanes: int) -> int:
+    """Lanes in whole blocks, as weight gradients run over them."""
+    return max(lanes, int(BLOCKS.lanes(BLOCKS.cover(np.array([lanes])))[0]))
+
+
+@functools.lru_cache(4096)
+def num_widths(ladder: Ladder, largest: int) -> int:
+    """How many widths batches of up to so many nodes use."""
+    used = ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+    return int(np.flatnonzero(used)[-1]) + 1
 
 
 class Workspace:
@@ -343,22 +357,27 @@ class Workspace:
         return stored(results[value - int(self._value_ptr.array[node])])
 
     def _make_room(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> None:
-        """Goes on with a larger program if this one has no room for what comes."""
-        needed = Room(stretches=len(layout.start) + 1)
+        """Goes on with a larger program if this one has no room for what comes.
+
+        There must be room for what is known to come later, too: types that were recorded and have
+        not run. Otherwise each would need a new program when its time has come.
+        """
+        needed = Room(stretches=int(np.count_nonzero(layout.trips)) + 1)
         needed.inputs = dict(self._num_inputs)
         needed.wanted = {kind: len(some) for kind, some in wanted.items()}
-        sizes = np.diff(layout.schedule.node_ptr)
+        schedule = layout.schedule
+        sizes = np.zeros(len(layout.lanes), np.int64)
+        np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
+        waiting = self._node_type.array[self._lane.array < 0]
+        waiting = np.bincount(waiting, minlength=len(sizes))
+        for t in np.flatnonzero(waiting).tolist():
+            self._lanes.setdefault(t, 0)
         for t, used in self._lanes.items():
             kernel = self.session.kernel(t)
-            blocks = BLOCKS.lanes(BLOCKS.cover(np.array([used])))
-            needed.lanes[kernel] = max(used, int(blocks[0]))
-            largest = int(sizes[layout.schedule.batch_type == t].max(initial=1))
-            columns = kernel.ladder.cover(np.arange(1, capacity(largest) + 1)).any(axis=0)
-            needed.widest[kernel] = int(np.flatnonzero(columns)[-1]) + 1
-        needed.stretches = int(np.count_nonzero(layout.trips)) + 1
+            needed.lanes[kernel] = in_blocks(max(1, used))
+            most = sizes[t] if used else min(waiting[t], MANY * len(self.arrays))
+            needed.widest[kernel] = num_widths(kernel.ladder, capacity(max(1, int(most))))
         room = Room() if self.signature is None else Room.of(self.signature)
-        for kernel in needed.lanes:
-            room.widest.setdefault(kernel, 0)
         if self.signature is None or not room.holds(needed):
             before, self.signature = self.signature, room.extended(needed)
             if not any(kernel.transient for kernel in self.signature.kernels):
