@@ -1,5 +1,5 @@
 """Models written for one instance, with public names only."""
 
-from jedbatch.models import tree
+from jedbatch.models import childsum, tree
 
-__all__ = ["tree"]
+__all__ = ["childsum", "tree"]
