@@ -31,7 +31,7 @@ from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed, Signature
 from jedbatch._registry import NUMBERS
-from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, ValueNeeded, with_closed_over
+from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, with_closed_over
 from jedbatch._rows import assemble, results_from
 from jedbatch._schedule import Policy, agenda, checked_policy, schedule
 from jedbatch._session import Session
@@ -140,15 +140,20 @@ class Batched:
             return self._part_of_another(shared, instances)
         session, leaves = self._session(shared)
         if not session.decides:
+            decision = Unexpected()
             try:
-                plan = self._plan(session, instances, gradient=False, leaves=leaves, read=_give_up)
-            except ValueNeeded:
-                session.decides = True
-            else:
+                plan = self._plan(
+                    session, instances, gradient=False, leaves=leaves, read=unexpected
+                )
+            except BaseException:  # whatever the function makes of it
+                if not decision.met:
+                    raise
+            if not decision.met:
                 assert plan.host is not None
                 took = sum(plan.host.seconds.values())
                 self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
                 return self._run(plan, leaves, plan.inputs)
+            session.decides = True
         return self._run_stepwise(session, leaves, instances)
 
     def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
@@ -527,10 +532,6 @@ class Batched:
         run = differentiable_run(executor_of, permit, reverse_of)
         outputs = self._in_reverse_mode(lambda: run(*given, plan.reverse_table))
         return results_from(static.results, signature, outputs)
-
-
-def _give_up(_: Any) -> Any:
-    raise ValueNeeded
 
 
 def _show(x: Any) -> str:

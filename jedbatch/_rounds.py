@@ -106,6 +106,22 @@ class ValueNeeded(BaseException):
     """A function decides on a value where nobody expected it; not an error to catch."""
 
 
+class Unexpected:
+    """Notes that a function decides on values, and stops it.
+
+    Attributes:
+      met: whether it does. The function may have caught what stopped it.
+    """
+
+    def __init__(self) -> None:
+        self.met = False
+
+    def __call__(self, symbol: Symbol) -> np.ndarray:
+        self.met = True
+        symbol._trace.caching = False
+        raise ValueNeeded
+
+
 class TracersMet(BaseException):
     """Tracers of an outer transformation that were not known; all so far."""
 

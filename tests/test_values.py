@@ -104,7 +104,7 @@ def test_in_a_list():
 def test_under_jit_there_are_no_values():
     fn, params, instances = values.read_at_the_end(4, seed=1)
     batched = jedbatch.batch(fn)
-    with pytest.raises(jax.errors.ConcretizationTypeError):
+    with pytest.raises(jedbatch.errors.SymbolicValueError, match=r"under `jax\.jit`"):
         jax.jit(lambda p: batched(p, instances))(params)
     assert_close(batched(params, instances), loop(fn, params, instances), 1e-5)
 
