@@ -143,7 +143,7 @@ class Batched:
             decision = Unexpected()
             try:
                 plan = self._plan(
-                    session, instances, gradient=False, leaves=leaves, read=unexpected
+                    session, instances, gradient=False, leaves=leaves, read=decision
                 )
             except BaseException:  # whatever the function makes of it
                 if not decision.met:
