@@ -21,23 +21,21 @@ from jax.core import ShapedArray, Tracer
 from jedbatch._adaptive import Adaptive
 from jedbatch._cell import recording
 from jedbatch._cells import Kind, stored_kind
-from jedbatch._executors import EXECUTORS, differentiable_run, median_seconds
+from jedbatch._executors import EXECUTORS, median_seconds
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._instances import array_type, immutable, instance_key, is_array
-from jedbatch._layout import assign_lanes
 from jedbatch._learn import learn
+from jedbatch._minibatch import make_plan, reverse_mode_only, run_plan
 from jedbatch._orders import checked_order
-from jedbatch._plan import Host, Plan, ResultForm, input_name
-from jedbatch._program import Placed, Signature
+from jedbatch._plan import Plan, ResultForm, input_name
 from jedbatch._registry import NUMBERS
-from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, with_closed_over
-from jedbatch._rows import assemble, results_from
-from jedbatch._schedule import Policy, agenda, checked_policy, schedule
+from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected
+from jedbatch._rows import results_from
+from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
 
-STAGES = ("merge", "schedule", "layout", "lower")
 CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
@@ -142,9 +140,7 @@ class Batched:
         if not session.decides:
             decision = Unexpected()
             try:
-                plan = self._plan(
-                    session, instances, gradient=False, leaves=leaves, read=decision
-                )
+                plan = self._plan(session, instances, gradient=False, leaves=leaves, read=decision)
             except BaseException:  # whatever the function makes of it
                 if not decision.met:
                     raise
@@ -201,11 +197,11 @@ class Batched:
             self._join_arguments,
             self._policy,
             self._results,
-            functools.partial(self._shared_values, session),
         )
         with self._planning:
             try:
-                return self._in_reverse_mode(lambda: call.run(leaves, arrays))
+                with reverse_mode_only(f"the batched `{self._name}`"):
+                    return call.run(leaves, arrays)
             finally:
                 self.last_rounds = Rounds(call.rounds)
 
@@ -367,40 +363,25 @@ class Batched:
         self, session: Session, records, arrays, policy, gradient: bool, keeps: bool
     ) -> Plan:
         """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
-        clock = [time.perf_counter()]
+        start = time.perf_counter()
         graph = Graph.select([(r.whole, r.index) for r in records])
-        rows, form = self._results(records, graph.outputs)
-        clock.append(time.perf_counter())
-        batches = schedule(graph, policy)
-        clock.append(time.perf_counter())
-        type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
-        kernels = tuple(map(session.kernel, type_ids))
-        ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
-        layout = assign_lanes(
-            graph, batches, [ladders.get(t) for t in range(len(graph.types))], self._layout
-        )
-        stacked = self._out_axes is not None
-        placed = Placed.find(
-            layout,
-            kernels,
-            type_ids,
-            rows,
-            stacked=stacked,
-            keeps=keeps,
+        returned = self._results(records, graph.outputs)
+        seconds = {"merge": time.perf_counter() - start}
+        plan = make_plan(
+            session,
+            graph,
+            records,
+            arrays,
+            returned,
+            policy,
+            layout=self._layout,
             reuse=self._reuse,
+            gradient=gradient,
+            keeps=keeps,
         )
-        clock.append(time.perf_counter())
-
-        lowered = session.lower(placed)
-        signature, table = lowered.signature, lowered.table
-        reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
-        inputs = assemble(signature, records, arrays)
-        clock.append(time.perf_counter())
-
-        seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
-        static = session.static(signature, reverse, form, keeps)
-        host = Host(placed, lowered, seconds)
-        return Plan(static, table, reverse_table, inputs, host)
+        assert plan.host is not None
+        plan.host.seconds = seconds | plan.host.seconds
+        return plan
 
     def _records(self, session: Session, instances: list[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
@@ -483,55 +464,9 @@ class Batched:
 
     # --- running ---
 
-    def _shared_values(
-        self, session: Session, signature: Signature, leaves: Sequence[Any], tracers: Sequence[Any]
-    ) -> list[Any]:
-        """What a program needs: leaves of the shared arguments, then what is closed over."""
-        return with_closed_over(session, session.program(signature)[1], leaves, tracers)
-
-    def _in_reverse_mode(self, run: Callable) -> Any:
-        """Runs what has a rule for reverse mode only."""
-        try:
-            return run()
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"the batched `{self._name}` is differentiated in forward mode (`jax.jvp`, "
-                "`jax.jacfwd`); expected reverse mode, the only one it has a rule for. Write "
-                "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
-                "`jax.jacfwd(jax.grad(f))`."
-            ) from error
-
     def _run(self, plan: Plan, leaves: list[Any], inputs: dict[str, Any]) -> Any:
-        static, session = plan.static, plan.static.session
-        signature = static.signature
-        tracers = plan.host.tracers if plan.host else ()
-        shared = self._shared_values(session, signature, leaves, tracers)
-        rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
-        given = shared, rows, plan.table
-        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-            outputs = session.executor(signature, given).infer(*given)
-            return results_from(static.results, signature, outputs)
-
-        def permit():
-            if not static.keeps:
-                raise ValueError(
-                    "`apply` is differentiated with a plan made for inference, which does not "
-                    "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
-                    "is the default."
-                )
-
-        def reverse_of(table):
-            if static.reverse is not None:
-                return static.reverse, table
-            assert plan.host is not None
-            return session.reverse(plan.host.placed, signature)
-
-        executor_of = functools.partial(session.executor, signature)
-        run = differentiable_run(executor_of, permit, reverse_of)
-        outputs = self._in_reverse_mode(lambda: run(*given, plan.reverse_table))
-        return results_from(static.results, signature, outputs)
+        outputs = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
+        return results_from(plan.static.results, plan.static.signature, outputs)
 
 
 def _show(x: Any) -> str:

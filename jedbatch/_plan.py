@@ -1,6 +1,5 @@
 """`Plan`: a minibatch ready to run, and what it prints as."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +53,14 @@ class Host:
     Attributes:
       seconds: time spent in each stage of planning.
       num_known: instances whose graphs were known already.
-      tracers: tracers of outer transformations that the function closes over.
+      tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
 
     placed: Placed
     lowered: Lowered
     seconds: dict[str, float]
     num_known: int = 0
-    tracers: Sequence[Any] = ()
+    tracers: Any = ()
 
 
 @jax.tree_util.register_pytree_node_class

@@ -48,14 +48,15 @@ class SharedValue:
     """A value that does not depend on the instance.
 
     It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
-    or tracer number `tracer` of an outer transformation, which it closes over too; or result
-    `result` of `call(*args)` on earlier shared values.
+    or a tracer of an outer transformation, known as number `tracer`, which it closes over too, or
+    whatever a lazy scope read from outside, by its name `tracer`; or result `result` of
+    `call(*args)` on earlier shared values.
     """
 
     aval: ShapedArray
     leaf: int | None = None
     array: Any = None
-    tracer: int | None = None
+    tracer: Hashable = None
     call: Callable | None = None
     args: tuple[int, ...] = ()
     result: int = 0
@@ -234,6 +235,8 @@ class Registry:
         place = self.calls
         for token in way[:-1]:
             place = place.setdefault(token, {})
+        if way[-1] in place:  # the description had to be found again
+            return
         place[way[-1]] = self.add_callee(
             callee.node_type, widths, callee.results, callee.tree, callee.unit
         )
@@ -342,12 +345,12 @@ class Registry:
             self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
-    def outer(self, position: int, aval: Any) -> int:
-        """The id of tracer number `position` that the function closes over."""
-        key = ("tracer", position, aval)
+    def outer(self, name: Hashable, aval: Any) -> int:
+        """The id of a tracer that the function closes over, or of a lazy scope's weight."""
+        key = ("tracer", name, aval)
         if key not in self._ids:
             self._ids[key] = len(self.shared)
-            self.shared.append(SharedValue(aval, tracer=position))
+            self.shared.append(SharedValue(aval, tracer=name))
         return self._ids[key]
 
     def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
@@ -390,7 +393,7 @@ class Registry:
         """Whether a shared value depends on a tracer that the function closes over."""
         if index not in self._known_transient:
             value = self.shared[index]
-            found = value.tracer is not None or any(map(self.is_transient, value.args))
+            found = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
             self._known_transient[index] = found
         return self._known_transient[index]
 

@@ -38,8 +38,9 @@ from jedbatch._fibers import Fibers
 from jedbatch._graph import NodeType
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import Layout
+from jedbatch._minibatch import shared_values
 from jedbatch._plan import ResultForm
-from jedbatch._program import Signature, lower
+from jedbatch._program import lower
 from jedbatch._recorder import Recorder
 from jedbatch._rows import results_from, rows_of_inputs
 from jedbatch._session import Session
@@ -150,7 +151,6 @@ class Stepwise:
         join: Callable,
         policy: Any,
         results: Callable[[Sequence[Outcome], np.ndarray], tuple[dict, ResultForm]],
-        shared_of: Callable[[Signature, Sequence[Any], Sequence[Any]], Sequence[Any]],
     ):
         """Prepares a call.
 
@@ -161,8 +161,6 @@ class Stepwise:
           join: makes the arguments of `fn` from the shared and the mapped ones.
           policy: chooses batches.
           results: from outcomes and references of their leaves to (what each arena returns, form).
-          shared_of: the values a program needs, from the leaves of the shared arguments and the
-            values of tracers that the function closes over.
         """
         self.rounds: list[Round] = []
         self._fn = fn
@@ -171,7 +169,6 @@ class Stepwise:
         self._join = join
         self._policy = policy
         self._results = results
-        self._shared_of = shared_of
         self._tracers: Sequence[Any] = ()
         self._moving = False  # whether arrays of instances are traced
 
@@ -211,7 +208,8 @@ class Stepwise:
         lowered = lower(placed, signature)
         assert lowered is not None
         reverse, reverse_table = session.reverse(placed, signature)
-        shared = self._shared_of(signature, leaves, tracers)
+        closed_over = session.program(signature)[1]
+        shared = shared_values(session, closed_over, leaves, tracers)
         outputs = tuple(
             x if has_gradient(kind[1]) else None
             for x, kind in zip(cotangents, signature.arenas, strict=True)
@@ -221,10 +219,9 @@ class Stepwise:
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
         of_shared = [x if has_gradient(x.dtype) else None for x in of_shared]
         of_tracers: list[Any] = [None] * len(tracers)
-        closed_over = session.program(signature)[1]
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
             position = session.registry.shared[index].tracer
-            if position is not None:
+            if isinstance(position, int):
                 of_tracers[position] = cotangent
         of_arrays = workspace.pull_back(arrays, of_inputs) if self._moving else None
         return of_shared[: len(leaves)], of_arrays, of_tracers
@@ -242,16 +239,17 @@ class Stepwise:
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
         self.rounds.clear()
+        session = self._session
         with jax.ensure_compile_time_eval(), take_current_trace() as caller:
-            recorder = Recorder(self._session.registry, caller)
+            recorder = Recorder(session.registry, caller)
             recorder.tracers = list(self._tracers)
             self._leaves, self._arrays, self._primals = given
             self._workspace = Workspace(
-                self._session,
+                session,
                 recorder,
                 arrays,
                 self._policy,
-                lambda signature: self._shared_of(signature, leaves, tracers),
+                lambda closed_over: shared_values(session, closed_over, leaves, tracers),
                 saving,
             )
             self._known: dict[Any, np.ndarray] = {}
@@ -333,7 +331,7 @@ class Stepwise:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
         with pause():
-            values = with_closed_over(self._session, closed_over, self._leaves, self._primals)
+            values = shared_values(self._session, closed_over, self._leaves, self._primals)
             return np.asarray(compute(values)[0][0])
 
     def _input_value(self, index: int) -> np.ndarray:
@@ -364,14 +362,3 @@ class Stepwise:
         self._signature = self._workspace.signature
         self.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
         return self._workspace.results(self._returned, self._form.batch is not None)
-
-
-def with_closed_over(
-    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Sequence[Any]
-) -> list[Any]:
-    """The leaves of the shared arguments, followed by closed-over arrays and tracers."""
-    found = list(leaves)
-    for index in closed_over:
-        value = session.registry.shared[index]
-        found.append(value.array if value.tracer is None else tracers[value.tracer])
-    return found

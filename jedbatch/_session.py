@@ -1,7 +1,7 @@
 """What a batched function keeps: types, graphs of instances, kernels and programs."""
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -90,12 +90,16 @@ class Session:
         made = Static(self, *parts)
         return self._statics.setdefault(made, made)
 
-    def lower(self, placed: Placed) -> Lowered:
-        """A minibatch for a program in use if it fits one, or for a new one."""
-        for signature in sorted(self._signatures, key=lambda s: sum(s.lanes)):
+    def lower(self, placed: Placed, brought: Collection[Any] | None = None) -> Lowered:
+        """A minibatch for a program in use if it fits one, or for a new one.
+
+        A program is used, or grown, only if what it reads from outside is `brought`.
+        """
+        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
+        for signature in sorted(usable, key=lambda s: sum(s.lanes)):
             if fits(placed, signature) and (lowered := lower(placed, signature)) is not None:
                 return lowered
-        similar = (s for s in reversed(self._signatures) if resembles(placed, s))
+        similar = (s for s in reversed(usable) if resembles(placed, s))
         signature = make_signature(placed, next(similar, None))
         self._signatures.append(signature)
         lowered = lower(placed, signature)
@@ -125,6 +129,10 @@ class Session:
 
             self._programs[signature] = prepare, closed_over
         return self._programs[signature]
+
+    def _reads(self, signature: Signature) -> set[Any]:
+        """Names of the values from outside that a program reads."""
+        return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
 
     def executor(self, signature: Signature, values: Any) -> Any:
         """Who runs a program on these values; on traced ones always the fused executor."""

@@ -166,7 +166,7 @@ class Workspace:
         recorder: Recorder,
         arrays: Sequence[Sequence[Any]],
         policy: Policy | None,
-        shared_of: Callable[[Signature], Sequence[Any]],
+        shared_of: Callable[[Sequence[int]], Sequence[Any]],
         saving: bool,
     ):
         self.session = session
@@ -456,7 +456,7 @@ class Workspace:
             rows = self._buffer(kind, room)
             skip = kind not in fresh and room * row_bytes(kind) > SMALL
             inputs.append(rows[:0] if skip else rows)
-        shared = self.shared_of(signature)
+        shared = self.shared_of(self.session.program(signature)[1])
         outputs, self.state = executor.advance(
             self.saving, shared, tuple(inputs), table, self.state
         )

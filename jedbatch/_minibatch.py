@@ -1,0 +1,155 @@
+"""A recorded minibatch as a plan, and what running a plan gives.
+
+    Graph ─schedule→ Schedule ─layout→ lanes ─lower→ tables ─run→ rows
+
+This is what `batch` and `lazy` have in common, from the graph they recorded to the rows that their
+results are made of.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._cells import Kind
+from jedbatch._executors import differentiable_run
+from jedbatch._graph import Graph
+from jedbatch._layout import assign_lanes
+from jedbatch._plan import Host, Plan, ResultForm, input_name
+from jedbatch._program import Placed
+from jedbatch._rows import assemble
+from jedbatch._schedule import schedule
+from jedbatch._session import Session
+from jedbatch._trace import Record
+
+STAGES = ("schedule", "layout", "lower")
+
+
+def make_plan(
+    session: Session,
+    graph: Graph,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Any]],
+    returned: tuple[dict[Kind, list[int]], ResultForm],
+    policy: Any,
+    *,
+    layout: str,
+    reuse: bool | None,
+    gradient: bool,
+    keeps: bool,
+    brought: Collection[Any] | None = None,
+) -> Plan:
+    """Plans a graph.
+
+    Args:
+      session: whose programs may be used, and who keeps new ones.
+      graph: what to compute.
+      records: the graphs it was made of.
+      arrays: the arrays of their instances, which inputs are read from.
+      returned: the values that each arena returns, and how they become results.
+      policy: cuts the graph into batches.
+      layout: as for `jedbatch.batch`.
+      reuse: as for `jedbatch.batch`.
+      gradient: whether to plan the reverse too.
+      keeps: whether everything is kept that the reverse would read.
+      brought: names of what is there to be read from outside (see `SharedValue`); None if a
+        program may be used whatever it reads.
+    """
+    rows, form = returned
+    clock = [time.perf_counter()]
+    batches = schedule(graph, policy)
+    clock.append(time.perf_counter())
+    type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
+    kernels = tuple(map(session.kernel, type_ids))
+    ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
+    lanes = assign_lanes(graph, batches, [ladders.get(t) for t in range(len(graph.types))], layout)
+    placed = Placed.find(
+        lanes,
+        kernels,
+        type_ids,
+        rows,
+        stacked=form.batch is not None,
+        keeps=keeps,
+        reuse=reuse,
+    )
+    clock.append(time.perf_counter())
+
+    lowered = session.lower(placed, brought)
+    signature, table = lowered.signature, lowered.table
+    reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
+    inputs = assemble(signature, records, arrays)
+    clock.append(time.perf_counter())
+
+    seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
+    static = session.static(signature, reverse, form, keeps)
+    return Plan(static, table, reverse_table, inputs, Host(placed, lowered, seconds))
+
+
+def run_plan(plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str) -> Any:
+    """The rows returned from each arena; differentiable in the leaves and the inputs.
+
+    Args:
+      plan: what to run.
+      leaves: of the shared arguments.
+      inputs: rows for the arenas, as `plan.inputs` has them.
+      name: what is run, for messages.
+    """
+    static, session = plan.static, plan.static.session
+    signature = static.signature
+    tracers = plan.host.tracers if plan.host else ()
+    shared = shared_values(session, session.program(signature)[1], leaves, tracers)
+    rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
+    given = shared, rows, plan.table
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        return session.executor(signature, given).infer(*given)
+
+    def permit():
+        if not static.keeps:
+            raise ValueError(
+                "`apply` is differentiated with a plan made for inference, which does not "
+                "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
+                "is the default."
+            )
+
+    def reverse_of(table):
+        if static.reverse is not None:
+            return static.reverse, table
+        assert plan.host is not None
+        return session.reverse(plan.host.placed, signature)
+
+    executor_of = functools.partial(session.executor, signature)
+    run = differentiable_run(executor_of, permit, reverse_of)
+    with reverse_mode_only(name):
+        return run(*given, plan.reverse_table)
+
+
+def shared_values(
+    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
+) -> list[Any]:
+    """The leaves of the shared arguments, followed by what is closed over (see `SharedValue`)."""
+    found = list(leaves)
+    for index in closed_over:
+        value = session.registry.shared[index]
+        found.append(value.array if value.tracer is None else tracers[value.tracer])
+    return found
+
+
+@contextlib.contextmanager
+def reverse_mode_only(name: str) -> Iterator[None]:
+    """Inside runs what has a rule for reverse mode only; `name` says what, for messages."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"{name} is differentiated in forward mode (`jax.jvp`, "
+            "`jax.jacfwd`); expected reverse mode, the only one it has a rule for. Write "
+            "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
+            "`jax.jacfwd(jax.grad(f))`."
+        ) from error
