@@ -3,6 +3,7 @@
 - `batch`: a function of one instance as a function of many; `Batched` is what it returns, and
   `Plan` what `Batched.plan` makes.
 - `cell`: a function as one unit of batching.
+- `lazy`: a scope in which imperative code is batched; `Lazy` makes others with options.
 - `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
 - `layout`, `Layout`: where values are kept, and how they are read.
@@ -19,6 +20,7 @@ from jedbatch._cell import cell
 from jedbatch._evaluate import evaluate
 from jedbatch._graph import Graph
 from jedbatch._layout import Layout, layout
+from jedbatch._lazy import Lazy, lazy
 from jedbatch._learn import learn
 from jedbatch._schedule import Schedule, lower_bound, schedule
 
@@ -29,6 +31,7 @@ __all__ = [
     "Calibration",
     "Graph",
     "Layout",
+    "Lazy",
     "Plan",
     "Schedule",
     "batch",
@@ -37,6 +40,7 @@ __all__ = [
     "errors",
     "evaluate",
     "layout",
+    "lazy",
     "learn",
     "lower_bound",
     "policies",

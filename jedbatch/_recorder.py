@@ -27,6 +27,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class Recorder(Trace):
     """Records instances, one after the other, into flat lists.
 
     Attributes:
+      result: the class of the results of nodes.
       caller: JAX's trace around the batched function.
       callees: the kind of call of every node.
       references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
@@ -76,6 +78,8 @@ class Recorder(Trace):
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       together: what some functions return, which may wait for values each on its own.
     """
+
+    result: type[Value] = Value
 
     def __init__(self, registry: Registry, caller: Any):
         super().__init__()
@@ -100,6 +104,8 @@ class Recorder(Trace):
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self._numbers: dict[type, tuple[int, Hashable]] = {}
+        self._arrays: dict[tuple, tuple[int, Hashable]] = {}
+        self._watched: dict[int, Watched] = {}
         self.call_cell = self._short_way()
 
     def is_valid(self) -> bool:
@@ -201,7 +207,8 @@ class Recorder(Trace):
         the way a call of that description was recorded before: `registry.calls` is a tree of
         dictionaries with a `Callee` at the end of every known description.
         """
-        known, kept, numbers = self._known, self._kept, self._numbers
+        known, kept, numbers, arrays = self._known, self._kept, self._numbers, self._arrays
+        watched, result = self._watched, self.result
         calls, references, callees = self.registry.calls, self.references, self.callees
         input_group, input_value = self.input_group, self.input_value
 
@@ -220,9 +227,17 @@ class Recorder(Trace):
                             reads.append(index)
                         continue
                     kind = type(arg)
-                    if kind is Value:
+                    if kind is result and arg._trace is self:
                         callee = callee[arg.type]
                         reads.append(arg.index)
+                    elif kind is np.ndarray:
+                        group, token = arrays[arg.shape, arg.dtype]
+                        callee = callee[token]
+                        input_group.append(group)
+                        input_value.append(arg.copy())  # it may change before it is read
+                        reads.append(-len(input_group))
+                    elif id(arg) in watched:
+                        callee = callee[watched[id(arg)].token_of(arg)]
                     else:
                         group, token = numbers[kind]  # an int or a float, if it is found
                         callee = callee[token]
@@ -240,13 +255,13 @@ class Recorder(Trace):
             index = self.num_values
             self.num_values = index + len(kinds)
             if callee.tree is None:
-                return Value(self, index, kinds[0])
+                return result(self, index, kinds[0])
             if callee.unit is None:
                 return self._results(callee, index)
             if len(kinds) == 2:  # a state (h, c), spelled out
-                out: tuple = (Value(self, index, kinds[0]), Value(self, index + 1, kinds[1]))
+                out: tuple = (result(self, index, kinds[0]), result(self, index + 1, kinds[1]))
             else:
-                out = tuple([Value(self, i, kind) for i, kind in enumerate(kinds, index)])
+                out = tuple([result(self, i, kind) for i, kind in enumerate(kinds, index)])
             known[id(out)] = callee.unit, index
             kept.append(out)
             return out
@@ -269,17 +284,21 @@ class Recorder(Trace):
         for arg in args:
             if id(arg) in self._known:
                 tokens.append(self._known[id(arg)][0])
-            elif type(arg) is Value:
+            elif type(arg) is self.result and arg._trace is self:
                 tokens.append(arg.type)
             elif type(arg) in (int, float):
                 tokens.append(self._number(type(arg))[1])
+            elif type(arg) is np.ndarray:
+                tokens.append(self._array(arg)[1])
+            elif id(arg) in self._watched:
+                tokens.append(self._watched[id(arg)].token_of(arg))
             else:
                 return None
         return [*tokens, END]
 
     def _results(self, callee: Callee, index: int) -> Any:
         """What a recorded call returns."""
-        values = [Value(self, i, kind) for i, kind in enumerate(callee.results, index)]
+        values = [self.result(self, i, kind) for i, kind in enumerate(callee.results, index)]
         if callee.tree is None:
             return values[0]
         out = jax.tree.unflatten(callee.tree, values)
@@ -302,6 +321,14 @@ class Recorder(Trace):
         self._numbers[kind] = found
         return found
 
+    def _array(self, x: np.ndarray) -> tuple[int, Hashable]:
+        """(input group, token) of arrays of NumPy of the type of this one."""
+        value_type = self.registry.value_type(*array_type(x))
+        token = self.registry.token(np.ndarray, value_type)
+        found = self.registry.group("value", value_type), token
+        self._arrays[x.shape, x.dtype] = found
+        return found
+
     def _call_cell(self, cell: Cell, args: tuple, static: dict) -> Any:
         """The long way: any pytrees of anything."""
         found = self.cell_callee(cell, args, static)
@@ -318,9 +345,10 @@ class Recorder(Trace):
 
     def _widths(self, args: tuple) -> tuple[int, ...]:
         """How many operands each reference of a short description stands for."""
-        found = [self._known.get(id(x), (0, 0)) for x in args]  # others are single values
+        others = (0, 0)  # single values
+        found = [self._known.get(id(x), others) for x in args if id(x) not in self._watched]
         return tuple(
-            1 if token == 0 else len(self.registry.units[-1 - token])
+            1 if token >= 0 else len(self.registry.units[-1 - token])
             for token, index in found
             if index is not None
         )
@@ -567,6 +595,32 @@ class Recorder(Trace):
 
 
 # --- small helpers ----------------------------------------------------------------------
+
+
+class Watched:
+    """A container that may change: what it held when it was described, and the description."""
+
+    __slots__ = ("container", "keys", "leaves", "structure", "token")
+
+    def __init__(self, container: Any, leaves: list, structure: Any, token: Hashable):
+        self.container = container
+        self.leaves = leaves
+        self.structure = structure
+        self.token = token
+        self.keys = None
+        if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
+            self.keys, self.leaves = tuple(container), list(container.values())
+
+    def token_of(self, x: Any) -> Hashable:
+        """The description; raises `KeyError` if the container holds something else by now."""
+        if self.keys is not None:  # a flat dict; `tree.flatten` takes three times as long
+            if tuple(x) == self.keys and all(map(operator.is_, x.values(), self.leaves)):
+                return self.token
+            raise KeyError(self.token)
+        leaves, structure = jax.tree.flatten(x)
+        if structure == self.structure and all(map(operator.is_, leaves, self.leaves)):
+            return self.token
+        raise KeyError(self.token)
 
 
 def _parts(x: Any) -> list[Any]:

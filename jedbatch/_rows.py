@@ -96,7 +96,8 @@ def results_from(form: ResultForm, signature: Signature, outputs: Sequence[Any])
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _some_rows(rows: Any, start: Any, count: int) -> list[Any]:
+def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
+    """`count` rows of an array from `start` on, one by one."""
     some = jax.lax.dynamic_slice_in_dim(rows, start, count)
     return [some[i] for i in range(count)]
 
@@ -107,5 +108,5 @@ def _unstacked(rows: Any) -> list[Any]:
     found: list[Any] = []
     for start in range(0, len(rows), block):
         start = min(start, len(rows) - block)
-        found[start:] = _some_rows(rows, np.int32(start), block)
+        found[start:] = some_rows(rows, np.int32(start), block)
     return found

@@ -86,7 +86,7 @@ def trace(
                 counts = recorder.callees, recorder.references, recorder.input_group, outputs
                 ends.append(tuple(map(len, counts)))
             del mapped, shared, leaves, results, instance
-    whole = _finish(recorder, outputs, np.array(ends, np.int64).T)
+    whole = finish(recorder, outputs, np.array(ends, np.int64).T)
     records = [Record(whole, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers
 
@@ -137,7 +137,7 @@ class _Interpreter:
 _interpreter = _Interpreter()
 
 
-def _finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
+def finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
     """The lists of a recorder as one graph of all instances."""
     registry = recorder.registry
     node_ptr, _, input_ptr, output_ptr = ends

@@ -1,0 +1,754 @@
+"""Inside of a lazy scope a loop over instances is batched as it runs, and gives what it gave."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import programs
+import pytest
+from helpers import assert_close, compilations, loop, number
+
+import jedbatch
+from jedbatch.data import synthetic_treebank
+from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+from jedbatch.models import tree
+
+H = programs.H
+node = jedbatch.cell(programs.node)
+leaf = jedbatch.cell(programs.leaf)
+
+
+def encode(params, t):
+    return (
+        node(params, encode(params, t[0]), encode(params, t[1]))
+        if isinstance(t, tuple)
+        else (leaf(params, t))
+    )
+
+
+PARAMS = programs.tree_params(0)
+TREES = programs.trees(6, seed=1)
+
+
+def total(params, trees=TREES, scope=jedbatch.lazy):
+    """The sum of the squares of all encodings, added up inside of the scope."""
+    with scope():
+        return sum((encode(params, t) ** 2).sum() for t in trees)
+
+
+def total_by_loop(params, trees=TREES):
+    return sum((encode(params, t) ** 2).sum() for t in trees)
+
+
+def loop_in_scope(fn, params, instances):
+    with jedbatch.lazy():
+        results = [fn(params, instance) for instance in instances]
+    return jax.tree.map(lambda *rows: jnp.stack([jnp.asarray(r) for r in rows]), *results)
+
+
+# --- values and gradients ---
+
+
+@pytest.mark.parametrize("make", programs.PROGRAMS)
+def test_the_loop_in_a_scope(make):
+    """Values and gradients, of everything `batch` is tested with."""
+    fn, params, instances = make(5, seed=2)
+    expected = loop(fn, params, instances)
+    assert_close(loop_in_scope(fn, params, instances), expected, 1e-5)
+    slope = jax.grad(lambda p: number(loop(fn, p, instances)), allow_int=True)(params)
+    got = jax.grad(lambda p: number(loop_in_scope(fn, p, instances)), allow_int=True)(params)
+    assert_close(got, slope, 1e-5)
+
+
+def test_what_a_future_is():
+    w, x = jnp.ones((2, 3)), np.arange(3, dtype=np.float32)
+    with jedbatch.lazy() as scope:
+        y = w @ x + 1
+        assert isinstance(y, jax.Array)
+        assert (y.shape, y.dtype, y.ndim, y.size, len(y)) == ((2,), jnp.float32, 1, 2, 2)
+        a, b = y
+        z = -y[0] * 2 / y.sum() - a @ b if False else -y[0] * 2 / y.sum() - a * b
+        assert not scope.rounds
+    assert len(scope.rounds) == 1
+    np.testing.assert_allclose(y, [4, 4])
+    assert float(z) == -17
+
+
+def test_nodes_of_all_instances_share_batches():
+    with jedbatch.lazy() as scope:
+        results = [encode(PARAMS, t) for t in TREES]
+    (found,) = scope.rounds
+    plan = jedbatch.batch(encode).plan(PARAMS, TREES)
+    assert (found.nodes, found.batches) == (len(plan.graph.node_type), len(plan.schedule))
+    assert found.futures == len(results)
+    assert "1 round" in str(scope)
+
+
+# --- when values are needed ---
+
+
+@pytest.mark.parametrize(
+    ("want", "expected"),
+    [
+        (float, 3.0),
+        (int, 3),
+        (bool, True),
+        (complex, 3 + 0j),
+        (str, "3.0"),
+        (lambda x: repr(x).split("(")[0], "Array"),
+        (lambda x: f"{x:.2f}", "3.00"),
+        (lambda x: x.item(), 3.0),
+        (lambda x: x.tolist(), 3.0),
+        (lambda x: np.asarray(x).tolist(), 3.0),
+        (lambda x: np.asarray(x, np.int32).dtype, np.int32),
+        (lambda x: jax.device_get(x).tolist(), 3.0),
+        (lambda x: float(jax.block_until_ready(x)), 3.0),
+        (lambda x: pickle.loads(pickle.dumps(x)).tolist(), 3.0),
+        (lambda x: copy.deepcopy(x).tolist(), 3.0),
+        (lambda x: 1 if x > 2 else 2, 1),
+        (lambda x: [5, 6, 7, 8][x.astype(int)], 8),
+        (lambda x: list(range(x.astype(int))), [0, 1, 2]),
+        (lambda x: x == 3, True),
+        (lambda x: max(x, 2 * x).item(), 6.0),
+    ],
+)
+def test_what_needs_a_value(want, expected):
+    """Inside of the scope and after it."""
+    w = jnp.ones(3)
+    with jedbatch.lazy() as scope:
+        x = w @ np.ones(3, np.float32)
+        assert not scope.rounds
+        assert want(x) == expected
+        assert scope.rounds
+    assert want(x) == expected
+
+
+def test_hashing_and_membership():
+    w = jnp.ones(3)
+    with jedbatch.lazy():
+        x = w @ np.ones(3, np.float32)
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(x)
+    with pytest.raises(TypeError, match="unhashable"):
+        _ = {x}
+    assert x in [x]
+
+
+def test_a_tree_that_grows_as_its_values_say():
+    """Several rounds; what is computed is never computed again."""
+
+    def grow(params, x):
+        h = jnp.tanh(params["W"] @ np.concatenate([x, x]))
+        steps = 0
+        while h.sum() > 0.1 and steps < 5:
+            h = node(params, h, -x)
+            steps += 1
+        return h if steps % 2 else h * 2
+
+    params = {"W": jnp.eye(H, 2 * H), "b": PARAMS["b"]}
+    params["W"] = jnp.asarray(np.random.default_rng(0).normal(size=(2 * H, H)), jnp.float32)
+
+    def fn(params, x):
+        return grow({**params, "W": params["W"]}, x)
+
+    grow_params = params
+
+    def grown(params, x):
+        h = jnp.tanh(x * params["b"] + 1)
+        for _ in range(5):
+            if not h.sum() > 0.5:
+                break
+            h = node(params, h, -h) * 0.5
+        return h
+
+    xs = [np.full(H, i / 4, np.float32) for i in range(6)]
+    assert_close(loop_in_scope(grown, grow_params, xs), loop(grown, grow_params, xs), 1e-5)
+    slope = jax.grad(lambda p: number(loop(grown, p, xs)))(grow_params)
+    assert_close(jax.grad(lambda p: number(loop_in_scope(grown, p, xs)))(grow_params), slope, 1e-5)
+    with jedbatch.lazy() as scope:
+        kept = [grown(grow_params, x) for x in xs]
+    assert len(scope.rounds) > 6
+    once = sum(r.nodes for r in scope.rounds)
+    jax.block_until_ready(kept)
+    assert once == sum(r.nodes for r in scope.rounds)
+
+
+def test_rounds_in_step():
+    """All instances go on together: a round computes the same step of each."""
+    with jedbatch.lazy() as scope:
+        states = [leaf(PARAMS, i) for i in range(8)]
+        for _ in range(3):
+            signs = [h.sum() > 0 for h in states]
+            states = [
+                node(PARAMS, h, h) if positive else node(PARAMS, h, -h)
+                for h, positive in zip(states, signs, strict=True)
+            ]
+    expected = [leaf(PARAMS, i) for i in range(8)]
+    for _ in range(3):
+        expected = [node(PARAMS, h, h if h.sum() > 0 else -h) for h in expected]
+    assert_close([jnp.asarray(h) for h in states], expected, 1e-5)
+    assert len(scope.rounds) == 4
+
+
+# --- what is computed ---
+
+
+def test_what_nobody_holds_is_not_computed():
+    with jedbatch.lazy() as scope:
+        h = leaf(PARAMS, 1)
+        for _ in range(10):
+            node(PARAMS, h, h)
+        kept = node(PARAMS, h, h)
+        chain = h
+        for _ in range(10):
+            chain = node(PARAMS, chain, h)
+        del chain
+    assert [(r.nodes, r.futures) for r in scope.rounds] == [(2, 2)]
+    assert_close(jnp.asarray(kept), node(PARAMS, leaf(PARAMS, 1), leaf(PARAMS, 1)), 1e-5)
+
+
+def test_a_scope_without_futures():
+    with jedbatch.lazy() as scope:
+        leaf(PARAMS, 1)
+    assert not scope.rounds
+    with jedbatch.lazy() as scope:
+        zeros = jnp.zeros(3) + 1
+    assert not scope.rounds
+    assert zeros.tolist() == [1, 1, 1]
+
+
+def test_what_depends_on_weights_only():
+    """Is computed once, before the nodes, and is a future too."""
+    w = jnp.arange(6.0).reshape(2, 3)
+    with jedbatch.lazy() as scope:
+        turned = [w.T @ np.ones(2, np.float32) * i for i in range(8)]
+        norm = (w**2).sum()
+        big = norm > 3
+        more = w.T * norm
+    assert float(norm) == 55
+    assert bool(big)
+    np.testing.assert_allclose(more, w.T * 55)
+    np.testing.assert_allclose(turned[2], w.sum(0) * 2)
+    assert sum(r.nodes for r in scope.rounds) < 30
+    with jedbatch.lazy():
+        again = more @ np.ones(2, np.float32)
+    np.testing.assert_allclose(again, 55 * w.sum(0))
+
+
+def test_arrays_may_change_after_they_were_read():
+    buffer = np.zeros(3, np.float32)
+    times = jedbatch.cell(lambda w, x: w * x)
+    w = jnp.ones(3)
+    with jedbatch.lazy():
+        got = []
+        for i in range(4):
+            buffer[:] = i
+            got.append((times(w, buffer), w * buffer, jnp.asarray(buffer) + w))
+    assert [[float(x[0]) for x in xs] for xs in got] == [[i, i, i + 1] for i in range(4)]
+
+
+def test_weights_may_be_exchanged_in_a_container():
+    """The same dict with other arrays in it, between two calls of a cell."""
+    params = dict(PARAMS)
+    nested = {"in": {"b": PARAMS["b"]}, "list": [PARAMS["b"]]}
+    shift = jedbatch.cell(lambda p, x: p["in"]["b"] * x + p["list"][0])
+    with jedbatch.lazy():
+        got = []
+        for i in range(4):
+            params["b"] = PARAMS["b"] + i // 2
+            nested["in"]["b"] = params["b"]
+            nested["list"][0] = params["b"]
+            got += [encode(params, (1, 2)), shift(nested, 2.0)]
+    expected = []
+    for i in range(4):
+        b = PARAMS["b"] + i // 2
+        expected += [encode({**PARAMS, "b": b}, (1, 2)), b * 2 + b]
+    assert_close([jnp.asarray(x) for x in got], expected, 1e-5)
+
+
+def test_weak_types_stay_weak():
+    ones = jnp.ones(3)
+    with jedbatch.lazy():
+        weak = jax.lax.convert_element_type(ones @ np.ones(3, np.float32), float)
+    assert weak.weak_type
+    assert (weak * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_integers_and_keys_are_data():
+    table = jnp.arange(12.0).reshape(4, 3)
+    look_up = jedbatch.cell(lambda t, i: t[i].sum(axis=0))
+    tokens = [jnp.array([i % 4, 1]) for i in range(8)]
+    keys = jax.random.split(jax.random.key(0), 8)
+    noise = jedbatch.cell(lambda t, key: t[0] * jax.random.normal(key, (3,)))
+    with jedbatch.lazy() as scope:
+        got = [look_up(table, t) + noise(table, key) for t, key in zip(tokens, keys, strict=True)]
+    expected = [look_up(table, t) + noise(table, k) for t, k in zip(tokens, keys, strict=True)]
+    assert_close([jnp.asarray(x) for x in got], expected, 1e-5)
+    assert scope.rounds[0].batches == 3
+
+
+def test_many_arrays_that_count_as_weights():
+    xs = [jnp.full(3, float(i)) for i in range(64)]
+    with pytest.warns(RecompilationWarning, match=r"numpy\.asarray"), jedbatch.lazy():  # noqa: PT031
+        for x in xs:
+            x + 1
+
+
+# --- futures are arrays ---
+
+
+def test_a_computed_future_is_an_array():
+    eye = jnp.eye(3)
+    with jedbatch.lazy():
+        x = eye @ np.arange(3, dtype=np.float32)
+        s = x.sum()
+    plain = jnp.arange(3.0)
+    assert isinstance(x, jax.Array)
+    assert_close(jnp.asarray(x), plain, 1e-6)
+    assert_close(jnp.stack([x, x]), jnp.stack([plain, plain]), 1e-6)
+    assert_close(jax.jit(lambda a, b: a * b)(x, s), plain * 3, 1e-6)
+    assert_close(jax.jit(lambda a: a * x + s)(plain), plain * plain + 3, 1e-6)
+    assert_close(jax.vmap(lambda a: a * s)(x), plain * 3, 1e-6)
+    assert_close(jax.vmap(lambda a: a * x)(jnp.ones(2)), jnp.stack([plain, plain]), 1e-6)
+    assert_close(jax.grad(lambda a: (a * a * x).sum())(x), 2 * plain * plain, 1e-6)
+    assert_close(jax.grad(jax.jit(lambda a: (a * a * x).sum()))(x), 2 * plain * plain, 1e-6)
+    assert_close(jax.grad(lambda a: jax.jit(lambda b: b * a * x)(a).sum())(x), 2 * plain**2, 1e-6)
+    assert_close(jax.lax.fori_loop(0, 3, lambda _, a: a + x, x), 4 * plain, 1e-6)
+    assert_close(jax.lax.cond(s > 1, lambda a: a + x, lambda a: a, x), 2 * plain, 1e-6)
+    assert_close(jax.tree.map(lambda a: a + 1, {"x": x}), {"x": plain + 1}, 1e-6)
+    assert_close(jax.device_put(x) + 0, plain, 1e-6)
+    assert_close(x.at[0].set(5.0), plain.at[0].set(5.0), 1e-6)
+    assert_close(jedbatch.batch(lambda p, i: p * i)(x, [1, 2]), jnp.stack([plain, 2 * plain]), 1e-6)
+    assert x.sharding == plain.sharding
+    assert x.devices() == plain.devices()
+    np.testing.assert_array_equal(np.add(np.ones(3), x), 1 + np.arange(3))
+
+
+def test_futures_of_earlier_scopes():
+    """They are data: nodes that read different ones run together."""
+    with jedbatch.lazy():
+        states = [leaf(PARAMS, i) for i in range(6)]
+    with jedbatch.lazy() as scope:
+        states = [node(PARAMS, h, h) + h for h in states]
+    assert scope.rounds[0].batches == 2
+    expected = [leaf(PARAMS, i) for i in range(6)]
+    expected = [node(PARAMS, h, h) + h for h in expected]
+    assert_close([jnp.asarray(h) for h in states], expected, 1e-5)
+
+
+# --- transformations ---
+
+
+def several_scopes(params):
+    """States go from scope to scope, some values are decided on, some added up outside."""
+    with jedbatch.lazy():
+        states = [leaf(params, i) for i in range(4)]
+    mean = sum(states) / 4
+    with jedbatch.lazy():
+        states = [node(params, h, mean) for h in states]
+        if states[0].sum() > 0:
+            states = [h * 2 for h in states]
+        loss = sum(h.sum() for h in states)
+    return loss * loss + mean[0]
+
+
+def several_by_loop(params):
+    states = [leaf(params, i) for i in range(4)]
+    mean = sum(states) / 4
+    states = [node(params, h, mean) for h in states]
+    if states[0].sum() > 0:
+        states = [h * 2 for h in states]
+    loss = sum(h.sum() for h in states)
+    return loss * loss + mean[0]
+
+
+MANY = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)
+TRANSFORMED = {
+    "grad": lambda f: jax.grad(f)(PARAMS),
+    "value_and_grad": lambda f: jax.value_and_grad(f)(PARAMS),
+    "has_aux": lambda f: jax.value_and_grad(lambda p: (f(p) * 2, {"aux": f(p)}), has_aux=True)(
+        PARAMS
+    ),
+    "vjp": lambda f: jax.vjp(f, PARAMS)[1](2.0),
+    "jacrev": lambda f: jax.jacrev(f)(PARAMS),
+    "grad of a result used twice": lambda f: jax.grad(lambda p: (x := f(p)) * x + jnp.sin(x))(
+        PARAMS
+    ),
+    "grad of a closure": lambda f: jax.grad(lambda s: f({**PARAMS, "b": PARAMS["b"] * s}))(2.0),
+    "grad of grad": lambda f: jax.grad(lambda p: number(jax.grad(f)(p)))(PARAMS),
+    "grad in grad": lambda f: jax.grad(
+        lambda p: jax.grad(lambda s: f({**p, "b": p["b"] * s}) * f(p))(2.0)
+    )(PARAMS),
+    "jit in grad": lambda f: jax.grad(lambda p: jax.jit(lambda y: y * y)(f(p)))(PARAMS),
+    "closed over by a jit in grad": lambda f: jax.grad(
+        lambda p: (lambda x: jax.jit(lambda y: y * x)(2.0))(f(p))
+    )(PARAMS),
+    "scan in grad": lambda f: jax.grad(
+        lambda p: (lambda x: jax.lax.scan(lambda c, _: (c * x, x), x, length=2)[0])(f(p))
+    )(PARAMS),
+    "cond in grad": lambda f: jax.grad(
+        lambda p: (lambda x: jax.lax.cond(x > 0, lambda: x * x, lambda: x))(f(p))
+    )(PARAMS),
+    "custom rule in grad": lambda f: jax.grad(lambda p: jax.nn.silu(optax.l2_loss(f(p))))(PARAMS),
+    "vmap in grad": lambda f: jax.grad(
+        lambda p: (lambda x: jax.vmap(lambda y: y * x)(jnp.arange(3.0)).sum())(f(p))
+    )(PARAMS),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(PARAMS),
+}
+STAGED = {
+    "jit": lambda f: jax.jit(f)(PARAMS),
+    "jit of grad": lambda f: jax.jit(jax.value_and_grad(f))(PARAMS),
+    "grad of jit": lambda f: jax.grad(jax.jit(f))(PARAMS),
+    "vmap": lambda f: jax.vmap(f)(MANY),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(MANY),
+    "grad of vmap": lambda f: jax.grad(lambda p: jax.vmap(f)(p).sum())(MANY),
+    "jit of vmap of grad": lambda f: jax.jit(jax.vmap(jax.grad(f)))(MANY),
+    "scan": lambda f: jax.lax.scan(lambda s, _: (s + f(PARAMS) * s, s), 1.0, length=2),
+}
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMED, *STAGED])
+def test_transformations_of_a_scope(name):
+    run = (TRANSFORMED | STAGED)[name]
+    assert_close(run(total), run(total_by_loop), 1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMED if name != "checkpoint"])
+def test_transformations_of_several_rounds(name):
+    run = TRANSFORMED[name]
+    assert_close(run(several_scopes), run(several_by_loop), 1e-4)
+
+
+def test_forward_mode():
+    with pytest.raises(TypeError, match=r"a lazy scope is differentiated in forward mode"):
+        jax.jvp(total, (PARAMS,), (PARAMS,))
+
+
+def test_pytrees_of_futures_leave_a_transformation():
+    def states(params):
+        with jedbatch.lazy():
+            found = {"h": [encode(params, t) for t in TREES[:2]], "n": jnp.argmax(params["b"])}
+        return found["h"][0].sum(), found
+
+    def by_loop(params):
+        found = {"h": [encode(params, t) for t in TREES[:2]], "n": jnp.argmax(params["b"])}
+        return found["h"][0].sum(), found
+
+    for transform in (lambda f: jax.value_and_grad(f, has_aux=True), jax.jit):
+        got, expected = transform(states)(PARAMS), transform(by_loop)(PARAMS)
+        assert_close(jax.tree.map(jnp.asarray, got), expected, 1e-5)
+
+
+def test_a_value_under_jit():
+    def decides(params):
+        with jedbatch.lazy():
+            h = encode(params, (1, 2))
+            return h if h.sum() > 0 else -h
+
+    with pytest.raises(SymbolicValueError, match=r"jedbatch\.errors\.SymbolicValueError"):
+        jax.jit(decides)(PARAMS)
+    with pytest.raises(SymbolicValueError):
+        jax.grad(lambda p: float(total(p)) * p["b"].sum())(PARAMS)
+
+
+def test_grad_inside_of_a_scope():
+    loss = lambda p, t: (encode(p, t) ** 2).sum()  # noqa: E731
+    with jedbatch.lazy():
+        got = [jax.value_and_grad(loss)(PARAMS, t) for t in TREES]
+    expected = [jax.value_and_grad(loss)(PARAMS, t) for t in TREES]
+    assert_close(jax.tree.map(jnp.asarray, got), expected, 1e-5)
+
+
+def test_transformations_of_futures_inside_of_a_scope():
+    with jedbatch.lazy():
+        h = encode(PARAMS, (1, 2))
+        got = {
+            "grad": jax.grad(lambda x: (x * x * h).sum())(h),
+            "vmap": jax.vmap(lambda x: x * h)(np.ones(2, np.float32)),
+            "jit": jax.jit(lambda x: x + h)(h),
+            "scan": jax.lax.scan(lambda c, x: (c + x, c * h), h[0], h)[1],
+            "outer": jax.grad(lambda p: total(p) * h[0])(PARAMS),
+            "batch": jedbatch.batch(encode)(PARAMS, TREES) * h,
+            "batch over futures": jedbatch.batch(lambda p, x: p["b"] * x + h)(PARAMS, [h, h * 2]),
+        }
+    h = encode(PARAMS, (1, 2))
+    expected = {
+        "grad": 2 * h * h,
+        "vmap": jnp.stack([h, h]),
+        "jit": h + h,
+        "scan": jax.lax.scan(lambda c, x: (c + x, c * h), h[0], h)[1],
+        "outer": jax.grad(lambda p: total_by_loop(p) * h[0])(PARAMS),
+        "batch": loop(encode, PARAMS, TREES) * h,
+        "batch over futures": jnp.stack([PARAMS["b"] * h + h, PARAMS["b"] * h * 2 + h]),
+    }
+    assert_close(jax.tree.map(jnp.asarray, got), expected, 1e-5)
+
+
+def test_gradients_of_a_batched_function_inside_of_a_scope():
+    batched = jedbatch.batch(encode)
+
+    def by_scope(params):
+        with jedbatch.lazy():
+            return number(batched(params, TREES)) + encode(params, TREES[0]).sum()
+
+    def by_loop(params):
+        return number(loop(encode, params, TREES)) + encode(params, TREES[0]).sum()
+
+    assert_close(jax.value_and_grad(by_scope)(PARAMS), jax.value_and_grad(by_loop)(PARAMS), 1e-5)
+
+
+def test_a_scope_inside_of_a_batched_function():
+    def fn(params, t):
+        with jedbatch.lazy() as scope:
+            h = encode(params, t)
+        assert not scope.rounds
+        return h
+
+    assert_close(jedbatch.batch(fn)(PARAMS, TREES), loop(encode, PARAMS, TREES), 1e-5)
+
+
+def test_a_scope_inside_of_a_cell():
+    @jedbatch.cell
+    def pair(params, x):
+        with jedbatch.lazy():
+            return node(params, x, x) + x
+
+    x = jnp.ones(H)
+    assert_close(jnp.asarray(pair(PARAMS, x)), node(PARAMS, x, x) + x, 1e-5)
+    with jedbatch.lazy():
+        y = pair(PARAMS, leaf(PARAMS, 1))
+    x = leaf(PARAMS, 1)
+    assert_close(jnp.asarray(y), node(PARAMS, x, x) + x, 1e-5)
+
+
+# --- scopes ---
+
+
+def test_nested_scopes():
+    with jedbatch.lazy() as outer:
+        a = encode(PARAMS, (1, 2))
+        with jedbatch.lazy() as inner:
+            b = node(PARAMS, a, a)
+        assert inner is outer
+        assert len(outer.rounds) == 1
+        c = node(PARAMS, b, a)
+        assert len(outer.rounds) == 1
+    assert len(outer.rounds) == 2
+    a = encode(PARAMS, (1, 2))
+    assert_close(jnp.asarray(c), node(PARAMS, node(PARAMS, a, a), a), 1e-5)
+
+
+def test_a_scope_left_by_an_exception():
+    with pytest.raises(KeyError, match="stop"), jedbatch.lazy() as scope:  # noqa: PT012
+        done = leaf(PARAMS, 1)
+        float(done.sum())
+        lost = node(PARAMS, done, done)
+        raise KeyError("stop")
+    assert len(scope.rounds) == 1
+    assert_close(jnp.asarray(done), leaf(PARAMS, 1), 1e-6)
+    assert "failed" in repr(lost)
+    for use in (
+        float,
+        lambda x: x + 1,
+        np.asarray,
+        lambda x: x.shape,
+        lambda x: jax.jit(jnp.sin)(x),
+    ):
+        with pytest.raises(EscapedValueError, match="left by an exception"):
+            use(lost)
+    with pytest.raises(EscapedValueError), jedbatch.lazy():
+        node(PARAMS, lost, lost)
+    assert float(total(PARAMS)) == pytest.approx(float(total_by_loop(PARAMS)))
+    assert gc.isenabled()
+    assert not isinstance(leaf(PARAMS, 1) + 1, jax.core.Tracer)
+
+
+def test_a_round_that_fails():
+    @jedbatch.cell
+    def bad(x):
+        return x
+
+    def policy(frontier):
+        raise ZeroDivisionError
+
+    scope = jedbatch.Lazy(policy=policy)
+    with scope():  # nothing is wanted
+        bad(np.ones(3))
+    with pytest.raises(ZeroDivisionError), scope():
+        x = bad(np.ones(3, np.float32))
+    with pytest.raises(EscapedValueError, match="computation failed"):
+        x + 1
+    with pytest.raises(ZeroDivisionError), scope():  # noqa: PT012
+        x = bad(np.ones(3, np.float32))
+        float(x[0])
+
+
+def test_a_value_wanted_inside_of_a_cell():
+    with pytest.raises(SymbolicValueError, match="ask for the value before"), jedbatch.lazy():  # noqa: PT012
+        h = leaf(PARAMS, 1)
+        first = lambda: float(h[0])  # noqa: E731
+        jedbatch.cell(lambda x: x * first())(h)
+
+
+def test_threads_have_scopes_of_their_own():
+    found = {}
+
+    def run(i):
+        with jedbatch.lazy():
+            states = [encode(PARAMS, t) for t in TREES[i:]]
+            barrier.wait()
+            found[i] = float(sum(h.sum() for h in states))
+
+    barrier = threading.Barrier(3, timeout=60)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    expected = {i: float(sum(encode(PARAMS, t).sum() for t in TREES[i:])) for i in range(3)}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_future_of_another_thread():
+    caught = []
+
+    def use(x):
+        try:
+            float(x)
+        except SymbolicValueError as error:
+            caught.append(str(error))
+
+    with jedbatch.lazy():
+        x = leaf(PARAMS, 1)
+        thread = threading.Thread(target=use, args=(x[0],))
+        thread.start()
+        thread.join()
+    assert "another thread" in caught[0]
+
+
+def test_options():
+    for options in (
+        {"executor": "dispatch"},
+        {"policy": jedbatch.policies.agenda},
+        {"reuse": True},
+    ):
+        scope = jedbatch.Lazy(**options)
+        assert_close(jnp.asarray(total(PARAMS, scope=scope)), total_by_loop(PARAMS), 1e-5)
+        got = jax.grad(lambda p, scope=scope: total(p, scope=scope))(PARAMS)
+        assert_close(got, jax.grad(total_by_loop)(PARAMS), 1e-5)
+        assert scope.compilations
+        scope.clear()
+        assert not scope.compilations
+    with pytest.raises(ValueError, match="`Lazy` got executor"):
+        jedbatch.Lazy(executor="fast")
+    with pytest.raises(ValueError, match="`Lazy` got layout"):
+        jedbatch.Lazy(layout="fast")
+    with pytest.raises(TypeError, match="`Lazy` got reuse"):
+        jedbatch.Lazy(reuse=1)
+
+
+# --- many scopes ---
+
+
+def test_a_training_loop():
+    """One line makes the loop batched: the same steps, and nothing is compiled after a while."""
+    cells = tree.plain_cells(num_words=500, num_labels=5, hidden=8)
+    score = tree.scorer(cells)
+    optimizer = optax.adam(0.01)
+    trees = synthetic_treebank(60, mean_length=6)
+    minibatches = [trees[i : i + 6] for i in range(0, 60, 6)]
+
+    def loss_in_scope(params, minibatch):
+        with jedbatch.lazy():
+            losses = [score(params, t)[0] for t in minibatch]
+        return jnp.stack(losses).mean()
+
+    def loss_by_loop(params, minibatch):
+        return jnp.stack([score(params, t)[0] for t in minibatch]).mean()
+
+    def steps(loss, minibatches, params, state):
+        values = []
+        for minibatch in minibatches:
+            value, slope = jax.value_and_grad(loss)(params, minibatch)
+            updates, state = optimizer.update(slope, state, params)
+            params = optax.apply_updates(params, updates)
+            values.append(value)
+        return params, state, values
+
+    start = cells.init(jax.random.key(0))
+    state = optimizer.init(start)
+    got, _, values = steps(loss_in_scope, minibatches[:3], start, state)
+    expected, _, by_loop = steps(loss_by_loop, minibatches[:3], start, state)
+    assert_close(values, by_loop, 1e-4)
+    assert_close(got, expected, 1e-3)
+
+    params, state, _ = steps(loss_in_scope, minibatches[:7], start, state)
+    with compilations() as compiled:
+        steps(loss_in_scope, minibatches[7:], params, state)
+    assert not compiled
+
+
+def test_rows_of_a_table_are_one_type():
+    """Single operations: topologies and rows are new, programs are not."""
+
+    def states(params, trees):
+        with jedbatch.lazy():
+            return [
+                programs.recursion(programs.leaf, programs.node, programs.out)(params, t)
+                for t in trees
+            ]
+
+    for seed in range(4):
+        states(programs.tree_params(seed), programs.trees(6, seed))
+    with compilations() as compiled:
+        states(programs.tree_params(9), programs.trees(6, 9))
+    assert not compiled
+
+
+def test_many_scopes_keep_nothing():
+    scope = jedbatch.Lazy()
+
+    def step(seed, alive=None):
+        params = programs.tree_params(seed)
+        with scope():
+            states = [encode(params, t) for t in programs.trees(4, seed)]
+            h = jnp.zeros(H) + states[0] * params["b"].sum()
+        if alive is not None:
+            alive += [weakref.ref(x) for x in (params["W"], states[1], h)]
+        return jnp.stack(states).sum() + h.sum()
+
+    def sizes():
+        (kept,) = scope._free[next(iter(scope._free))]
+        r, s = kept.session.registry, kept.session
+        parts = r.node_types, r.shared, r.callees, r.groups, r._ids, r.constants, s._signatures
+        return [*map(len, parts), len(s._statics)]
+
+    for seed in range(5):
+        step(seed)
+    before, alive = sizes(), []
+    for seed in range(20):
+        step(seed % 5, alive)
+    gc.collect()
+    assert sizes() == before
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_training_inside_of_one_scope():
+    """Weights that are gone make room for new ones."""
+    scope = jedbatch.Lazy()
+    with scope():
+        for seed in range(6):
+            params = programs.tree_params(seed)
+            float(encode(params, (1, (2, 3))).sum())
+            del params
+        with compilations() as compiled:
+            params = programs.tree_params(9)
+            got = float(encode(params, (1, (2, 3))).sum())
+    assert not compiled
+    assert got == pytest.approx(float(encode(params, (1, (2, 3))).sum()), rel=1e-5)
