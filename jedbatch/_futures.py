@@ -22,15 +22,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Trace, Tracer
+from jax.core import ShapedArray, Trace, Tracer
+from jax.extend.core import set_current_trace
 
+from jedbatch._cell import recording
 from jedbatch._cells import from_stored
+from jedbatch._executors import Eager
 from jedbatch._graph import ValueType
 from jedbatch._rows import BLOCK, some_rows
 from jedbatch._symbols import Shared, Symbol, Value
 from jedbatch.errors import EscapedValueError, SymbolicValueError
-
-PYTHON_TYPES = {"b": bool, "i": int, "f": float, "c": complex}  # by kind of dtype
 
 
 class Returned:
@@ -68,7 +69,7 @@ class Outcome:
     __slots__ = ("_value", "aval", "is_traced", "returned", "row")
 
     def __init__(self, aval: Any, returned: Returned, row: int):
-        self.aval = aval
+        self.aval = ShapedArray(aval.shape, aval.dtype)  # no result is weakly typed
         self.returned = returned
         self.row = row
         self._value: Any = None
@@ -81,18 +82,13 @@ class Outcome:
     def value(self) -> Any:
         """The array or tracer."""
         if self._value is None:
-            with jax.ensure_compile_time_eval():
+            with set_current_trace(Eager()):  # whatever is recorded or traced around here
                 self._value = self._take()
         return self._value
 
     def _take(self) -> Any:
-        aval = self.aval
-        value_type = ValueType(aval.shape, aval.dtype)
-        value = from_stored(self.returned.take(self.row), value_type)
-        if aval.weak_type and value.dtype.kind in PYTHON_TYPES:
-            weak = jax.lax.convert_element_type(value, PYTHON_TYPES[value.dtype.kind])
-            value = weak if weak.dtype == value.dtype else value
-        return value
+        value_type = ValueType(self.aval.shape, self.aval.dtype)
+        return from_stored(self.returned.take(self.row), value_type)
 
 
 class Settled(Trace):
@@ -252,7 +248,9 @@ class Awaited(Symbol):
     @property
     def __jax_array__(self):
         outcome = self.outcome
-        return None if outcome is None else lambda: outcome.value
+        if outcome is None or recording.recorder is not None:  # where arrays count as weights
+            return None
+        return lambda: outcome.value
 
     def __getattr__(self, name: str) -> Any:
         outcome = self.outcome
@@ -263,7 +261,7 @@ class Awaited(Symbol):
     def __getitem__(self, item: Any) -> Any:
         return Tracer.__getitem__(self, item)
 
-    def __array__(self, dtype: Any = None, context: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> Any:
         outcome = self.outcome
         if outcome is None or outcome.is_traced or not isinstance(outcome.aval.dtype, np.dtype):
             return self._numpy(dtype, copy)

@@ -137,6 +137,7 @@ class LazyRecorder(Recorder):
         self._names: dict[Hashable, list[weakref.ref]] = {}
         self._held: dict[Hashable, Any] = {}  # weights read since the last round, by name
         self._traced: list[Any] = []  # values of outer transformations since the last round
+        self._places: dict[int, int] = {}  # of these, by id
         self._reader = ""
 
     def forget(self) -> None:
@@ -148,6 +149,7 @@ class LazyRecorder(Recorder):
         self._names.clear()
         self.registry.constants.clear()
         super().forget()
+        del self.call_cell, self.caller, self._compute  # a circle, which would keep traces alive
 
     # --- what things count as ---
 
@@ -187,17 +189,14 @@ class LazyRecorder(Recorder):
         return self.registry.value_type(*array_type(x))
 
     def _leaf(self, x: Any) -> int:
-        for k, other in enumerate(self._traced):
-            if other is x:
-                return k
-        self._traced.append(x)
-        return len(self._traced) - 1
+        if id(x) not in self._places:
+            self._places[id(x)] = len(self._traced)
+            self._traced.append(x)
+        return self._places[id(x)]
 
     def _row(self, outcome: Outcome) -> Value:
         """A value of an earlier round, under a transformation."""
-        kind = self.registry.value_type(
-            outcome.aval.shape, outcome.aval.dtype, outcome.aval.weak_type
-        )
+        kind = self.registry.value_type(outcome.aval.shape, outcome.aval.dtype, False)
         if is_key(outcome.aval.dtype):
             return self._leaf_value(kind, self._leaf(outcome.value), ())
         return self._leaf_value(kind, self._leaf(outcome.returned.rows), (outcome.row,))
@@ -209,17 +208,15 @@ class LazyRecorder(Recorder):
             if not self._is_weight(x):
                 return None
             index = self._named(x)
-        value = self.registry.shared[index]
-        if value.tracer is not None:
-            self._held[value.tracer] = x
+        self._held[self.registry.shared[index].tracer] = x
         if id(x) not in self._known:
             self._known[id(x)] = self.registry.token("weight", index), None
             self._kept.append(x)
         return index
 
     def _is_weight(self, x: Any) -> bool:
-        if isinstance(x, Awaited):  # computed from values, or by another scope
-            return isinstance(x, SharedFuture) or x.outcome is None
+        if isinstance(x, Awaited):  # values stay values; but of a scope around they are weights
+            return has_gradient(x.dtype) and (isinstance(x, SharedFuture) or x.outcome is None)
         return (
             isinstance(x, jax.Array)
             and has_gradient(x.dtype)
@@ -274,7 +271,7 @@ class LazyRecorder(Recorder):
 
     def process_primitive(self, primitive, tracers, params, /):
         """Also turns where a weight is sliced into a number: rows of a table are one type."""
-        x = tracers[0]
+        self._reader, x = primitive.name, tracers[0]
         if primitive.name != "slice" or params["strides"] is not None:
             return super().process_primitive(primitive, tracers, params)
         if not (is_array(x) and isinstance(self.symbol(x), Shared)):
@@ -352,10 +349,11 @@ class LazyRecorder(Recorder):
         return [future for ref in self.futures if (future := ref()) is not None]
 
     def _start_again(self) -> None:
-        for kept in (self._known, self._kept, self._watched, self._leaves, self._traced):
+        for kept in (self._known, self._kept, self._watched, self._leaves, self._places):
             kept.clear()
         for recorded in (self.callees, self.references, self.input_group, self.input_value):
             recorded.clear()
+        self._traced = []
         self.num_values = 0
         self.futures.clear()
         self._held.clear()
@@ -379,8 +377,6 @@ class LazyRecorder(Recorder):
         num_batches, arenas = self._compute(cut_apart(graph), rows, held, self._traced)
         returned = {kind: Returned(arena) for kind, arena in arenas.items()}
         for future, aval, kind, row in zip(futures, avals, kinds, places, strict=True):
-            if isinstance(future, SharedFuture):  # it stays what it is for the rest of the scope
-                self._weights[id(future)] = weakref.ref(future), future.index
             future.settle(Outcome(aval, returned[stored_kind(kind)], row))
         seconds = time.perf_counter() - start
         self.scope.rounds.append(Round(len(graph.node_type), num_batches, len(futures), seconds))
@@ -414,7 +410,8 @@ class Lazy:
     operations share, and to which gradients flow: a function with such a scope in it can be
     differentiated, by `jax.grad` or `jax.vjp` around the whole. Pass data as arrays of NumPy, or as
     numbers. Values computed in a scope count as data for later ones too; `jax.numpy.asarray` turns
-    a computed future into an array that does not.
+    a computed future into an array that does not, and that functions take which want no tracer,
+    such as `jax.device_put`.
 
     A scope inside of another belongs to it; at its end, too, all is computed. Inside of a batched
     function a scope does nothing, since all is recorded anyway. A scope left by an exception

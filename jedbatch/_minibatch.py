@@ -116,11 +116,13 @@ def run_plan(plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
                 "is the default."
             )
 
+    placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
+
     def reverse_of(table):
         if static.reverse is not None:
             return static.reverse, table
-        assert plan.host is not None
-        return session.reverse(plan.host.placed, signature)
+        assert placed is not None
+        return session.reverse(placed, signature)
 
     executor_of = functools.partial(session.executor, signature)
     run = differentiable_run(executor_of, permit, reverse_of)

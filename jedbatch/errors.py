@@ -49,10 +49,11 @@ class EscapedValueError(RuntimeError):
     """A symbolic value was used after the function that made it had been recorded.
 
     **Symptom.** An operation outside the batched function met a symbolic value, or a cell kept
-    a traced value.
+    a traced value. Or a future is used whose lazy scope was left by an exception.
 
     **Reason.** Symbolic values live while one function is recorded. They got out through a
-    global, an attribute, or a list outside the function.
+    global, an attribute, or a list outside the function. Futures outlive their scope as the
+    values they stand for, unless these have not been computed.
 
     **Cure.** Return the value from the batched function, or from the cell. What they compute
     cannot be collected on the side: they are recorded once and run many times.

@@ -32,6 +32,7 @@ def test_public_functions_have_examples():
         "cell",
         "evaluate",
         "layout",
+        "lazy",
         "learn",
         "lower_bound",
         "schedule",
