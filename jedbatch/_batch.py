@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._adaptive import Adaptive
+from jedbatch._blocks import GRANULARITIES
 from jedbatch._cell import recording
 from jedbatch._cells import Kind, stored_kind
 from jedbatch._executors import EXECUTORS, median_seconds
@@ -50,7 +51,9 @@ class Batched:
         instances waited for values, and the last.
     """
 
-    def __init__(self, fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse):
+    def __init__(
+        self, fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse, granularity
+    ):
         functools.update_wrapper(self, fn, updated=())
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
@@ -63,6 +66,7 @@ class Batched:
         self._layout = layout
         self._reuse = reuse
         self.last_rounds = Rounds()
+        self._granularity = granularity
         self._sessions: dict[Hashable, Session] = {}
         self._planning = threading.RLock()  # planning changes the sessions
 
@@ -99,6 +103,7 @@ class Batched:
             self._cache_size,
             self._layout,
             self._reuse,
+            self._granularity,
         )
 
     def learn(self, *args: Any, **options: Any) -> FSM:
@@ -328,7 +333,7 @@ class Batched:
         session = self._sessions.get(key)
         if session is None:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session(avals, structure, self._executor, self._cache_size)
+            session = Session(avals, structure, self._executor, self._cache_size, self._granularity)
             self._sessions[key] = session
         return session, leaves
 
@@ -413,6 +418,7 @@ class Batched:
             [instances[i] for i in new],
             [arrays[i] for i in new],
             self._join_arguments,
+            session.grouping,
             read,
         )
         fresh = dict(zip(new, made, strict=True))
@@ -486,6 +492,7 @@ def batch(
     cache_size: int = 65536,
     layout: str = "auto",
     reuse: bool | None = None,
+    granularity: str = "cell",
 ) -> Batched:
     """`jax.vmap` for functions whose computation depends on the instance.
 
@@ -516,12 +523,18 @@ def batch(
       reuse: whether inference uses memory again that nobody will read. None does for minibatches
         with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
         can be differentiated keeps everything in any case.
+      granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
+        operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
+        operations that always run together and makes each such group one node, so that a model
+        without any `cell` runs like one with cells; cells stay whole, except those with variants
+        (operands of several types) that have matrix products in common.
 
     Returns:
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
 
     Raises:
-      ValueError, TypeError: `in_axes`, `out_axes`, `executor`, `layout` or `reuse` make no sense.
+      ValueError, TypeError: `in_axes`, `out_axes`, `executor`, `layout`, `reuse` or
+        `granularity` make no sense.
 
     Example:
       >>> import jax, jax.numpy as jnp, jedbatch
@@ -570,5 +583,11 @@ def batch(
             f"`batch` got reuse={reuse!r}; expected True or False, or None to use rows again where "
             "it saves much."
         )
+    if granularity not in GRANULARITIES:
+        raise ValueError(
+            f"`batch` got granularity={granularity!r}; expected one of {sorted(GRANULARITIES)}."
+        )
     in_axes = in_axes if isinstance(in_axes, int) else axes
-    return Batched(fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse)
+    return Batched(
+        fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse, granularity
+    )

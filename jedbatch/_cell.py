@@ -12,11 +12,12 @@ import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
-from jedbatch._instances import Same, typed_or_same
+from jedbatch._instances import Same, is_array, typed, typed_or_same
 
 
 class _Recording(threading.local):
@@ -144,6 +145,30 @@ def function_identity(fn: Any) -> Hashable:
     direct = free_values(getattr(getattr(fn, "cell", None), "fn", fn))
     operands = {id(x) for x in direct if isinstance(x, Tracer)}
     return _identity(fn, operands, [])
+
+
+def spelled(static: dict) -> str:
+    """Keyword arguments as text, as far as it is the same in every process."""
+    plain = {k: v for k, v in sorted(static.items()) if isinstance(v, (bool, int, float, str))}
+    return "[" + ", ".join(f"{k}={v!r}" for k, v in plain.items()) + "]" if plain else ""
+
+
+def static_options(cell: Cell, static: dict) -> Hashable:
+    """The keyword arguments of a call as part of its key."""
+    for name, value in static.items():
+        if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
+                "are static, part of the node's type. Pass arrays positionally."
+            )
+    try:
+        return tuple(sorted((name, typed(value)) for name, value in static.items()))
+    except TypeError:
+        raise TypeError(
+            f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; keyword "
+            "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
+            "arrays positionally."
+        ) from None
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)

@@ -77,6 +77,7 @@ def record_graph(
     starts = recorder.num_values + pointers(sizes)
     references = np.where(inputs, operand - first_input, starts[operand])
     recorder.callees += ids.tolist()
+    recorder.mark()
     recorder.references += references.tolist()
     recorder.num_values = int(starts[-1])
     return Results(recorder, [made_by[t] for t in node_type.tolist()], starts[:-1])

@@ -59,6 +59,14 @@ def cares_for_padding(eqn: Any) -> bool:
     return any(cares_for_padding(e) for program in inner_programs(eqn) for e in program.eqns)
 
 
+def performs(program: Any, *names: str) -> bool:
+    """True of programs with one of these primitives in them, however deep inside."""
+    return any(
+        eqn.primitive.name in names or any(performs(x, *names) for x in inner_programs(eqn))
+        for eqn in getattr(program, "jaxpr", program).eqns
+    )
+
+
 def work(eqn: Any) -> int:
     """Roughly the floating-point operations of an equation."""
     elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)

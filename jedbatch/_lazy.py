@@ -170,10 +170,10 @@ class LazyRecorder(Recorder):
         if isinstance(x, Awaited) and x.outcome is not None and x.outcome.is_traced:
             value = self._row(x.outcome)
         elif isinstance(x, Tracer) and not isinstance(x, Awaited):
-            value = self._leaf_value(self._kind(x), self._leaf(x), ())
+            value = self.leaf_value(self._kind(x), self._leaf(x), ())
         else:
             value = Value(
-                self, self._new_input(self.registry.group("value", self._kind(x)), x), self._kind(x)
+                self, self.new_input(self.registry.group("value", self._kind(x)), x), self._kind(x)
             )
         self._known[id(x)] = value.type, value.index
         self._kept.append(x)
@@ -183,7 +183,7 @@ class LazyRecorder(Recorder):
         """A number or an array of NumPy as an input."""
         kind = self._kind(x)
         x = np.array(x) if np.ndim(x) else x  # it may change before it is read
-        return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
+        return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
 
     def _kind(self, x: Any) -> int:
         return self.registry.value_type(*array_type(x))
@@ -198,8 +198,8 @@ class LazyRecorder(Recorder):
         """A value of an earlier round, under a transformation."""
         kind = self.registry.value_type(outcome.aval.shape, outcome.aval.dtype, False)
         if is_key(outcome.aval.dtype):
-            return self._leaf_value(kind, self._leaf(outcome.value), ())
-        return self._leaf_value(kind, self._leaf(outcome.returned.rows), (outcome.row,))
+            return self.leaf_value(kind, self._leaf(outcome.value), ())
+        return self.leaf_value(kind, self._leaf(outcome.returned.rows), (outcome.row,))
 
     def _weight(self, x: Any) -> int | None:
         """The id of an array among the shared values if it is a weight."""
@@ -349,7 +349,7 @@ class LazyRecorder(Recorder):
         return [future for ref in self.futures if (future := ref()) is not None]
 
     def _start_again(self) -> None:
-        for kept in (self._known, self._kept, self._watched, self._leaves, self._places):
+        for kept in (self._known, self._kept, self._watched, self.leaves, self._places):
             kept.clear()
         for recorded in (self.callees, self.references, self.input_group, self.input_value):
             recorded.clear()
@@ -364,7 +364,7 @@ class LazyRecorder(Recorder):
         outputs = [self._output(future) for future in futures]
         counts = self.callees, self.references, self.input_group, outputs
         ends = np.array([(0, len(x)) for x in counts])
-        graph = without_unread(finish(self, outputs, ends))
+        graph = without_unread(finish(self.registry, self.written, outputs, ends))
         avals = [future.aval for future in futures]
         kinds = [(aval.shape, aval.dtype) for aval in avals]
         rows: dict[Any, list[int]] = {}
@@ -385,7 +385,7 @@ class LazyRecorder(Recorder):
         if isinstance(future, Future):
             return future.index
         shared = (future.index,)
-        return self._node("shared", "identity", lambda shared, _: shared[0], shared, []).index
+        return self.node("shared", "identity", lambda shared, _: shared[0], shared, []).index
 
 
 def _lowered(x: Any) -> Any:
@@ -516,7 +516,7 @@ class Lazy:
                 free.append(kept)
 
     def _new_session(self) -> Session:
-        return Session((), jax.tree.structure(()), self._executor, limit=0)
+        return Session((), jax.tree.structure(()), self._executor, limit=0, granularity="cell")
 
     def _compute_with(self, kept: "Kept") -> Callable:
         """How a recorder has a graph computed."""

@@ -43,6 +43,8 @@ from jedbatch._cell import (
     function_identity,
     pause,
     reachable_cells,
+    spelled,
+    static_options,
     with_free_values,
 )
 from jedbatch._instances import (
@@ -53,11 +55,17 @@ from jedbatch._instances import (
     may_change,
     owned_arrays,
     replace_arrays,
-    typed,
     typed_or_same,
 )
+from jedbatch._operators import (
+    index_shared,
+    index_value,
+    known_operation,
+    operate,
+    remember_operation,
+)
 from jedbatch._registry import END, NUMBERS, Callee, Registry
-from jedbatch._symbols import Shared, Symbol, Value, frozen, is_static, row_index
+from jedbatch._symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
 MANY_CONSTANTS = 10_000  # kept, before all are forgotten
@@ -75,13 +83,16 @@ class Recorder(Trace):
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
+      leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       together: what some functions return, which may wait for values each on its own.
+      grouping: who merges nodes later or takes them apart; None if nobody does.
+      sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
     """
 
     result: type[Value] = Value
 
-    def __init__(self, registry: Registry, caller: Any):
+    def __init__(self, registry: Registry, caller: Any, grouping: Any = None):
         super().__init__()
         self.registry = registry
         self.caller = caller
@@ -100,13 +111,19 @@ class Recorder(Trace):
         self._kept: list[Any] = []  # keeps what `_known` knows by id alive
         self._containers: dict[int, tuple[Hashable, None]] = {}
         self._shared: Any = None
-        self._leaves: dict[int, tuple[int, Any]] = {}
+        self.leaves: dict[int, tuple[int, Any]] = {}
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self._numbers: dict[type, tuple[int, Hashable]] = {}
         self._arrays: dict[tuple, tuple[int, Hashable]] = {}
         self._watched: dict[int, Watched] = {}
         self.call_cell = self._short_way()
+        self.grouping = grouping
+        self.sites: list[tuple[int, bool]] = []
+        self._here = None if grouping is None else grouping.here
+        self.locates = self._here is not None
+        if self.locates:
+            self.call_cell = self._marking(self.call_cell)
 
     def is_valid(self) -> bool:
         if self.active:
@@ -133,7 +150,7 @@ class Recorder(Trace):
 
     def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
         """Starts an instance after another is done; its arrays are replaced by symbols."""
-        for kept in (self._known, self._kept, self._leaves):
+        for kept in (self._known, self._kept, self.leaves):
             kept.clear()
         self._known.update(self._containers)
         self.caching = True
@@ -150,34 +167,43 @@ class Recorder(Trace):
         if not arrays:
             return instance
         kinds = [self.registry.value_type(*array_type(x)) for x in arrays]
-        values = [self._leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+        values = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
         return replace_arrays(instance, iter(values))
 
     def forget(self) -> None:
         """Lets go of everything symbolic."""
         self.active = False
         self._instance = self._shared = self._owned = None
-        for kept in (self._known, self._containers, self._kept, self._made, self._leaves):
+        for kept in (self._known, self._containers, self._kept, self._made, self.leaves):
             kept.clear()
 
-    def _new_input(self, group: int, value: Any) -> int:
+    @property
+    def written(self) -> tuple[list, ...]:
+        """What was recorded: (callees, references, groups of inputs, values of inputs)."""
+        return self.callees, self.references, self.input_group, self.input_value
+
+    def new_input(self, group: int, value: Any) -> int:
         self.input_group.append(group)
         self.input_value.append(value)
         return -len(self.input_group)
 
-    def _leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
+    def leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
         """An array of the instance, or the part of it that static indices lead to."""
         row = len(path) == 1 and isinstance(path[0], int)
         group = self.registry.group("leaf", kind, leaf, row, None if row else frozen(path))
-        position = self._new_input(group, path[0] if row else path)
-        self._leaves[position] = (leaf, path)
+        position = self.new_input(group, path[0] if row else path)
+        self.leaves[position] = (leaf, path)
         return Value(self, position, kind)
 
     def input(self, x: Any) -> Value:
         """A number or concrete array as an input of the instance."""
         kind = self.registry.value_type(*array_type(x))
         x = x.copy() if isinstance(x, np.ndarray) else x  # it may change before it is read
-        return Value(self, self._new_input(self.registry.group("value", kind), x), kind)
+        return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
+
+    def stand_in(self, kind: int) -> Value:
+        """An input that stands for any value of a type."""
+        return Value(self, self.new_input(-1, None), kind)
 
     def symbol(self, x: Any) -> Any:
         """Any array or number as a symbol."""
@@ -268,6 +294,28 @@ class Recorder(Trace):
 
         return call_cell
 
+    def _marking(self, call_cell: Callable) -> Callable:
+        """The same, noting call sites."""
+
+        def call(cell: Cell, args: tuple, static: dict) -> Any:
+            out = call_cell(cell, args, static)
+            self.mark()
+            return out
+
+        return call
+
+    def mark(self) -> None:
+        """Notes the call site of what was recorded last, for whoever groups nodes by it."""
+        if self._here is not None and len(self.sites) != len(self.callees):
+            self.sites += [self._here()] * (len(self.callees) - len(self.sites))
+
+    def mark_again(self) -> None:
+        """Notes the call site of the last node as that of the caller."""
+        if self.locates:
+            _, same = self.sites.pop()
+            assert self._here is not None
+            self.sites.append((self._here()[0], same))
+
     def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
         tokens: list[Hashable] = [cell]
@@ -307,9 +355,10 @@ class Recorder(Trace):
             self._kept.append(out)
         return out
 
-    def _record(self, callee: Callee) -> Any:
+    def record(self, callee: Callee) -> Any:
         """Appends a node whose references are in place already; returns its results."""
         self.callees.append(callee.id)
+        self.mark()
         index = self.num_values
         self.num_values = index + len(callee.results)
         return self._results(callee, index)
@@ -341,7 +390,7 @@ class Recorder(Trace):
                 way, callee, self._widths(args), keep=[c.cell_contents for c in cell.closure]
             )
         self.references += references
-        return self._record(callee)
+        return self.record(callee)
 
     def _widths(self, args: tuple) -> tuple[int, ...]:
         """How many operands each reference of a short description stands for."""
@@ -356,7 +405,7 @@ class Recorder(Trace):
     def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
         """(how to record a call of a cell, its references); None if it is not ours to record."""
         fn = cell.fn
-        options = _static_options(cell, static)
+        options = static_options(cell, static)
         captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
         leaves, tree = jax.tree.flatten((args, captured))
         if self._foreign(leaves):
@@ -404,7 +453,7 @@ class Recorder(Trace):
                 tuple(shared),
                 kinds,
                 user_code=True,
-                static=_spelled(static),
+                static=spelled(static),
             )
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(
@@ -413,6 +462,8 @@ class Recorder(Trace):
                 "keyword arguments are static."
             )
             raise
+        if self.grouping is not None and self.grouping.met is not None:
+            self.grouping.met((identity, options, *shared), callee, call)
         return callee, [v.index for v in operands]
 
     def _foreign(self, leaves: Sequence[Any]) -> bool:
@@ -424,14 +475,26 @@ class Recorder(Trace):
 
     # --- doors 2 and 3: everything else ---
 
+    index_value = index_value
+    index_shared = index_shared
+    operate = operate
+
     def process_primitive(self, primitive, tracers, params, /):
+        key = self.registry.primitive_key(primitive, params)
+        known = known_operation(self, key, tracers)
+        if known is not None:
+            out = self.record(known)
+            return out if primitive.multiple_results else out[0]
+
         def call(*values):
             out = primitive.bind(*values, **params)
             return out if primitive.multiple_results else [out]
 
-        key = (primitive, self.registry.params_key(params))
         name = params["name"] if primitive.name == "jit" else primitive.name
-        out = self._operation(name, key, call, tracers)
+        before = len(self.input_group), len(self.callees)
+        out = self._operation(name, key.written, call, tracers)
+        if before == (len(self.input_group), len(self.callees) - 1):
+            remember_operation(self, key, tracers)
         return out if primitive.multiple_results else out[0]
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
@@ -508,13 +571,13 @@ class Recorder(Trace):
 
         shared = tuple(s.index for s in symbols if isinstance(s, Shared))
         operands = [s for s in symbols if isinstance(s, Value)]
-        return self._node(name, (key, slots), arranged, shared, operands)
+        return self.node(name, (key, slots), arranged, shared, operands)
 
-    def _node(self, name, key, call, shared, operands) -> Any:
+    def node(self, name, key, call, shared, operands) -> Any:
         kinds = tuple(v.type for v in operands)
         callee = self.registry.callee(name, key, call, shared, kinds, user_code=False)
         self.references += [v.index for v in operands]
-        return self._record(callee)
+        return self.record(callee)
 
     def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
         """Computes an operation on concrete values, or finds what it gave before."""
@@ -547,36 +610,6 @@ class Recorder(Trace):
         ids = self.registry.shared_results((key, marks), filled, shared)
         return [Shared(self, i) for i in ids]
 
-    # --- indexing ---
-
-    def index_value(self, value: Value, item: Any) -> Any:
-        """Static indexing of an array of the instance gives an input, not a node."""
-        leaf = self._leaves.get(value.index) if self.active else None
-        if leaf is None or not is_static(item):
-            return super(Value, value).__getitem__(item)
-        if isinstance(item, int | np.integer):
-            if not value.shape:
-                raise IndexError("an array with no dimensions cannot be indexed")
-            item = row_index(item, value.shape[0])
-            shape = value.shape[1:]
-        else:
-            shape = np.broadcast_to(np.False_, value.shape)[item].shape
-        kind = self.registry.value_type(shape, value.dtype, value.aval.weak_type)
-        return self._leaf_value(kind, leaf[0], (*leaf[1], item))
-
-    def index_shared(self, value: Shared, item: Any) -> Any:
-        """`table[i]` with a Python int is a row look-up with i as a value."""
-        first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
-        number = isinstance(first, int | np.integer) and not isinstance(first, bool)
-        if not (number and self.active and value.shape and is_static(rest)):
-            return super(Shared, value).__getitem__(item)
-        row = self.input(row_index(first, value.shape[0]))
-
-        def look_up(shared, operands):
-            return shared[0][(operands[0], *rest)]
-
-        return self._node("row", ("row", frozen(rest)), look_up, (value.index,), [row])
-
     # --- results ---
 
     def output(self, leaf: Any) -> tuple[int, tuple]:
@@ -589,7 +622,7 @@ class Recorder(Trace):
         symbol = self.symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)
         if isinstance(symbol, Shared):
             shared = (symbol.index,)
-            symbol = self._node("shared", "identity", lambda shared, _: shared[0], shared, [])
+            symbol = self.node("shared", "identity", lambda shared, _: shared[0], shared, [])
         value_type = self.registry.value_types[symbol.type]
         return symbol.index, (value_type.shape, value_type.dtype)
 
@@ -626,30 +659,6 @@ class Watched:
 def _parts(x: Any) -> list[Any]:
     """What a container holds directly."""
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
-
-
-def _spelled(static: dict) -> str:
-    """Keyword arguments as text, as far as it is the same in every process."""
-    plain = {k: v for k, v in sorted(static.items()) if isinstance(v, (bool, int, float, str))}
-    return "[" + ", ".join(f"{k}={v!r}" for k, v in plain.items()) + "]" if plain else ""
-
-
-def _static_options(cell: Cell, static: dict) -> Hashable:
-    """The keyword arguments of a call as part of its key."""
-    for name, value in static.items():
-        if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
-            raise TypeError(
-                f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
-                "are static, part of the node's type. Pass arrays positionally."
-            )
-    try:
-        return tuple(sorted((name, typed(value)) for name, value in static.items()))
-    except TypeError:
-        raise TypeError(
-            f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; keyword "
-            "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
-            "arrays positionally."
-        ) from None
 
 
 def _identity_of_constant(x: Any) -> Hashable:

@@ -68,6 +68,19 @@ def owned(const: Any) -> Any:
     return const.copy() if isinstance(const, np.ndarray) else const
 
 
+class PrimitiveKey:
+    """A primitive with its parameters; one object for equal ones, so hashing it is fast.
+
+    Attributes:
+      written: the primitive and what its parameters are told apart by.
+    """
+
+    __slots__ = ("written",)
+
+    def __init__(self, written: Hashable):
+        self.written = written
+
+
 class Callee:
     """How a kind of call is recorded.
 
@@ -101,6 +114,8 @@ class Registry:
       avals: the value types as JAX has them.
       calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
+      num_varying: operations on shared values that turned out to depend on the instance.
+      operations, operators: how operations and Python's operators on symbols were recorded.
     """
 
     def __init__(self, leaf_avals: Sequence[ShapedArray], structure: Any):
@@ -118,9 +133,14 @@ class Registry:
         self._kept: list[Any] = []
         self.constants: dict[Hashable, list[Any]] = {}
         self._ids: dict[Hashable, Any] = {}
+        self.operations: dict[tuple, Callee] = {}
+        self.operators: dict[tuple, Any] = {}
+        self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = {}
+        self._single: dict[int, Callee] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
+        self.num_varying = 0
         self._types: tuple[NodeType, ...] = ()
 
     @property
@@ -223,6 +243,22 @@ class Registry:
         callee = Callee(len(self.callees), node_type, widths, results, tree, unit)
         self.callees.append(callee)
         return callee
+
+    def singly(self, callee: Callee) -> Callee:
+        """The kind of call with the same nodes whose references stand for one operand each."""
+        found = self._single.get(callee.node_type)
+        if found is None:
+            found, arity = callee, sum(callee.widths)
+            if arity != len(callee.widths):
+                found = self.add_callee(
+                    callee.node_type, (1,) * arity, callee.results, callee.tree, callee.unit
+                )
+            self._single[callee.node_type] = found
+        return found
+
+    def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
+        """The ids of value types."""
+        return [self.value_type(t.shape, t.dtype, t.weak) for t in types]
 
     def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
         """Files a callee under the description of a call; `keep` is described by its id."""
@@ -399,8 +435,35 @@ class Registry:
 
     # --- keys ---
 
+    def primitive_key(self, primitive: Any, params: dict[str, Any]) -> "PrimitiveKey":
+        """A primitive and its parameters as one object.
+
+        JAX hands us the same parameters whenever a jit-ted function meets the same types, so
+        those are known by identity.
+        """
+        same = None
+        if "jaxpr" in params:
+            same = (primitive, *params, *map(id, params.values()))
+            found = self._by_identity.get(same)
+            if found is not None:
+                return found[0]
+        written = primitive, self.params_key(params)
+        key = self._ids.get(("primitive", written))
+        if key is None:
+            key = self._ids["primitive", written] = PrimitiveKey(written)
+        if same is not None:
+            if len(self._by_identity) > MANY_CALLS:
+                self._by_identity.clear()
+            self._by_identity[same] = key, params  # ids are good while this is alive
+        return key
+
     def params_key(self, value: Any) -> Hashable:
         """The parameters of a primitive as something hashable; unequal if in doubt."""
+        kind = type(value)
+        if kind is int or kind is str or kind is bool or value is None:
+            return kind, value
+        if kind is tuple:
+            return kind, *map(self.params_key, value)
         if hasattr(value, "eqns"):
             return self._jaxpr_key(value)
         if isinstance(value, dict):
@@ -446,6 +509,7 @@ class Registry:
         seen = self._variants.setdefault(("numbers", operation, args), set())
         if len(seen) <= FEW:
             seen.add(numbers)
+            self.num_varying += len(seen) > FEW
         return len(seen) > FEW
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:

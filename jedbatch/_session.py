@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray, Tracer
 
+from jedbatch._blocks import GRANULARITIES
 from jedbatch._cells import Kernel
 from jedbatch._cotangents import (
     ReverseSignature,
@@ -51,6 +52,7 @@ class Session:
 
     Attributes:
       registry: types met so far.
+      grouping: merges nodes or takes them apart; None if nodes are what was recorded.
       records: what recording gave, by the key of the instance.
       seen: (instance, record) by the id of an instance that cannot change.
       decides: whether the function has been seen to decide on values.
@@ -60,9 +62,15 @@ class Session:
     """
 
     def __init__(
-        self, avals: Sequence[ShapedArray], structure: Any, executor: str | None, limit: int
+        self,
+        avals: Sequence[ShapedArray],
+        structure: Any,
+        executor: str | None,
+        limit: int,
+        granularity: str,
     ):
         self.registry = Registry(avals, structure)
+        self.grouping = GRANULARITIES[granularity](self.registry)
         self.records: dict[Hashable, Record] = Memory(limit)
         self.seen: dict[int, tuple[Any, Record]] = Memory(limit)
         self.decides = False

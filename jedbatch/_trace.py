@@ -48,6 +48,7 @@ def trace(
     instances: Sequence[Sequence[Any]],
     arrays: Sequence[Sequence[Any]],
     arrange: Callable,
+    grouping: Any = None,
     read: Callable | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
@@ -58,17 +59,38 @@ def trace(
       instances: the mapped arguments of each instance.
       arrays: the arrays in them, in order.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
+      grouping: merges nodes or takes them apart, one of `GRANULARITIES`.
       read: called with a symbol whose value is needed; by default that is an error.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
       outer transformations that `fn` closes over.
     """
+    while True:
+        num_varying = registry.num_varying
+        recorder, outputs, forms, caching, ends = _record(
+            fn, registry, instances, arrays, arrange, grouping, read
+        )
+        # Whoever looks for what recurs must not see the same thing recorded in two ways.
+        news = grouping is not None and grouping.again()
+        if grouping is None or not (news or registry.num_varying != num_varying):
+            break
+    written = recorder.written
+    if grouping is not None:
+        nodes = grouping.group(recorder, outputs, ends)
+        written, outputs, ends = nodes.written()
+    whole = finish(registry, written, outputs, np.array(ends, np.int64).T)
+    records = [Record(whole, i, *form) for i, form in enumerate(forms)]
+    return records, caching, recorder.tracers
+
+
+def _record(fn, registry, instances, arrays, arrange, grouping, read):
+    """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     outputs: list[int] = []
     forms, caching = [], []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     with take_current_trace() as caller:
-        recorder = Recorder(registry, caller)
+        recorder = Recorder(registry, caller, grouping)
         recorder.read = read
         with set_current_trace(recorder), recording_with(recorder):
             shared = recorder.share()
@@ -86,9 +108,7 @@ def trace(
                 counts = recorder.callees, recorder.references, recorder.input_group, outputs
                 ends.append(tuple(map(len, counts)))
             del mapped, shared, leaves, results, instance
-    whole = finish(recorder, outputs, np.array(ends, np.int64).T)
-    records = [Record(whole, i, *form) for i, form in enumerate(forms)]
-    return records, caching, recorder.tracers
+    return recorder, outputs, forms, caching, ends
 
 
 @contextlib.contextmanager
@@ -137,18 +157,20 @@ class _Interpreter:
 _interpreter = _Interpreter()
 
 
-def finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
-    """The lists of a recorder as one graph of all instances."""
-    registry = recorder.registry
+def finish(
+    registry: Registry, written: Sequence[list], outputs: list[int], ends: np.ndarray
+) -> Graph:
+    """What a recorder has written as one graph of all instances."""
     node_ptr, _, input_ptr, output_ptr = ends
-    node_type, arity, operand = find_operands(registry, recorder.callees, recorder.references)
+    recorded, references, input_group, input_value = written
+    node_type, arity, operand = find_operands(registry, recorded, references)
 
     # Inputs: drop what nobody reads, and group what is read the same way, by instance.
     result = np.array(outputs, np.int64)
-    group = np.array(recorder.input_group, np.int64)
+    group = np.array(input_group, np.int64)
     used = np.zeros(len(group), bool)
-    for references in (operand, result):
-        used[-1 - references[references < 0]] = True
+    for read in (operand, result):
+        used[-1 - read[read < 0]] = True
     kept = np.flatnonzero(used)
     owner = np.searchsorted(input_ptr, kept, side="right") - 1
     if len(np.flatnonzero(np.bincount(group[kept]))) > 1:
@@ -156,16 +178,16 @@ def finish(recorder: Recorder, outputs: list[int], ends: np.ndarray) -> Graph:
         owner = np.searchsorted(input_ptr, kept, side="right") - 1
     place = np.zeros(len(group), np.int64)
     place[kept] = np.arange(len(kept))
-    for references in (operand, result):
-        negative = references < 0
-        references[negative] = -1 - place[-1 - references[negative]]
+    for read in (operand, result):
+        negative = read < 0
+        read[negative] = -1 - place[-1 - read[negative]]
 
     return Graph(
         registry.types,
         node_type,
         pointers(arity),
         operand.astype(np.int32),
-        tuple(cut_inputs(registry, recorder.input_value, kept, owner, group[kept])),
+        tuple(cut_inputs(registry, input_value, kept, owner, group[kept])),
         result.astype(np.int32),
         node_ptr,
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
