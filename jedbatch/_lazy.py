@@ -54,6 +54,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._adaptive import Adaptive
 from jedbatch._batch import CONFIGURATION
+from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
 from jedbatch._cells import is_key, stored_kind
 from jedbatch._executors import EXECUTORS
@@ -64,7 +65,7 @@ from jedbatch._minibatch import make_plan, run_plan
 from jedbatch._orders import checked_order
 from jedbatch._pieces import cut_apart, without_unread
 from jedbatch._plan import ResultForm
-from jedbatch._recorder import Recorder, Watched
+from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
 from jedbatch._schedule import Policy, checked_policy
 from jedbatch._session import Memory, Session
@@ -161,7 +162,7 @@ class LazyRecorder(Recorder):
             x._trace.is_valid()
         elif not isinstance(x, jax.Array):
             return self.input(x)
-        token, position = self._known.get(id(x), (None, None))
+        token, position = self.known.get(id(x), (None, None))
         if position is not None:
             assert isinstance(token, int)
             return Value(self, position, token)
@@ -175,8 +176,8 @@ class LazyRecorder(Recorder):
             value = Value(
                 self, self.new_input(self.registry.group("value", self._kind(x)), x), self._kind(x)
             )
-        self._known[id(x)] = value.type, value.index
-        self._kept.append(x)
+        self.known[id(x)] = value.type, value.index
+        self.kept.append(x)
         return value
 
     def input(self, x: Any) -> Value:
@@ -209,9 +210,9 @@ class LazyRecorder(Recorder):
                 return None
             index = self._named(x)
         self._held[self.registry.shared[index].tracer] = x
-        if id(x) not in self._known:
-            self._known[id(x)] = self.registry.token("weight", index), None
-            self._kept.append(x)
+        if id(x) not in self.known:
+            self.known[id(x)] = self.registry.token("weight", index), None
+            self.kept.append(x)
         return index
 
     def _is_weight(self, x: Any) -> bool:
@@ -253,21 +254,21 @@ class LazyRecorder(Recorder):
         self._reader = cell.name
         return super().cell_callee(cell, args, static)
 
-    def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+    def description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
         for x in args:
             self._describe(x)
-        return super()._description(cell, args)
+        return super().description(cell, args)
 
     def _describe(self, x: Any) -> None:
         """Files a container of weights, so that the next call need not look into it."""
-        if id(x) in self._known or is_array(x) or isinstance(x, int | float):
+        if id(x) in self.known or is_array(x) or isinstance(x, int | float):
             return
         leaves, structure = jax.tree.flatten(x)
-        tokens = [self._known.get(id(leaf), (None, 0)) for leaf in leaves]
+        tokens = [self.known.get(id(leaf), (None, 0)) for leaf in leaves]
         if not leaves or not all(index is None for _, index in tokens):
             return
         token = self.registry.token("weights", structure, *(name for name, _ in tokens))
-        self._watched[id(x)] = Watched(x, leaves, structure, token)
+        self.watched[id(x)] = Watched(x, leaves, structure, token)
 
     def process_primitive(self, primitive, tracers, params, /):
         """Also turns where a weight is sliced into a number: rows of a table are one type."""
@@ -325,8 +326,8 @@ class LazyRecorder(Recorder):
 
     def compute(self) -> None:
         """Computes what waits, and starts to record again."""
-        self._known.clear()  # tuples that nobody else holds, and the futures in them
-        self._kept.clear()
+        self.known.clear()  # tuples that nobody else holds, and the futures in them
+        self.kept.clear()
         futures = self._waiting()
         if len(futures) > FEW_FUTURES and SELDOM * len(futures) > len(self.callees):
             del futures  # some may be garbage: a function that calls itself is a circle
@@ -349,7 +350,7 @@ class LazyRecorder(Recorder):
         return [future for ref in self.futures if (future := ref()) is not None]
 
     def _start_again(self) -> None:
-        for kept in (self._known, self._kept, self._watched, self.leaves, self._places):
+        for kept in (self.known, self.kept, self.watched, self.leaves, self._places):
             kept.clear()
         for recorded in (self.callees, self.references, self.input_group, self.input_value):
             recorded.clear()

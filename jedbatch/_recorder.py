@@ -27,7 +27,6 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -37,12 +36,12 @@ import numpy as np
 from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
+from jedbatch._calls import Watched, described, short_way, widths_of
 from jedbatch._cell import (
     Cell,
     free_values,
     function_identity,
     pause,
-    reachable_cells,
     spelled,
     static_options,
     with_free_values,
@@ -52,7 +51,6 @@ from jedbatch._instances import (
     array_type,
     is_array,
     is_constant,
-    may_change,
     owned_arrays,
     replace_arrays,
     typed_or_same,
@@ -64,7 +62,7 @@ from jedbatch._operators import (
     operate,
     remember_operation,
 )
-from jedbatch._registry import END, NUMBERS, Callee, Registry
+from jedbatch._registry import NUMBERS, Callee, Registry
 from jedbatch._symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
@@ -107,17 +105,17 @@ class Recorder(Trace):
         self.input_value: list[Any] = []
         self.tracers: list[Any] = []
         self._instance: Any = None
-        self._known: dict[int, tuple[Any, int | None]] = {}
-        self._kept: list[Any] = []  # keeps what `_known` knows by id alive
+        self.known: dict[int, tuple[Any, int | None]] = {}
+        self.kept: list[Any] = []  # keeps what `known` knows by id alive
         self._containers: dict[int, tuple[Hashable, None]] = {}
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Any]] = {}
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
-        self._numbers: dict[type, tuple[int, Hashable]] = {}
-        self._arrays: dict[tuple, tuple[int, Hashable]] = {}
-        self._watched: dict[int, Watched] = {}
-        self.call_cell = self._short_way()
+        self.watched: dict[int, Watched] = {}  # containers that may change
+        self.numbers: dict[type, tuple[int, Hashable]] = {}  # (input group, token) by kind
+        self.arrays: dict[tuple, tuple[int, Hashable]] = {}  # and by shape and dtype
+        self.call_cell = short_way(self)
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
@@ -150,9 +148,9 @@ class Recorder(Trace):
 
     def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
         """Starts an instance after another is done; its arrays are replaced by symbols."""
-        for kept in (self._known, self._kept, self.leaves):
+        for kept in (self.known, self.kept, self.leaves):
             kept.clear()
-        self._known.update(self._containers)
+        self.known.update(self._containers)
         self.caching = True
         self.turn_to(instance)
         return self.symbolic(instance, arrays)
@@ -174,7 +172,7 @@ class Recorder(Trace):
         """Lets go of everything symbolic."""
         self.active = False
         self._instance = self._shared = self._owned = None
-        for kept in (self._known, self._containers, self._kept, self._made, self.leaves):
+        for kept in (self.known, self._containers, self.kept, self._made, self.leaves):
             kept.clear()
 
     @property
@@ -226,74 +224,6 @@ class Recorder(Trace):
 
     # --- door 1: cells ---
 
-    def _short_way(self) -> Callable:
-        """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
-
-        A call is described by what its arguments are, without looking into them, and recorded
-        the way a call of that description was recorded before: `registry.calls` is a tree of
-        dictionaries with a `Callee` at the end of every known description.
-        """
-        known, kept, numbers, arrays = self._known, self._kept, self._numbers, self._arrays
-        watched, result = self._watched, self.result
-        calls, references, callees = self.registry.calls, self.references, self.callees
-        input_group, input_value = self.input_group, self.input_value
-
-        def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
-            reads = []
-            try:
-                callee = calls[cell]
-                for c in cell.closure:
-                    callee = callee[id(c.cell_contents)]
-                for arg in args:
-                    found = known.get(id(arg))
-                    if found is not None:
-                        token, index = found
-                        callee = callee[token]
-                        if index is not None:
-                            reads.append(index)
-                        continue
-                    kind = type(arg)
-                    if kind is result and arg._trace is self:
-                        callee = callee[arg.type]
-                        reads.append(arg.index)
-                    elif kind is np.ndarray:
-                        group, token = arrays[arg.shape, arg.dtype]
-                        callee = callee[token]
-                        input_group.append(group)
-                        input_value.append(arg.copy())  # it may change before it is read
-                        reads.append(-len(input_group))
-                    elif id(arg) in watched:
-                        callee = callee[watched[id(arg)].token_of(arg)]
-                    else:
-                        group, token = numbers[kind]  # an int or a float, if it is found
-                        callee = callee[token]
-                        input_group.append(group)
-                        input_value.append(arg)
-                        reads.append(-len(input_group))
-                callee = callee[END]
-            except (KeyError, ValueError):
-                callee = None
-            if callee is None or static:
-                return self._call_cell(cell, args, static)
-            kinds = callee.results
-            references.extend(reads)
-            callees.append(callee.id)
-            index = self.num_values
-            self.num_values = index + len(kinds)
-            if callee.tree is None:
-                return result(self, index, kinds[0])
-            if callee.unit is None:
-                return self._results(callee, index)
-            if len(kinds) == 2:  # a state (h, c), spelled out
-                out: tuple = (result(self, index, kinds[0]), result(self, index + 1, kinds[1]))
-            else:
-                out = tuple([result(self, i, kind) for i, kind in enumerate(kinds, index)])
-            known[id(out)] = callee.unit, index
-            kept.append(out)
-            return out
-
-        return call_cell
-
     def _marking(self, call_cell: Callable) -> Callable:
         """The same, noting call sites."""
 
@@ -316,43 +246,15 @@ class Recorder(Trace):
             assert self._here is not None
             self.sites.append((self._here()[0], same))
 
-    def _description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
-        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
-        tokens: list[Hashable] = [cell]
-        if reachable_cells(cell.fn) != cell.closure:
-            return None
-        for c in cell.closure:
-            try:
-                x = c.cell_contents
-            except ValueError:  # a name not assigned yet
-                return None
-            if isinstance(x, Tracer) or may_change(x):
-                return None
-            tokens.append(id(x))
-        for arg in args:
-            if id(arg) in self._known:
-                tokens.append(self._known[id(arg)][0])
-            elif type(arg) is self.result and arg._trace is self:
-                tokens.append(arg.type)
-            elif type(arg) in (int, float):
-                tokens.append(self._number(type(arg))[1])
-            elif type(arg) is np.ndarray:
-                tokens.append(self._array(arg)[1])
-            elif id(arg) in self._watched:
-                tokens.append(self._watched[id(arg)].token_of(arg))
-            else:
-                return None
-        return [*tokens, END]
-
-    def _results(self, callee: Callee, index: int) -> Any:
+    def results(self, callee: Callee, index: int) -> Any:
         """What a recorded call returns."""
         values = [self.result(self, i, kind) for i, kind in enumerate(callee.results, index)]
         if callee.tree is None:
             return values[0]
         out = jax.tree.unflatten(callee.tree, values)
         if callee.unit is not None:
-            self._known[id(out)] = callee.unit, index
-            self._kept.append(out)
+            self.known[id(out)] = callee.unit, index
+            self.kept.append(out)
         return out
 
     def record(self, callee: Callee) -> Any:
@@ -361,46 +263,25 @@ class Recorder(Trace):
         self.mark()
         index = self.num_values
         self.num_values = index + len(callee.results)
-        return self._results(callee, index)
+        return self.results(callee, index)
 
-    def _number(self, kind: type) -> tuple[int, Hashable]:
-        """(input group, token) of Python numbers of a kind."""
-        value_type = self.registry.value_type(*array_type(kind(0)))
-        found = self.registry.group("value", value_type), self.registry.token(kind, value_type)
-        self._numbers[kind] = found
-        return found
+    def description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
+        return described(self, cell, args)
 
-    def _array(self, x: np.ndarray) -> tuple[int, Hashable]:
-        """(input group, token) of arrays of NumPy of the type of this one."""
-        value_type = self.registry.value_type(*array_type(x))
-        token = self.registry.token(np.ndarray, value_type)
-        found = self.registry.group("value", value_type), token
-        self._arrays[x.shape, x.dtype] = found
-        return found
-
-    def _call_cell(self, cell: Cell, args: tuple, static: dict) -> Any:
-        """The long way: any pytrees of anything."""
+    def long_way(self, cell: Cell, args: tuple, static: dict) -> Any:
+        """Records a call of a cell: any pytrees of anything."""
         found = self.cell_callee(cell, args, static)
         if found is None:  # inside another transformation: not ours to record
             return cell.fn(*args, **static)
         callee, references = found
-        way = None if static else self._description(cell, args)
+        way = None if static else self.description(cell, args)
         if way is not None:
             self.registry.remember(
-                way, callee, self._widths(args), keep=[c.cell_contents for c in cell.closure]
+                way, callee, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
             )
         self.references += references
         return self.record(callee)
-
-    def _widths(self, args: tuple) -> tuple[int, ...]:
-        """How many operands each reference of a short description stands for."""
-        others = (0, 0)  # single values
-        found = [self._known.get(id(x), others) for x in args if id(x) not in self._watched]
-        return tuple(
-            1 if token >= 0 else len(self.registry.units[-1 - token])
-            for token, index in found
-            if index is not None
-        )
 
     def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
         """(how to record a call of a cell, its references); None if it is not ours to record."""
@@ -628,32 +509,6 @@ class Recorder(Trace):
 
 
 # --- small helpers ----------------------------------------------------------------------
-
-
-class Watched:
-    """A container that may change: what it held when it was described, and the description."""
-
-    __slots__ = ("container", "keys", "leaves", "structure", "token")
-
-    def __init__(self, container: Any, leaves: list, structure: Any, token: Hashable):
-        self.container = container
-        self.leaves = leaves
-        self.structure = structure
-        self.token = token
-        self.keys = None
-        if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
-            self.keys, self.leaves = tuple(container), list(container.values())
-
-    def token_of(self, x: Any) -> Hashable:
-        """The description; raises `KeyError` if the container holds something else by now."""
-        if self.keys is not None:  # a flat dict; `tree.flatten` takes three times as long
-            if tuple(x) == self.keys and all(map(operator.is_, x.values(), self.leaves)):
-                return self.token
-            raise KeyError(self.token)
-        leaves, structure = jax.tree.flatten(x)
-        if structure == self.structure and all(map(operator.is_, leaves, self.leaves)):
-            return self.token
-        raise KeyError(self.token)
 
 
 def _parts(x: Any) -> list[Any]:

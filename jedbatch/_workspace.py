@@ -366,7 +366,7 @@ class Workspace:
         needed.inputs = dict(self._num_inputs)
         needed.wanted = {kind: len(some) for kind, some in wanted.items()}
         schedule = layout.schedule
-        sizes = np.zeros(len(layout.lanes), np.int64)
+        sizes = np.zeros(len(self.recorder.registry.types), np.int64)  # maybe more than it knew
         np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
         waiting = self._node_type.array[self._lane.array < 0]
         waiting = np.bincount(waiting, minlength=len(sizes))

@@ -25,6 +25,7 @@ ORDER = [
     "_registry",
     "_symbols",
     "_operators",
+    "_calls",
     "_recorder",
     "_evaluate",
     "_jaxpr",
