@@ -64,6 +64,7 @@ class Fused:
     Attributes:
       arenas: of calls that are done, for later ones to use: a list of arenas for each set of
         devices.
+      states: the same for calls that run in rounds.
     """
 
     name = "fused"
@@ -73,6 +74,7 @@ class Fused:
         self.signature = signature
         self.compiled = compiled
         self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.states: dict[Any, list[Any]] = collections.defaultdict(list)
         size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
         self.is_large = size > LARGE
         self._packed: Packed | None = None
@@ -82,7 +84,7 @@ class Fused:
         self.again = jax.jit(self._again, donate_argnums=3)
         self.save = jax.jit(self._save)
         self.reverse = jax.jit(self._reverse, static_argnums=0)
-        self.blank = jax.jit(self._blank, static_argnums=0)
+        self.fresh = jax.jit(self._fresh, static_argnums=0)
         self.move = jax.jit(self._move, static_argnums=(0, 1))
         self.round = jax.jit(self._round, static_argnums=0, donate_argnums=4)
         self.pick = jax.jit(pick)
@@ -105,6 +107,16 @@ class Fused:
         free.append(arenas)
         return outputs
 
+    def blank(self, saving, shared):
+        """The state before the first round; rows that inference has not written hold anything."""
+        free = self.states[devices_of(shared)]
+        return free.pop() if free and not saving else self.fresh(saving)
+
+    def give_back(self, shared, state):
+        """Keeps the state of a call for inference that is done for a later one."""
+        if self.is_large and not finds_faults():
+            self.states[devices_of(shared)].append(state)
+
     def advance(self, saving, shared, inputs, table, state):
         """Runs one round: (rows returned from each arena, state); see `_workspace`."""
         return self.round(saving, self._weights(shared), inputs, table, state)
@@ -112,6 +124,7 @@ class Fused:
     def release(self) -> None:
         """Forgets the arenas that wait for a call."""
         self.arenas.clear()
+        self.states.clear()
 
     def _weights(self, shared: Sequence[Any]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""
@@ -150,7 +163,7 @@ class Fused:
         forward = Forward(self.signature, saving=True)
         return fused_forward(forward, self.prepare(shared), inputs, table)
 
-    def _blank(self, saving):
+    def _fresh(self, saving):
         return Forward(self.signature, saving).start(no_inputs(self.signature))
 
     def _move(self, saving, before, state):
@@ -202,9 +215,12 @@ class Dispatch:
         """The rows returned from each arena, and the state after the last batch."""
         return self._start(Forward(self.signature, saving=True), shared, inputs, table)
 
-    def blank(self, saving):
+    def blank(self, saving, shared):
         """The state before the first round."""
         return Forward(self.signature, saving).start(no_inputs(self.signature))
+
+    def give_back(self, shared, state):
+        """Nothing is kept from call to call."""
 
     def move(self, saving, before, state):
         """The state of a smaller program as one of this program."""

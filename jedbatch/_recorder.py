@@ -255,6 +255,9 @@ class Recorder(Trace):
         if callee.unit is not None:
             self.known[id(out)] = callee.unit, index
             self.kept.append(out)
+        for position, token, first in callee.parts:
+            self.known[id(out[position])] = token, index + first
+            self.kept.append(out[position])
         return out
 
     def record(self, callee: Callee) -> Any:

@@ -91,17 +91,19 @@ class Callee:
       results: value type ids of its results.
       tree: pytree structure of what it returns; None if that is one array.
       unit: token of a result that is a flat tuple, else None.
+      parts: (position, token, first result) of flat tuples inside of a result that is none.
     """
 
-    __slots__ = ("id", "node_type", "results", "tree", "unit", "widths")
+    __slots__ = ("id", "node_type", "parts", "results", "tree", "unit", "widths")
 
-    def __init__(self, id, node_type, widths, results, tree, unit):
+    def __init__(self, id, node_type, widths, results, tree, unit, parts):
         self.id = id
         self.node_type = node_type
         self.widths = widths
         self.results = results
         self.tree = tree
         self.unit = unit
+        self.parts = parts
 
 
 class Registry:
@@ -240,7 +242,8 @@ class Registry:
 
     def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
         """A new way of recording nodes of a type."""
-        callee = Callee(len(self.callees), node_type, widths, results, tree, unit)
+        parts = () if tree is None or unit is not None else self._parts(tree, results)
+        callee = Callee(len(self.callees), node_type, widths, results, tree, unit, parts)
         self.callees.append(callee)
         return callee
 
@@ -259,6 +262,19 @@ class Registry:
     def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
         """The ids of value types."""
         return [self.value_type(t.shape, t.dtype, t.weak) for t in types]
+
+    def _parts(self, tree: Any, results: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+        """Flat tuples in what a call returns, such as a state (h, c) beside other results."""
+        if (tree.node_data() or (None,))[0] is not tuple:
+            return ()
+        found = []
+        first = 0
+        for position, child in enumerate(tree.children()):
+            end = first + child.num_leaves
+            if child == jax.tree.structure((0,) * child.num_leaves):
+                found.append((position, self.unit(results[first:end]), first))
+            first = end
+        return tuple(found)
 
     def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
         """Files a callee under the description of a call; `keep` is described by its id."""

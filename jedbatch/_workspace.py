@@ -448,15 +448,15 @@ class Workspace:
         signature = self.signature
         assert signature is not None
         executor = self._executor()
+        shared = self.shared_of(self.session.program(signature)[1])
         if self.state is None:
-            self.state = executor.blank(self.saving)
+            self.state = executor.blank(self.saving, shared)
             fresh = set(self._num_inputs)
         inputs = []
         for kind, room in zip(signature.arenas, signature.inputs, strict=True):
             rows = self._buffer(kind, room)
             skip = kind not in fresh and room * row_bytes(kind) > SMALL
             inputs.append(rows[:0] if skip else rows)
-        shared = self.shared_of(self.session.program(signature)[1])
         outputs, self.state = executor.advance(
             self.saving, shared, tuple(inputs), table, self.state
         )
@@ -499,7 +499,13 @@ class Workspace:
             rows = np.zeros(len(some) if stacked else capacity(len(some)), np.int32)
             rows[: len(some)] = self.rows(some)
             places.append(rows)
-        return self._executor().pick(self.state, tuple(places))
+        executor = self._executor()
+        found = executor.pick(self.state, tuple(places))
+        if not self.saving:
+            shared = self.shared_of(self.session.program(signature)[1])
+            executor.give_back(shared, self.state)
+            self.state = None
+        return found
 
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placed, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
