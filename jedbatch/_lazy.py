@@ -272,9 +272,9 @@ class LazyRecorder(Recorder):
 
     def process_primitive(self, primitive, tracers, params, /):
         """Also turns where a weight is sliced into a number: rows of a table are one type."""
-        self._reader, x = primitive.name, tracers[0]
         if primitive.name != "slice" or params["strides"] is not None:
             return super().process_primitive(primitive, tracers, params)
+        self._reader, x = "slice", tracers[0]
         if not (is_array(x) and isinstance(self.symbol(x), Shared)):
             return super().process_primitive(primitive, tracers, params)
         starts = params["start_indices"]
@@ -442,8 +442,9 @@ class Lazy:
       ...     if isinstance(tree, tuple):
       ...         return node(params, encode(params, tree[0]), encode(params, tree[1]))
       ...     return jnp.full(3, tree / 10)
+      >>> params = jnp.eye(3)
       >>> with jedbatch.lazy() as scope:
-      ...     states = [encode(jnp.eye(3), tree) for tree in [(1, 2), ((1, 2), 3), (4, 5)]]
+      ...     states = [encode(params, tree) for tree in [(1, 2), ((1, 2), 3), (4, 5)]]
       >>> jnp.stack(states).shape
       (3, 3)
       >>> [(r.nodes, r.batches) for r in scope.rounds]

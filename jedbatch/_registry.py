@@ -282,13 +282,13 @@ class Registry:
             self.calls.clear()
             self._kept.clear()
             self._num_calls = 0
-        self._num_calls += 1
-        self._kept += keep
         place = self.calls
         for token in way[:-1]:
             place = place.setdefault(token, {})
         if way[-1] in place:  # the description had to be found again
             return
+        self._num_calls += 1
+        self._kept += keep
         place[way[-1]] = self.add_callee(
             callee.node_type, widths, callee.results, callee.tree, callee.unit
         )

@@ -203,7 +203,7 @@ def test_a_scope_without_futures():
         leaf(PARAMS, 1)
     assert not scope.rounds
     with jedbatch.lazy() as scope:
-        zeros = jnp.zeros(3) + 1
+        zeros = jnp.zeros(3) + 1 + 0 * jnp.arange(3) + 0 * jnp.eye(3)[0]
     assert not scope.rounds
     assert zeros.tolist() == [1, 1, 1]
 
