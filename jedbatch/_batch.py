@@ -31,13 +31,11 @@ from jedbatch._minibatch import make_plan, reverse_mode_only, run_plan
 from jedbatch._orders import checked_order
 from jedbatch._plan import Plan, ResultForm, input_name
 from jedbatch._registry import NUMBERS
-from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected
+from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, configuration
 from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
 from jedbatch._trace import Record, trace
-
-CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
 class Batched:
@@ -329,7 +327,7 @@ class Batched:
                     "configuration, or bind it with `functools.partial`."
                 )
         types = tuple(map(array_type, leaves))
-        key = structure, types, *(getattr(jax.config, name) for name in CONFIGURATION)
+        key = structure, types, *configuration()
         session = self._sessions.get(key)
         if session is None:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
@@ -527,7 +525,8 @@ def batch(
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model
         without any `cell` runs like one with cells; cells stay whole, except those with variants
-        (operands of several types) that have matrix products in common.
+        (operands of several types) that have matrix products in common. Functions that decide on
+        values run as they are recorded, as with "cell".
 
     Returns:
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.

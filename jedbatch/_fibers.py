@@ -6,10 +6,13 @@ if nothing had happened. Greenlets do that: each instance is one, with a Python 
 and switching takes less than a microsecond.
 
 JAX keeps the trace that operations go to per thread, not per greenlet, so whoever switches takes
-it along.
+it along; each instance begins in the caller's context variables. Other state of the thread, such as
+that of `with jax.default_matmul_precision(...)`, is the same for all: an instance must not wait
+inside of such a block (see `_rounds`, which says so where it can tell).
 """
 
 import collections
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,7 +50,8 @@ class Fibers:
     def _add(self, run: Callable[[], None], instance: int) -> int:
         fiber = len(self._instance)
         self._instance.append(instance)
-        self._fibers[fiber] = greenlet.greenlet(run, self._hub)
+        self._fibers[fiber] = made = greenlet.greenlet(run, self._hub)
+        made.gr_context = contextvars.copy_context()
         self._ready.append(fiber)
         return fiber
 
@@ -112,14 +116,22 @@ class Fibers:
         self._ready.extend(self.waiting)
         self.waiting.clear()
 
-    def close(self) -> None:
-        """Ends all fibres that are not done, running what they have to clean up."""
+    def close(self) -> list[Exception]:
+        """Ends all fibres that are not done, running what they have to clean up.
+
+        Returns what went wrong in that.
+        """
+        errors: list[Exception] = []
         for fiber in self._fibers.values():
             for _ in range(PATIENCE):
                 if fiber.dead or not fiber:
                     break
                 with take_current_trace():
-                    fiber.throw(greenlet.GreenletExit)
+                    try:
+                        fiber.throw(greenlet.GreenletExit)
+                    except Exception as error:
+                        errors.append(error)
         self._fibers.clear()
         self.waiting.clear()
         self._ready.clear()
+        return errors

@@ -53,7 +53,6 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._adaptive import Adaptive
-from jedbatch._batch import CONFIGURATION
 from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
 from jedbatch._cells import is_key, stored_kind
@@ -67,6 +66,7 @@ from jedbatch._pieces import cut_apart, without_unread
 from jedbatch._plan import ResultForm
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
+from jedbatch._rounds import configuration
 from jedbatch._schedule import Policy, checked_policy
 from jedbatch._session import Memory, Session
 from jedbatch._symbols import Shared, Symbol, Value
@@ -502,7 +502,7 @@ class Lazy:
             if isinstance(outer, LazyRecorder):
                 outer.compute()
             return
-        free = self._free.setdefault((place, *(getattr(jax.config, n) for n in CONFIGURATION)), [])
+        free = self._free.setdefault((place, *configuration()), [])
         try:
             kept = free.pop()
         except IndexError:

@@ -123,6 +123,9 @@ class Unexpected:
         raise ValueNeeded
 
 
+CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+
+
 class TracersMet(BaseException):
     """Tracers of an outer transformation that were not known; all so far."""
 
@@ -134,6 +137,11 @@ class Outcome:
     structure: Any
     types: tuple[tuple, ...]
     references: tuple[int, ...]
+
+
+def configuration() -> tuple[Any, ...]:
+    """What JAX is set to in this thread, as far as results depend on it."""
+    return tuple([getattr(jax.config, name) for name in CONFIGURATION])
 
 
 class Stepwise:
@@ -239,6 +247,7 @@ class Stepwise:
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
         self.rounds.clear()
+        self._configuration = configuration()
         session = self._session
         with jax.ensure_compile_time_eval(), take_current_trace() as caller:
             recorder = Recorder(session.registry, caller)
@@ -271,10 +280,14 @@ class Stepwise:
                             break
                         self._round(start)
                         fibers.resume()
+                except BaseException as error:
+                    for other in fibers.close():
+                        error.add_note(f"Another instance failed while it was stopped: {other!r}")
+                    raise
                 finally:
-                    fibers.close()
                     del self._shared
-        return self._last(start)
+            with set_current_trace(caller):
+                return self._last(start)
 
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
@@ -299,9 +312,18 @@ class Stepwise:
             )
         if is_key(symbol.dtype):
             raise TypeError("a random key has no value to decide on; draw from it first.")
-        key = type(symbol) is Shared, symbol.index
+        if configuration() != self._configuration:
+            raise ValueError(
+                "a value is needed inside of a block that changes the configuration of JAX, such "
+                "as `with jax.default_matmul_precision(...)`; it would hold for other instances "
+                "too, which go on meanwhile. Put the block around the call of the batched "
+                "function, or inside of a cell."
+            )
+        key = isinstance(symbol, Shared), symbol.index
         if key not in self._known:
             if isinstance(symbol, Shared):
+                if len(recorder.tracers) > len(self._primals):
+                    self._fibers.wait(None)  # for a start with all of them
                 self._known[key] = self._shared_value(symbol.index)
             elif symbol.index < 0:
                 self._known[key] = self._input_value(-1 - symbol.index)

@@ -38,6 +38,7 @@ from jedbatch._session import Session
 from jedbatch._stretches import find_stretches
 from jedbatch._trace import cut_inputs, find_operands
 
+SPARSE = 4  # times the types in use that a program may have before the next call starts anew
 SMALL = 1 << 16  # bytes of inputs that are handed over again although none is new
 AHEAD = 4  # times the room that is needed when more is needed
 FIRST = 1 << 22  # bytes of results that a type may have from the start,
@@ -501,6 +502,8 @@ class Workspace:
             places.append(rows)
         executor = self._executor()
         found = executor.pick(self.state, tuple(places))
+        if len(signature.kernels) > SPARSE * len(self._lanes):
+            self.session.workspaces.pop(self.size, None)
         if not self.saving:
             shared = self.shared_of(self.session.program(signature)[1])
             executor.give_back(shared, self.state)

@@ -23,12 +23,19 @@ class SymbolicValueError(TypeError):
         jax.grad(lambda p: refine_all(p, xs).sum())(params)     # works
         print(refine_all.last_rounds)           # what ran between decisions
 
+    When a function decides for the first time, the call starts over, so that what it does besides
+    computing, such as printing, may happen twice.
+
     **Reason.** Elsewhere values do not exist yet, or would not be the same again:
 
     - In `plan`, and so with `apply`: which branches are taken depends on the values of the
       parameters, and a plan would be wrong for the next ones. In `Batched.learn` likewise.
-    - Under `jax.jit`, `jax.vmap`, `jax.checkpoint` or a second derivative, around the batched
-      function: there are no values there, only tracers of JAX.
+    - Under `jax.jit`, `jax.vmap`, `jax.checkpoint` or a second derivative around the batched
+      function, with arguments they trace: there are no values there, only tracers of JAX.
+    - Inside of a block that changes the state of the thread, such as
+      `with jax.default_matmul_precision(...)` or a module of Flax that is being applied: other
+      instances go on while this one waits, and the state would hold for them too. Decide between
+      calls of modules.
     - Inside a cell, where JAX's own `ConcretizationTypeError` says so: a cell is one program for
       all its calls.
 

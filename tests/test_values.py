@@ -1,5 +1,6 @@
 """Python that decides on computed values, against the plain loop; counts of what was computed."""
 
+import contextvars
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -383,3 +384,59 @@ def test_threads():
     with ThreadPoolExecutor(4) as pool:
         for got in pool.map(lambda _: batched(params, instances), range(8)):
             assert_close(got, expected, 1e-5)
+
+
+def test_what_was_met_in_review():
+    """A tracer first met when it is read; a caller's context; a call inside of a constant `jit`."""
+    x = np.ones(3, np.float32)
+
+    def closes_over(v, run):
+        return run(lambda w, x: x * v if v.sum() > 1 else x, W, [x]).sum()
+
+    v = jnp.full(3, 2.0)
+    slope = jax.grad(lambda v: closes_over(v, lambda fn, *args: jedbatch.batch(fn)(*args)))(v)
+    assert_close(slope, jax.grad(lambda v: closes_over(v, loop))(v), 1e-6)
+
+    setting = contextvars.ContextVar("setting", default=1.0)
+    setting.set(5.0)
+    fn = lambda w, x: x * setting.get() if (w @ x).sum() > -99 else x  # noqa: E731
+    batched = jedbatch.batch(fn)
+    assert_close(jax.jit(lambda: batched(W, [x]))(), loop(fn, W, [x]), 1e-6)
+    assert_close(batched(W, [x]), loop(fn, W, [x]), 1e-6)
+
+
+def test_waiting_inside_of_a_block_that_configures_jax():
+    """The block would hold for other instances too, so it is an error."""
+
+    def fn(w, x):
+        with jax.default_matmul_precision("highest"):
+            return w @ x if (w @ x).sum() > 0 else x
+
+    batched = jedbatch.batch(fn)
+    with pytest.raises(ValueError, match="Put the block around"):
+        batched(W, [np.ones(3, np.float32)] * 2)
+    assert jax.config.jax_default_matmul_precision is None
+
+
+def test_an_error_while_others_clean_up():
+    """It does not replace the error that made them stop, and all of them clean up."""
+    cleaned = []
+
+    def fn(w, n):
+        try:
+            if (w[0] * n).sum() > 1e9 or n == 2:
+                raise ValueError("the real error")
+            return w[0] if (w[1] * n).sum() > 1e9 else w[2]
+        finally:
+            cleaned.append(n)
+            if n == 0:
+                raise KeyError("cleaning up")
+
+    batched = jedbatch.batch(fn)
+    with pytest.raises((ValueError, KeyError)):
+        batched(W, [0, 1, 2])
+    cleaned.clear()
+    with pytest.raises(ValueError, match="the real error") as caught:
+        batched(W, [0, 1, 2])
+    assert "cleaning up" in "".join(caught.value.__notes__)
+    assert sorted(cleaned) == [0, 1, 2]
