@@ -237,7 +237,8 @@ class Registry:
 
     @functools.cached_property
     def _leaf_paths(self) -> list[tuple]:
-        tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
+        with pause():  # containers of Flax ask JAX who is tracing
+            tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
         return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
     def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
