@@ -22,13 +22,12 @@ from jedbatch._adaptive import Adaptive
 from jedbatch._blocks import GRANULARITIES
 from jedbatch._cell import recording
 from jedbatch._cells import Kind, stored_kind
-from jedbatch._executors import EXECUTORS, median_seconds
+from jedbatch._executors import median_seconds
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._learn import learn
-from jedbatch._minibatch import make_plan, reverse_mode_only, run_plan
-from jedbatch._orders import checked_order
+from jedbatch._minibatch import check_options, make_plan, reverse_mode_only, run_plan
 from jedbatch._plan import Plan, ResultForm, input_name
 from jedbatch._registry import NUMBERS
 from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, configuration
@@ -570,18 +569,7 @@ def batch(
             f"`batch` got out_axes={out_axes!r}; expected 0 to stack results along a new first "
             "axis, or None for a list. To stack along another axis, `jnp.moveaxis` the result."
         )
-    if executor is not None and executor not in EXECUTORS:
-        raise ValueError(
-            f"`batch` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
-        )
-    if policy is not None:
-        checked_policy(policy)
-    checked_order(layout, "`batch` got layout")
-    if reuse is not None and not isinstance(reuse, bool):
-        raise TypeError(
-            f"`batch` got reuse={reuse!r}; expected True or False, or None to use rows again where "
-            "it saves much."
-        )
+    check_options("batch", policy, executor, layout, reuse)
     if granularity not in GRANULARITIES:
         raise ValueError(
             f"`batch` got granularity={granularity!r}; expected one of {sorted(GRANULARITIES)}."

@@ -56,18 +56,16 @@ from jedbatch._adaptive import Adaptive
 from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
 from jedbatch._cells import is_key, stored_kind
-from jedbatch._executors import EXECUTORS
 from jedbatch._futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._instances import array_type, is_array
 from jedbatch._jaxpr import has_gradient
-from jedbatch._minibatch import make_plan, run_plan
-from jedbatch._orders import checked_order
+from jedbatch._minibatch import check_options, make_plan, run_plan
 from jedbatch._pieces import cut_apart, without_unread
 from jedbatch._plan import ResultForm
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
 from jedbatch._rounds import configuration
-from jedbatch._schedule import Policy, checked_policy
+from jedbatch._schedule import Policy
 from jedbatch._session import Memory, Session
 from jedbatch._symbols import Shared, Symbol, Value
 from jedbatch._trace import Record, finish, recording_with
@@ -82,7 +80,7 @@ SELDOM = 16  # nodes per future that waits, in a scope that lets go of most
 ROWS = ResultForm((), (), None)  # rows are not made into results
 
 
-class Round(NamedTuple):
+class LazyRound(NamedTuple):
     """What was computed together.
 
     Attributes:
@@ -106,7 +104,7 @@ class Scope:
       rounds: what was computed together, in order.
     """
 
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[LazyRound] = field(default_factory=list)
 
     def __str__(self) -> str:
         some = "round" if len(self.rounds) == 1 else "rounds"
@@ -380,7 +378,9 @@ class LazyRecorder(Recorder):
         for future, aval, kind, row in zip(futures, avals, kinds, places, strict=True):
             future.settle(Outcome(aval, returned[stored_kind(kind)], row))
         seconds = time.perf_counter() - start
-        self.scope.rounds.append(Round(len(graph.node_type), num_batches, len(futures), seconds))
+        self.scope.rounds.append(
+            LazyRound(len(graph.node_type), num_batches, len(futures), seconds)
+        )
 
     def _output(self, future: Any) -> int:
         if isinstance(future, Future):
@@ -461,15 +461,7 @@ class Lazy:
         layout: str = "auto",
         reuse: bool | None = None,
     ):
-        if policy is not None:
-            checked_policy(policy)
-        if executor is not None and executor not in EXECUTORS:
-            raise ValueError(
-                f"`Lazy` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
-            )
-        checked_order(layout, "`Lazy` got layout")
-        if reuse is not None and not isinstance(reuse, bool):
-            raise TypeError(f"`Lazy` got reuse={reuse!r}; expected True, False or None.")
+        check_options("Lazy", policy, executor, layout, reuse)
         self._policy = policy
         self._executor = executor
         self._layout = layout

@@ -17,17 +17,36 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._cells import Kind
-from jedbatch._executors import differentiable_run
+from jedbatch._executors import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph
 from jedbatch._layout import assign_lanes
+from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._program import Placed
 from jedbatch._rows import assemble
-from jedbatch._schedule import schedule
+from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session
 from jedbatch._trace import Record
 
 STAGES = ("schedule", "layout", "lower")
+
+
+def check_options(
+    name: str, policy: Any, executor: str | None, layout: str, reuse: bool | None
+) -> None:
+    """Raises `ValueError` or `TypeError` if an option of function `name` makes no sense."""
+    if policy is not None:
+        checked_policy(policy)
+    if executor is not None and executor not in EXECUTORS:
+        raise ValueError(
+            f"`{name}` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
+        )
+    checked_order(layout, f"`{name}` got layout")
+    if reuse is not None and not isinstance(reuse, bool):
+        raise TypeError(
+            f"`{name}` got reuse={reuse!r}; expected True or False, or None to use rows again "
+            "where it saves much."
+        )
 
 
 def make_plan(

@@ -6,15 +6,14 @@ is `(left, right, score)` with a score of relatedness from 1 to 5. Plain tuples 
 what `jedbatch` remembers fastest.
 """
 
-import gzip
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jedbatch.data.lines import read_lines
 from jedbatch.data.trees import Vocabulary
 
 Dependency = tuple[Any, ...]  # (word, *children)
@@ -83,22 +82,11 @@ def read_pairs(path: str | os.PathLike, limit: int | None = None) -> list[Pair]:
     Raises:
       ValueError: names the file and the line that is not a pair.
     """
-    opener = gzip.open if Path(path).suffix == ".gz" else open
-    pairs: list[Pair] = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if len(pairs) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                pairs.append(_pair(line))
-            except ValueError as error:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: {error}; expected one pair a line, such as "
-                    '{"score": 2.5, "a": {"tokens": ["It", "works"], "heads": [2, 0]}, "b": ...}'
-                ) from None
-    return pairs
+    expected = (
+        'one pair a line, such as {"score": 2.5, "a": {"tokens": ["It", "works"], '
+        '"heads": [2, 0]}, "b": ...}'
+    )
+    return read_lines(path, limit, _pair, expected)
 
 
 def _pair(line: str) -> Pair:

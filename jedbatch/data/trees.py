@@ -9,14 +9,14 @@ children branches to the right through nodes labelled `@` and the label. `parse_
 as it reads; a tree that is binary already passes through unchanged.
 """
 
-import gzip
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jedbatch.data.lines import read_lines
 
 Tree = tuple[Any, ...]  # (label, word) or (label, left, right)
 
@@ -138,22 +138,8 @@ def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
     Raises:
       ValueError: names the file and the line that is not a tree.
     """
-    opener = gzip.open if Path(path).suffix == ".gz" else open
-    trees: list[Tree] = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if len(trees) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                trees.append(parse_tree(line))
-            except ValueError as error:
-                raise ValueError(
-                    f"{os.fspath(path)}, line {number}: {error}; expected one bracketed tree a "
-                    "line, such as (S (NP I) (VP (V saw) (NP stars)))"
-                ) from None
-    return trees
+    expected = "one bracketed tree a line, such as (S (NP I) (VP (V saw) (NP stars)))"
+    return read_lines(path, limit, parse_tree, expected)
 
 
 def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) -> list[Tree]:
