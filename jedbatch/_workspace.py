@@ -12,7 +12,7 @@ own lanes alone and hands the arenas on; nothing is computed twice, nothing move
 done, the rounds *are* a plan of the whole: the reverse sweep runs over all of them at once.
 
 A program has room for some number of lanes. When they are used up, arenas move to a program with
-twice as many; the largest program is remembered, so the next minibatch starts with it.
+room for more; the largest program is remembered, so the next minibatch starts with it.
 """
 
 import collections
