@@ -41,7 +41,7 @@ import numpy as np
 
 import jedbatch
 from jedbatch.data import Vocabulary, index_trees, num_nodes, read_trees, synthetic_treebank
-from jedbatch.models.tree import total
+from jedbatch.models.parts import total
 
 KNOWN = 6  # minibatches that make types and programs known
 

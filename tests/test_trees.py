@@ -16,7 +16,7 @@ from jedbatch.data import (
     read_trees,
     synthetic_treebank,
 )
-from jedbatch.models import tree
+from jedbatch.models import parts, tree
 
 
 def leaves(t):
@@ -147,4 +147,4 @@ def test_batches_of_the_tree_lstm():
 
 def test_total_adds_up():
     for n in (1, 2, 7, 8, 9, 64, 100):
-        assert float(tree.total([np.float32(i) for i in range(n)])) == n * (n - 1) / 2
+        assert float(parts.total([np.float32(i) for i in range(n)])) == n * (n - 1) / 2

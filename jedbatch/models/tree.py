@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import jedbatch
+from jedbatch.models.parts import scored, total
 
 Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
@@ -56,11 +57,6 @@ class Cells(NamedTuple):
     node: Callable[..., State]
     output: Callable[..., jax.Array]
     score: Callable[..., jax.Array]
-
-
-def _score(logits: jax.Array, label: jax.Array) -> jax.Array:
-    loss = -jax.nn.log_softmax(logits)[label]
-    return jnp.stack([loss, (jnp.argmax(logits) == label).astype(loss.dtype)])
 
 
 def _leaf_state(gates: jax.Array) -> State:
@@ -123,7 +119,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
         jedbatch.cell(lambda params, *states: node.apply(params["node"], *states), name="node"),
         jedbatch.cell(lambda params, h: output.apply(params["output"], h), name="output"),
         jedbatch.cell(
-            lambda params, h, label: _score(output.apply(params["output"], h), label),
+            lambda params, h, label: scored(output.apply(params["output"], h), label),
             name="score",
         ),
     )
@@ -147,7 +143,7 @@ def _plain_output(params: Params, h: jax.Array) -> jax.Array:
 
 @jedbatch.cell(name="score")
 def _plain_score(params: Params, h: jax.Array, label: jax.Array) -> jax.Array:
-    return _score(h @ params["output_w"] + params["output_b"], label)
+    return scored(h @ params["output_w"] + params["output_b"], label)
 
 
 def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
@@ -167,21 +163,6 @@ def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
         return params
 
     return Cells(init, _plain_leaf, _plain_node, _plain_output, _plain_score)
-
-
-@jedbatch.cell(name="plus")
-def _plus(*terms: jax.Array) -> jax.Array:
-    return sum(terms[1:], start=terms[0])
-
-
-def total(scores: list[jax.Array]) -> jax.Array:
-    """The sum of scores: by eights, then by twos. Few nodes, few batches, two types."""
-    while len(scores) > 1:
-        width = 8 if len(scores) >= 8 else 2
-        whole = len(scores) - len(scores) % width
-        sums = [_plus(*scores[i : i + width]) for i in range(0, whole, width)]
-        scores = sums + scores[whole:]
-    return scores[0]
 
 
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
