@@ -1,10 +1,11 @@
 """How calls of cells are recorded the second time: by what their arguments are, at a glance.
 
 This is the hottest path of recording, half a microsecond a node. A call is described without
-looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell returned
-and a container of shared values by a token. `registry.calls` is a tree of dictionaries that leads
-from such a description to a `Callee`, the way in which a call like this was recorded before.
-Whatever has no description goes the long way every time (see `Recorder.long_way`).
+looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
+returned, keyword arguments and a container of shared values by a token. `registry.calls` is a tree
+of dictionaries that leads from such a description to a `Callee`, the way in which a call like this
+was recorded before. Whatever has no description goes the long way every time (see
+`Recorder.long_way`).
 """
 
 import operator
@@ -18,6 +19,9 @@ from jax.core import Tracer
 from jedbatch._cell import Cell, reachable_cells
 from jedbatch._instances import array_type, may_change
 from jedbatch._registry import END
+
+
+PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
 def short_way(recorder: Any) -> Callable:
@@ -41,6 +45,8 @@ def short_way(recorder: Any) -> Callable:
         reads = []
         try:
             callee = calls[cell]
+            if static:
+                callee = callee[options_token(static)]
             for c in cell.closure:
                 callee = callee[id(c.cell_contents)]
             for arg in args:
@@ -72,7 +78,7 @@ def short_way(recorder: Any) -> Callable:
             callee = callee[END]
         except (KeyError, ValueError):
             callee = None
-        if callee is None or static:
+        if callee is None:
             return recorder.long_way(cell, args, static)
         kinds = callee.results
         references.extend(reads)
@@ -94,11 +100,16 @@ def short_way(recorder: Any) -> Callable:
     return call_cell
 
 
-def described(recorder: Any, cell: Cell, args: tuple) -> list[Hashable] | None:
+def described(recorder: Any, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
     """The way to a call in `registry.calls`; None if it needs a closer look every time."""
     tokens: list[Hashable] = [cell]
     if reachable_cells(cell.fn) != cell.closure:
         return None
+    if static:
+        try:
+            tokens.append(options_token(static))
+        except KeyError:
+            return None
     for c in cell.closure:
         try:
             x = c.cell_contents
@@ -121,6 +132,14 @@ def described(recorder: Any, cell: Cell, args: tuple) -> list[Hashable] | None:
         else:
             return None
     return [*tokens, END]
+
+
+def options_token(static: dict) -> Hashable:
+    """A token of keyword arguments; raises `KeyError` if one of them has none."""
+    kinds = tuple(map(type, static.values()))  # True, 1 and 1.0 are equal, but not the same
+    if PLAIN.issuperset(kinds):
+        return kinds, tuple(static.items())
+    raise KeyError(kinds)
 
 
 def number_token(recorder: Any, kind: type) -> tuple[int, Hashable]:

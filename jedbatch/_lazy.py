@@ -252,10 +252,10 @@ class LazyRecorder(Recorder):
         self._reader = cell.name
         return super().cell_callee(cell, args, static)
 
-    def description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         for x in args:
             self._describe(x)
-        return super().description(cell, args)
+        return super().description(cell, args, static)
 
     def _describe(self, x: Any) -> None:
         """Files a container of weights, so that the next call need not look into it."""

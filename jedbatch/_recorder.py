@@ -268,9 +268,9 @@ class Recorder(Trace):
         self.num_values = index + len(callee.results)
         return self.results(callee, index)
 
-    def description(self, cell: Cell, args: tuple) -> list[Hashable] | None:
+    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
-        return described(self, cell, args)
+        return described(self, cell, args, static)
 
     def long_way(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Records a call of a cell: any pytrees of anything."""
@@ -278,7 +278,7 @@ class Recorder(Trace):
         if found is None:  # inside another transformation: not ours to record
             return cell.fn(*args, **static)
         callee, references = found
-        way = None if static else self.description(cell, args)
+        way = self.description(cell, args, static)
         if way is not None:
             self.registry.remember(
                 way, callee, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]

@@ -248,6 +248,24 @@ def test_instances(fn, instances):
     check(fn, P, instances, gradients=False)
 
 
+def test_static_arguments_are_told_apart_however_often_they_are_met():
+    """Equal numbers of different kinds are different options, in this instance and the next."""
+
+    @cell
+    def options(x, *, flag, name="n"):
+        return x * len(f"{flag!r} {name}")
+
+    flags = [True, 1, 1.0, "1", None, (1,), 0, False, 0.0, -0.0]
+
+    def fn(p, xs):
+        ways = [dict(flag=f) for f in flags] + [dict(flag=1, name="m"), dict(name="mm", flag=1)]
+        return sum(sum(options(x, **way) * 10.0**-k for k, way in enumerate(ways)) for x in xs)
+
+    batched = check(fn, None, [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]], gradients=False)
+    types = batched.plan(None, [[7.0, 8.0]]).graph.types
+    assert len([t for t in types if t.name == "options"]) == len(flags) + 2
+
+
 def test_static_arguments_that_are_nearly_equal():
     Config = collections.namedtuple("Config", "c")
     scale = cell(lambda x, *, config: x * jnp.asarray(config.c))
