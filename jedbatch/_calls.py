@@ -20,7 +20,6 @@ from jedbatch._cell import Cell, reachable_cells
 from jedbatch._instances import array_type, may_change
 from jedbatch._registry import END
 
-
 PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
@@ -69,6 +68,19 @@ def short_way(recorder: Any) -> Callable:
                     reads.append(-len(input_group))
                 elif id(arg) in watched:
                     callee = callee[watched[id(arg)].token_of(arg)]
+                elif kind is tuple or kind is list:  # a state put together by hand
+                    callee = callee[kind, len(arg)]
+                    for x in arg:
+                        found = known.get(id(x))
+                        if found is not None:
+                            callee = callee[found[0]]
+                            if found[1] is not None:
+                                reads.append(found[1])
+                        elif type(x) is result and x._trace is recorder:
+                            callee = callee[x.type]
+                            reads.append(x.index)
+                        else:
+                            raise KeyError(kind)
                 else:
                     group, token = numbers[kind]  # an int or a float, if it is found
                     callee = callee[token]
@@ -119,19 +131,36 @@ def described(recorder: Any, cell: Cell, args: tuple, static: dict) -> list[Hash
             return None
         tokens.append(id(x))
     for arg in args:
-        if id(arg) in recorder.known:
-            tokens.append(recorder.known[id(arg)][0])
-        elif type(arg) is recorder.result and arg._trace is recorder:
-            tokens.append(arg.type)
+        if is_referred(recorder, arg):
+            tokens.append(reference_token(recorder, arg))
         elif type(arg) in (int, float):
             tokens.append(number_token(recorder, type(arg))[1])
         elif type(arg) is np.ndarray:
             tokens.append(array_token(recorder, arg)[1])
         elif id(arg) in recorder.watched:
             tokens.append(recorder.watched[id(arg)].token_of(arg))
+        elif put_together(recorder, arg):
+            tokens += [(type(arg), len(arg)), *(reference_token(recorder, x) for x in arg)]
         else:
             return None
     return [*tokens, END]
+
+
+def is_referred(recorder: Any, x: Any) -> bool:
+    """Whether something is a symbol, or a container that has a token of its own."""
+    return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
+
+
+def reference_token(recorder: Any, x: Any) -> Hashable:
+    """The token of what is referred to."""
+    return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
+
+
+def put_together(recorder: Any, x: Any) -> bool:
+    """Whether something is a tuple or list of symbols and of what cells returned."""
+    if type(x) not in (tuple, list) or is_referred(recorder, x):
+        return False
+    return all(is_referred(recorder, part) for part in x)
 
 
 def options_token(static: dict) -> Hashable:
@@ -161,8 +190,9 @@ def array_token(recorder: Any, x: np.ndarray) -> tuple[int, Hashable]:
 
 def widths_of(recorder: Any, args: tuple) -> tuple[int, ...]:
     """How many operands each reference of a short description stands for."""
-    others = (0, 0)  # single values
-    found = [recorder.known.get(id(x), others) for x in args if id(x) not in recorder.watched]
+    single = (0, 0)
+    parts = [x for arg in args for x in (arg if put_together(recorder, arg) else [arg])]
+    found = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
     return tuple(
         1 if token >= 0 else len(recorder.registry.units[-1 - token])
         for token, index in found

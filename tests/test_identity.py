@@ -258,12 +258,32 @@ def test_static_arguments_are_told_apart_however_often_they_are_met():
     flags = [True, 1, 1.0, "1", None, (1,), 0, False, 0.0, -0.0]
 
     def fn(p, xs):
-        ways = [dict(flag=f) for f in flags] + [dict(flag=1, name="m"), dict(name="mm", flag=1)]
+        ways = [{"flag": f} for f in flags] + [{"flag": 1, "name": "m"}, {"name": "mm", "flag": 1}]
         return sum(sum(options(x, **way) * 10.0**-k for k, way in enumerate(ways)) for x in xs)
 
     batched = check(fn, None, [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]], gradients=False)
     types = batched.plan(None, [[7.0, 8.0]]).graph.types
     assert len([t for t in types if t.name == "options"]) == len(flags) + 2
+
+
+def test_arguments_put_together_by_hand():
+    """Tuples and lists of values, of what cells returned and of weights, met again and again."""
+    pair = cell(lambda x, y: (x + y, x * y), name="pair")
+    total = cell(
+        lambda *parts: sum(k * jnp.sum(x) for k, x in enumerate(jax.tree.leaves(parts), 1)),
+        name="total",
+    )
+
+    def fn(p, xs):
+        a, b = made = pair(p["a"], p["b"] * xs[0])
+        results = []
+        for x in xs:
+            parts = [(a,), [a], (a, b), [b, a], (made, a), [made], (p["a"], b), ([a], b), (x, a)]
+            results += [total(*group) for group in (parts, parts[:3], [parts[2], a], [a, made])]
+        return jnp.stack(results).sum()
+
+    batched = check(fn, P, [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]])
+    assert batched.plan(P, [[7.0, 8.0]]).graph.num_instances == 1
 
 
 def test_static_arguments_that_are_nearly_equal():
