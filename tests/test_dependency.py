@@ -97,14 +97,14 @@ def pair(**changes):
         (json.dumps({"score": True, "a": GOOD, "b": GOOD}), '"score" is True, not a number'),
         (json.dumps({"score": 5.5, "a": GOOD, "b": GOOD}), "from 1 to 5"),
         (pair(tokens="It works"), '"tokens" is .*, not a list'),
-        (pair(tokens=["It", 3]), 'of "b" are not all strings'),
+        (pair(tokens=["It", 3]), 'sentence "b": "tokens" holds 3; expected strings'),
         (pair(heads=[2]), 'sentence "b": there are 2 words and 1 heads'),
         (pair(heads=[3, 0]), "head of word 1 is 3; expected a number from 0 to 2"),
         (pair(heads=[True, 0]), "head of word 1 is True"),
         (pair(heads=[0, 0]), "2 words have the head 0"),
         (pair(heads=[2, 1]), "0 words have the head 0"),
         (pair(tokens=["a", "b", "c"], heads=[0, 3, 2]), "word 2 lead in a circle"),
-        (pair(tokens=[], heads=[]), "0 words have the head 0"),
+        (pair(tokens=[], heads=[]), '"tokens" is empty'),
     ],
 )
 def test_malformed_files(tmp_path, line, match):

@@ -6,17 +6,18 @@ is `(left, right, score)` with a score of relatedness from 1 to 5. Plain tuples 
 what `jedbatch` remembers fastest.
 """
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jedbatch.data.lines import read_lines
-from jedbatch.data.trees import Vocabulary
+from jedbatch.data import draws
+from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
+from jedbatch.data.rooted import Rooted, renumbered, rooted, unrooted
+from jedbatch.data.vocabulary import Vocabulary
 
-Dependency = tuple[Any, ...]  # (word, *children)
+Dependency = Rooted  # (word, *children)
 Pair = tuple[Dependency, Dependency, float]
 
 # Percentages of words with 0, 1, ... children to draw. Of those drawn some make no tree of the
@@ -60,13 +61,33 @@ def dependency_tree(words: Sequence[Any], heads: Sequence[int]) -> Dependency:
     if len(order) != len(words):
         lost = min(set(range(1, len(words) + 1)) - set(order))
         raise ValueError(f"the heads of word {lost} lead in a circle, not to the root")
-    nodes: dict[int, Dependency] = {}
-    for position in reversed(order):
-        nodes[position] = (words[position - 1], *(nodes.pop(child) for child in below[position]))
-    return nodes[order[0]]
+    number = {position: n for n, position in enumerate([0, *order], -1)}
+    return rooted([words[p - 1] for p in order], [number[heads[p - 1]] for p in order])
 
 
-def read_pairs(path: str | os.PathLike, limit: int | None = None) -> list[Pair]:
+@reader
+def read_dependencies(path: str | os.PathLike, limit: int | None = None) -> Iterator[Dependency]:
+    """Reads dependency trees, one JSON object a line, gzipped if the name ends in `.gz`.
+
+    A line holds `{"tokens": [...], "heads": [...]}`, or `"words"` for `"tokens"`, with heads as in
+    `dependency_tree`; what else it holds is left alone.
+
+    Args:
+      path: the file.
+      limit: the number of trees to read at most.
+
+    Returns:
+      Trees `(word, *children)` of strings. `read_dependencies.stream` reads them one by one.
+
+    Raises:
+      ValueError: names the file and the line that is not a tree.
+    """
+    expected = 'one sentence a line, such as {"tokens": ["It", "works"], "heads": [2, 0]}'
+    return read_lines(path, limit, lambda line: _sentence(json_object(line)), expected)
+
+
+@reader
+def read_pairs(path: str | os.PathLike, limit: int | None = None) -> Iterator[Pair]:
     """Reads pairs of sentences, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"score": 2.5, "a": {"tokens": [...], "heads": [...]}, "b": {...}}`, with heads as
@@ -77,7 +98,7 @@ def read_pairs(path: str | os.PathLike, limit: int | None = None) -> list[Pair]:
       limit: the number of pairs to read at most.
 
     Returns:
-      Pairs `(left, right, score)` of trees of strings.
+      Pairs `(left, right, score)` of trees of strings. `read_pairs.stream` reads them one by one.
 
     Raises:
       ValueError: names the file and the line that is not a pair.
@@ -91,60 +112,39 @@ def read_pairs(path: str | os.PathLike, limit: int | None = None) -> list[Pair]:
 
 def _pair(line: str) -> Pair:
     """The pair in a line."""
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"{line.strip()[:40]!r} is no object")
-    score = _entry(record, "score", (int, float), "a number")
+    record = json_object(line)
+    score = entry(record, "score", (int, float), "a number")
     if not 1 <= score <= 5:
         raise ValueError(f'"score" is {score}; expected a number from 1 to 5')
     trees = []
     for side in ("a", "b"):
-        sentence = _entry(record, side, dict, "an object")
-        words = _entry(sentence, "tokens", list, "a list")
-        heads = _entry(sentence, "heads", list, "a list")
-        if not all(isinstance(word, str) for word in words):
-            raise ValueError(f'"tokens" of "{side}" are not all strings')
+        sentence = entry(record, side, dict, "an object")
         try:
-            trees.append(dependency_tree(words, heads))
+            trees.append(_sentence(sentence))
         except ValueError as error:
             raise ValueError(f'sentence "{side}": {error}') from None
     return trees[0], trees[1], float(score)
 
 
-def _entry(record: dict[str, Any], name: str, kind: Any, what: str) -> Any:
-    """An entry of an object, checked."""
-    if name not in record:
-        raise ValueError(f'there is no "{name}"')
-    value = record[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'"{name}" is {value!r}, not {what}')
-    return value
+def _sentence(record: dict[str, Any]) -> Dependency:
+    """The tree of a sentence."""
+    words = strings(record, "tokens", "words")
+    return dependency_tree(words, entry(record, "heads", list, "a list"))
+
+
+def index_dependencies(trees: Sequence[Dependency], words: Vocabulary) -> list[Dependency]:
+    """The trees with numbers for words."""
+    return [renumbered(tree, words) for tree in trees]
 
 
 def index_pairs(pairs: Sequence[Pair], words: Vocabulary) -> list[Pair]:
     """The pairs with numbers for words."""
-    return [(_index(a, words), _index(b, words), score) for a, b, score in pairs]
-
-
-def _index(root: Dependency, words: Vocabulary) -> Dependency:
-    order = [root]
-    for node in order:
-        order += node[1:]
-    numbers = [words[node[0]] for node in order]
-    done: list[Dependency] = []  # from the end of `order`: the children of a node come first
-    for node, number in zip(reversed(order), reversed(numbers), strict=True):
-        children = len(node) - 1
-        done, below = done[children:], done[:children]
-        done.append((number, *reversed(below)))
-    return done[0]
+    return [(renumbered(a, words), renumbered(b, words), score) for a, b, score in pairs]
 
 
 def num_words(root: Dependency) -> int:
     """Words of a dependency tree, which are its nodes."""
-    order = [root]
-    for node in order:
-        order += node[1:]
-    return len(order)
+    return len(unrooted(root)[0])
 
 
 def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> list[Pair]:
@@ -171,14 +171,13 @@ def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> l
       True
     """
     rng = np.random.default_rng(seed)
-    frequency = 1 / np.arange(3, num_words + 3)
-    frequency = np.cumsum(frequency / frequency.sum())
+    frequency = draws.frequencies(num_words)
     chances = np.array(_DRAWN) / sum(_DRAWN)
 
     def sentence() -> tuple[list[int], list[int]]:
         """(words, children of each), parents before children, depth first."""
         length = min(30, 4 + int(rng.gamma(1.7, 3.4)))
-        words = np.searchsorted(frequency, rng.random(length)).tolist()
+        words = draws.words(rng, frequency, length)
         while True:
             children = rng.choice(len(chances), length, p=chances)
             if children.sum() == length - 1:
@@ -201,7 +200,7 @@ def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> l
         others, their_children = sentence()
         if rng.random() < 0.5:
             keep = rng.random(len(words)) < rng.random()
-            new = np.searchsorted(frequency, rng.random(len(words)))
+            new = draws.words(rng, frequency, len(words))
             others, their_children = np.where(keep, words, new).tolist(), children
         common = len(set(words) & set(others)) / len(set(words) | set(others))
         pairs.append(

@@ -11,66 +11,18 @@ as it reads; a tree that is binary already passes through unchanged.
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jedbatch.data.lines import read_lines
+from jedbatch.data import draws
+from jedbatch.data.lines import read_lines, reader
+from jedbatch.data.vocabulary import Vocabulary
 
 Tree = tuple[Any, ...]  # (label, word) or (label, left, right)
 
 _TOKEN = re.compile(r"[()]|[^() \t\r\n]+")  # words may hold other spaces
-
-
-class Vocabulary:
-    """Numbers for words: each gets the next number when it is first met.
-
-    Args:
-      words: words to begin with.
-      unknown: if given, word number 0, which stands for all words met after `freeze`.
-
-    Example:
-      >>> from jedbatch.data import Vocabulary
-      >>> words = Vocabulary(unknown="<unk>")
-      >>> [words[w] for w in "the cat saw the dog".split()]
-      [1, 2, 3, 1, 4]
-      >>> words.freeze()
-      >>> words["bird"]
-      0
-    """
-
-    def __init__(self, words: Iterable[Hashable] = (), *, unknown: Hashable | None = None):
-        self._numbers: dict[Hashable, int] = {}
-        self._frozen = False
-        self._unknown = unknown
-        if unknown is not None:
-            self._numbers[unknown] = 0
-        for word in words:
-            self[word]
-
-    def __getitem__(self, word: Hashable) -> int:
-        number = self._numbers.get(word)
-        if number is not None:
-            return number
-        if not self._frozen:
-            return self._numbers.setdefault(word, len(self._numbers))
-        if self._unknown is None:
-            raise KeyError(
-                f"{word!r} is not among the {len(self)} words of a frozen vocabulary; make it "
-                "with `unknown=...` to give unknown words a number of their own."
-            )
-        return 0
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._numbers)
-
-    def freeze(self) -> None:
-        """From now on new words are unknown."""
-        self._frozen = True
 
 
 def parse_tree(text: str) -> Tree:
@@ -125,7 +77,8 @@ def _binary(parts: list[Any], column: int) -> Tree:
     return (label, parts[0], node)
 
 
-def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
+@reader
+def read_trees(path: str | os.PathLike, limit: int | None = None) -> Iterator[Tree]:
     """Reads a treebank with one bracketed tree a line, gzipped if its name ends in `.gz`.
 
     Args:
@@ -133,7 +86,8 @@ def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
       limit: the number of trees to read at most.
 
     Returns:
-      Binary trees of strings, `(label, word)` or `(label, left, right)`.
+      Binary trees of strings, `(label, word)` or `(label, left, right)`. `read_trees.stream` reads
+      them one by one.
 
     Raises:
       ValueError: names the file and the line that is not a tree.
@@ -144,22 +98,32 @@ def read_trees(path: str | os.PathLike, limit: int | None = None) -> list[Tree]:
 
 def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) -> list[Tree]:
     """The trees with numbers for words and labels."""
-    indexed = []
-    for tree in trees:
-        # Post-order without recursion: trees may be deep.
-        values: list[Tree] = []
-        stack: list[tuple[Tree, bool]] = [(tree, False)]
-        while stack:
-            node, ready = stack.pop()
-            if len(node) == 2:
-                values.append((labels[node[0]], words[node[1]]))
-            elif ready:
-                right, left = values.pop(), values.pop()
-                values.append((labels[node[0]], left, right))
-            else:
-                stack += [(node, True), (node[2], False), (node[1], False)]
-        indexed.append(values.pop())
-    return indexed
+
+    def leaf(node: Tree) -> Tree:
+        return (labels[node[0]], words[node[1]])
+
+    def inner(node: Tree, left: Tree, right: Tree) -> Tree:
+        return (labels[node[0]], left, right, *node[3:])
+
+    return [_rebuilt(tree, leaf, inner) for tree in trees]
+
+
+def _rebuilt(
+    tree: Tree, leaf: Callable[[Tree], Tree], inner: Callable[[Tree, Tree, Tree], Tree]
+) -> Tree:
+    """A tree with new nodes, made from the bottom up without recursion: trees may be deep."""
+    done: list[Tree] = []
+    stack: list[tuple[Tree, bool]] = [(tree, False)]
+    while stack:
+        node, ready = stack.pop()
+        if len(node) == 2:
+            done.append(leaf(node))
+        elif ready:
+            right, left = done.pop(), done.pop()
+            done.append(inner(node, left, right))
+        else:
+            stack += [(node, True), (node[2], False), (node[1], False)]
+    return done.pop()
 
 
 def num_nodes(root: Any) -> int:
@@ -168,7 +132,7 @@ def num_nodes(root: Any) -> int:
     while stack:
         node = stack.pop()
         count += 1
-        stack += node[1:] if len(node) == 3 else ()
+        stack += node[1:3] if len(node) > 2 else ()
     return count
 
 
@@ -202,11 +166,10 @@ def synthetic_treebank(
     valence = meaning.choice([-2.0, -1.0, 0.0, 1.0, 2.0], num_words, p=[0.1, 0.15, 0.5, 0.15, 0.1])
     turns = meaning.random(num_words) < 0.06
     strengthens = meaning.random(num_words) < 0.06
-    frequency = 1 / np.arange(3, num_words + 3)
-    frequency = np.cumsum(frequency / frequency.sum())
+    frequency = draws.frequencies(num_words)
 
     def word() -> int:
-        return int(np.searchsorted(frequency, rng.random()))
+        return draws.words(rng, frequency, 1)[0]
 
     def label(score: float) -> int:
         return int(np.clip(np.round(score), -2, 2)) + 2
@@ -233,3 +196,28 @@ def synthetic_treebank(
     shape = 4.5
     lengths = np.maximum(2, np.round(rng.gamma(shape, mean_length / shape, num_trees)))
     return [grow(int(n))[0] for n in lengths]
+
+
+def with_kinds(trees: Sequence[Tree], *, seed: int = 0) -> list[Tree]:
+    """Binary trees with inner nodes of two kinds, so that a model has a cell for each.
+
+    Which kind a node has is a fair coin and says nothing about the tree.
+
+    Args:
+      trees: `(label, word)` or `(label, left, right)`.
+      seed: of the random generator; the same seed gives the same kinds.
+
+    Returns:
+      Trees `(label, word)` or `(label, left, right, kind)`, with kinds 0 and 1.
+
+    Example:
+      >>> from jedbatch.data import with_kinds
+      >>> with_kinds([(3, (2, 7), (3, 5))])
+      [(3, (2, 7), (3, 5), 0)]
+    """
+    rng = np.random.default_rng(seed)
+
+    def inner(node: Tree, left: Tree, right: Tree) -> Tree:
+        return (node[0], left, right, int(rng.random() < 0.5))
+
+    return [_rebuilt(tree, lambda node: node, inner) for tree in trees]
