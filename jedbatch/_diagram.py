@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from jedbatch._drawing import COLOURS
+
 BOX, LINE, GAP = 168, 15, 56  # width of a box, height of a line of text, space between boxes
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#bab0ac")
 MOST = 36  # states drawn
 
 

@@ -69,7 +69,7 @@ class Plan:
 
     As a pytree a plan has its tables and its inputs for leaves and a hashable rest, so a train
     step that takes a plan compiles once for every topology. What planning found out does not
-    survive flattening.
+    survive flattening: print a plan, or draw it with `jedbatch.viz`, before passing it on.
 
     Attributes:
       inputs: dict from dtype and shape, such as "float32[300]", to array [rows, *shape]: the
