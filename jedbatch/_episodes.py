@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from jedbatch._fsm import CODES, ENCODINGS, GAPS, packed
 from jedbatch._graph import Graph
