@@ -1,5 +1,24 @@
-"""Models written for one instance, with public names only."""
+"""Models written for one instance, with public names only.
 
-from jedbatch.models import childsum, tree
+- `tree`, `treegru`, `mvrnn`, `twotypes`: binary trees.
+- `childsum`: dependency trees, in pairs.
+- `tagger`, `translation`: sentences.
+- `lattice`: characters with the words they spell.
+- `WORKLOADS`: each with the data it eats and a trained policy; `Workload` is for your own.
+"""
 
-__all__ = ["childsum", "tree"]
+from jedbatch.models import childsum, lattice, mvrnn, tagger, translation, tree, treegru, twotypes
+from jedbatch.models.workloads import WORKLOADS, Workload
+
+__all__ = [
+    "WORKLOADS",
+    "Workload",
+    "childsum",
+    "lattice",
+    "mvrnn",
+    "tagger",
+    "translation",
+    "tree",
+    "treegru",
+    "twotypes",
+]

@@ -1,6 +1,6 @@
-"""What the models share: Flax modules as pure functions, scores, and sums of scores."""
+"""What models share: Flax modules as functions and cells, scores and sums, visits of trees."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,10 +44,40 @@ def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
     )
 
 
+def initializer(modules: Mapping[str, Pure]) -> Callable[[jax.Array], dict[str, Any]]:
+    """A function of a random key: the parameters of modules, by their names."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        keys = jax.random.split(key, len(modules))
+        return {name: modules[name].init(k) for name, k in zip(modules, keys, strict=True)}
+
+    return init
+
+
+def module_cell(name: str, module: Pure) -> Callable[..., Any]:
+    """A cell that applies a module with the parameters of its name."""
+    return jedbatch.cell(lambda params, *inputs: module.apply(params[name], *inputs), name=name)
+
+
+def jitted(cells: Any) -> Any:
+    """The same cells, each compiled by `jax.jit`: what a loop over single instances calls."""
+    return jax.tree.map(lambda part: jax.jit(part) if callable(part) else part, cells)
+
+
 def scored(logits: jax.Array, label: jax.Array) -> jax.Array:
     """[cross-entropy, 1 if the label is right] of logits [labels]."""
     loss = -jax.nn.log_softmax(logits)[label]
     return jnp.stack([loss, (jnp.argmax(logits) == label).astype(loss.dtype)])
+
+
+def score_cell(name: str, module: Pure) -> Callable[..., jax.Array]:
+    """A cell that scores the logits of a module with a label, the last of its inputs."""
+
+    def score(params: Any, *inputs: Any) -> jax.Array:
+        *read, label = inputs
+        return scored(module.apply(params[name], *read), label)
+
+    return jedbatch.cell(score, name="score")
 
 
 @jedbatch.cell(name="plus")
@@ -64,3 +94,53 @@ def total(scores: Sequence[jax.Array]) -> jax.Array:
         sums = [_plus(*scores[i : i + width]) for i in range(0, whole, width)]
         scores = sums + scores[whole:]
     return scores[0]
+
+
+def tree_classifier(
+    leaf: Callable[..., Any], node: Callable[..., Any], output: Callable[..., jax.Array]
+) -> Callable[[Any, Any], jax.Array]:
+    """A function of (params, tree): the output at the root of one binary tree.
+
+    Args:
+      leaf: maps (params, word) to a state.
+      node: maps (params, left state, right state) to a state. What follows the children in the
+        tuple of a node, such as its kind, follows the states.
+      output: maps (params, state) to the result.
+    """
+
+    def visit(params: Any, tree: Any) -> Any:
+        if len(tree) == 2:
+            return leaf(params, tree[1])
+        _, left, right, *more = tree
+        return node(params, visit(params, left), visit(params, right), *more)
+
+    return lambda params, tree: output(params, visit(params, tree))
+
+
+def tree_scorer(
+    leaf: Callable[..., Any], node: Callable[..., Any], score: Callable[..., jax.Array]
+) -> Callable[[Any, Any], jax.Array]:
+    """A function of (params, tree): the sum of the scores of all nodes of one binary tree.
+
+    Args:
+      leaf: as for `tree_classifier`.
+      node: as for `tree_classifier`.
+      score: maps (params, state, label) to a score.
+    """
+
+    def score_all(params: Any, tree: Any) -> jax.Array:
+        scores = []
+
+        def visit(tree: Any) -> Any:
+            if len(tree) == 2:
+                state = leaf(params, tree[1])
+            else:
+                _, left, right, *more = tree
+                state = node(params, visit(left), visit(right), *more)
+            scores.append(score(params, state, tree[0]))
+            return state
+
+        visit(tree)
+        return total(scores)
+
+    return score_all

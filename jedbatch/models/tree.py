@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import jedbatch
-from jedbatch.models.parts import scored, total
+from jedbatch.models.parts import scored, tree_classifier, tree_scorer
 
 Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
@@ -171,31 +171,13 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
     and count are sums over its nodes.
     """
-
-    def score(params: Params, tree: Any) -> jax.Array:
-        leaf, node, score = cells.leaf, cells.node, cells.score
-        scores = []
-
-        def visit(tree: Any) -> State:
-            if len(tree) == 2:
-                state = leaf(params, tree[1])
-            else:
-                state = node(params, visit(tree[1]), visit(tree[2]))
-            scores.append(score(params, state[0], tree[0]))
-            return state
-
-        visit(tree)
-        return total(scores)
-
-    return score
+    return tree_scorer(
+        cells.leaf, cells.node, lambda params, state, label: cells.score(params, state[0], label)
+    )
 
 
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
-
-    def visit(params: Params, tree: Any) -> State:
-        if len(tree) == 2:
-            return cells.leaf(params, tree[1])
-        return cells.node(params, visit(params, tree[1]), visit(params, tree[2]))
-
-    return lambda params, tree: cells.output(params, visit(params, tree)[0])
+    return tree_classifier(
+        cells.leaf, cells.node, lambda params, state: cells.output(params, state[0])
+    )
