@@ -1,10 +1,16 @@
-"""Command line: `python -m jedbatch demo` trains a TreeLSTM on trees of every shape."""
+"""Command line: `python -m jedbatch demo` trains a TreeLSTM on trees of every shape.
+
+`show`, `learn` and `bench` take the name of a model, and a file of instances if there is one.
+"""
 
 import argparse
+import functools
+import importlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,42 +19,243 @@ import optax
 from tqdm import tqdm
 
 import jedbatch
-from jedbatch.data import Vocabulary, index_trees, num_nodes, read_trees, synthetic_treebank
-from jedbatch.models import tree
+from jedbatch import policies, viz
+from jedbatch.data import (
+    Vocabulary,
+    index_trees,
+    minibatches,
+    num_nodes,
+    read_trees,
+    synthetic_treebank,
+)
+from jedbatch.models import WORKLOADS, Workload, tree
+from jedbatch.models.parts import jitted
+from jedbatch.policies import FSM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m jedbatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    demo_parser = commands.add_parser(
-        "demo", help="train a TreeLSTM written for one tree on minibatches of trees"
+
+    def command(run: Callable[..., None], help: str, sizes: dict[str, tuple[int, str]]) -> Any:
+        """A command with the options that all have, and sizes: (default, what it is) by name."""
+        made = commands.add_parser(run.__name__, help=help)
+        made.set_defaults(run=run, sizes=tuple(sizes))
+        if run is not demo:
+            made.add_argument(
+                "model",
+                help=f"one of {', '.join(WORKLOADS)}; or your own `jedbatch.models.Workload`, "
+                "as module:attribute",
+            )
+            made.add_argument(
+                "--data",
+                nargs="+",
+                default=[],
+                metavar="FILE",
+                help="instances, one a line (may be .gz); tags of lattices in a file of their own",
+            )
+        else:
+            made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
+        made.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
+        made.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+        for name, (default, what) in sizes.items():
+            help = f"{what} (default {default})"
+            made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
+        return made
+
+    hidden = {"hidden": (64, "size of the states")}
+    sizes = hidden | {"batch_size": (64, "instances per minibatch")}
+    command(
+        demo,
+        "train a TreeLSTM written for one tree on minibatches of trees",
+        sizes | {"epochs": (4, "passes over the trees"), "trees": (1600, "trees to use")},
     )
-    add = demo_parser.add_argument
-    add("--data", metavar="FILE", help="a treebank, one bracketed tree a line (may be .gz)")
-    add("--device", help="cpu, gpu or tpu; JAX's choice by default")
-    add("--hidden", type=int, default=64, help="size of the states (default %(default)s)")
-    add("--batch-size", type=int, default=64, help="trees per minibatch (default %(default)s)")
-    add("--epochs", type=int, default=4, help="passes over the trees (default %(default)s)")
-    add("--trees", type=int, default=1600, help="trees to use (default %(default)s)")
-    add("--seed", type=int, default=0, help="of parameters and order (default %(default)s)")
+    showing = command(show, "print the plan of a minibatch and the reasons for its layout", sizes)
+    showing.add_argument("--pictures", metavar="DIRECTORY", help="where to draw it as SVG files")
+    learning = command(
+        learn,
+        "learn a policy and print what was tried",
+        hidden | {"instances": (32, "instances to learn from")},
+    )
+    learning.add_argument("--save", metavar="FILE", help="where to write the policy, as JSON")
+    benching = command(
+        bench,
+        "measure instances per second, against the loop over single instances",
+        sizes | {"minibatches": (8, "minibatches never seen before, to plan")},
+    )
+    benching.add_argument(
+        "--policy", metavar="FILE", help="a saved policy; the model's own by default"
+    )
     args = parser.parse_args(argv)
-    for name in ("hidden", "batch_size", "epochs", "trees"):
+    for name in args.sizes:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             parser.error(f"--{option} is {getattr(args, name)}; expected a positive number")
+    if args.device:
+        jax.config.update("jax_platforms", args.device)
     try:
-        demo(args)
+        args.run(args)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
+# --- models by name ---
+
+
+class Model(NamedTuple):
+    """A model with its instances, ready to batch."""
+
+    workload: Workload
+    instances: list[Any]
+    cells: Any
+    params: Any
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, count: int) -> "Model":
+        """The model that the command line names, on the data that it names."""
+        workload = find(args.model)
+        instances, sizes = workload.load(*args.data, limit=count, seed=args.seed)
+        sizes |= {"hidden": args.hidden}
+        cells = workload.cells(**sizes)
+        print(
+            f"{workload.title}: {len(instances)} instances from "
+            f"{' and '.join(args.data) or 'synthetic data'}; "
+            f"{', '.join(f'{name} {size}' for name, size in sizes.items())}; "
+            f"on {jax.devices()[0]}\n"
+        )
+        return cls(workload, instances, cells, cells.init(jax.random.key(args.seed)))
+
+    def batched(self, policy: Any) -> jedbatch.Batched:
+        """The loss of many instances."""
+        return jedbatch.batch(self.workload.scorer(self.cells), policy=policy)
+
+
+def find(name: str) -> Workload:
+    """A model of this package by its name, or one of the user's as `module:attribute`."""
+    if ":" not in name:
+        if name not in WORKLOADS:
+            raise ValueError(
+                f"there is no model {name!r}; expected one of {', '.join(WORKLOADS)}, or your own "
+                "as module:attribute"
+            )
+        return WORKLOADS[name]
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")  # modules of the folder that the user is in
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} cannot be imported: {error}") from None
+    finally:
+        sys.path.remove("")
+    if not isinstance(found, Workload):
+        raise ValueError(
+            f"{name} is of type {type(found).__name__}; expected a `jedbatch.models.Workload`"
+        )
+    return found
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints the plan of a minibatch, and draws it."""
+    model = Model.of(args, args.batch_size)
+    batched = model.batched(model.workload.policy())
+    plan = batched.profile(model.params, model.instances)
+    assert plan.layout is not None
+    print(f"{plan}\n\n{plan.layout.explain()}")
+    if not args.pictures:
+        return
+    folder = Path(args.pictures)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {
+        "instance": viz.graph(plan, instance=0),
+        "graph": viz.graph(plan),
+        "batches": viz.batches(plan),
+        "timeline": viz.timeline(plan),
+        "memory": viz.memory(plan),
+        "time": viz.time_split(plan),
+    }
+    if isinstance(batched.policy, FSM) and len(batched.policy):
+        pictures["policy"] = viz.state_machine(batched.policy)
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.svg")
+    print(f"\ndrawn: {', '.join(str(folder / f'{name}.svg') for name in pictures)}")
+
+
+def learn(args: argparse.Namespace) -> None:
+    """Learns a policy and prints what was tried."""
+    model = Model.of(args, args.instances)
+    policy = model.batched(None).learn(model.params, model.instances)
+    print(policy.report)
+    print(f"\n{policy}")
+    if args.save:
+        policy.save(args.save)
+        print(f"\nsaved as {args.save}; use it with `jedbatch.batch(fn, policy=FSM.load(path))`")
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Prints instances per second, in inference and in training, and numbers of batches."""
+    size = args.batch_size
+    model = Model.of(args, size * (2 + args.minibatches))
+    batched = model.batched(FSM.load(args.policy) if args.policy else model.workload.policy())
+    chunks = list(minibatches(model.instances, size))
+    if not chunks:
+        raise ValueError(
+            f"there are {len(model.instances)} instances; --batch-size {size} needs as many"
+        )
+    heads = ("one by one", "unseen", "known", "planned")
+    print(f"{'instances per second':24}{''.join(f'{head:>12}' for head in heads)}")
+    for kind in ("inference", "training"):
+        rates = speeds(model, batched, chunks, training=kind == "training")
+        print(f"{kind:24}{''.join(f'{r:12,.0f}' for r in rates)}")
+    graph = batched.plan(model.params, chunks[0]).graph
+    assert graph is not None
+    names = {"chosen": batched.policy, "agenda": policies.agenda, "depth": policies.depth}
+    counts = [f"{n} {len(jedbatch.schedule(graph, p))}" for n, p in names.items() if p is not None]
+    print(
+        f"\n{batched.compilations} XLA programs compiled; batches of the first minibatch: "
+        f"{', '.join(counts)}; certified lower bound {jedbatch.lower_bound(graph)}"
+    )
+
+
+def speeds(
+    model: Model, batched: jedbatch.Batched, chunks: list[list[Any]], training: bool
+) -> list[float]:
+    """Instances per second: the loop over a few, then minibatches unseen, known and planned."""
+    params, one = model.params, model.workload.scorer(jitted(model.cells))
+
+    def loss(params: Any, plan: Any) -> jax.Array:
+        return batched.apply(params, plan)[:, 0].sum()
+
+    def loss_of_one(params: Any, instance: Any) -> jax.Array:
+        return one(params, instance)[0]
+
+    both: list[Callable[..., Any]] = [loss, loss_of_one]
+    run, run_one = map(jax.value_and_grad, both) if training else both
+    run = jax.jit(run)
+
+    def whole(instances: list[Any]) -> Any:
+        return run(params, batched.plan(params, instances, gradient=training))
+
+    size, first, few = len(chunks[0]), chunks[0], chunks[0][:8]
+    for instances in chunks[:2]:
+        jax.block_until_ready(whole(instances))
+    unseen = [rate(functools.partial(whole, x), size, times=1, warm=0) for x in chunks[2:]]
+    plan = batched.plan(params, first, gradient=training)
+    return [
+        rate(lambda: [run_one(params, x) for x in few], len(few), times=3),
+        float(np.median(unseen)) if unseen else float("nan"),
+        rate(lambda: whole(first), size),
+        rate(lambda: run(params, plan), size),
+    ]
+
+
+# --- the demo ---
+
+
 def demo(args: argparse.Namespace) -> None:
     """Trains the TreeLSTM of `jedbatch.models.tree` and prints what happens."""
-    if args.device:
-        jax.config.update("jax_platforms", args.device)
     words, labels = Vocabulary(unknown="<unknown>"), Vocabulary()
     if args.data:
         raw = read_trees(args.data, limit=args.trees)
@@ -92,10 +299,9 @@ def demo(args: argparse.Namespace) -> None:
         if epoch == 2:
             compiled = score.compilations
         losses, counts = [], []
-        chunks = list(minibatches(order.permutation(len(train)), batch_size))
+        chunks = list(minibatches(train, batch_size, seed=order))
         with tqdm(chunks, desc=f"epoch {epoch}", unit="batch", leave=False) as bar:
-            for chunk in bar:
-                batch = [train[i] for i in chunk]
+            for batch in bar:
                 plan = score.plan(params, batch)  # while the device is at the last step
                 nodes = sum(map(num_nodes, batch))
                 params, state, value, right = step(params, state, plan, float(nodes))
@@ -104,8 +310,7 @@ def demo(args: argparse.Namespace) -> None:
                 if len(losses) % 8 == 0:
                     bar.set_postfix(loss=f"{float(value):.3f}")
         tested, total = np.zeros(2), 0
-        for chunk in minibatches(np.arange(len(test)), batch_size):
-            batch = [test[i] for i in chunk]
+        for batch in minibatches(test, batch_size):
             tested += np.asarray(score(params, batch)).sum(axis=0)
             total += sum(map(num_nodes, batch))
         print(
@@ -124,10 +329,7 @@ def demo(args: argparse.Namespace) -> None:
 
 def compare(score: Any, cells: tree.Cells, params: Any, trees: list, batch_size: int) -> None:
     """Prints instances per second of the per-instance loop and of the batched function."""
-    jitted = cells._replace(
-        leaf=jax.jit(cells.leaf), node=jax.jit(cells.node), score=jax.jit(cells.score)
-    )
-    one = tree.scorer(jitted)
+    one = tree.scorer(jitted(cells))
     few = trees[: min(16, batch_size)]
     looped = rate(lambda: jnp.stack([one(params, t) for t in few]), len(few))
     minibatch = trees[:batch_size]
@@ -140,20 +342,14 @@ def compare(score: Any, cells: tree.Cells, params: Any, trees: list, batch_size:
     print(f"  batched, planned beforehand      {device:9.0f}   {device / looped:5.1f} x")
 
 
-def rate(run: Any, count: int) -> float:
-    """Instances per second: the median of five runs after two to warm up."""
-    times = []
-    for _ in range(7):
+def rate(run: Callable[[], Any], count: int, times: int = 5, warm: int = 2) -> float:
+    """Instances per second: the median of some runs after others to warm up."""
+    found = []
+    for _ in range(warm + times):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return count / float(np.median(times[2:]))
-
-
-def minibatches(order: np.ndarray, size: int) -> Iterator[list[int]]:
-    """The order in minibatches of equal size; what is left over is left out."""
-    for first in range(0, len(order) - size + 1, size):
-        yield order[first : first + size].tolist()
+        found.append(time.perf_counter() - start)
+    return count / float(np.median(found[warm:]))
 
 
 if __name__ == "__main__":
