@@ -351,8 +351,24 @@ def each(values: Sequence[Any], form: str = "{}") -> str:
     return " / ".join(form.format(x) for x in values)
 
 
-def measure(cell: Cell, hidden: int, batch: int, budget: float) -> list[Any]:
-    """The rest of a row of the table."""
+class Ways(NamedTuple):
+    """A cell as written, packed by hand and by jedbatch.
+
+    Attributes:
+      ways: the three, in this order.
+      operands: what they are called on.
+      pack: packs the weights for jedbatch.
+      planning: seconds to find out what to put together.
+    """
+
+    ways: list[Way]
+    operands: list[Any]
+    pack: Callable[[], Any]
+    planning: float
+
+
+def three_ways(cell: Cell, hidden: int, batch: int) -> Ways:
+    """The three ways of a cell, which were found to compute the same."""
     params, operands = inputs(cell, hidden, batch)
     kernel, planning = kernel_of(cell, params, [x[0] for x in operands])
     pack = jax.jit(kernel.prologue)
@@ -362,16 +378,22 @@ def measure(cell: Cell, hidden: int, batch: int, budget: float) -> list[Any]:
         Way(batched(cell.by_hand), cell.pack(params)),
         Way(jax.vmap(kernel.forward, in_axes=(None, 0)), pack(shared)),
     ]
+    expected, *others = (jax.jit(way.run)(way.params, operands) for way in ways)
+    for got in others:
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    return Ways(ways, operands, lambda: pack(shared), planning)
+
+
+def measure(cell: Cell, hidden: int, batch: int, budget: float) -> list[Any]:
+    """The rest of a row of the table."""
+    ways, operands, pack, planning = three_ways(cell, hidden, batch)
     loops = [looped(way) for way in ways]
     runs = [
         lambda loop=loop, way=way: loop(way.params, operands)
         for loop, way in zip(loops, ways, strict=True)
     ]
-    expected, *others = (jax.jit(way.run)(way.params, operands) for way in ways)
-    for got in others:
-        for a, b in zip(got, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-    times = common.interleaved([*runs, lambda: pack(shared)], budget)
+    times = common.interleaved([*runs, pack], budget)
     programs = [Program.of(way, operands) for way in ways]
     return [
         each([p.products for p in programs]),

@@ -157,6 +157,19 @@ def spread(values: Sequence[float] | np.ndarray, scale: float = 1.0, digits: int
     return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
+def limit_threads(threads: int) -> None:
+    """Keeps to some cores. Before JAX first computes something, or its threads are there."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise SystemExit("`--threads` needs an operating system that can pin a process to cores")
+    if threads == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < threads:
+        raise SystemExit(f"--threads {threads}: this process may use {len(cores)} cores")
+    os.sched_setaffinity(0, cores[-threads:])
+
+
 # --- printing ---
 
 

@@ -1,0 +1,55 @@
+"""How many batches does each policy need, and how long does learning one take?
+
+The schedules of one minibatch of each exact workload (ED-Batch, figures 7 and 9; table 4). Policies
+are learned on 32 other instances; `bound` is certified, no schedule can need fewer. What is timed
+is scheduling with the learned policy, and learning it.
+"""
+
+import common
+import suite
+
+import jedbatch
+from jedbatch import policies
+
+GRID = suite.Grid(
+    quick=[(["treelstm", "treelstm2", "bilstm"], [16], [8], ["inference"])],
+    full=[(list(suite.WORKLOADS), [64, 256], [8], ["inference"])],
+)
+TRAINING = 32
+HEURISTICS = ("agenda", "depth", "height", "critical", "sufficient")
+
+
+def test_batches(benchmark, case, options):
+    bench = suite.Bench.of(case, options)
+    others = [x for chunk in bench.minibatches[1:] for x in chunk][:TRAINING]
+    graph = bench.plan(bench.minibatch).graph
+    lesson = [bench.plan(others or bench.minibatch[:TRAINING]).graph]
+    learned = jedbatch.learn(lesson)
+    counts = {name: len(jedbatch.schedule(graph, getattr(policies, name))) for name in HEURISTICS}
+    for encoding in ("base", "max", "sort", "phase"):
+        fsm = jedbatch.learn(lesson, encoding=encoding, teachers=False)
+        counts[f"Q {encoding}"] = len(jedbatch.schedule(graph, fsm))
+    counts["learned"] = len(jedbatch.schedule(graph, learned))
+    benchmark.pedantic(lambda: jedbatch.schedule(graph, learned), rounds=20)
+    benchmark.extra_info |= {
+        **case._asdict(),
+        "title": bench.workload.title,
+        "nodes": len(graph.node_type),
+        "bound": jedbatch.lower_bound(graph),
+        "counts": counts,
+        "source": common.source(str(options.data) if options.data else None),
+    }
+
+
+def test_learning(benchmark, case, options):
+    bench = suite.Bench.of(case, options)
+    graph = bench.plan(bench.minibatch[:TRAINING]).graph
+    jedbatch.learn([graph])  # its first Q-learning compiles
+    learned = benchmark.pedantic(lambda: jedbatch.learn([graph]), rounds=3)
+    benchmark.extra_info |= {
+        **case._asdict(),
+        "title": bench.workload.title,
+        "nodes": len(graph.node_type),
+        "encoding": learned.report.chosen if hasattr(learned.report, "chosen") else "",
+        "source": common.source(str(options.data) if options.data else None),
+    }

@@ -1,0 +1,70 @@
+"""How fast are the exact workloads of ED-Batch's released code, and what a user would pick instead?
+
+Inference and training over sizes of minibatches and of states (ED-Batch, figure 6), with the time
+of each stage (figure 8). See `suite.py` for who takes part.
+"""
+
+import os
+
+import common
+import numpy as np
+import suite
+
+import jedbatch
+
+NINE = list(suite.WORKLOADS)
+GRID = suite.Grid(
+    quick=[
+        (NINE, [8], [32], ["inference"]),
+        (["treelstm", "bilstm", "lattice_lstm"], [8], [32], ["training"]),
+    ],
+    full=[(NINE, [1, 8, 32, 64, 128, 256], [32, 64, 128, 256, 512], suite.MODES)],
+)
+WARM = 2  # minibatches that make types and programs known
+
+
+def test_throughput(benchmark, case, options):
+    bench = suite.Bench.of(case, options)
+    names = options.rivals.split(",") if options.rivals else suite.RIVALS
+    first, *others = bench.minibatches
+    for instances in [first, *others[: WARM - 1]]:
+        bench.run(bench.plan(instances))
+    compilations = bench.batched.compilations
+    unseen = suite.stages(bench, others[WARM - 1 :])
+    compilations = bench.batched.compilations - compilations
+    functions = bench.functions(names)
+    bench.check(functions)
+    multiply, multiply_flop = suite.product()
+    functions["product"] = multiply
+    multiply()
+    budget = options.seconds or (3 if options.full else 0.5)
+    times = suite.turns(benchmark, functions, budget)
+    few = bench.flop(first[: suite.FEW])
+    work = bench.flop(first)
+    seconds = {name: t * (work / few if name in suite.SLOW else 1) for name, t in times.items()}
+    plan = bench.plan(first)
+    benchmark.extra_info |= {
+        **case._asdict(),
+        "title": bench.workload.title,
+        "threads": len(os.sched_getaffinity(0)),
+        "nodes": len(plan.graph.node_type),
+        "batches": len(plan.schedule),
+        "bound": jedbatch.lower_bound(plan.graph),
+        "flop": work,
+        "product_flop": multiply_flop,
+        "compilations_unseen": compilations,
+        "seconds": {name: float(np.median(t)) for name, t in seconds.items()},
+        "ratios": {
+            name: np.percentile(paired(t, seconds["planned"]), [25, 50, 75]).tolist()
+            for name, t in seconds.items()
+        },
+        "unseen": unseen,
+        "known": suite.stages(bench, [first] * 3),
+        "source": common.source(str(options.data) if options.data else None),
+    }
+
+
+def paired(theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """Ratios of neighbouring runs."""
+    n = min(len(theirs), len(ours))
+    return theirs[:n] / ours[:n]

@@ -1,0 +1,54 @@
+"""Options of the suite: which cases run, on what data, for how long."""
+
+from pathlib import Path
+
+import common
+import pytest
+import suite
+
+
+def pytest_addoption(parser):
+    """The options of the suite."""
+    group = parser.getgroup("jedbatch")
+    add = group.addoption
+    add("--full", action="store_true", help="the whole grid of sizes; hours")
+    add("--data", type=Path, metavar="DIRECTORY", help="files as named in `workloads.py`")
+    add("--workloads", metavar="NAMES", help="such as treelstm,bilstm; all by default")
+    add("--batch", type=common.numbers, metavar="SIZES", help="instead of the grid's, such as 8,64")
+    add("--hidden", type=common.numbers, metavar="SIZES", help="instead of the grid's")
+    add("--modes", metavar="NAMES", help="inference, training or both; both by default")
+    add("--rivals", metavar="NAMES", help=f"some of {', '.join(suite.RIVALS)}; all by default")
+    add("--threads", type=int, choices=[1, 2], help="keep to one core, as most peers did")
+    add("--seconds", type=float, help="per case; 0.5 by default, 3 with --full")
+
+
+def pytest_configure(config):
+    """Before JAX computes anything, or its threads are there."""
+    if config.option.threads:
+        common.limit_threads(config.option.threads)
+
+
+def pytest_generate_tests(metafunc):
+    """The cases of a benchmark."""
+    if "case" in metafunc.fixturenames:
+        cases = suite.cases(metafunc.config.option, metafunc.module.GRID)
+        metafunc.parametrize("case", cases, ids=str)
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """The line that every table of the README starts from."""
+    threads = config.option.threads
+    machine_info["line"] = common.machine() + (f"; {threads} thread(s)" if threads else "")
+
+
+@pytest.fixture
+def options(request):
+    """The command line."""
+    return request.config.option
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """Programs of one case are of no use to the next."""
+    yield
+    suite.forget()

@@ -1,0 +1,389 @@
+"""Makes tables and plots of what the suite measured, and puts them into `README.md`.
+
+    pytest benchmarks/ --benchmark-only --full --data DIRECTORY --benchmark-json FILE
+    python benchmarks/report.py FILE...
+
+Several files are put together; of a case that is in more than one, the last counts. Tables go
+between the lines `<!-- suite: NAME -->` and `<!-- end -->` of the README, plots to
+`benchmarks/plots`. `--print` prints the tables and leaves the README alone.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import figures
+
+HERE = Path(__file__).parent
+Row = dict[str, Any]
+STAGES = ("trace", "merge", "schedule", "layout", "lower", "other", "transfer", "execute")
+RIVALS = ("by hand", "loop", "torch by hand", "torch eager", "agenda", "depth")
+
+
+def load(paths: Iterable[str]) -> dict[str, list[Row]]:
+    """What was measured, by the name of the benchmark; a machine and date go with every row."""
+    found: dict[tuple[str, str], Row] = {}
+    for path in paths:
+        data = json.loads(Path(path).read_text())
+        where = {"machine": data["machine_info"].get("line", ""), "date": data["datetime"][:10]}
+        for one in data["benchmarks"]:
+            name = one["fullname"].split("::")[1].split("[")[0]
+            row = one["extra_info"] | where | one["stats"]
+            found[name, f"{one['fullname']} {row.get('threads')}"] = row
+    by_name: dict[str, list[Row]] = {}
+    for (name, _), row in found.items():
+        by_name.setdefault(name.removeprefix("test_"), []).append(row)
+    return by_name
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table, its first column to the left."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """A number with so many digits that count."""
+    return "–" if x is None else f"{x:,.{max(0, digits - 1 - len(str(int(abs(x)))) + 1)}f}"
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """Machine, date and data of some rows."""
+    said = dict.fromkeys((row["machine"], row["date"]) for row in rows)
+    return "\n".join(f"{machine}, {date}." for machine, date in said)
+
+
+# --- tables ---
+
+
+def throughput(rows: Sequence[Row], mode: str) -> str:
+    """Instances per second, and how many times as long the others take."""
+    rows = [row for row in rows if row["mode"] == mode]
+    head = ["workload", "batch", "hidden", "planned /s", "known /s", "unseen /s"]
+    rivals = [name for name in RIVALS if any(name in row["seconds"] for row in rows)]
+    head += [*(f"{name} ×" for name in rivals), "GFLOP/s", "of product"]
+    lines = []
+    for row in rows:
+        speed = row["flop"] / row["seconds"]["planned"] / 1e9
+        first = [row["title"], row["batch"], row["hidden"], *rates(row)]
+        ratios = [ratio(row, name) for name in rivals]
+        lines.append([*first, *ratios, f"{speed:.0f}", f"{share(row):.0%}"])
+    return table(head, lines)
+
+
+def rates(row: Row) -> list[str]:
+    """Instances per second: planned, known, unseen."""
+    unseen = sum(row["unseen"].values()) / 1e3 if row["unseen"] else None
+    each = [row["seconds"].get("planned"), row["seconds"].get("known"), unseen]
+    return [number(row["batch"] / seconds if seconds else None) for seconds in each]
+
+
+def ratio(row: Row, name: str) -> str:
+    """How many times as long as ours somebody takes, with quartiles."""
+    if name not in row["ratios"]:
+        return "–"
+    low, _, high = row["ratios"][name]
+    middle = row["seconds"][name] / row["seconds"]["planned"]
+    if name in ("loop", "torch eager"):
+        return f"{middle:.1f}"
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def share(row: Row) -> float:
+    """The fraction of the matrix product of the same run."""
+    rate = row["product_flop"] / row["seconds"]["product"]
+    return row["flop"] / row["seconds"]["planned"] / rate
+
+
+def published(rows: Sequence[Row]) -> str:
+    """The figures of the peers, carried over, and fractions of the product."""
+    rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT]
+    head = ["workload", "mode", "threads", "batch", "hidden"]
+    head += ["planned /s", "known /s", "unseen /s"]
+    head += ["of product", *(f"{name}: there → here (of product)" for name in figures.PEERS)]
+    head += ["share / best peer's"]
+    lines = []
+    for row in rows:
+        threads = row["threads"]
+        known = figures.INFERENCE if threads == 1 else figures.TWO_THREADS
+        if row["mode"] == "training":
+            known = figures.TRAINING if threads == 1 else {}
+        theirs = known.get(row["workload"], {}).get((row["batch"], row["hidden"]))
+        if theirs is None:
+            continue
+        here = row["product_flop"] / row["seconds"]["product"] / figures.XLA_PRODUCT[threads]
+        shares = [x and x * work(row) / figures.PEERS_PRODUCT[threads] for x in theirs]
+        cells = [
+            f"{number(x)} → {number(x * here)} ({part:.0%})" if x else "–"
+            for x, part in zip(theirs, shares, strict=True)
+        ]
+        first = [row[key] for key in ("title", "mode", "threads", "batch", "hidden")]
+        first += rates(row)
+        gain = share(row) / max(filter(None, shares))
+        lines.append([*first, f"{share(row):.0%}", *cells, f"{gain:.2f}"])
+    return table(head, lines)
+
+
+def work(row: Row) -> float:
+    """Operations of one of the peers' instances; ours where theirs are not known."""
+    if row["workload"] not in figures.FLOP:
+        return row["flop"] / row["batch"]
+    forwards = figures.FLOP[row["workload"]] * row["hidden"] ** 2
+    return forwards * (3 if row["mode"] == "training" else 1)
+
+
+def best(rows: Sequence[Row]) -> str:
+    """The batch size with the highest throughput, by workload and hidden size."""
+    found: dict[tuple[str, str, int], tuple[float, int]] = {}
+    for row in rows:
+        key = row["title"], row["mode"], row["hidden"]
+        rate = row["batch"] / row["seconds"]["planned"]
+        found[key] = max(found.get(key, (0.0, 0)), (rate, row["batch"]))
+    hidden = sorted({h for *_, h in found})
+    lines = []
+    for title, mode in dict.fromkeys(key[:2] for key in found):
+        at = [found.get((title, mode, h), (0.0, 0)) for h in hidden]
+        said = [f"{size} ({number(rate)} /s)" if size else "–" for rate, size in at]
+        lines.append([title, mode, *said])
+    return table(["workload", "mode", *(f"hidden {h}" for h in hidden)], lines)
+
+
+def split(rows: Sequence[Row]) -> str:
+    """Milliseconds of each stage, for minibatches never seen before and seen before."""
+    head = ["workload", "mode", "batch", "hidden", "instances", *STAGES]
+    lines = []
+    for row in rows:
+        for kind in ("unseen", "known"):
+            if row[kind]:
+                times = [row[kind].get(stage, 0.0) for stage in STAGES]
+                first = [row["title"], row["mode"], row["batch"], row["hidden"], kind]
+                lines.append([*first, *(f"{ms:.2f}" for ms in times)])
+    return table(head, lines)
+
+
+def batches(rows: Sequence[Row]) -> str:
+    """Batches by policy."""
+    names = list(rows[0]["counts"])
+    head = ["workload", "batch", "nodes", "bound", *names, "µs/batch"]
+    head += ["published: agenda, depth, best FSM"]
+    lines = []
+    for row in rows:
+        theirs = figures.BATCHES.get(row["workload"]) if row["batch"] == 64 else None
+        said = "–"
+        if theirs:
+            said = f"{theirs[0]}, {theirs[1]}, {min(filter(None, theirs[2:]))}"
+        counts = [row["counts"][name] for name in names]
+        micros = 1e6 * row["median"] / row["counts"]["learned"]
+        first = [row["title"], row["batch"], row["nodes"], row["bound"]]
+        lines.append([*first, *counts, f"{micros:.0f}", said])
+    return table(head, lines)
+
+
+def learning(rows: Sequence[Row]) -> str:
+    """Milliseconds to learn a policy."""
+    lines = [
+        [
+            row["title"],
+            row["nodes"],
+            f"{1e3 * row['median']:.0f}",
+            figures.LEARNING_MS.get(row["workload"], "–"),
+        ]
+        for row in rows
+    ]
+    return table(["workload", "nodes of 32 instances", "learning ms", "published ms"], lines)
+
+
+def latency(rows: Sequence[Row]) -> str:
+    """Milliseconds of small minibatches never seen before."""
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    head = ["workload", "batch", "hidden", *(f"{name} ms (95 %)" for name in names)]
+    lines = []
+    for row in rows:
+        times = [
+            f"{1e3 * row['seconds'][n]:.2f} ({1e3 * row['p95'][n]:.2f})"
+            if n in row["seconds"]
+            else "–"
+            for n in names
+        ]
+        lines.append([row["title"], row["batch"], row["hidden"], *times])
+    return table(head, lines)
+
+
+def cells(rows: Sequence[Row]) -> str:
+    """A call of a cell: as written, by hand, ours."""
+    head = ["cell", "batch", "hidden", "products", "moves", "kB moved"]
+    head += ["as written µs", "by hand µs", "jedbatch µs", "planning ms"]
+    lines = []
+    for row in rows:
+        three = [" / ".join(f"{x:.0f}" for x in row[k]) for k in ("products", "moves", "kilobytes")]
+        micros = [f"{x:.1f}" for x in row["micros"]]
+        first = [row["cell"], row["batch"], row["hidden"]]
+        lines.append([*first, *three, *micros, f"{row['planning_ms']:.1f}"])
+    return table(head, lines)
+
+
+def models(rows: Sequence[Row]) -> str:
+    """The models of `jedbatch.models` against the loop over their instances."""
+    head = ["model", "batch", "hidden", "mode", "nodes", "batches", "bound"]
+    head += ["loop /s", "known /s", "planned /s", "known × loop", "planned × loop"]
+    lines = []
+    for row in rows:
+        seconds = row["seconds"]
+        rates = [number(row["batch"] / seconds[n]) for n in ("loop", "known", "planned")]
+        gains = [f"{seconds['loop'] / seconds[n]:.1f}" for n in ("known", "planned")]
+        first = [row[k] for k in ("title", "batch", "hidden", "mode", "nodes", "batches", "bound")]
+        lines.append([*first, *rates, *gains])
+    return table(head, lines)
+
+
+def place(row: Row) -> tuple[str, str, int, int]:
+    """Where a row stands in a table."""
+    title = row.get("title", row.get("cell", ""))
+    return title, row.get("mode", ""), row.get("hidden", 0), row.get("batch", 0)
+
+
+def sections(found: dict[str, list[Row]]) -> dict[str, str]:
+    """The text of each section that something was measured for."""
+    rows = {name: sorted(some, key=place) for name, some in found.items()}
+    everything = rows.get("throughput", [])
+    most = max((row["threads"] for row in everything), default=0)
+    rows["unlimited"] = [row for row in everything if row["threads"] == most]
+    made: dict[str, str] = {}
+
+    def add(name: str, source: str, make: Callable[..., str], *more: Any) -> None:
+        some = rows.get(source)
+        if some:
+            made[name] = f"{origin(some)}\n\n{make(some, *more)}"
+
+    add("inference", "unlimited", throughput, "inference")
+    add("training", "unlimited", throughput, "training")
+    add("published", "throughput", published)
+    add("best", "unlimited", best)
+    add("stages", "unlimited", split)
+    for name, make in (
+        ("batches", batches),
+        ("learning", learning),
+        ("latency", latency),
+        ("cells", cells),
+        ("models", models),
+    ):
+        add(name, name, make)
+    return made
+
+
+def put(text: str, made: dict[str, str]) -> str:
+    """A README with new sections in place of the old ones."""
+    for name, section in made.items():
+        pattern = re.compile(rf"(<!-- suite: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda m, s=section: m[1] + s + m[2], text)
+        if not count:
+            raise SystemExit(f"README.md has no line `<!-- suite: {name} -->`")
+    return text
+
+
+# --- plots ---
+
+
+def plots(found: dict[str, list[Row]], folder: Path) -> None:
+    """Throughput over batch sizes, one panel a workload, and where the time goes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "jedbatch"  # the same picture, the same file
+    folder.mkdir(exist_ok=True)
+    rows = found.get("throughput", [])
+    for mode in ("inference", "training"):
+        some = [row for row in rows if row["mode"] == mode]
+        sizes = [row["hidden"] for row in some if row["hidden"] <= 256]
+        if sizes:
+            hidden = max(sizes)
+            curves([r for r in some if r["hidden"] == hidden], folder / f"{mode}.svg")
+    some = [row for row in rows if row["unseen"] and row["mode"] == "inference"]
+    if some:
+        bars([r for r in some if r["batch"] == 64] or some, folder / "stages.svg")
+
+
+def curves(rows: Sequence[Row], path: Path) -> None:
+    """Instances per second over batch sizes."""
+    import matplotlib.pyplot as plt
+
+    titles = list(dict.fromkeys(row["title"] for row in rows))
+    columns = min(3, len(titles))
+    lines = -(-len(titles) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.6 * columns, 2.7 * lines), squeeze=False, sharex=True
+    )
+    names = {
+        "planned": ("jedbatch, planned", "C0", "-"),
+        "known": ("jedbatch, planning included", "C0", "--"),
+        "by hand": ("JAX by hand", "C1", "-"),
+        "torch by hand": ("PyTorch by hand", "C2", "-"),
+        "torch eager": ("PyTorch, one by one", "C2", ":"),
+        "loop": ("the loop, jit-compiled cells", "C3", ":"),
+    }
+    for axis, title in zip(axes.flat, titles, strict=False):
+        mine = sorted((r for r in rows if r["title"] == title), key=lambda r: r["batch"])
+        for name, (label, colour, style) in names.items():
+            some = [r for r in mine if name in r["seconds"]]
+            points = [(r["batch"], r["batch"] / r["seconds"][name]) for r in some]
+            if points:
+                axis.plot(*zip(*points, strict=True), style, color=colour, label=label, marker=".")
+        axis.set(title=title, xscale="log", yscale="log")
+        axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(titles) :]:
+        axis.remove()
+    for row in axes:
+        row[0].set_ylabel("instances per second")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
+    hidden, mode = rows[0]["hidden"], rows[0]["mode"]
+    figure.suptitle(f"{mode}, hidden {hidden}, over the size of the minibatch")
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def bars(rows: Sequence[Row], path: Path) -> None:
+    """Milliseconds of the stages of minibatches never seen before."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.8 + 0.34 * len(rows)))
+    left = [0.0] * len(rows)
+    names = [f"{r['title']}, {r['batch']}, h {r['hidden']}" for r in rows]
+    for k, stage in enumerate(STAGES):
+        wide = [row["unseen"].get(stage, 0.0) for row in rows]
+        axis.barh(names, wide, left=left, label=stage, color=f"C{k}")
+        left = [a + b for a, b in zip(left, wide, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel("milliseconds, instances never seen before")
+    axis.legend(ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of --benchmark-json")
+    parser.add_argument("--print", action="store_true", help="leave the README alone")
+    args = parser.parse_args()
+    found = load(args.files)
+    made = sections(found)
+    if args.print:
+        for name, text in made.items():
+            print(f"\n## {name}\n\n{text}")
+        return
+    readme = HERE / "README.md"
+    readme.write_text(put(readme.read_text(), made))
+    plots(found, HERE / "plots")
+
+
+if __name__ == "__main__":
+    main()
