@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from jedbatch._drawing import COLOURS
+from jedbatch._drawing import COLOURS, fitted
 
-BOX, LINE, GAP = 168, 15, 56  # width of a box, height of a line of text, space between boxes
+BOX, LINE, GAP = 188, 15, 56  # width of a box, height of a line of text, space between boxes
 MOST = 36  # states drawn
 
 
@@ -61,7 +61,7 @@ def state_diagram(
         )
         for k, text in enumerate([f"{i}: {title}", *lines]):
             style = f' font-weight="bold" fill="{colours[title]}"' if k == 0 else ' fill="#333"'
-            shown = text if len(text) <= 26 else text[:25] + "…"
+            shown = fitted(text, BOX - 20, 13 if k == 0 else 12)  # bold letters are wider
             parts.append(
                 f'<text x="{left + 10:.0f}" y="{top + LINE * (k + 1) + 3:.0f}"{style}>'
                 f"{escape(shown)}<title>{escape(text)}</title></text>"
