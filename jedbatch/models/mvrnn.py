@@ -2,7 +2,7 @@
 
 The vector of a phrase says what it means, its matrix what it does to the meaning of a phrase
 beside it. For a word with vector a, and for a node with children (a, A) and (b, B), where [·; ·]
-stacks vectors, and matrices one above the other (sections 2.2, 2.3 and 2.6):
+stacks vectors, and matrices one above the other:
 
     leaf     A = U V + diag(d)
     node     p = tanh(W [B a; A b] + bias)              P = W_M [A; B]
