@@ -55,6 +55,7 @@ SLOW = ("loop", "torch eager")  # run on a few instances, a few times
 REST = 0.002  # seconds that PyTorch's threads go on spinning after their work
 FEW = 8  # instances that slow ones run on
 MOST = 200  # rounds
+COUNT = 1024  # instances; there are 1054 different lattices
 MODES = ("inference", "training")
 
 
@@ -132,7 +133,7 @@ class Bench:
     def of(cls, case: Case, options: Any, minibatches: int = 6) -> "Bench":
         """The case on the data that the command line names."""
         workload = WORKLOADS[case.workload]
-        found = bank(case.workload, options.data, 1600)
+        found = bank(case.workload, options.data, COUNT)
         size = case.batch
         chunks = common.chunks(found.instances, size)[:minibatches]
         if not chunks:
