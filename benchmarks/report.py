@@ -20,6 +20,7 @@ import figures
 HERE = Path(__file__).parent
 Row = dict[str, Any]
 STAGES = ("trace", "merge", "schedule", "layout", "lower", "other", "transfer", "execute")
+TYPICAL = 64, 256  # the size of minibatch and of states that stages are shown for
 RIVALS = ("by hand", "loop", "torch by hand", "torch eager", "agenda", "depth")
 
 
@@ -262,7 +263,8 @@ def sections(found: dict[str, list[Row]]) -> dict[str, str]:
     add("training", "unlimited", throughput, "training")
     add("published", "throughput", published)
     add("best", "unlimited", best)
-    add("stages", "unlimited", split)
+    rows["typical"] = [row for row in rows["unlimited"] if (row["batch"], row["hidden"]) == TYPICAL]
+    add("stages", "typical" if rows["typical"] else "unlimited", split)
     for name, make in (
         ("batches", batches),
         ("learning", learning),
@@ -302,8 +304,9 @@ def plots(found: dict[str, list[Row]], folder: Path) -> None:
             hidden = max(sizes)
             curves([r for r in some if r["hidden"] == hidden], folder / f"{mode}.svg")
     some = [row for row in rows if row["unseen"] and row["mode"] == "inference"]
+    typical = [row for row in some if (row["batch"], row["hidden"]) == TYPICAL]
     if some:
-        bars([r for r in some if r["batch"] == 64] or some, folder / "stages.svg")
+        bars(typical or some, folder / "stages.svg")
 
 
 def curves(rows: Sequence[Row], path: Path) -> None:
