@@ -215,7 +215,14 @@ class Recorder(Trace):
             if position == len(self.tracers):
                 self.tracers.append(x)
             return Shared(self, self.registry.outer(position, jax.typeof(x)))
-        if isinstance(x, jax.Array) and x.ndim and id(x) not in self._made:
+        if id(x) in self._made:  # it cannot change: one input for all who read it
+            if id(x) not in self.known:
+                value = self.input(x)
+                self.known[id(x)] = value.type, value.index
+            kind, index = self.known[id(x)]
+            assert index is not None
+            return Value(self, index, kind)
+        if isinstance(x, jax.Array) and x.ndim:
             if self._owned is None:
                 self._owned = owned_arrays(self._instance)
             if id(x) not in self._owned:

@@ -286,6 +286,25 @@ def test_arguments_put_together_by_hand():
     assert batched.plan(P, [[7.0, 8.0]]).graph.num_instances == 1
 
 
+def test_constants_made_by_an_instance_are_inputs_once():
+    """Zeros to begin with, read by many nodes; the same array of JAX in every instance."""
+    step = cell(lambda p, x, state: (jnp.tanh(p + x * state[0]), state[1] + x), name="step")
+
+    def fn(p, xs):
+        zero = jnp.zeros(3)
+        total = zero
+        for x in xs:
+            state = step(p["a"], x, (zero, zero))
+            total = total + step(p["b"], x, state)[0]
+        return total
+
+    batched = check(fn, P, [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [3.0]])
+    instances = [[7.0], [1.0, 8.0], [3.0]]  # two that are new
+    assert_close(batched(P, instances), loop(fn, P, instances), 1e-5)
+    assert batched.plan(P, [[9.0]]).graph.num_inputs == 2 + 1  # of 9.0, and zeros
+    assert batched.plan(P, [[9.0], [5.0, 4.0]]).graph.num_inputs == (2 + 1) + (4 + 1)
+
+
 def test_static_arguments_that_are_nearly_equal():
     Config = collections.namedtuple("Config", "c")
     scale = cell(lambda x, *, config: x * jnp.asarray(config.c))
