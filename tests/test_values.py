@@ -44,10 +44,10 @@ def test_agrees_with_loop(make):
     check(*make(7, seed=1), rtol=3e-5, plans=False)
 
 
-@pytest.mark.parametrize("seed", range(2, 7))
+@pytest.mark.parametrize("seed", range(2, 5))
 def test_random_programs(seed):
-    """5 times 12 programs."""
-    check(*values.random_programs(12, seed), rtol=1e-4, plans=False)
+    """3 times 8 programs; a new one compiles for seconds."""
+    check(*values.random_programs(8, seed), rtol=1e-4, plans=False)
 
 
 @pytest.mark.parametrize("num", [1, 2, 40])
