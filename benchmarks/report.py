@@ -71,8 +71,12 @@ def throughput(rows: Sequence[Row], mode: str) -> str:
         speed = row["flop"] / row["seconds"]["planned"] / 1e9
         first = [row["title"], row["batch"], row["hidden"], *rates(row)]
         ratios = [ratio(row, name) for name in rivals]
-        lines.append([*first, *ratios, f"{speed:.0f}", f"{share(row):.0%}"])
+        lines.append([*first, *ratios, f"{speed:.0f}", percent(share(row))])
     return table(head, lines)
+
+
+def percent(x: float | None) -> str:
+    return "–" if x is None else f"{x:.0%}"
 
 
 def rates(row: Row) -> list[str]:
@@ -93,15 +97,16 @@ def ratio(row: Row, name: str) -> str:
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
-def share(row: Row) -> float:
-    """The fraction of the matrix product of the same run."""
-    rate = row["product_flop"] / row["seconds"]["product"]
-    return row["flop"] / row["seconds"]["planned"] / rate
+def share(row: Row) -> float | None:
+    """The fraction of the matrix product of the same run, if that was measured."""
+    if "product_rate" not in row:
+        return None
+    return row["flop"] / row["seconds"]["planned"] / row["product_rate"]
 
 
 def published(rows: Sequence[Row]) -> str:
     """The figures of the peers, carried over, and fractions of the product."""
-    rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT]
+    rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT and share(row)]
     head = ["workload", "mode", "threads", "batch", "hidden"]
     head += ["planned /s", "known /s", "unseen /s"]
     head += ["of product", *(f"{name}: there → here (of product)" for name in figures.PEERS)]
@@ -115,7 +120,7 @@ def published(rows: Sequence[Row]) -> str:
         theirs = known.get(row["workload"], {}).get((row["batch"], row["hidden"]))
         if theirs is None:
             continue
-        here = row["product_flop"] / row["seconds"]["product"] / figures.XLA_PRODUCT[threads]
+        here = row["product_rate"] / figures.XLA_PRODUCT[threads]
         shares = [x and x * work(row) / figures.PEERS_PRODUCT[threads] for x in theirs]
         cells = [
             f"{number(x)} → {number(x * here)} ({part:.0%})" if x else "–"
@@ -124,7 +129,7 @@ def published(rows: Sequence[Row]) -> str:
         first = [row[key] for key in ("title", "mode", "threads", "batch", "hidden")]
         first += rates(row)
         gain = share(row) / max(filter(None, shares))
-        lines.append([*first, f"{share(row):.0%}", *cells, f"{gain:.2f}"])
+        lines.append([*first, percent(share(row)), *cells, f"{gain:.2f}"])
     return table(head, lines)
 
 
