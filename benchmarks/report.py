@@ -284,8 +284,8 @@ def sections(found: dict[str, list[Row]]) -> dict[str, str]:
 def put(text: str, made: dict[str, str]) -> str:
     """A README with new sections in place of the old ones."""
     for name, section in made.items():
-        pattern = re.compile(rf"(<!-- suite: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, s=section: m[1] + s + m[2], text)
+        pattern = re.compile(rf"(<!-- suite: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda m, s=section: f"{m[1]}{s}\n{m[2]}", text)
         if not count:
             raise SystemExit(f"README.md has no line `<!-- suite: {name} -->`")
     return text
