@@ -251,12 +251,16 @@ def place(row: Row) -> tuple[str, str, int, int]:
     return title, row.get("mode", ""), row.get("hidden", 0), row.get("batch", 0)
 
 
+def unlimited(rows: Sequence[Row]) -> list[Row]:
+    """Those that ran on all threads there are."""
+    most = max((row["threads"] for row in rows), default=0)
+    return [row for row in rows if row["threads"] == most]
+
+
 def sections(found: dict[str, list[Row]]) -> dict[str, str]:
     """The text of each section that something was measured for."""
     rows = {name: sorted(some, key=place) for name, some in found.items()}
-    everything = rows.get("throughput", [])
-    most = max((row["threads"] for row in everything), default=0)
-    rows["unlimited"] = [row for row in everything if row["threads"] == most]
+    rows["unlimited"] = unlimited(rows.get("throughput", []))
     made: dict[str, str] = {}
 
     def add(name: str, source: str, make: Callable[..., str], *more: Any) -> None:
@@ -301,16 +305,21 @@ def plots(found: dict[str, list[Row]], folder: Path) -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "jedbatch"  # the same picture, the same file
     folder.mkdir(exist_ok=True)
-    rows = found.get("throughput", [])
+    rows = unlimited(found.get("throughput", []))
     for mode in ("inference", "training"):
         some = [row for row in rows if row["mode"] == mode]
-        sizes = [row["hidden"] for row in some if row["hidden"] <= 256]
-        if sizes:
-            hidden = max(sizes)
-            curves([r for r in some if r["hidden"] == hidden], folder / f"{mode}.svg")
+        small = [row["hidden"] for row in some if row["hidden"] <= 256]
+        if small:
+            hidden, titles = max(small), {row["title"] for row in some}
+            drawn = [r for r in some if r["hidden"] == hidden]
+            sizes = {title: {r["batch"] for r in drawn if r["title"] == title} for title in titles}
+            curves(
+                [r for r in drawn if len(sizes[r["title"]]) > 1] or drawn, folder / f"{mode}.svg"
+            )
     some = [row for row in rows if row["unseen"] and row["mode"] == "inference"]
     typical = [row for row in some if (row["batch"], row["hidden"]) == TYPICAL]
     if some:
+        typical.sort(key=lambda row: sum(row["unseen"].values()))
         bars(typical or some, folder / "stages.svg")
 
 
@@ -321,8 +330,9 @@ def curves(rows: Sequence[Row], path: Path) -> None:
     titles = list(dict.fromkeys(row["title"] for row in rows))
     columns = min(3, len(titles))
     lines = -(-len(titles) // columns)
+    height = 2.7 * lines + 0.9  # with room for the legend
     figure, axes = plt.subplots(
-        lines, columns, figsize=(3.6 * columns, 2.7 * lines), squeeze=False, sharex=True
+        lines, columns, figsize=(3.6 * columns, height), squeeze=False, sharex=True
     )
     names = {
         "planned": ("jedbatch, planned", "C0", "-"),
@@ -351,7 +361,7 @@ def curves(rows: Sequence[Row], path: Path) -> None:
     figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
     hidden, mode = rows[0]["hidden"], rows[0]["mode"]
     figure.suptitle(f"{mode}, hidden {hidden}, over the size of the minibatch")
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.tight_layout(rect=(0, 0.7 / height, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
