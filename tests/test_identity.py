@@ -288,7 +288,7 @@ def test_arguments_put_together_by_hand():
 
 def test_constants_made_by_an_instance_are_inputs_once():
     """Zeros to begin with, read by many nodes; the same array of JAX in every instance."""
-    step = cell(lambda p, x, state: (jnp.tanh(p + x * state[0]), state[1] + x), name="step")
+    step = cell(lambda p, x, state: (jnp.sin(p + x * state[0]), state[1] + x), name="step")
 
     def fn(p, xs):
         zero = jnp.zeros(3)
