@@ -58,7 +58,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jedbatch.models import chains
-from jedbatch.models.parts import Pure, initializer, module_cell, pure, score_cell, total
+from jedbatch.models.parts import Pure, module_cells, pure, score_cell, total
 
 Params = Any
 State = tuple[Any, ...]  # (h, c) of the LSTM, (h,) of the GRU, each [hidden]
@@ -170,13 +170,11 @@ def lstm_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) 
         "character": pure(lambda rngs: Character(hidden, rngs)),
         "output": pure(lambda rngs: nnx.Linear(hidden, num_tags, rngs=rngs)),
     }
-    cells = {name: module_cell(name, module) for name, module in modules.items()}
     return Cells(
-        init=initializer(modules),
         start=chains.start(hidden),
         entered_after=1,
         score=score_cell("output", modules["output"]),
-        **cells,
+        **module_cells(modules),
     )
 
 
@@ -187,7 +185,7 @@ def gru_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) -
         "join": pure(lambda rngs: Join(hidden, rngs)),
         "output": pure(lambda rngs: nnx.Linear(hidden, num_tags, rngs=rngs)),
     }
-    cells = {name: module_cell(name, module) for name, module in modules.items()}
+    cells = module_cells(modules)
     arc, join = cells.pop("arc"), cells.pop("join")
 
     def character(params: Params, h: jax.Array, embedding: jax.Array, *words: State) -> State:
@@ -195,7 +193,6 @@ def gru_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) -
         return join(params, candidate, *words) if words else candidate
 
     return Cells(
-        init=initializer(modules),
         start=chains.start(hidden)[:1],
         entered_after=0,
         word=arc,

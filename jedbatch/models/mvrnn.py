@@ -35,8 +35,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jedbatch.models.parts import (
-    initializer,
-    module_cell,
+    module_cells,
+    of_first,
     pure,
     score_cell,
     tree_classifier,
@@ -117,9 +117,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int, rank: int = 3) -> C
         "node": pure(lambda rngs: Node(hidden, rngs)),
         "output": pure(lambda rngs: nnx.Linear(hidden, num_labels, rngs=rngs)),
     }
-    cells = {name: module_cell(name, module) for name, module in modules.items()}
-    score = score_cell("output", modules["output"])
-    return Cells(initializer(modules), score=score, **cells)
+    return Cells(**module_cells(modules), score=score_cell("output", modules["output"]))
 
 
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
@@ -128,13 +126,9 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
     and count are sums over its nodes.
     """
-    return tree_scorer(
-        cells.leaf, cells.node, lambda params, state, label: cells.score(params, state[0], label)
-    )
+    return tree_scorer(cells.leaf, cells.node, of_first(cells.score))
 
 
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
-    return tree_classifier(
-        cells.leaf, cells.node, lambda params, state: cells.output(params, state[0])
-    )
+    return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

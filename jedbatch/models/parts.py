@@ -59,6 +59,12 @@ def module_cell(name: str, module: Pure) -> Callable[..., Any]:
     return jedbatch.cell(lambda params, *inputs: module.apply(params[name], *inputs), name=name)
 
 
+def module_cells(modules: Mapping[str, Pure]) -> dict[str, Callable[..., Any]]:
+    """`init` of all modules, and a cell for each of them, by name."""
+    cells = {name: module_cell(name, module) for name, module in modules.items()}
+    return {"init": initializer(modules), **cells}
+
+
 def jitted(cells: Any) -> Any:
     """The same cells, each compiled by `jax.jit`: what a loop over single instances calls."""
     return jax.tree.map(lambda part: jax.jit(part) if callable(part) else part, cells)
@@ -94,6 +100,11 @@ def total(scores: Sequence[jax.Array]) -> jax.Array:
         sums = [_plus(*scores[i : i + width]) for i in range(0, whole, width)]
         scores = sums + scores[whole:]
     return scores[0]
+
+
+def of_first(cell: Callable[..., Any]) -> Callable[..., Any]:
+    """The cell, given whole states: it reads their first part, such as h of (h, c)."""
+    return lambda params, state, *more: cell(params, state[0], *more)
 
 
 def tree_classifier(

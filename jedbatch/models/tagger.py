@@ -47,7 +47,7 @@ from flax import nnx
 
 from jedbatch.models import chains
 from jedbatch.models.chains import Params, State, Step
-from jedbatch.models.parts import initializer, module_cell, pure, score_cell, total
+from jedbatch.models.parts import module_cells, pure, score_cell, total
 
 Both = tuple[Any, Any]  # h of both directions at a position, each [hidden]
 
@@ -145,10 +145,10 @@ def flax_cells(
             "spell_backward": chains.lstm(hidden, hidden),
             "join": pure(lambda rngs: Join(hidden, rngs)),
         }
-    cells = {name: module_cell(name, module) for name, module in modules.items()}
+    cells = module_cells(modules)
     spelling = ("character", "spell_forward", "spell_backward", "join")
     return Cells(
-        initializer(modules),
+        cells["init"],
         chains.start(hidden),
         cells["embed"],
         tuple(cells[f"forward{layer}"] for layer in range(1, num_layers + 1)),

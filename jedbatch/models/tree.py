@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import jedbatch
-from jedbatch.models.parts import scored, tree_classifier, tree_scorer
+from jedbatch.models.parts import of_first, scored, tree_classifier, tree_scorer
 
 Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
@@ -171,13 +171,9 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
     and count are sums over its nodes.
     """
-    return tree_scorer(
-        cells.leaf, cells.node, lambda params, state, label: cells.score(params, state[0], label)
-    )
+    return tree_scorer(cells.leaf, cells.node, of_first(cells.score))
 
 
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
-    return tree_classifier(
-        cells.leaf, cells.node, lambda params, state: cells.output(params, state[0])
-    )
+    return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

@@ -43,8 +43,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jedbatch.models.parts import (
-    initializer,
-    module_cell,
+    module_cells,
     pure,
     score_cell,
     tree_classifier,
@@ -107,9 +106,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
         "node": pure(lambda rngs: Node(hidden, rngs)),
         "output": pure(lambda rngs: nnx.Linear(hidden, num_labels, rngs=rngs)),
     }
-    cells = {name: module_cell(name, module) for name, module in modules.items()}
-    score = score_cell("output", modules["output"])
-    return Cells(initializer(modules), score=score, **cells)
+    return Cells(**module_cells(modules), score=score_cell("output", modules["output"]))
 
 
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:

@@ -39,7 +39,7 @@ import jax
 
 import jedbatch
 from jedbatch.models import tree
-from jedbatch.models.parts import tree_classifier, tree_scorer
+from jedbatch.models.parts import of_first, tree_classifier, tree_scorer
 
 Params = Any
 State = tree.State  # (h, c), each [hidden]
@@ -87,18 +87,12 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     A tree is `(label, word)` or `(label, left, right, kind)` with integers for labels and words
     and kinds 0 and 1; loss and count are sums over its nodes.
     """
-    return tree_scorer(
-        cells.leaf,
-        _node_of_kind(cells),
-        lambda params, state, label: cells.score(params, state[0], label),
-    )
+    return tree_scorer(cells.leaf, _node_of_kind(cells), of_first(cells.score))
 
 
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
-    return tree_classifier(
-        cells.leaf, _node_of_kind(cells), lambda params, state: cells.output(params, state[0])
-    )
+    return tree_classifier(cells.leaf, _node_of_kind(cells), of_first(cells.output))
 
 
 def _node_of_kind(cells: Cells) -> Callable[..., State]:

@@ -9,7 +9,7 @@ learned on 32 synthetic instances, kept beside this module as JSON:
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -107,15 +107,10 @@ def _two_types() -> Workload:
         trees, sizes = found
         return data.with_kinds(trees), sizes
 
-    return Workload(
-        "treelstm2",
-        "TreeLSTM, two types",
-        ("a treebank, one bracketed tree a line",),
-        data.read_trees,
-        lambda trees: with_kinds(_index_trees(trees)),
-        lambda number, seed: with_kinds(_synthetic_trees(number, seed)),
-        twotypes.flax_cells,
-        twotypes.scorer,
+    return replace(
+        _of_trees("treelstm2", "TreeLSTM, two types", twotypes),
+        index=lambda trees: with_kinds(_index_trees(trees)),
+        synthetic=lambda number, seed: with_kinds(_synthetic_trees(number, seed)),
     )
 
 
