@@ -175,7 +175,7 @@ def _draw_steps(
 
     def named(place: int) -> str:
         column, k = divmod(place, len(kinds))
-        where = span("batch", first[column], first[column + 1]).replace("batchs", "batches")
+        where = span("batch", "batches", first[column], first[column + 1])
         return f"{kinds.names[k]} in {where}"
 
     if edges:

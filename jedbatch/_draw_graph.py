@@ -281,7 +281,8 @@ def _draw_levels(graph: Graph, kinds: Kinds, title: str) -> Picture:
 
     def named(place: int) -> str:
         column, k = divmod(place, len(kinds))
-        return f"{kinds.names[k]} at {span('level', first[column], first[column + 1])}"
+        levels = span("level", "levels", first[column], first[column + 1])
+        return f"{kinds.names[k]} at {levels}"
 
     bundles.draw(canvas, kinds, at, named)
     for where in np.flatnonzero(count).tolist():
@@ -295,9 +296,9 @@ def _draw_levels(graph: Graph, kinds: Kinds, title: str) -> Picture:
     return canvas.picture(lanes.bottom)
 
 
-def span(noun: str, first: int, end: int) -> str:
+def span(noun: str, plural: str, first: int, end: int) -> str:
     """`level 3`, or `levels 3–5` of those before the end."""
-    return f"{noun} {first}" if end == first + 1 else f"{noun}s {first}–{end - 1}"
+    return f"{noun} {first}" if end == first + 1 else f"{plural} {first}–{end - 1}"
 
 
 @dataclass(frozen=True, eq=False)
