@@ -45,11 +45,10 @@ def test_learning(benchmark, case, options):
     bench = suite.Bench.of(case, options)
     graph = bench.plan(bench.minibatch[:TRAINING]).graph
     jedbatch.learn([graph])  # its first Q-learning compiles
-    learned = benchmark.pedantic(lambda: jedbatch.learn([graph]), rounds=3)
+    benchmark.pedantic(lambda: jedbatch.learn([graph]), rounds=3)
     benchmark.extra_info |= {
         **case._asdict(),
         "title": bench.workload.title,
         "nodes": len(graph.node_type),
-        "encoding": learned.report.chosen if hasattr(learned.report, "chosen") else "",
         "source": common.source(str(options.data) if options.data else None),
     }

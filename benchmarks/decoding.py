@@ -35,7 +35,6 @@ what XLA compiles for minibatches never seen before, after the first ten.
 """
 
 import argparse
-import gzip
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -47,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from jedbatch.data import read_translations
 
 END, UNKNOWN, START = 0, 1, 2
 FIRST_WORD = 3
@@ -65,14 +65,7 @@ def load(path: str | None, count: int, num_words: int) -> list[Sentence]:
     """Sentences: the most frequent words have numbers, all others are unknown."""
     if path is None:
         return synthetic(count, num_words)
-    opener = gzip.open if Path(path).suffix == ".gz" else open
-    pairs = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            columns = line.rstrip("\n").split("\t")
-            if len(columns) != 2 or not all(columns):
-                raise SystemExit(f"{path}, line {number}: expected two sentences and a tab between")
-            pairs.append([column.split(" ") for column in columns])
+    pairs = read_translations(path)
     if len(pairs) < count:
         raise SystemExit(f"{path} holds {len(pairs)} sentences; these options need {count}")
     frequent = Counter(word for source, _ in pairs for word in source)

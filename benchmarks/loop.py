@@ -23,14 +23,12 @@ import jax
 import jedbatch
 from jedbatch.data import num_nodes
 from jedbatch.models import tree
+from jedbatch.models.parts import jitted
 
 
 def looped(cells: tree.Cells, params: Any, trees: list[Any]) -> dict[str, Callable[[], Any]]:
     """The loop over trees: inference and training."""
-    jitted = cells._replace(
-        leaf=jax.jit(cells.leaf), node=jax.jit(cells.node), score=jax.jit(cells.score)
-    )
-    score = tree.scorer(jitted)
+    score = tree.scorer(jitted(cells))
     slope = jax.value_and_grad(lambda params, t: score(params, t)[0])
     return {
         "inference": lambda: [score(params, t) for t in trees],

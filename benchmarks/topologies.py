@@ -5,7 +5,6 @@ An instance is `(types, operands)`: names of node types, and for each node the n
 """
 
 import functools
-import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from jedbatch import Graph
-from jedbatch.data import read_trees, synthetic_treebank
+from jedbatch.data import (
+    read_code,
+    read_dependencies,
+    read_tagged,
+    read_translations,
+    read_trees,
+    synthetic_treebank,
+)
+from jedbatch.data.lines import read_lines
+from jedbatch.data.rooted import unrooted
 
 Instance = tuple[list[str], list[list[int]]]
 
@@ -123,11 +131,6 @@ def rooted(parents: Sequence[int], name: Callable[[int, int], str]) -> Instance:
 # --- where the shapes come from ---
 
 
-def lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt") as file:
-        yield from file
-
-
 def trees(path: Path | None, rng: np.random.Generator, kinds: int) -> Iterator[Instance]:
     found = read_trees(path) if path else synthetic_treebank(1200)
     return (tree(rng, x, kinds) for x in found)
@@ -135,7 +138,7 @@ def trees(path: Path | None, rng: np.random.Generator, kinds: int) -> Iterator[I
 
 def lattices(path, rng):
     if path:
-        for record in map(json.loads, lines(path)):
+        for record in read_lines(path, None, json.loads, "one lattice a line"):
             yield lattice(len(record["chars"]), [(a, b) for a, b, _ in record["words"]])
         return
     for _ in range(1200):
@@ -152,21 +155,20 @@ def lengths(rng: np.random.Generator, mean: float) -> list[int]:
 
 def taggers(path, rng):
     if path:
-        return (tagger(len(json.loads(line)["tokens"])) for line in lines(path))
+        return (tagger(len(words)) for words, _ in read_tagged.stream(path))
     return map(tagger, lengths(rng, 25))
 
 
 def translations(path, rng):
     if path:
-        pairs = (line.rstrip("\n").split("\t") for line in lines(path))
-        return (translation(len(a.split()), len(b.split())) for a, b in pairs)
+        return (translation(len(a), len(b)) for a, b in read_translations.stream(path))
     return (translation(n, max(2, n + int(rng.integers(-3, 8)))) for n in lengths(rng, 19))
 
 
 def dependencies(path, rng):
     """A cell for every number of children."""
     if path:
-        parents = ([h - 1 for h in json.loads(line)["heads"]] for line in lines(path))
+        parents = (unrooted(tree)[1] for tree in read_dependencies.stream(path))
     else:
         sizes = lengths(rng, 24)
         parents = ([-1, *(int(n * rng.random() ** 2) for n in range(1, size))] for size in sizes)
@@ -176,9 +178,8 @@ def dependencies(path, rng):
 def code(path, rng):
     """A cell for every kind of node."""
     if path:
-        for record in map(json.loads, lines(path)):
-            types = record["types"]
-            yield rooted(record["parents"], lambda n, _, types=types: types[n])
+        for types, parents in map(unrooted, read_code.stream(path)):
+            yield rooted(parents, lambda n, _, types=types: types[n])
         return
     for _ in range(1200):
         size = int(np.clip(rng.lognormal(3.6, 0.9), 8, 800))
