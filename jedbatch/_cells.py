@@ -184,8 +184,9 @@ class Kernel:
         self.transposed = {
             i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
         }
-        self.ladder = ladder_for(sum(map(work, self.body)))
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
+        operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
+        self.ladder = ladder_for(sum(map(work, self.body)), operand_bytes + self.result_bytes)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK = 9e5  # floating-point operations a core does while a chunk is started
+WORKING_SET = 16 << 20  # bytes read and written by a chunk, so that caches hold them
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,15 @@ NUM_WIDTHS = len(FINE.widths)  # of the longest ladder
 
 
 @functools.cache
-def ladder_for(work: int) -> Ladder:
-    """The ladder for a lane of so many floating-point operations.
+def ladder_for(work: int, row_bytes: int) -> Ladder:
+    """The ladder for a lane of so many floating-point operations that reads and writes rows.
 
-    Light lanes are padded generously and compiled in few widths; heavy ones are not.
+    Light lanes are padded generously and compiled in few widths; heavy ones are not. Chunks of
+    long rows, such as matrices, are narrow.
     """
     overhead = 4
     while overhead < 64 and overhead * work < CHUNK:
         overhead *= 2
-    return Ladder(FINE.widths if overhead <= 16 else COARSE.widths, overhead)
+    widths = FINE.widths if overhead <= 16 else COARSE.widths
+    fitting = sum(width * row_bytes <= WORKING_SET for width in widths)
+    return Ladder(widths[: max(2, fitting)], overhead)

@@ -10,7 +10,7 @@ from chains import HIDDEN, embed, encode, make_params, sentences, step
 from helpers import assert_close, check, loop, number, random_dag
 
 import jedbatch
-from jedbatch._ladder import COARSE, FINE
+from jedbatch._ladder import COARSE, FINE, WORKING_SET
 from jedbatch._layout import assign_lanes, last_reads
 from jedbatch._orders import ORDERS
 from jedbatch._reads import (
@@ -411,3 +411,16 @@ def test_lanes_have_widths_of_their_ladder():
         layout = assign_lanes(graph, batches, [ladder])
         assert layout.padded.tolist() == layout.lanes.tolist()
         assert layout.padded[0] >= 70
+
+
+def test_chunks_of_long_rows_are_narrow():
+    """What a chunk reads and writes stays in caches, however many nodes a batch has."""
+    mix = jedbatch.cell(lambda w, x, y: jnp.sin(x + w * y), name="mix")
+    n = 256  # a matrix of 256 KB
+    xs = np.random.default_rng(0).normal(size=(40, n, n)).astype(np.float32)
+    batched = check(lambda w, x: mix(w, x, x.T)[0], jnp.float32(2), list(xs))
+    (kernel,) = [
+        k for k in batched.plan(1.0, list(xs)).static.signature.kernels if k.node_type.name == "mix"
+    ]
+    chunk = kernel.ladder.widths[-1] * 3 * 4 * n * n  # two matrices are read, one is written
+    assert chunk <= WORKING_SET < 512 * 3 * 4 * n * n
