@@ -182,10 +182,11 @@ def machine() -> str:
         name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     device = jax.devices()[0]
+    pages = "; huge pages" if "malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else ""
     return (
         f"{name}, {cores} cores used of {os.cpu_count()}, device {device.device_kind}; "
         f"Python {platform.python_version()}, JAX {jax.__version__}, NumPy {np.__version__}, "
-        f"jedbatch {jedbatch.__version__}"
+        f"jedbatch {jedbatch.__version__}{pages}"
     )
 
 
