@@ -1,5 +1,6 @@
 """Strict settings for every test; warnings are errors, see `pyproject.toml`."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -8,6 +9,13 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freeze():
+    """What earlier modules compiled stays; searching it for garbage would take minutes in all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
