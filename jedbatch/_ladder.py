@@ -25,7 +25,7 @@ class Ladder:
     """
 
     widths: tuple[int, ...]
-    overhead: int = 4
+    overhead: int = 8
 
     @functools.cached_property
     def _cheapest(self) -> np.ndarray:
@@ -55,7 +55,7 @@ class Ladder:
         return trips[..., : len(self.widths)] @ np.array(self.widths)
 
 
-FINE = Ladder((2, 8, 32, 128, 512))
+FINE = Ladder((2, 8, 24, 64, 256))
 COARSE = Ladder((8, 64, 512), 64)
 BLOCKS = Ladder((8, 64, 512))  # of lanes whose weight gradients are computed together
 NUM_WIDTHS = len(FINE.widths)  # of the longest ladder
@@ -68,7 +68,7 @@ def ladder_for(work: int, row_bytes: int) -> Ladder:
     Light lanes are padded generously and compiled in few widths; heavy ones are not. Chunks of
     long rows, such as matrices, are narrow.
     """
-    overhead = 4
+    overhead = 8
     while overhead < 64 and overhead * work < CHUNK:
         overhead *= 2
     widths = FINE.widths if overhead <= 16 else COARSE.widths
