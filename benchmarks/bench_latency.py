@@ -44,7 +44,7 @@ def test_latency(benchmark, case, options):
     def between():
         now[:] = [next(coming)]
         for name, run in rivals.items():
-            found[name].append(common.seconds(lambda run=run: run(now[0])))
+            found[name].append(suite.timed(lambda run=run: run(now[0])))
 
     benchmark.pedantic(
         lambda: bench.run(bench.plan(now[0])).block_until_ready(), setup=between, rounds=len(later)

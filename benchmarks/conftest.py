@@ -26,6 +26,8 @@ def pytest_configure(config):
     """Before JAX computes anything, or its threads are there."""
     if config.option.threads:
         common.limit_threads(config.option.threads)
+        if suite.in_torch is not None:
+            suite.in_torch.torch.set_num_threads(config.option.threads)
 
 
 def pytest_generate_tests(metafunc):
@@ -38,7 +40,8 @@ def pytest_generate_tests(metafunc):
 def pytest_benchmark_update_machine_info(config, machine_info):
     """The line that every table of the README starts from."""
     threads = config.option.threads
-    machine_info["line"] = common.machine() + (f"; {threads} thread(s)" if threads else "")
+    torch = f", PyTorch {suite.in_torch.torch.__version__}" if suite.in_torch else ""
+    machine_info["line"] = common.machine() + (f"; {threads} thread(s)" if threads else "") + torch
 
 
 @pytest.fixture

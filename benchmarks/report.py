@@ -65,13 +65,14 @@ def throughput(rows: Sequence[Row], mode: str) -> str:
     rows = [row for row in rows if row["mode"] == mode]
     head = ["workload", "batch", "hidden", "planned /s", "known /s", "unseen /s"]
     rivals = [name for name in RIVALS if any(name in row["seconds"] for row in rows)]
-    head += [*(f"{name} ×" for name in rivals), "GFLOP/s", "of product"]
+    head += [*(f"{name} ×" for name in rivals), "GFLOP/s", "of product", "compiled"]
     lines = []
     for row in rows:
         speed = row["flop"] / row["seconds"]["planned"] / 1e9
         first = [row["title"], row["batch"], row["hidden"], *rates(row)]
         ratios = [ratio(row, name) for name in rivals]
-        lines.append([*first, *ratios, f"{speed:.0f}", percent(share(row))])
+        last = [f"{speed:.0f}", percent(share(row)), row["compilations_unseen"]]
+        lines.append([*first, *ratios, *last])
     return table(head, lines)
 
 
@@ -81,7 +82,7 @@ def percent(x: float | None) -> str:
 
 def rates(row: Row) -> list[str]:
     """Instances per second: planned, known, unseen."""
-    unseen = sum(row["unseen"].values()) / 1e3 if row["unseen"] else None
+    unseen = row["unseen"]["whole"] / 1e3 if row["unseen"] else None
     each = [row["seconds"].get("planned"), row["seconds"].get("known"), unseen]
     return [number(row["batch"] / seconds if seconds else None) for seconds in each]
 

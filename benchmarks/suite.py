@@ -15,8 +15,9 @@ agenda, depth   jedbatch's executor on the schedules of these policies, planned 
 
 Losses of all are compared before anything is timed. Then they run in turns, in the time between
 two rounds of `planned`, which pytest-benchmark times; so whatever else the machine does hits all
-alike. Matrix products of 256×512×2048 run in turns with them. Loops run on a few instances and
-are scaled up by the operations of the whole minibatch.
+alike. After each there is a rest, since PyTorch's threads go on spinning for a while. Matrix
+products of 256×512×2048 run in turns with them. Loops run on a few instances and are scaled up by
+the operations of the whole minibatch.
 """
 
 import functools
@@ -52,7 +53,7 @@ RIVALS = (
     "depth",
 )
 SLOW = ("loop", "torch eager")  # run on a few instances, a few times
-REST = 0.002  # seconds that PyTorch's threads go on spinning after their work
+REST = 0.002  # seconds between two that are timed
 FEW = 8  # instances that slow ones run on
 MOST = 200  # rounds
 COUNT = 1024  # instances; there are 1054 different lattices
@@ -214,16 +215,12 @@ class Bench:
         else:
             with in_torch.torch.inference_mode():
                 found = loss(weights, data)
-        value = found.item()
-        time.sleep(REST)
-        return value
+        return found.item()
 
     def _scheduled_by(self, policy: str) -> Callable[[], Any]:
-        learned = self.batched.policy
-        self.batched.policy = getattr(jedbatch.policies, policy)
-        plan = self.plan(self.minibatch)
-        self.batched.policy = learned
-        return lambda: self.run(plan)
+        batched = jedbatch.batch(self.workload.loss, policy=getattr(jedbatch.policies, policy))
+        plan = batched.plan(self.params, self.minibatch)
+        return lambda: batched.apply(self.params, plan).sum()
 
     def check(self, functions: dict[str, Callable[[], Any]]) -> None:
         """All compute the same loss."""
@@ -251,6 +248,13 @@ def product() -> tuple[Callable[[], Any], int]:
     return lambda: [dot(a, b) for _ in range(8)], 8 * 2 * 256 * 512 * 2048
 
 
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds until a result is there; a rest follows."""
+    seconds = common.seconds(run)
+    time.sleep(REST)
+    return seconds
+
+
 def turns(
     benchmark: Any, functions: dict[str, Callable[[], Any]], budget: float
 ) -> dict[str, np.ndarray]:
@@ -273,7 +277,7 @@ def turns(
         turn = next(made)
         for name in others[turn % max(1, len(others)) :] + others[: turn % max(1, len(others))]:
             if name not in SLOW or turn < slow_rounds:
-                found[name].append(common.seconds(functions[name]))
+                found[name].append(timed(functions[name]))
 
     def run() -> None:
         jax.block_until_ready(functions[first]())
@@ -285,19 +289,21 @@ def turns(
 
 
 def stages(bench: Bench, minibatches: Sequence[Sequence[Any]]) -> dict[str, float] | None:
-    """Median milliseconds of each stage, over minibatches; None without any."""
+    """Median milliseconds of each stage, over minibatches; None without any.
+
+    `whole` is from instances to results, the first time, with whatever XLA compiles meanwhile.
+    """
     rows = []
     for instances in minibatches:
         start = time.perf_counter()
         plan = bench.plan(instances)
         planned = time.perf_counter() - start
-        arrays = (plan.table, plan.reverse_table, plan.inputs)
-        transfer = common.seconds(lambda arrays=arrays: jax.device_put(arrays))
         jax.block_until_ready(bench.run(plan))
-        row = dict(plan.host.seconds)
-        row["other"] = planned - sum(row.values())
-        row["transfer"] = transfer
-        row["execute"] = common.seconds(lambda plan=plan: bench.run(plan))
+        row = dict(plan.host.seconds) | {"whole": time.perf_counter() - start}
+        row["other"] = planned - sum(plan.host.seconds.values())
+        row["transfer"] = common.seconds(lambda plan=plan: jax.device_put(plan))
+        there = jax.device_put(plan)
+        row["execute"] = common.seconds(lambda there=there: bench.run(there))
         rows.append(row)
     if not rows:
         return None

@@ -30,6 +30,7 @@ of them are of one type.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ import jedbatch
 from jedbatch import data
 from jedbatch.models.parts import total
 
+OPTIONS = ("name", "kind", "side")  # arguments of cells that are no arrays
 LABELS = 5
 TARGETS = 256  # words that a translation may have
 MATRICES = 1000  # words with a matrix of their own: those of a whole vocabulary take gigabytes
@@ -93,7 +95,13 @@ def initial(shapes: dict[str, tuple[int, ...]]) -> Params:
     return params
 
 
-@jedbatch.cell
+def cell(fn: Callable, name: str | None = None) -> Callable:
+    """A cell; in the loop over instances a call of it runs what `jax.jit` makes of it."""
+    options = [x.name for x in inspect.signature(fn).parameters.values() if x.name in OPTIONS]
+    return jedbatch.cell(jax.jit(fn, static_argnames=options), name=name or fn.__name__)
+
+
+@cell
 def score(params: Params, h: jax.Array, label: Any) -> jax.Array:
     """The cross-entropy of a label."""
     return -jax.nn.log_softmax(h @ params["score_w"])[label]
@@ -151,7 +159,7 @@ def mv_node(params: Params, left: State, right: State, kind: int = 0) -> State:
 
 def tree_loss(leaf: Callable, node: Callable) -> Callable[[Params, Any], jax.Array]:
     """The loss of all nodes of a tree."""
-    leaf, node = jedbatch.cell(leaf, name="leaf"), jedbatch.cell(node, name="node")
+    leaf, node = cell(leaf, name="leaf"), cell(node, name="node")
 
     def loss(params: Params, root: Any) -> jax.Array:
         losses = []
@@ -245,21 +253,21 @@ def translation_input(params: Params, word: Any, *, side: str) -> jax.Array:
     return jnp.tanh(params[f"{side}_words"][word] @ params[f"{side}_e_w"] + params[f"{side}_e_b"])
 
 
-step = jedbatch.cell(lstm_step, name="step")
-translated = jedbatch.cell(translation_input, name="translated")
+step = cell(lstm_step, name="step")
+translated = cell(translation_input, name="translated")
 
 
-@jedbatch.cell
+@cell
 def embed(params: Params, number: Any, *, name: str) -> jax.Array:
     return params[name][number]
 
 
-@jedbatch.cell
+@cell
 def join(forward: jax.Array, backward: jax.Array) -> jax.Array:
     return jnp.concatenate([forward, backward])
 
 
-@jedbatch.cell
+@cell
 def tag(params: Params, forward: jax.Array, backward: jax.Array, label: Any) -> jax.Array:
     return -jax.nn.log_softmax(tag_logits(params, forward, backward))[label]
 
@@ -360,17 +368,17 @@ def add(*states: State) -> State:
     return tuple(functools.reduce(jnp.add, parts) for parts in zip(*states, strict=True))
 
 
-plus = jedbatch.cell(add, name="plus")
+plus = cell(add, name="plus")
 
 
 def lattice_loss(arc: Callable, parts: int) -> Callable[[Params, Any], jax.Array]:
     """The loss of all nodes but the first of a lattice; a state has one or two parts."""
 
-    @jedbatch.cell
+    @cell
     def word(params: Params, number: Any, state: State) -> State:
         return arc(params, params["words"][number], state, name="word")
 
-    @jedbatch.cell
+    @cell
     def character(params: Params, number: Any, state: State, words: State) -> State:
         return add(arc(params, params["characters"][number], state, name="character"), words)
 
