@@ -198,7 +198,7 @@ def bench(args: argparse.Namespace) -> None:
     """Prints instances per second, in inference and in training, and numbers of batches."""
     size = args.batch_size
     model = Model.of(args, size * (2 + args.minibatches))
-    batched = model.batched(FSM.load(args.policy) if args.policy else model.workload.policy())
+    policy = FSM.load(args.policy) if args.policy else model.workload.policy()
     chunks = list(minibatches(model.instances, size))
     if not chunks:
         raise ValueError(
@@ -206,15 +206,18 @@ def bench(args: argparse.Namespace) -> None:
         )
     heads = ("one by one", "unseen", "known", "planned")
     print(f"{'instances per second':24}{''.join(f'{head:>12}' for head in heads)}")
+    compiled = 0
     for kind in ("inference", "training"):
+        batched = model.batched(policy)  # to which all minibatches are new
         rates = speeds(model, batched, chunks, training=kind == "training")
         print(f"{kind:24}{''.join(f'{r:12,.0f}' for r in rates)}")
+        compiled += batched.compilations
     graph = batched.plan(model.params, chunks[0]).graph
     assert graph is not None
     names = {"chosen": batched.policy, "agenda": policies.agenda, "depth": policies.depth}
     counts = [f"{n} {len(jedbatch.schedule(graph, p))}" for n, p in names.items() if p is not None]
     print(
-        f"\n{batched.compilations} XLA programs compiled; batches of the first minibatch: "
+        f"\n{compiled} XLA programs compiled; batches of the first minibatch: "
         f"{', '.join(counts)}; certified lower bound {jedbatch.lower_bound(graph)}"
     )
 

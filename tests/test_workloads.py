@@ -116,6 +116,21 @@ def test_learn_and_use_what_was_learned(capsys, tmp_path):
     assert re.search(r"chosen \d+, agenda \d+, depth \d+; certified lower bound \d+", text)
 
 
+def test_training_is_measured_on_what_it_has_not_seen(monkeypatch):
+    """What inference has planned is not known to training."""
+    given = []
+
+    def speeds(model, batched, chunks, training):
+        assert batched.compilations == 0
+        batched(model.params, chunks[0])
+        given.append(training)
+        return [1.0] * 4
+
+    monkeypatch.setattr("jedbatch.__main__.speeds", speeds)
+    assert main(["bench", "treelstm", *SMALL, "--minibatches", "1"]) == 0
+    assert given == [False, True]
+
+
 MINE = Workload(
     "mine",
     "my trees",
