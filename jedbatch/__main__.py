@@ -146,8 +146,11 @@ def find(name: str) -> Workload:
     sys.path.insert(0, "")  # modules of the folder that the user is in
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} cannot be imported: {error}") from None
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} cannot be imported: {error}; expected module:attribute, with a module as in "
+            "an import statement"
+        ) from None
     finally:
         sys.path.remove("")
     if not isinstance(found, Workload):

@@ -159,6 +159,12 @@ def test_a_model_of_my_own(capsys, monkeypatch, tmp_path):
         (["show", "treelstn"], "there is no model 'treelstn'; expected one of treelstm, "),
         (["show", "nowhere:x"], "nowhere:x cannot be imported: No module named 'nowhere'"),
         (["show", "json:nothing"], "json:nothing cannot be imported"),
+        (["show", "./my_models:MINE"], "./my_models:MINE cannot be imported: "),
+        (
+            ["show", "./my_models:MINE"],
+            "; expected module:attribute, with a module as in an import",
+        ),
+        (["show", ":MINE"], ":MINE cannot be imported: Empty module name; expected module:attrib"),
         (["show", "json:dumps"], "is of type function; expected a `jedbatch.models.Workload`"),
         (["learn", "treelstm", "--instances", "0"], "--instances is 0; expected a positive"),
         (["bench", "treelstm", "--data", "nowhere.txt"], "nowhere.txt"),
