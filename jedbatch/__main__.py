@@ -262,13 +262,15 @@ def speeds(
 
 def demo(args: argparse.Namespace) -> None:
     """Trains the TreeLSTM of `jedbatch.models.tree` and prints what happens."""
+    if args.trees < 2:
+        raise ValueError(f"--trees is {args.trees}; expected at least 2, since some are held back")
     words, labels = Vocabulary(unknown="<unknown>"), Vocabulary()
     if args.data:
         raw = read_trees(args.data, limit=args.trees)
     else:
         raw = synthetic_treebank(args.trees, seed=args.seed)
     held_back = max(1, min(len(raw) // 5, 4 * args.batch_size))
-    if len(raw) < held_back + 1:
+    if len(raw) < 2:
         raise ValueError(f"{args.data} holds {len(raw)} trees; expected at least 2")
     train = index_trees(raw[:-held_back], words, labels)
     words.freeze()

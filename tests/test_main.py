@@ -41,6 +41,7 @@ def test_demo_reads_a_treebank(tmp_path, capsys):
     [
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--hidden", "0"], "--hidden is 0; expected a positive number"),
+        (["--trees", "1"], "--trees is 1; expected at least 2"),
         (["--epochs", "two"], "invalid int value"),
     ],
 )
@@ -51,6 +52,13 @@ def test_demo_explains_what_is_wrong(args, match, capsys):
         status = stop.code
     assert status != 0
     assert match in capsys.readouterr().err
+
+
+def test_demo_needs_trees_to_hold_back(tmp_path, capsys):
+    path = tmp_path / "trees.txt"
+    path.write_text("(S (A a) (B b))\n")
+    assert main(["demo", "--data", str(path)]) == 1
+    assert "trees.txt holds 1 trees; expected at least 2" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
