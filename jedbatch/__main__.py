@@ -318,7 +318,7 @@ def demo(args: argparse.Namespace) -> None:
                 if len(losses) % 8 == 0:
                     bar.set_postfix(loss=f"{float(value):.3f}")
         tested, total = np.zeros(2), 0
-        for batch in minibatches(test, batch_size):
+        for batch in minibatches(test, batch_size, drop_last=False):
             tested += np.asarray(score(params, batch)).sum(axis=0)
             total += sum(map(num_nodes, batch))
         print(

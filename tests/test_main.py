@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jedbatch.__main__ import main
-from jedbatch.data import synthetic_treebank
+from jedbatch.data import minibatches, synthetic_treebank
 
 
 def test_demo_trains(capsys):
@@ -20,6 +20,22 @@ def test_demo_trains(capsys):
     assert "Plan of 8 instances" in text
     assert re.search(r"\d+ XLA programs compiled, \d+ of them\s+after the first epoch", text)
     assert "batched, planned beforehand" in text
+
+
+def test_demo_tests_on_all_trees_held_back(monkeypatch):
+    """Also where they make no whole minibatch at the end."""
+    held_back = []
+
+    def recorded(records, size, **options):
+        for batch in minibatches(records, size, **options):
+            if "seed" not in options:
+                held_back.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr("jedbatch.__main__.minibatches", recorded)
+    sizes = ["--trees", "15", "--epochs", "1", "--hidden", "4", "--batch-size", "2"]
+    assert main(["demo", *sizes]) == 0
+    assert held_back == [2, 1]
 
 
 def test_demo_reads_a_treebank(tmp_path, capsys):
