@@ -394,6 +394,28 @@ def test_every_record_is_in_one_minibatch(records, seed, count):
         assert whole != list(minibatches(records(count), 4, seed=4, drop_last=False, buffer=16))
 
 
+class Numbers:
+    """A data set: records by number, and how many there are."""
+
+    def __len__(self):
+        return 5000
+
+    def __getitem__(self, index):
+        return range(5000)[index]
+
+
+@pytest.mark.parametrize("records", [range(5000), np.arange(5000), Numbers()])
+def test_sequences_are_shuffled_all_together(records):
+    """Not in a buffer, whatever their type."""
+    shuffled = joined(minibatches(records, 50, seed=0))
+    assert shuffled == joined(minibatches(range(5000), 50, seed=0))
+    assert sorted(shuffled) == joined(minibatches(records, 50)) == list(range(5000))
+
+
+def test_mappings_are_no_sequences():
+    assert list(minibatches({"a": 1, "b": 2}, 2, seed=0)) in ([["a", "b"]], [["b", "a"]])
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("buffer", [4, 10, 64])
 def test_streams_are_held_in_part(seed, buffer):

@@ -1,16 +1,28 @@
 """Records in minibatches, shuffled or not, from memory or as they come."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 Record = TypeVar("Record")
+Held = TypeVar("Held", covariant=True)
+
+
+@runtime_checkable
+class Indexed(Protocol[Held]):
+    """Records that can be had in any order."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, index: int, /) -> Held:
+        """The record with a number from 0."""
 
 
 def minibatches(
-    records: Iterable[Record],
+    records: Iterable[Record] | Indexed[Record],
     size: int,
     *,
     seed: int | np.random.Generator | None = None,
@@ -19,7 +31,8 @@ def minibatches(
 ) -> Iterator[list[Record]]:
     """Puts records together in minibatches.
 
-    Records of a sequence are shuffled all together. Of any other iterable, such as
+    Records of a sequence are shuffled all together. A sequence is whatever has `len` and records by
+    number, arrays and data sets too, but no mapping. Of any other iterable, such as
     `read_trees.stream(path)`, no more than `buffer` records are held at a time, and minibatches are
     drawn from these: of a file that is sorted, the minibatches are still more or less sorted.
 
@@ -48,7 +61,7 @@ def minibatches(
     if size < 1:
         raise ValueError(f"`minibatches` got size={size}; expected at least 1")
     rng = None if seed is None else np.random.default_rng(seed)
-    if isinstance(records, Sequence):
+    if isinstance(records, Indexed) and not isinstance(records, Mapping):
         order = range(len(records)) if rng is None else rng.permutation(len(records)).tolist()
         return _drawn((records[k] for k in order), size, None, drop_last, size)
     if rng is not None and buffer < size:
