@@ -157,6 +157,8 @@ BAD = [
     ("code", changed("code", types=["A", "B"], parents=[-1, "0"]), "node 1 is '0'"),
     ("dependencies", changed("dependencies", heads=[2]), "head of word 1 is 2"),
     ("dependencies", changed("dependencies", words=None), 'there is no "tokens"'),
+    ("molecules", f'{{"atoms": ["C"], "bonds": [], "y": 1{"0" * 400}}}', "too large"),
+    ("tokens", "[" * 100_000, "recursion"),
     ("trees", "(A a", "1 brackets are not closed"),
 ]
 
@@ -169,6 +171,16 @@ def test_malformed_files(name, bad, match, tmp_path):
     with pytest.raises(ValueError, match=f"records, line 3: .*{match}.*; expected .* line"):
         read(path)
     assert read(path, limit=1) == records[:1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_part_of_records(name, tmp_path):
+    """A byte order mark before the first, and lines that are blank in any script."""
+    read, records, line = FORMATS[name]
+    path = tmp_path / "records"
+    lines = [line(record) for record in records]
+    path.write_text("\n\u3000\n".join(["\ufeff" + lines[0], *lines[1:]]), encoding="utf-8")
+    assert read(path) == records
 
 
 def write(path, records, *names):
@@ -210,7 +222,7 @@ def test_tags_that_belong_to_other_lattices(tags, match, tmp_path):
 
 def test_lexicon(tmp_path):
     path = tmp_path / "lexicon.txt"
-    path.write_text("ab 12 n\n\nabc\nd\n")
+    path.write_text("\ufeffab 12 n\n\u3000\n\nabc\nd\n", encoding="utf-8")
     lexicon = data.read_lexicon(path)
     assert lexicon == {"ab", "abc", "d"}
     assert lexicon.longest == 3

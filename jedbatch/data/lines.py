@@ -36,10 +36,10 @@ def reader(records: Callable[Options, Iterator[Record]]) -> Reader[Options, Reco
 def read_lines(
     path: str | os.PathLike, limit: int | None, parse: Callable[[str], Record], expected: str
 ) -> Iterator[Record]:
-    """Reads a file line by line, gzipped if its name ends in `.gz`; empty lines are skipped.
+    """Reads a file line by line, gzipped if its name ends in `.gz`; blank lines are skipped.
 
     Args:
-      path: the file.
+      path: the file, in UTF-8; a byte order mark at its start is left out.
       limit: the number of records to read at most.
       parse: makes a record of a line; raises `ValueError` with what is wrong with it.
       expected: says what a line should be.
@@ -56,11 +56,12 @@ def read_lines(
         for number, line in enumerate(file, 1):
             if count == limit:
                 break
-            if not line.strip():
-                continue
             try:
-                record = parse(line.decode("utf-8"))
-            except ValueError as error:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
+                    continue
+                record = parse(text)
+            except (ValueError, OverflowError, RecursionError) as error:  # of numbers, of nesting
                 raise ValueError(
                     f"{os.fspath(path)}, line {number}: {error}; expected {expected}"
                 ) from None
