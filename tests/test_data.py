@@ -159,6 +159,7 @@ BAD = [
     ("dependencies", changed("dependencies", words=None), 'there is no "tokens"'),
     ("molecules", f'{{"atoms": ["C"], "bonds": [], "y": 1{"0" * 400}}}', "too large"),
     ("tokens", "[" * 100_000, "recursion"),
+    ("trees", "(A)", "column 2 holds 'A' alone"),
     ("trees", "(A a", "1 brackets are not closed"),
 ]
 

@@ -54,6 +54,8 @@ def test_treebank_trees_become_binary():
         ("S", "outside of any bracket, at column 0"),
         ("(A a) (B b)", "follows the end of the tree, at column 6"),
         ("(S () (B b))", "column 4 is empty"),
+        ("(A)", r"column 2 holds 'A' alone; expected a label and a word"),
+        ("(S (A a) (B))", "column 11 holds 'B' alone"),
         ("(S word (B b))", "words beside brackets"),
     ],
 )

@@ -55,11 +55,16 @@ def parse_tree(text: str) -> Tree:
 
 def _binary(parts: list[Any], column: int) -> Tree:
     """A node of a treebank as a binary node; `parts` are its label and its children."""
-    label = ""
-    if parts and isinstance(parts[0], str) and (len(parts) > 1):
-        label, *parts = parts
     if not parts:
         raise ValueError(f"the bracket that ends at column {column} is empty")
+    label = ""
+    if isinstance(parts[0], str):
+        label, *parts = parts
+    if not parts:
+        raise ValueError(
+            f"the bracket that ends at column {column} holds {label!r} alone; expected a label and "
+            "a word, as in (NN word)"
+        )
     if len(parts) == 1:
         (child,) = parts
         if isinstance(child, str):
