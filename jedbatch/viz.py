@@ -22,6 +22,7 @@ Example:
 """
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -335,6 +336,13 @@ def _seconds(name: str, bar: Any) -> dict[str, float]:
             f"`viz.time_split` got {type(bar).__name__} for {name!r}; expected a plan or a dict "
             "from stages to seconds."
         )
+    for stage, s in bar.items():
+        if not isinstance(s, numbers.Real):
+            where = f"{str(stage)!r} of {name!r}" if name else repr(str(stage))
+            raise TypeError(
+                f"`viz.time_split` got {s!r:.60} for {where}; expected a number of seconds"
+                f"{'' if name else ', a plan or a dict from stages to seconds'}."
+            )
     seconds = {str(stage): float(s) for stage, s in bar.items()}
     for stage, s in seconds.items():
         if not (math.isfinite(s) and s >= 0):

@@ -310,6 +310,7 @@ def test_stages_add_up(small):
     assert {"mine", "by hand", "device", "250", "1,500", "1,750"} <= {*words(both)}
     assert len(marks(viz.time_split([small, small]), "stage")) == 2 * len(seconds)
     assert len(marks(viz.time_split({"trace": 0.0}), "stage")) == 1
+    assert len(marks(viz.time_split({"a": 1, "b": np.float32(0.5)}), "stage")) == 2
 
 
 def test_the_device_is_a_stage_once_it_is_measured():
@@ -413,6 +414,9 @@ def test_what_cannot_be_drawn(small):
         ([], ValueError, "got nothing"),
         ({"a": {"trace": -1.0}}, ValueError, "got -1.0 seconds for 'trace' of 'a'"),
         ({"a": {"trace": float("nan")}}, ValueError, "got nan seconds"),
+        ({"mine": None}, TypeError, "got None for 'mine'; expected a number of seconds, a plan or"),
+        ({"a": "x"}, TypeError, "got 'x' for 'a'; expected a number of seconds, a plan or a dict"),
+        ({"a": {"trace": "1"}}, TypeError, "got '1' for 'trace' of 'a'; expected a number of s"),
         ([3], TypeError, "got int for ''; expected a plan or a dict"),
         ("plan", TypeError, "got str; expected a plan, several plans"),
     ],
