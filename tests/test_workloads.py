@@ -1,5 +1,6 @@
 """The models by name: their data, their policies, and the commands that use them."""
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -44,6 +45,13 @@ def test_shipped_policies_do_on_new_instances(name):
     assert len(found) <= 1.1 * min(others)
     if name not in ("treelstm2", "childsum", "lattice_lstm", "lattice_gru"):
         assert len(found) == bound
+
+
+def test_names_are_no_claim_to_policies():
+    """Models of this package have theirs; one of the user's that is called the same has none."""
+    for name, workload in WORKLOADS.items():
+        assert workload.policy() is not None
+        assert dataclasses.replace(MINE, name=name).policy() is None
 
 
 @pytest.mark.parametrize("name", ["treelstm2", "translation", "lattice_gru"])

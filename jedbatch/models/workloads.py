@@ -75,6 +75,8 @@ class Workload:
 
     def policy(self) -> FSM | None:
         """The policy learned for this model; None if it is not one of this package."""
+        if WORKLOADS.get(self.name) is not self:  # another model may have the same name
+            return None
         file = resources.files("jedbatch.models") / "policies" / f"{self.name}.json"
         return FSM.from_json(file.read_text()) if file.is_file() else None
 
