@@ -1,7 +1,10 @@
 """The benchmarks' workloads: all that is timed computes the same."""
 
+import collections
 import functools
 import sys
+import time
+import types
 from pathlib import Path
 
 import helpers
@@ -17,6 +20,8 @@ if not BENCHMARKS.exists():
 sys.path.insert(0, str(BENCHMARKS))
 
 import by_hand  # noqa: E402
+import report  # noqa: E402
+import suite  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 H = 4
@@ -102,3 +107,79 @@ def test_operations_are_the_peers(name):
         instances = [((0,) * n, ((0, 2, 0),) * words, (0,) * n) for n, words in counts]
     h = 256
     assert WORKLOADS[name].flop(instances, h) / 10 / h**2 == pytest.approx(expected, rel=0.02)
+
+
+# --- who runs, how often, and what is said of it ---
+
+
+class Stopwatch:
+    """What of the fixture of pytest-benchmark a case uses; counts and times are ours."""
+
+    def __init__(self):
+        self.stats = self
+        self.data = []
+
+    def pedantic(self, run, setup, rounds):
+        for _ in range(rounds):
+            setup()
+            run()
+            self.data.append(1.0)
+
+
+@pytest.mark.parametrize("mode", suite.MODES)
+def test_rivals_take_turns(mode):
+    """Everybody computes the same loss, as often as we do; one by one, less often."""
+    case = suite.Case("treelstm", 4, 4, mode)
+    bench = suite.Bench.of(case, types.SimpleNamespace(data=None), minibatches=2)
+    functions = bench.functions(suite.RIVALS)
+    expected = {"planned", "known", "by hand", "by hand, whole", "loop"}
+    expected |= {"torch by hand", "torch eager"} if suite.in_torch else set()
+    expected |= {"agenda", "depth"} if mode == "inference" else set()
+    assert set(functions) == expected
+    with jax.numpy_rank_promotion("allow"):
+        bench.check(functions)
+    with pytest.raises(AssertionError, match="wrong"):
+        bench.check({"planned": functions["planned"], "wrong": lambda: jnp.float32(1)})
+    calls = collections.Counter()
+
+    def counted(name):
+        return lambda: (calls.update([name]), time.sleep(0.01 if name in suite.SLOW else 0))
+
+    found = suite.turns(Stopwatch(), {name: counted(name) for name in functions}, budget=0.05)
+    assert set(found) == expected
+    for name in expected:
+        assert len(found[name]) == calls[name] - 1 >= 2  # the first tells how long it takes
+        assert (len(found[name]) < len(found["planned"])) == (name in suite.SLOW)
+
+
+def test_loops_call_what_jit_compiled():
+    bench = suite.Bench.of(
+        suite.Case("treelstm", 2, 4, "inference"), types.SimpleNamespace(data=None), minibatches=1
+    )
+    loss = WORKLOADS["treelstm"].loss
+    cells = jax.make_jaxpr(lambda p: loss(p, bench.minibatch[0]))(bench.params)
+    assert {eqn.primitive.name for eqn in cells.eqns if eqn.outvars[0].aval.ndim} == {"jit"}
+
+
+def test_speeds_and_ratios_in_tables():
+    row = {
+        "title": "TreeLSTM",
+        "workload": "treelstm",
+        "mode": "inference",
+        "batch": 64,
+        "hidden": 256,
+        "seconds": {"planned": 0.5, "known": 1.0, "by hand": 1.0, "loop": 5.0},
+        "ratios": {"by hand": [1.9, 2.0, 2.1], "loop": [9, 10, 11]},
+        "unseen": {"trace": 1000.0, "execute": 100.0, "whole": 2000.0},
+        "flop": 50e9,
+        "product_rate": 200e9,
+        "compilations_unseen": 0,
+    }
+    head, _, line = (
+        [cell.strip() for cell in text.strip("|").split("|")]
+        for text in report.throughput([row], "inference").splitlines()
+    )
+    said = dict(zip(head, line, strict=True))
+    assert (said["planned /s"], said["known /s"], said["unseen /s"]) == ("128", "64.0", "32.0")
+    assert (said["by hand ×"], said["loop ×"]) == ("2.00 (1.90–2.10)", "10.0")
+    assert (said["GFLOP/s"], said["of product"], said["compiled"]) == ("100", "50%", "0")
