@@ -219,7 +219,7 @@ class Bench:
 
     def _scheduled_by(self, policy: str) -> Callable[[], Any]:
         batched = jedbatch.batch(self.workload.loss, policy=getattr(jedbatch.policies, policy))
-        plan = batched.plan(self.params, self.minibatch)
+        plan = batched.plan(self.params, self.minibatch, gradient=False)
         return lambda: batched.apply(self.params, plan).sum()
 
     def check(self, functions: dict[str, Callable[[], Any]]) -> None:
