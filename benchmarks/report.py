@@ -321,28 +321,27 @@ def plots(found: dict[str, list[Row]], folder: Path) -> None:
     some = [row for row in rows if row["unseen"] and row["mode"] == "inference"]
     typical = [row for row in some if (row["batch"], row["hidden"]) == TYPICAL]
     if some:
-        typical.sort(key=lambda row: sum(row["unseen"].values()))
+        typical.sort(key=lambda row: sum(row["unseen"][stage] for stage in STAGES))
         bars(typical or some, folder / "stages.svg")
 
 
 def curves(rows: Sequence[Row], path: Path) -> None:
     """Instances per second over batch sizes."""
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     titles = list(dict.fromkeys(row["title"] for row in rows))
     columns = min(3, len(titles))
     lines = -(-len(titles) // columns)
     height = 2.7 * lines + 0.9  # with room for the legend
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(3.6 * columns, height), squeeze=False, sharex=True
-    )
+    figure, axes = plt.subplots(lines, columns, figsize=(3.6 * columns, height), squeeze=False)
     names = {
-        "planned": ("jedbatch, planned", "C0", "-"),
-        "known": ("jedbatch, planning included", "C0", "--"),
-        "by hand": ("JAX by hand", "C1", "-"),
-        "torch by hand": ("PyTorch by hand", "C2", "-"),
-        "torch eager": ("PyTorch, one by one", "C2", ":"),
-        "loop": ("the loop, jit-compiled cells", "C3", ":"),
+        "planned": ("jedbatch, planned", "C0", "-o"),
+        "known": ("jedbatch, planning included", "C0", "--o"),
+        "by hand": ("JAX by hand", "C1", "-o"),
+        "torch by hand": ("PyTorch by hand", "C2", "-s"),
+        "torch eager": ("PyTorch, one by one", "C2", ":x"),
+        "loop": ("the loop, jit-compiled cells", "C3", ":x"),
     }
     for axis, title in zip(axes.flat, titles, strict=False):
         mine = sorted((r for r in rows if r["title"] == title), key=lambda r: r["batch"])
@@ -350,9 +349,11 @@ def curves(rows: Sequence[Row], path: Path) -> None:
             some = [r for r in mine if name in r["seconds"]]
             points = [(r["batch"], r["batch"] / r["seconds"][name]) for r in some]
             if points:
-                axis.plot(*zip(*points, strict=True), style, color=colour, label=label, marker=".")
+                axis.plot(*zip(*points, strict=True), style, color=colour, label=label, ms=4)
         axis.set(title=title, xscale="log", yscale="log")
         axis.set_xticks(sorted({r["batch"] for r in rows}), sorted({r["batch"] for r in rows}))
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(titles) :]:
