@@ -143,16 +143,20 @@ def work(row: Row) -> float:
 
 
 def best(rows: Sequence[Row]) -> str:
-    """The batch size with the highest throughput, by workload and hidden size."""
-    found: dict[tuple[str, str, int], tuple[float, int]] = {}
+    """The batch size with the highest throughput, by workload and hidden size.
+
+    Where there is only one to choose from, nothing is said.
+    """
+    found: dict[tuple[str, str, int], list[tuple[float, int]]] = {}
     for row in rows:
-        key = row["title"], row["mode"], row["hidden"]
         rate = row["batch"] / row["seconds"]["planned"]
-        found[key] = max(found.get(key, (0.0, 0)), (rate, row["batch"]))
+        key = row["title"], row["mode"], row["hidden"]
+        found.setdefault(key, []).append((rate, row["batch"]))
+    found = {key: rates for key, rates in found.items() if len(rates) > 1}
     hidden = sorted({h for *_, h in found})
     lines = []
     for title, mode in dict.fromkeys(key[:2] for key in found):
-        at = [found.get((title, mode, h), (0.0, 0)) for h in hidden]
+        at = [max(found.get((title, mode, h), [(0.0, 0)])) for h in hidden]
         said = [f"{size} ({number(rate)} /s)" if size else "–" for rate, size in at]
         lines.append([title, mode, *said])
     return table(["workload", "mode", *(f"hidden {h}" for h in hidden)], lines)
