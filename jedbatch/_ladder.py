@@ -65,8 +65,8 @@ NUM_WIDTHS = len(FINE.widths)  # of the longest ladder
 def ladder_for(work: int, row_bytes: int) -> Ladder:
     """The ladder for a lane of so many floating-point operations that reads and writes rows.
 
-    Light lanes are padded generously and compiled in few widths; heavy ones are not. Chunks of
-    long rows, such as matrices, are narrow.
+    Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long rows,
+    such as matrices, only the widths that fit into `WORKING_SET` are left, but two at least.
     """
     overhead = 8
     while overhead < 64 and overhead * work < CHUNK:
