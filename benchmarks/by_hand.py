@@ -125,7 +125,7 @@ def tree_loss(leaf: Callable, node: Callable) -> Callable[[Params, Trees], jax.A
                 if not sides[0].size:
                     continue
                 left, right = (tuple(x[side] for x in buffer) for side in sides)
-                above = node(params, left, right, kind)
+                above = node(params, left, right, kind=kind)
                 place = jax.lax.dynamic_update_slice_in_dim
                 buffer = tuple(place(x, a, row, 0) for x, a in zip(buffer, above, strict=True))
                 row += len(above[0])

@@ -71,13 +71,9 @@ def throughput(rows: Sequence[Row], mode: str) -> str:
         speed = row["flop"] / row["seconds"]["planned"] / 1e9
         first = [row["title"], row["batch"], row["hidden"], *rates(row)]
         ratios = [ratio(row, name) for name in rivals]
-        last = [f"{speed:.0f}", percent(share(row)), row["compilations_unseen"]]
+        last = [f"{speed:.0f}", f"{share(row):.0%}", row["compilations_unseen"]]
         lines.append([*first, *ratios, *last])
     return table(head, lines)
-
-
-def percent(x: float | None) -> str:
-    return "–" if x is None else f"{x:.0%}"
 
 
 def rates(row: Row) -> list[str]:
@@ -98,16 +94,14 @@ def ratio(row: Row, name: str) -> str:
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
-def share(row: Row) -> float | None:
-    """The fraction of the matrix product of the same run, if that was measured."""
-    if "product_rate" not in row:
-        return None
+def share(row: Row) -> float:
+    """The fraction of the matrix product of the same run."""
     return row["flop"] / row["seconds"]["planned"] / row["product_rate"]
 
 
 def published(rows: Sequence[Row]) -> str:
     """The figures of the peers, carried over, and fractions of the product."""
-    rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT and share(row)]
+    rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT]
     head = ["workload", "mode", "threads", "batch", "hidden"]
     head += ["planned /s", "known /s", "unseen /s"]
     head += ["of product", *(f"{name}: there → here (of product)" for name in figures.PEERS)]
@@ -130,7 +124,7 @@ def published(rows: Sequence[Row]) -> str:
         first = [row[key] for key in ("title", "mode", "threads", "batch", "hidden")]
         first += rates(row)
         gain = share(row) / max(filter(None, shares))
-        lines.append([*first, percent(share(row)), *cells, f"{gain:.2f}"])
+        lines.append([*first, f"{share(row):.0%}", *cells, f"{gain:.2f}"])
     return table(head, lines)
 
 
@@ -364,8 +358,8 @@ def curves(rows: Sequence[Row], path: Path) -> None:
         axis.remove()
     for row in axes:
         row[0].set_ylabel("instances per second")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False)
+    drawn = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(drawn.values(), drawn.keys(), loc="lower center", ncols=3, frameon=False)
     hidden, mode = rows[0]["hidden"], rows[0]["mode"]
     figure.suptitle(f"{mode}, hidden {hidden}, over the size of the minibatch")
     figure.tight_layout(rect=(0, 0.7 / height, 1, 1))

@@ -127,10 +127,11 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.batched = jedbatch.batch(self.workload.loss)
-        apply = self.batched.apply
-        slope = jax.jit(jax.value_and_grad(lambda params, plan: apply(params, plan).sum()))
-        inference = lambda params, plan: apply(params, plan).sum()  # noqa: E731 compiled by us
-        self._run = slope if self.training else inference
+
+        def loss(params: Any, plan: jedbatch.Plan) -> jax.Array:
+            return self.batched.apply(params, plan).sum()
+
+        self._run = self.jitted(loss) if self.training else loss  # inference is compiled by us
 
     @classmethod
     def of(cls, case: Case, options: Any, minibatches: int = 6) -> "Bench":

@@ -43,7 +43,6 @@ import jedbatch
 from jedbatch import data
 from jedbatch.models.parts import total
 
-OPTIONS = ("name", "kind", "side")  # arguments of cells that are no arrays
 LABELS = 5
 TARGETS = 256  # words that a translation may have
 MATRICES = 1000  # words with a matrix of their own: those of a whole vocabulary take gigabytes
@@ -97,8 +96,8 @@ def initial(shapes: dict[str, tuple[int, ...]]) -> Params:
 
 def cell(fn: Callable, name: str | None = None) -> Callable:
     """A cell; in the loop over instances a call of it runs what `jax.jit` makes of it."""
-    options = [x.name for x in inspect.signature(fn).parameters.values() if x.name in OPTIONS]
-    return jedbatch.cell(jax.jit(fn, static_argnames=options), name=name or fn.__name__)
+    static = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return jedbatch.cell(jax.jit(fn, static_argnames=static), name=name or fn.__name__)
 
 
 @cell
@@ -121,7 +120,7 @@ def lstm_leaf(params: Params, word: Any) -> State:
     return lstm_above(params["words"][word] @ params["leaf_w"] + params["leaf_b"])
 
 
-def lstm_node(params: Params, left: State, right: State, kind: int = 0) -> State:
+def lstm_node(params: Params, left: State, right: State, *, kind: int = 0) -> State:
     (h1, c1), (h2, c2) = left, right
     both = jnp.concatenate([h1, h2], axis=-1)
     f1 = jax.nn.sigmoid(h1 @ params[f"node{kind}_f1_w"] + params[f"node{kind}_f_b"])
@@ -141,7 +140,7 @@ def gru_leaf(params: Params, word: Any) -> State:
     return (gated(params, "leaf", params["words"][word]),)
 
 
-def gru_node(params: Params, left: State, right: State, kind: int = 0) -> State:
+def gru_node(params: Params, left: State, right: State, *, kind: int = 0) -> State:
     return ((gated(params, "left", left[0]) + gated(params, "right", right[0])) / 2,)
 
 
@@ -149,7 +148,7 @@ def mv_leaf(params: Params, word: Any) -> State:
     return params["words"][word], params["matrix_words"][word]
 
 
-def mv_node(params: Params, left: State, right: State, kind: int = 0) -> State:
+def mv_node(params: Params, left: State, right: State, *, kind: int = 0) -> State:
     (v1, m1), (v2, m2) = left, right
     # Matrices are kept transposed: then their rows meet the weights, in one product for all nodes.
     crossed = [jnp.einsum("...j,...ji->...i", v, m) for v, m in ((v2, m1), (v1, m2))]
