@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._cells import differentiable
+from jedbatch._cells import Tap, differentiable
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
 from jedbatch._reads import BROADCAST, GATHER, SLICE, STRIDE, Reading, extent
 
@@ -342,35 +342,65 @@ class Reverse:
             kept = [cut(rows, lane, width) for rows in saved]
             return jax.vmap(tap.rows, axis_size=width)(operands, kept)
 
-        def block(width, lane, total):
-            rows = rows_of(lane, width)
-            if not tap.linear:  # lanes that never ran hold zeros; the first lane will do
-                used = row(form, tables[1], ("used", k))
-                live = lane + jnp.arange(width) < used
-                first = rows_of(0, 1)
-                rows = [
-                    jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-                    for x, y in zip(rows, first, strict=True)
-                ]
-            given = [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
-            total = list(total)
-            for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
-                total[c] = total[c] + gradient
-            return total
+        def cotangents_of(lane, width):
+            return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
 
-        lanes = forward.lanes[k]
-        if tap.look_up:
-            return block(lanes, 0, total)
-        trips = row(form, tables[1], ("blocks", k))
-        state = (total, jnp.int32(0))
-        for i, width in reversed([(i, w) for i, w in enumerate(BLOCKS.widths) if w <= lanes]):
-            state = lax.fori_loop(
-                0,
-                trips[i],
-                lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
-                state,
-            )
-        return state[0]
+        used, trips = row(form, tables[1], ("used", k)), row(form, tables[1], ("blocks", k))
+        return tap_gradient(
+            tap, consts, rows_of, cotangents_of, forward.lanes[k], used, trips, total
+        )
+
+
+def tap_gradient(
+    tap: Tap,
+    consts: Sequence[Any],
+    rows_of: Callable,
+    cotangents_of: Callable,
+    lanes: int,
+    used: Any,
+    trips: Any,
+    total: Sequence[Any],
+) -> list[Any]:
+    """Adds what a tapped operation contributes to the gradients of its consts.
+
+    `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, of
+    which the first `used` lanes ran, in blocks (see `BLOCKS`) of which there are so many `trips`.
+    """
+
+    def block(width, lane, total):
+        rows = rows_of(lane, width)
+        if not tap.linear:  # lanes that never ran hold zeros; the first lane will do
+            live = lane + jnp.arange(width) < used
+            first = rows_of(0, 1)
+            rows = [
+                jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+                for x, y in zip(rows, first, strict=True)
+            ]
+        total = list(total)
+        given = cotangents_of(lane, width)
+        for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
+            total[c] = total[c] + gradient
+        return total
+
+    if tap.look_up:
+        return block(lanes, 0, total)
+    return each_block(BLOCKS, lanes, trips, block, list(total))
+
+
+def each_block(ladder: Ladder, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+    """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
+
+    `trips` says how many there are of each width; `lanes` is their capacity.
+    """
+    carry = (state, jnp.int32(0))
+    for i, width in reversed([(i, w) for i, w in enumerate(ladder.widths) if w <= lanes]):
+        carry = lax.fori_loop(
+            0,
+            trips[i],
+            lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
+            carry,
+        )
+    return carry[0]
 
 
 # --- all of it as one program --------------------------------------------------------------
