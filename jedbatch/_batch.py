@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,8 @@ from jedbatch._graph import Graph
 from jedbatch._instances import array_type, immutable, instance_key, is_array
 from jedbatch._learn import learn
 from jedbatch._minibatch import check_options, make_plan, reverse_mode_only, run_plan
-from jedbatch._plan import Plan, ResultForm, input_name
+from jedbatch._plan import Plan, ResultForm, Slice, input_name
+from jedbatch._prelude import find_calls, find_slices
 from jedbatch._registry import NUMBERS
 from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, configuration
 from jedbatch._rows import results_from
@@ -367,7 +368,8 @@ class Batched:
         """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
         start = time.perf_counter()
         graph = Graph.select([(r.whole, r.index) for r in records])
-        returned = self._results(records, graph.outputs)
+        calls = find_calls(records, arrays)
+        returned = self._results(records, graph.outputs, find_slices(calls, records))
         seconds = {"merge": time.perf_counter() - start}
         plan = make_plan(
             session,
@@ -380,8 +382,10 @@ class Batched:
             reuse=self._reuse,
             gradient=gradient,
             keeps=keeps,
+            calls=calls,
         )
         assert plan.host is not None
+        plan.host.apart = session.lengths.shown
         plan.host.seconds = seconds | plan.host.seconds
         return plan
 
@@ -397,9 +401,12 @@ class Batched:
                 continue
             keys[i], arrays[i] = self._keyed(i, instance)
             if self._key is not None:
-                form = [array_type(x) for x in arrays[i]]
+                form = [("array", *array_type(x)) for x in arrays[i]]
                 keys[i] = ("given", self._key(*instance), *form)
-            if keys[i] is not None:
+        given = session.lengths.look(keys, arrays)
+        for i, g in enumerate(given):
+            keys[i] = keys[i] if g is None else g.key
+            if records[i] is None and keys[i] is not None:
                 records[i] = session.records.get(keys[i])
         first: dict[Hashable, int] = {}
         new = [
@@ -409,15 +416,11 @@ class Batched:
         ]
         if not new:
             return records, arrays, [], len(instances)
-        made, keep, tracers = trace(
-            self._fn,
-            session.registry,
-            [instances[i] for i in new],
-            [arrays[i] for i in new],
-            self._join_arguments,
-            session.grouping,
-            read,
-        )
+        some = [[x[i] for i in new] for x in (instances, arrays, given)]
+        try:
+            made, keep, tracers = self._trace(session, *some, read)
+        except _LengthsMatterError:  # they have been looked at anew
+            return self._records(session, instances, read)
         fresh = dict(zip(new, made, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
@@ -431,6 +434,39 @@ class Batched:
                 session.seen[id(what)] = what, records[i]
         return records, arrays, tracers, len(instances) - len(new)
 
+    def _trace(self, session: Session, instances, arrays, given, read) -> Any:
+        """Records instances: (records, whether to keep each, closed-over tracers).
+
+        Arrays that differ in length are recorded for every length. What cannot be, is recorded as
+        it is, and from then on arrays are told apart by their shapes.
+        """
+        lengths = session.lengths
+        record = functools.partial(
+            trace, self._fn, session.registry, instances, arrays, self._join_arguments
+        )
+        if not any(given):
+            return record(session.grouping, read)
+        types = [g and g.types for g in given]
+        try:
+            made, keep, tracers = record(types=types)
+            for i, g in enumerate(given):
+                if g is not None:
+                    made[i] = session.regions.separate(made[i], len(arrays[i]), g.symbols)
+        except Exception as error:
+            shapes = (value.aval.shape for value in session.registry.shared)
+            longest = max(len(x) for mine in arrays for x in mine if np.ndim(x))
+            if lengths.next_bound(longest, shapes):
+                raise _LengthsMatterError from None
+            found = record(session.grouping, read)  # complains if that is not the reason
+            lengths.give_up(error)
+            return found
+        agree = [
+            g is None or lengths.learn(g, r, a) for g, r, a in zip(given, made, arrays, strict=True)
+        ]
+        if not all(agree):
+            raise _LengthsMatterError
+        return made, keep, tracers
+
     def _keyed(self, i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
         """(the key of an instance, its arrays)."""
         try:
@@ -439,8 +475,18 @@ class Batched:
             error.add_note(f"This happened while instance {i} was read.")
             raise
 
-    def _results(self, records: Sequence[Record | Outcome], outputs: np.ndarray):
-        """(what each arena returns, the form of the result) from what all instances return."""
+    def _results(
+        self,
+        records: Sequence[Record | Outcome],
+        outputs: np.ndarray,
+        slices: Sequence[Mapping[int, Slice]] = (),
+    ):
+        """(what each arena returns, the form of the result) from what all instances return.
+
+        `slices` are the ragged results of each instance by position, which arenas do not return.
+        """
+        if any(slices):
+            return self._ragged_results(records, outputs, slices)
         rows: dict[Kind, list[int]] = {}
         if self._out_axes is None:
             refs = iter(outputs.tolist())
@@ -465,11 +511,48 @@ class Batched:
             found += column
         return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))
 
+    def _ragged_results(self, records, outputs, slices):
+        """As `_results`, where some are ragged."""
+        rows: dict[Kind, list[int]] = {}
+        refs = iter(outputs.tolist())
+        forms, places = [], []
+        for record, mine in zip(records, slices, strict=True):
+            found: list[tuple[Kind, Any]] = []
+            for position, kind in enumerate(record.types):
+                if position in mine:
+                    found.append(((mine[position].shape, kind[1]), mine[position]))
+                else:
+                    column = rows.setdefault(stored_kind(kind), [])
+                    found.append((kind, len(column)))
+                    column.append(next(refs))
+            forms.append((record.structure, tuple(kind for kind, _ in found)))
+            places.append(tuple(found))
+        structures = tuple(structure for structure, _ in forms)
+        if self._out_axes is None:
+            return rows, ResultForm(structures, tuple(places), None)
+        for i, form in enumerate(forms):
+            self._check_stack(i, forms[0], form)
+        stacked = []
+        order: dict[Kind, list[int]] = {kind: [] for kind in rows}
+        for column in zip(*places, strict=True):
+            kind, first = column[0]
+            if isinstance(first, Slice):
+                stacked.append((kind, tuple(place for _, place in column)))
+                continue
+            mine = order[stored_kind(kind)]
+            stacked.append((kind, len(mine)))
+            mine += [rows[stored_kind(kind)][place] for _, place in column]
+        return order, ResultForm(structures[:1], (tuple(stacked),), len(records))
+
     # --- running ---
 
     def _run(self, plan: Plan, leaves: list[Any], inputs: dict[str, Any]) -> Any:
-        outputs = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
-        return results_from(plan.static.results, plan.static.signature, outputs)
+        outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
+        return results_from(plan.static.results, plan.static.signature, outputs, packed)
+
+
+class _LengthsMatterError(Exception):
+    """Instances must be recorded again, since their lengths are looked at in another way."""
 
 
 def _show(x: Any) -> str:

@@ -532,7 +532,7 @@ class Lazy:
             )
             assert plan.host is not None
             plan.host.tracers = held
-            outputs = run_plan(plan, [], plan.inputs, "a lazy scope")
+            outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope")
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)
             return len(plan.host.placed.schedule), dict(arenas)
 

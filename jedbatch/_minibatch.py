@@ -22,10 +22,11 @@ from jedbatch._graph import Graph
 from jedbatch._layout import assign_lanes
 from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
+from jedbatch._prelude import Calls, make_prelude
 from jedbatch._program import Placed
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
-from jedbatch._session import Session
+from jedbatch._session import Session, shared_values
 from jedbatch._trace import Record
 
 STAGES = ("schedule", "layout", "lower")
@@ -62,6 +63,7 @@ def make_plan(
     gradient: bool,
     keeps: bool,
     brought: Collection[Any] | None = None,
+    calls: Sequence[Calls] = (),
 ) -> Plan:
     """Plans a graph.
 
@@ -78,6 +80,7 @@ def make_plan(
       keeps: whether everything is kept that the reverse would read.
       brought: names of what is there to be read from outside (see `SharedValue`); None if a
         program may be used whatever it reads.
+      calls: of regions, whose results are inputs of the graph.
     """
     rows, form = returned
     clock = [time.perf_counter()]
@@ -102,15 +105,26 @@ def make_plan(
     signature, table = lowered.signature, lowered.table
     reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
     inputs = assemble(signature, records, arrays)
+    prelude = None
+    if calls:
+        stages = [session.stage(mine) for mine in calls]
+        prelude = make_prelude(stages, calls, records, arrays, placed, signature)
+        inputs |= prelude.operands
     clock.append(time.perf_counter())
 
     seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
-    static = session.static(signature, reverse, form, keeps)
-    return Plan(static, table, reverse_table, inputs, Host(placed, lowered, seconds))
+    static = session.static(signature, reverse, form, keeps, prelude.stages if prelude else ())
+    ragged = (prelude.tables, prelude.targets) if prelude else ()
+    host = Host(placed, lowered, seconds, prelude=prelude)
+    return Plan(static, table, reverse_table, inputs, ragged, host)
 
 
-def run_plan(plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str) -> Any:
-    """The rows returned from each arena; differentiable in the leaves and the inputs.
+def run_plan(
+    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
+) -> tuple[Any, Any]:
+    """(rows returned from each arena, results of regions).
+
+    Differentiable in the leaves and the inputs.
 
     Args:
       plan: what to run.
@@ -121,11 +135,14 @@ def run_plan(plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
     static, session = plan.static, plan.static.session
     signature = static.signature
     tracers = plan.host.tracers if plan.host else ()
+    packed: Any = ()
+    if static.stages:
+        inputs, packed = session.prelude(static.stages, leaves, tracers, plan.ragged, inputs)
     shared = shared_values(session, session.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     given = shared, rows, plan.table
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        return session.executor(signature, given).infer(*given)
+        return session.executor(signature, given).infer(*given), packed
 
     def permit():
         if not static.keeps:
@@ -146,18 +163,7 @@ def run_plan(plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
     executor_of = functools.partial(session.executor, signature)
     run = differentiable_run(executor_of, permit, reverse_of)
     with reverse_mode_only(name):
-        return run(*given, plan.reverse_table)
-
-
-def shared_values(
-    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
-) -> list[Any]:
-    """The leaves of the shared arguments, followed by what is closed over (see `SharedValue`)."""
-    found = list(leaves)
-    for index in closed_over:
-        value = session.registry.shared[index]
-        found.append(value.array if value.tracer is None else tracers[value.tracer])
-    return found
+        return run(*given, plan.reverse_table), packed
 
 
 @contextlib.contextmanager

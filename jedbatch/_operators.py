@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import take_current_trace
 
+from jedbatch._extents import is_ragged
 from jedbatch._registry import Callee
 from jedbatch._symbols import Shared, Symbol, Value, frozen, is_static, row_index
 
@@ -31,7 +32,7 @@ def index_value(recorder: Any, value: Value, item: Any) -> Any:
     """Static indexing of an array of the instance gives an input, not a node."""
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
-    if leaf is None or not is_static(item):
+    if leaf is None or not is_static(item) or is_ragged(value.shape):
         if recorder.locates and number and recorder.active and value.shape:
             row = recorder.input(row_index(item, value.shape[0]))
             return recorder.node(PICK, PICK, _pick, (), [value, row])

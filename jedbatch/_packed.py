@@ -3,8 +3,8 @@
 The rows of an array [n, ...] of all instances are *packed*: instance after instance, with nothing
 in between. How many there are is data. An array has room for more, and loops run over the rows that
 exist: row-wise phases in blocks of 512, 64 and 8 rows, so that at most seven rows are computed that
-nobody reads; phases over instances by length, a few instances at a time, each in room for 8, 16, 32,
-… rows. So a program is compiled once for all combinations of lengths.
+nobody reads; phases over instances by length, a few instances at a time, each in room for 8, 16,
+32, … rows. So a program is compiled once for all combinations of lengths.
 
     lengths         3, 1, 2
     packed rows     a0 a1 a2 b0 c0 c1 ·  ·        first rows 0, 3, 4
@@ -30,7 +30,7 @@ from jax import lax
 
 from jedbatch._along import is_look_up
 from jedbatch._cells import Kernel, differentiable
-from jedbatch._execute import cut, each_block, put, row, tap_gradient, take
+from jedbatch._execute import cut, each_block, put, row, take, tap_gradient
 from jedbatch._extents import extent_at, ragged_axes
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import has_gradient, value_of
@@ -234,9 +234,7 @@ def _spread(flags: Any, x: Any) -> Any:
 
 def _without_cotangents(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
     """The cotangents of those values that have one, None for the others."""
-    return [
-        c if has_gradient(x.dtype) else None for x, c in zip(values, cotangents, strict=True)
-    ]
+    return [c if has_gradient(x.dtype) else None for x, c in zip(values, cotangents, strict=True)]
 
 
 # --- phases over rows ------------------------------------------------------------------------
@@ -254,9 +252,7 @@ class _Rows:
         self._extents = [
             e.params["dim"] for e in phase.equations if e.primitive.name == "dim_as_value"
         ]
-        self._placed = any(
-            is_look_up(e) or e.primitive.name == "iota" for e in phase.equations
-        )
+        self._placed = any(is_look_up(e) or e.primitive.name == "iota" for e in phase.equations)
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -477,7 +473,7 @@ class _Instances:
             return jax.vmap(lane, in_axes=(0, None, 0))(lengths, shared, blocks)
 
         def scattered(here, variable, x, new, calls, alive, lengths, most, add):
-            """x with what a group has computed."""
+            """X with what a group has computed."""
             if _ragged_axis(variable) is None:
                 where = jnp.where(alive, calls, len(x))
             else:

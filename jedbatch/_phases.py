@@ -5,7 +5,7 @@ arithmetic is *row-wise* (see `_along`): embeddings, products with weights, norm
 feed-forward layers. Rows of all instances run through that side by side, as one array of as many
 rows as there are. The rest takes the rows of *one instance* together: sums, attention, sorting.
 
-    x [n, d]  ─rows→  q, k, v [n, d]  ─instances→  softmax(q kᵀ) v [n, d]  ─rows→  …  ─instances→ [d]
+    x [n, d]  ─rows→  q, k, v  ─instances→  softmax(q kᵀ) v [n, d]  ─rows→  …  ─instances→ [d]
 
 A phase is a longest run of one kind of work. Between phases values have at most one ragged axis,
 and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from jedbatch._along import SOURCES, CannotMergeError, is_elementwise, is_look_up, mixed_axes
+from jedbatch._along import SOURCES, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
 
@@ -193,7 +193,7 @@ class _Finder:
         ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
         shares = len(own) < len(reads(eqn))
         constant = not ragged and eqn.primitive.name not in SOURCES and eqn.primitive.name != "scan"
-        if not own and (constant or eqn.primitive.name == "iota" and not ragged):
+        if not own and (constant or (eqn.primitive.name == "iota" and not ragged)):
             self.before.append(eqn)
             self.known.update(eqn.outvars)
             return

@@ -17,17 +17,36 @@ READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # se
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Where a ragged result of an instance is: rows of the result of a region.
+
+    Attributes:
+      stage, result: whose rows.
+      start: the first of them.
+      shape: what they make up, the ragged axis at its place.
+      axis: that place.
+    """
+
+    stage: int
+    result: int
+    start: int
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
 class ResultForm:
     """How rows become results.
 
     Attributes:
       structures: the pytree structure of each instance's result, or of all stacked ones.
-      places: for each of these, (shape and dtype, first row) of every leaf.
+      places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
+        `Slice`, or one for each instance.
       batch: instances stacked along the first axis; None for a list of results.
     """
 
     structures: tuple[Any, ...]
-    places: tuple[tuple[tuple[Kind, int], ...], ...]
+    places: tuple[tuple[tuple[Kind, Any], ...], ...]
     batch: int | None
 
 
@@ -37,6 +56,7 @@ class Static:
 
     Attributes:
       keeps: whether everything is kept that the reverse would read.
+      stages: what runs before (see `_prelude`).
     """
 
     session: Any
@@ -44,6 +64,7 @@ class Static:
     reverse: ReverseSignature | None
     results: ResultForm
     keeps: bool
+    stages: tuple[Any, ...] = ()
 
 
 @dataclass(eq=False)
@@ -54,6 +75,8 @@ class Host:
       seconds: time spent in each stage of planning.
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
+      prelude: what runs before the graph, if there are ragged arrays.
+      apart: why arrays of different lengths are not run together; None if they are.
     """
 
     placed: Placed
@@ -61,6 +84,8 @@ class Host:
     seconds: dict[str, float]
     num_known: int = 0
     tracers: Any = ()
+    prelude: Any = None
+    apart: str | None = None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -78,17 +103,18 @@ class Plan:
       device_seconds: seconds a run took, if it was measured (`Batched.profile`).
     """
 
-    def __init__(self, static, table, reverse_table, inputs, host=None):
+    def __init__(self, static, table, reverse_table, inputs, ragged=(), host=None):
         self.static: Static = static
         self.table = table
         self.reverse_table = reverse_table
         self.inputs: dict[str, Any] = inputs
+        self.ragged = ragged  # the tables of what runs before
         self.host: Host | None = host
         self.device_seconds: float | None = None
 
     def tree_flatten(self) -> Any:
         """For JAX: (leaves, static part)."""
-        return (self.table, self.reverse_table, self.inputs), self.static
+        return (self.table, self.reverse_table, self.inputs, self.ragged), self.static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "Plan":
@@ -106,6 +132,15 @@ class Plan:
     @property
     def layout(self) -> Layout | None:
         return self.host.placed.layout if self.host else None
+
+    @property
+    def ragged_rows(self) -> tuple[int, int] | None:
+        """(rows computed, rows that exist) of arrays that differ in length, in row-wise phases.
+
+        None if there are none, or once the plan has been flattened.
+        """
+        prelude = self.host.prelude if self.host else None
+        return prelude.counts[::-1] if prelude else None
 
     def __str__(self) -> str:
         if self.host is None:
@@ -137,6 +172,8 @@ def poster(plan: Plan) -> str:
         f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
+        *(host.prelude.lines if host.prelude else ()),
+        *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
         "",
         "  nodes  batches  widest  padding  slices  type",
     ]
@@ -199,7 +236,12 @@ def live_bytes(graph: Graph, schedule: Schedule) -> int:
     A result is alive from the batch that computes it to the last that reads it, or to the end if
     it is returned. No allocation can do with less.
     """
-    per_result = [row_bytes(stored(t)) for node_type in graph.types for t in node_type.results]
+    present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
+    per_result = [
+        row_bytes(stored(t)) if has_nodes else 0
+        for node_type, has_nodes in zip(graph.types, present, strict=True)
+        for t in node_type.results
+    ]
     first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
     weight = np.array(per_result, np.int64)[first[graph.value_node] + graph.value_slot]
     born = schedule.batch[graph.value_node]

@@ -27,6 +27,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -146,25 +147,29 @@ class Recorder(Trace):
                 stack += _parts(x)
         return self._shared
 
-    def begin(self, instance: Any, arrays: Sequence[Any]) -> Any:
-        """Starts an instance after another is done; its arrays are replaced by symbols."""
+    def begin(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+        """Starts an instance after another is done; its arrays are replaced by symbols.
+
+        `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
+        """
         for kept in (self.known, self.kept, self.leaves):
             kept.clear()
         self.known.update(self._containers)
         self.caching = True
         self.turn_to(instance)
-        return self.symbolic(instance, arrays)
+        return self.symbolic(instance, arrays, types)
 
     def turn_to(self, instance: Any) -> None:
         """What is recorded from now on belongs to an instance, begun now or before."""
         self._instance = instance
         self._owned = None
 
-    def symbolic(self, instance: Any, arrays: Sequence[Any]) -> Any:
-        """The instance with its arrays replaced by symbols."""
+    def symbolic(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+        """The instance with its arrays replaced by symbols (of these types)."""
         if not arrays:
             return instance
-        kinds = [self.registry.value_type(*array_type(x)) for x in arrays]
+        types = map(array_type, arrays) if types is None else types
+        kinds = list(itertools.starmap(self.registry.value_type, types))
         values = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
         return replace_arrays(instance, iter(values))
 
@@ -383,7 +388,7 @@ class Recorder(Trace):
 
         name = params["name"] if primitive.name == "jit" else primitive.name
         before = len(self.input_group), len(self.callees)
-        out = self._operation(name, key.written, call, tracers)
+        out = self._operation(name, key.written, call, tracers, is_ragged=key.is_ragged)
         if before == (len(self.input_group), len(self.callees) - 1):
             remember_operation(self, key, tracers)
         return out if primitive.multiple_results else out[0]
@@ -443,13 +448,18 @@ class Recorder(Trace):
 
         return self._constant(("stage", shape, dtype, weak), stage, [val])[0]
 
-    def _operation(self, name: str, key: Hashable, call: Callable, args: Sequence[Any]) -> list:
-        """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic."""
-        if not any(isinstance(x, Tracer) for x in args):
+    def _operation(
+        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
+    ) -> list:
+        """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic.
+
+        What `is_ragged` depends on the extent of an array of the instance.
+        """
+        if not is_ragged and not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
-        if len(shared) == len(tracers):
+        if len(shared) == len(tracers) and not is_ragged:
             numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
             if not self.registry.varies(key, shared, numbers):
                 return self._shared_operation(key, call, args, tracers)

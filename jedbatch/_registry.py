@@ -19,6 +19,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from jedbatch._cell import pause
+from jedbatch._extents import symbols_in
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._instances import Same, is_array, typed_or_same
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
@@ -73,12 +74,14 @@ class PrimitiveKey:
 
     Attributes:
       written: the primitive and what its parameters are told apart by.
+      is_ragged: whether they name extents that differ from instance to instance.
     """
 
-    __slots__ = ("written",)
+    __slots__ = ("is_ragged", "written")
 
-    def __init__(self, written: Hashable):
+    def __init__(self, written: Hashable, is_ragged: bool):
         self.written = written
+        self.is_ragged = is_ragged
 
 
 class Callee:
@@ -467,7 +470,8 @@ class Registry:
         written = primitive, self.params_key(params)
         key = self._ids.get(("primitive", written))
         if key is None:
-            key = self._ids["primitive", written] = PrimitiveKey(written)
+            is_ragged = bool(symbols_in(tuple(params.values())))
+            key = self._ids["primitive", written] = PrimitiveKey(written, is_ragged)
         if same is not None:
             if len(self._by_identity) > MANY_CALLS:
                 self._by_identity.clear()

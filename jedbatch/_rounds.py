@@ -38,12 +38,11 @@ from jedbatch._fibers import Fibers
 from jedbatch._graph import NodeType
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import Layout
-from jedbatch._minibatch import shared_values
 from jedbatch._plan import ResultForm
 from jedbatch._program import lower
 from jedbatch._recorder import Recorder
 from jedbatch._rows import results_from, rows_of_inputs
-from jedbatch._session import Session
+from jedbatch._session import Session, shared_values
 from jedbatch._symbols import Shared, Symbol
 from jedbatch._trace import cut_inputs, recording_with
 from jedbatch._workspace import Workspace

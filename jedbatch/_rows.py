@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._cells import from_stored, is_key, stored, stored_kind
+from jedbatch._cells import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._graph import InputRows, ValueType
-from jedbatch._plan import ResultForm, input_name
+from jedbatch._plan import ResultForm, Slice, input_name
 from jedbatch._program import Signature
 from jedbatch._trace import Record
 
@@ -47,6 +47,8 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> An
     """The values of some inputs [k, *shape]."""
     if chunk.leaf is None:
         return chunk.rows
+    if chunk.leaf >= len(arrays):  # the result of a region, to be written there
+        return np.zeros((1, *chunk.type.shape), chunk.type.dtype)
     array = arrays[chunk.leaf]
     if is_key(chunk.type.dtype):
         array = jax.random.key_data(array)
@@ -73,26 +75,53 @@ def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
         )
 
 
-def results_from(form: ResultForm, signature: Signature, outputs: Sequence[Any]) -> Any:
-    """The rows returned from each arena as results."""
+def results_from(
+    form: ResultForm,
+    signature: Signature,
+    outputs: Sequence[Any],
+    packed: Sequence[Sequence[Any]] = (),
+) -> Any:
+    """The rows returned from each arena, and packed results of regions, as results."""
+    packed = [[_on_host(x) for x in results] for results in packed]
+
+    def leaf(kind: Kind, place: Any) -> Any:
+        if isinstance(place, Slice):
+            return cut_out(place)
+        return from_stored(found[kind][place], ValueType(*kind))
+
+    def cut_out(place: Slice) -> Any:
+        rows = packed[place.stage][place.result]
+        rows = rows[place.start : place.start + place.shape[place.axis]]
+        xp = np if isinstance(rows, np.ndarray) else jnp
+        return jnp.asarray(xp.moveaxis(rows, 0, place.axis))
+
     arena = dict(zip(signature.arenas, outputs, strict=True))
     if form.batch is not None:
         (structure,), (places,) = form.structures, form.places
         leaves = []
         for kind, first in places:
+            if isinstance(first, tuple):
+                leaves.append(jnp.stack(list(map(cut_out, first))))
+                continue
             rows = arena[stored_kind(kind)]
             if len(rows) != form.batch:  # `rows[a:b]` costs three times as much outside of jit
                 rows = jax.lax.slice_in_dim(rows, first, first + form.batch)
             leaves.append(from_stored(rows, ValueType(*kind)))
         return jax.tree.unflatten(structure, leaves)
-    used = {kind for places in form.places for kind, _ in places}
+    used = {kind for places in form.places for kind, i in places if not isinstance(i, Slice)}
     found = {kind: _unstacked(arena[stored_kind(kind)]) for kind in used}
     return [
         jax.tree.unflatten(
-            structure, [from_stored(found[kind][i], ValueType(*kind)) for kind, i in places]
+            structure,
+            [leaf(kind, place) for kind, place in places],
         )
         for structure, places in zip(form.structures, form.places, strict=True)
     ]
+
+
+def _on_host(rows: Any) -> Any:
+    """Rows where any number of them is taken out without compiling anything, if they are known."""
+    return rows if isinstance(rows, Tracer) else np.asarray(rows)
 
 
 @functools.partial(jax.jit, static_argnums=2)

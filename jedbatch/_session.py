@@ -18,7 +18,10 @@ from jedbatch._cotangents import (
 )
 from jedbatch._executors import EXECUTORS
 from jedbatch._layout import Layout
+from jedbatch._lengths import Lengths
+from jedbatch._packed import Room
 from jedbatch._plan import Static
+from jedbatch._prelude import Calls, Stage, make_room, run_prelude
 from jedbatch._program import (
     Lowered,
     Placed,
@@ -28,6 +31,7 @@ from jedbatch._program import (
     make_signature,
     resembles,
 )
+from jedbatch._regions import Region, Regions
 from jedbatch._registry import Registry
 from jedbatch._trace import Record
 
@@ -58,6 +62,7 @@ class Session:
       decides: whether the function has been seen to decide on values.
       rounds, workspaces: what is kept for that: layouts of rounds by their structure, and the
         largest program in use by the number of instances.
+      lengths, regions: of arrays whose length differs, and what is done to them.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -84,6 +89,11 @@ class Session:
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
         self._executors: dict[Any, Any] = {}
         self._statics: dict[Static, Static] = {}
+        apart = None if self.grouping is None else f"granularity is {granularity!r}"
+        self.lengths = Lengths(apart)
+        self.regions = Regions(self.registry)
+        self._rooms: dict[Region, list[Room]] = collections.defaultdict(list)
+        self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = {}
 
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
@@ -154,5 +164,40 @@ class Session:
             self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
         return self._executors[key]
 
+    def stage(self, calls: Calls) -> Stage:
+        """What the calls of a region in a minibatch are compiled for."""
+        rooms = self._rooms[calls.region]
+        room, is_new = make_room(calls, rooms)
+        if is_new:
+            rooms.append(room)
+        return Stage(calls.region, room)
+
+    def prelude(
+        self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
+    ) -> Any:
+        """Runs regions: (inputs of the graph, results of each region); see `run_prelude`."""
+        if stages not in self._preludes:
+            compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
+
+            def run(shared, tables, targets, inputs):
+                self._count("ragged")
+                return run_prelude(stages, compute(shared), tables, targets, inputs)
+
+            self._preludes[stages] = jax.jit(run), closed_over
+        run, closed_over = self._preludes[stages]
+        shared = shared_values(self, closed_over, leaves, tracers)
+        return run(shared, *tables, dict(inputs))
+
     def _count(self, kind: str) -> None:
         self.compilations[kind] += 1
+
+
+def shared_values(
+    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
+) -> list[Any]:
+    """The leaves of the shared arguments, followed by what is closed over (see `SharedValue`)."""
+    found = list(leaves)
+    for index in closed_over:
+        value = session.registry.shared[index]
+        found.append(value.array if value.tracer is None else tracers[value.tracer])
+    return found

@@ -50,6 +50,7 @@ def trace(
     arrange: Callable,
     grouping: Any = None,
     read: Callable | None = None,
+    types: Sequence[Any] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -61,6 +62,7 @@ def trace(
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
       grouping: merges nodes or takes them apart, one of `GRANULARITIES`.
       read: called with a symbol whose value is needed; by default that is an error.
+      types: (shape, dtype, weak) of the arrays of each instance, if extents are not to be known.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -69,7 +71,7 @@ def trace(
     while True:
         num_varying = registry.num_varying
         recorder, outputs, forms, caching, ends = _record(
-            fn, registry, instances, arrays, arrange, grouping, read
+            fn, registry, instances, arrays, arrange, grouping, read, types
         )
         # Whoever looks for what recurs must not see the same thing recorded in two ways.
         news = grouping is not None and grouping.again()
@@ -84,7 +86,7 @@ def trace(
     return records, caching, recorder.tracers
 
 
-def _record(fn, registry, instances, arrays, arrange, grouping, read):
+def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     outputs: list[int] = []
     forms, caching = [], []
@@ -95,7 +97,7 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read):
         with set_current_trace(recorder), recording_with(recorder):
             shared = recorder.share()
             for i, instance in enumerate(instances):
-                mapped = recorder.begin(instance, arrays[i])
+                mapped = recorder.begin(instance, arrays[i], types and types[i])
                 try:
                     leaves, structure = jax.tree.flatten(fn(*arrange(shared, mapped)))
                     results = [recorder.output(leaf) for leaf in leaves]

@@ -1,0 +1,304 @@
+"""The ragged parts of an instance's graph, taken out of it.
+
+What an instance does to arrays whose length differs from instance to instance is recorded like
+everything else, with symbols for the lengths (see `_extents`). Such nodes do not go through the
+scheduler: instances that do the same run side by side whatever their lengths (see `_packed`), and
+first of all. So a recorded graph is cut in two:
+
+    ragged nodes and what they depend on  →  calls of regions; run first
+    everything else                       →  a graph, for which results of regions are inputs
+
+A *region* is a connected part of the first kind, as a program. Calls of one region, in whatever
+instances and however many in each (the sentences at the leaves of a tree), run together.
+"""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._along import CannotMergeError
+from jedbatch._extents import is_ragged, symbols_in
+from jedbatch._graph import Graph, InputRows, ValueType
+from jedbatch._packed import Packed
+from jedbatch._paths import pointers
+from jedbatch._phases import find_phases
+from jedbatch._registry import Registry
+from jedbatch._trace import Record
+
+
+class Region:
+    """A program of ragged arrays that calls of many instances run together.
+
+    Attributes:
+      id: position among the regions of a session.
+      shared: ids of the shared values it reads, its first arguments.
+      operands, results: value types of a call.
+      packed: how it is run.
+    """
+
+    def __init__(self, id: int, shared: Sequence[int], operands, results, packed: Packed):
+        self.id = id
+        self.shared = tuple(shared)
+        self.operands: tuple[ValueType, ...] = tuple(operands)
+        self.results: tuple[ValueType, ...] = tuple(results)
+        self.packed = packed
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols whose values a call must bring."""
+        return self.packed.phased.symbols
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a region by one instance.
+
+    Attributes:
+      region: what is called.
+      operands: where each operand comes from, one row each.
+      leaves: for each symbol, the arrays of the instance whose length it is.
+    """
+
+    region: Region
+    operands: tuple[InputRows, ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+    def lengths(self, arrays: Sequence[Any]) -> list[int]:
+        """The value of every symbol, for the arrays of an instance."""
+        return [len(arrays[mine[0]]) for mine in self.leaves]
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedRecord(Record):
+    """What recording an instance with ragged arrays gave.
+
+    Attributes:
+      calls: of regions. Their results are inputs of the graph: what an `InputRows` names as leaf
+        `num_arrays + k` is result number k of all calls.
+      num_arrays: arrays of the instance.
+      ragged: for each leaf of the function's result that has a ragged axis, (its position, call,
+        result).
+      places: (call, result) of each number k.
+    """
+
+    calls: tuple[Call, ...] = ()
+    num_arrays: int = 0
+    ragged: tuple[tuple[int, int, int], ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+
+class Regions:
+    """The regions met so far."""
+
+    def __init__(self, registry: Registry):
+        self.registry = registry
+        self.regions: list[Region] = []
+        self._ids: dict[Hashable, Region] = {}
+        self._ragged: dict[int, bool] = {}
+
+    def is_ragged(self, type_id: int) -> bool:
+        """Whether nodes of a type read or give ragged values, or ask for an extent."""
+        if type_id not in self._ragged:
+            node_type = self.registry.node_types[type_id]
+            operation: Any = node_type.operation
+            self._ragged[type_id] = any(
+                is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)
+            ) or bool(symbols_in(operation.jaxpr))
+        return self._ragged[type_id]
+
+    def separate(
+        self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
+    ) -> Record:
+        """The record with its ragged nodes as calls of regions.
+
+        Args:
+          record: its graph may have ragged nodes.
+          num_arrays: how many arrays the instance has.
+          leaf_of: those whose length each symbol is.
+
+        Raises:
+          CannotMergeError: a ragged node cannot run for several lengths together.
+        """
+        graph = Graph.select([(record.whole, record.index)])
+        types = graph.node_type.tolist()
+        if not any(map(self.is_ragged, set(types))):
+            return record
+        return _Separation(self, graph, record, num_arrays, leaf_of).result()
+
+    def region(self, key: Hashable, make: Any) -> Region:
+        """The region of a key; `make()` gives its (shared, operands, results, program)."""
+        found = self._ids.get(key)
+        if found is None:
+            shared, operands, closed = make()
+            packed = Packed(find_phases(closed, len(shared)))
+            results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
+            found = Region(len(self.regions), shared, operands, results, packed)
+            self._ids[key] = found
+            self.regions.append(found)
+        return found
+
+
+class _Separation:
+    """Cuts the graph of one instance in two."""
+
+    def __init__(self, regions: Regions, graph: Graph, record: Record, num_arrays, leaf_of):
+        self.regions, self.graph, self.record = regions, graph, record
+        self.num_arrays, self.leaf_of = num_arrays, leaf_of
+        self.types = graph.node_type.tolist()
+        self.reads = [
+            graph.operand[a:b].tolist()
+            for a, b in zip(graph.operand_ptr[:-1], graph.operand_ptr[1:], strict=True)
+        ]
+        self.maker = graph.value_node.tolist()
+        self.inputs = [_single(chunk, k) for chunk in graph.inputs for k in range(len(chunk))]
+        self.outputs = graph.outputs.tolist()
+
+    def _parts(self) -> list[list[int]]:
+        """Connected nodes that are ragged or that ragged ones depend on."""
+        inside = [self.regions.is_ragged(t) for t in self.types]
+        for node in reversed(range(len(inside))):
+            if inside[node]:
+                for value in self.reads[node]:
+                    if value >= 0:
+                        inside[self.maker[value]] = True
+        part = list(range(len(inside)))
+
+        def root(node: int) -> int:
+            while part[node] != node:
+                part[node] = part[part[node]]
+                node = part[node]
+            return node
+
+        for node in np.flatnonzero(inside).tolist():
+            for value in self.reads[node]:
+                if value >= 0:
+                    part[root(node)] = root(self.maker[value])
+        groups: dict[int, list[int]] = {}
+        for node in np.flatnonzero(inside).tolist():
+            groups.setdefault(root(node), []).append(node)
+        return list(groups.values())
+
+    def result(self) -> RaggedRecord:
+        """The record, cut in two."""
+        graph = self.graph
+        parts = self._parts()
+        inside = {node for part in parts for node in part}
+        outer = [node for node in range(len(self.types)) if node not in inside]
+        wanted = {value for node in outer for value in self.reads[node]} | set(self.outputs)
+        calls: list[Call] = []
+        given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
+        for part in parts:
+            first = graph.value_ptr[part].tolist()
+            counts = graph.num_results[part].tolist()
+            values = (range(a, a + n) for a, n in zip(first, counts, strict=True))
+            leaving = [v for v in itertools.chain(*values) if v in wanted]
+            given.update((v, (len(calls), k)) for k, v in enumerate(leaving))
+            calls.append(self._call(part, leaving))
+
+        # Values are numbered anew: results of the nodes left; inputs with results of calls behind.
+        number: dict[int, int] = {}
+        for node in outer:
+            for v in range(int(graph.value_ptr[node]), int(graph.value_ptr[node + 1])):
+                number[v] = len(number)
+        ragged = []
+        outputs: list[int] = []
+        places: list[tuple[int, int]] = []
+        chunks: list[InputRows] = []
+
+        def renumbered(v: int) -> int:
+            if v in number:
+                return number[v]
+            if v < 0:
+                chunks.append(self.inputs[-1 - v])
+            else:
+                call, k = given[v]
+                kind = calls[call].region.results[k]
+                chunks.append(InputRows(kind, None, self.num_arrays + len(places)))
+                places.append((call, k))
+            number[v] = -len(chunks)
+            return number[v]
+
+        operands = [[renumbered(v) for v in self.reads[node]] for node in outer]
+        for position, v in enumerate(self.outputs):
+            if v in given and is_ragged(calls[given[v][0]].region.results[given[v][1]].shape):
+                ragged.append((position, *given[v]))
+            elif v < 0 and is_ragged(self.inputs[-1 - v].type.shape):
+                raise CannotMergeError("an array of the instance is returned as it came")
+            else:
+                outputs.append(renumbered(v))
+        flat = [v for read in operands for v in read]
+        rest = Graph(
+            graph.types,
+            graph.node_type[outer],
+            pointers(np.array([len(read) for read in operands], np.int64)),
+            np.array(flat, np.int32),
+            tuple(chunks),
+            np.array(outputs, np.int32),
+        )
+        return RaggedRecord(
+            rest,
+            0,
+            self.record.structure,
+            self.record.types,
+            tuple(calls),
+            self.num_arrays,
+            tuple(ragged),
+            tuple(places),
+        )
+
+    def _call(self, part: list[int], leaving: list[int]) -> Call:
+        """A connected part as a call of a region."""
+        registry, graph = self.regions.registry, self.graph
+        place: dict[int, tuple[int, int]] = {}  # (node, result) by value
+        operand: dict[int, int] = {}  # position by input
+        key: list[Hashable] = []
+        for i, node in enumerate(part):
+            refs = []
+            for v in self.reads[node]:
+                refs.append(place[v] if v >= 0 else operand.setdefault(v, len(operand)))
+            key.append((self.types[node], tuple(refs)))
+            a, b = graph.value_ptr[node : node + 2].tolist()
+            place.update((v, (i, v - a)) for v in range(a, b))
+        sources = tuple(self.inputs[-1 - v] for v in operand)
+        kinds = tuple(source.type for source in sources)
+        returned = tuple(place[v] for v in leaving)
+
+        def make() -> tuple:
+            node_types = [registry.node_types[t] for t, _ in key]
+            shared = list(dict.fromkeys(s for t in node_types for s in t.shared))
+
+            def compute(shared_values, operand_values):
+                values = dict(zip(shared, shared_values, strict=True))
+                made: list[list[Any]] = []
+                for node_type, (_, refs) in zip(node_types, key, strict=True):
+                    args = [values[s] for s in node_type.shared]
+                    args += [
+                        operand_values[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs
+                    ]
+                    closed: Any = node_type.operation.jaxpr
+                    made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+                return [made[i][k] for i, k in returned]
+
+            avals = [registry.shared[s].aval for s in shared]
+            operands = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in kinds]
+            return shared, kinds, jax.make_jaxpr(compute)(avals, operands)
+
+        region = self.regions.region((tuple(key), kinds, returned), make)
+        mine: dict[str, dict[int, None]] = {}
+        for source in sources:
+            for s in symbols_in(source.type.shape):
+                assert source.leaf is not None
+                mine.setdefault(s, {})[source.leaf] = None
+        leaves = tuple(tuple(mine.get(s, self.leaf_of[s])) for s in region.symbols)
+        return Call(region, sources, leaves)
+
+
+def _single(chunk: InputRows, k: int) -> InputRows:
+    """Row k of some inputs."""
+    if chunk.rows is None:
+        return chunk
+    return replace(chunk, rows=chunk.rows[k : k + 1])
