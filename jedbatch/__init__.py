@@ -8,13 +8,14 @@
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
 - `layout`, `Layout`: where values are kept, and how they are read.
 - `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
+- `ragged`: operations between the rows of an instance, whose number varies: attention.
 - `viz`: pictures of graphs, batches, time and memory.
 - `errors`: what can go wrong, each with a page of help.
 """
 
 import importlib.metadata
 
-from jedbatch import errors, policies, viz
+from jedbatch import errors, policies, ragged, viz
 from jedbatch._batch import Batched, Plan, batch
 from jedbatch._calibrate import Calibration, calibrate
 from jedbatch._cell import cell
@@ -45,6 +46,7 @@ __all__ = [
     "learn",
     "lower_bound",
     "policies",
+    "ragged",
     "schedule",
     "viz",
 ]

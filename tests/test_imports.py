@@ -19,6 +19,7 @@ ORDER = [
     "_diagram",
     "_fsm",
     "policies",
+    "ragged",
     "_episodes",
     "_learn",
     "_instances",
