@@ -3,9 +3,10 @@
 For every kind of data there is a reader of files, `read_trees` and so on, that gives records of
 strings; `read_trees.stream` gives them one by one. `index_trees` puts the numbers of a `Vocabulary`
 in the place of strings, `synthetic_treebank` makes up records of numbers that are shaped like real
-ones, and `minibatches` puts records together for training.
+ones, `as_arrays` makes their parts arrays, and `minibatches` puts records together for training.
 """
 
+from jedbatch.data.arrays import as_arrays
 from jedbatch.data.code import Code, index_code, read_code, synthetic_code
 from jedbatch.data.dependency import (
     Dependency,
@@ -29,6 +30,7 @@ from jedbatch.data.lattices import (
     synthetic_lattices,
 )
 from jedbatch.data.minibatches import minibatches
+from jedbatch.data.points import Points, synthetic_points
 from jedbatch.data.tagged import Tagged, index_tagged, read_tagged, synthetic_tagged
 from jedbatch.data.translations import (
     BEGIN,
@@ -58,10 +60,12 @@ __all__ = [
     "Lexicon",
     "Molecule",
     "Pair",
+    "Points",
     "Tagged",
     "Translation",
     "Tree",
     "Vocabulary",
+    "as_arrays",
     "build_lattice",
     "dependency_tree",
     "index_code",
@@ -89,6 +93,7 @@ __all__ = [
     "synthetic_lattices",
     "synthetic_molecules",
     "synthetic_pairs",
+    "synthetic_points",
     "synthetic_tagged",
     "synthetic_translations",
     "synthetic_treebank",
