@@ -57,18 +57,29 @@ def assert_close(got, expected, rtol):
 
 
 def check(
-    fn, params, instances, *, rtol=1e-5, gradients=True, thorough=False, plans=True, **options
+    fn,
+    params,
+    instances,
+    *,
+    rtol=1e-5,
+    gradients=True,
+    thorough=False,
+    plans=True,
+    alone=None,
+    **options,
 ):
     """Values and gradients of a batched function are those of the loop.
 
     With `thorough` also by plan and apply, by both under `jax.jit`, and by the other executor.
     Without `plans`, for functions that decide on computed values, it is called only.
+    `alone` is what the loop calls, such as `jax.jit(fn)` where operations one by one take long.
     Returns the batched function.
     """
-    expected = loop(fn, params, instances)
+    alone = fn if alone is None else alone
+    expected = loop(alone, params, instances)
     slope = None
     if gradients:
-        slope = jax.grad(lambda p: number(loop(fn, p, instances)), allow_int=True)(params)
+        slope = jax.grad(lambda p: number(loop(alone, p, instances)), allow_int=True)(params)
 
     def agree(run):
         assert_close(run(params), expected, rtol)

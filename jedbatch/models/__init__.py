@@ -3,20 +3,35 @@
 - `tree`, `treegru`, `mvrnn`, `twotypes`: binary trees.
 - `childsum`: dependency trees, in pairs.
 - `tagger`, `translation`: sentences.
+- `transformer`: sentences as arrays, of words and of pairs.
+- `deepsets`: sets of points.
 - `lattice`: characters with the words they spell.
 - `WORKLOADS`: each with the data it eats and a trained policy; `Workload` is for your own.
 """
 
-from jedbatch.models import childsum, lattice, mvrnn, tagger, translation, tree, treegru, twotypes
+from jedbatch.models import (
+    childsum,
+    deepsets,
+    lattice,
+    mvrnn,
+    tagger,
+    transformer,
+    translation,
+    tree,
+    treegru,
+    twotypes,
+)
 from jedbatch.models.workloads import WORKLOADS, Workload
 
 __all__ = [
     "WORKLOADS",
     "Workload",
     "childsum",
+    "deepsets",
     "lattice",
     "mvrnn",
     "tagger",
+    "transformer",
     "translation",
     "tree",
     "treegru",

@@ -54,9 +54,14 @@ def initializer(modules: Mapping[str, Pure]) -> Callable[[jax.Array], dict[str, 
     return init
 
 
+def by_name(name: str, module: Pure) -> Callable[..., Any]:
+    """A function that applies a module with the parameters of its name."""
+    return lambda params, *inputs: module.apply(params[name], *inputs)
+
+
 def module_cell(name: str, module: Pure) -> Callable[..., Any]:
     """A cell that applies a module with the parameters of its name."""
-    return jedbatch.cell(lambda params, *inputs: module.apply(params[name], *inputs), name=name)
+    return jedbatch.cell(by_name(name, module), name=name)
 
 
 def module_cells(modules: Mapping[str, Pure]) -> dict[str, Callable[..., Any]]:
