@@ -325,6 +325,20 @@ def test_numbers_of_graphs():
     assert [spell(root) for root in data.index_dependencies(CODE, kinds)] == CODE
 
 
+def test_records_as_arrays():
+    records = [((3, 1, 4), (0, 2, 2), 5), ((), (), True), (((0.5, 2), (1, -1)), 1.5)]
+    words, points = data.as_arrays(records)[0], data.as_arrays(records)[2]
+    assert [x.tolist() for x in words] == [[3, 1, 4], [0, 2, 2], 5]
+    assert [x.tolist() for x in points] == [[[0.5, 2], [1, -1]], 1.5]
+    kinds = [[(x.dtype.name, x.ndim) for x in record] for record in data.as_arrays(records)]
+    assert kinds[:2] == [[("int32", 1), ("int32", 1), ("int32", 0)]] * 2
+    assert kinds[2] == [("float32", 2), ("float32", 0)]
+    spelled = data.synthetic_tagged(9, spelled=True)
+    for bad in (spelled, [*records, (("a",), (0,))], [*records, (None,)]):
+        with pytest.raises(ValueError, match=r"in record \d; expected numbers.*`Vocabulary`"):
+            data.as_arrays(bad)
+
+
 def test_deep_code(tmp_path):
     n = 5000
     path = tmp_path / "code.jsonl"

@@ -15,6 +15,7 @@ SYNTHETIC = {
     "lattices": data.synthetic_lattices,
     "molecules": data.synthetic_molecules,
     "code": data.synthetic_code,
+    "points": data.synthetic_points,
 }
 
 
@@ -220,6 +221,19 @@ def test_synthetic_code_is_shaped_like_real_code():
     assert max(kinds) < 90
 
 
+def test_labels_of_points_follow_from_all_of_them():
+    """The radius goes up and down with the angle, as often as the label says."""
+    sets = data.synthetic_points(1000, seed=1)
+    assert_lengths([len(points) for points, _ in sets], 40, 37, 76, least=10)
+    for points, label in sets:
+        x = np.array(points) @ [1, 1j]
+        waves = [abs(np.mean((abs(x) - 1) * (x / abs(x)) ** k)) for k in range(1, 5)]
+        if len(points) >= 40:
+            assert np.argmax(waves) == label
+        assert 0.2 < abs(x).min() <= abs(x).max() < 1.8
+    assert np.abs(np.bincount([label for _, label in sets]) - 250).max() < 50
+
+
 @pytest.mark.parametrize(
     ("name", "options", "size"),
     [
@@ -228,6 +242,7 @@ def test_synthetic_code_is_shaped_like_real_code():
         ("lattices", {"mean_length": 6}, lambda r: len(r[0])),
         ("molecules", {"mean_atoms": 6}, lambda r: len(r[0])),
         ("code", {"mean_nodes": 20}, data.num_words),
+        ("points", {"mean_size": 6}, lambda r: len(r[0])),
     ],
 )
 def test_small_synthetic_records(name, options, size):
