@@ -77,7 +77,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | No
         )
     if q.ndim == 3:
         return ragged_attention(q, k, v, causal=bool(causal), scale=float(scale))
-    return attention(q[:, None], k[:, None], v[:, None], causal=causal, scale=scale)[:, 0]
+    q, k, v = (jnp.expand_dims(x, 1) for x in (q, k, v))
+    return jnp.squeeze(attention(q, k, v, causal=causal, scale=scale), 1)
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "scale"))
