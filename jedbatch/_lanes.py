@@ -106,12 +106,12 @@ def _look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
         table, indices = values
         (axis,) = ragged_axes(params["slice_sizes"])
         numbers = params["dimension_numbers"]
-        moves = np.array([a == axis for a in numbers.start_index_map])
+        moves = np.array([a == axis for a in numbers.start_index_map], indices.dtype)
         if not moves.any():
             raise CannotMergeError("`gather` of rows that no index leads to")
         return lax.gather(
             table,
-            indices + moves * position.astype(indices.dtype),
+            indices + jnp.broadcast_to(moves * position.astype(indices.dtype), indices.shape),
             numbers,
             substituted(params["slice_sizes"], one),
             mode="clip",

@@ -449,7 +449,7 @@ class _Instances:
             extent = variable.aval.shape[_ragged_axis(variable)]
             e = here.index(extent)
             size = extent_at(extent, dict.fromkeys(packed.phased.symbols, most))
-            index = lax.iota(jnp.int32, size)
+            index = lax.iota(jnp.int32, size)[None]
             counts = jnp.maximum(extent_at(extent, lengths), 0)
             counts = jnp.broadcast_to(counts, calls.shape)[:, None]
             rows = take(here.get("starts", e), calls)[:, None] + jnp.minimum(index, counts - 1)

@@ -56,7 +56,7 @@ FUNCTIONS = {
 def test_values_and_gradients(name):
     model, function, instances = FUNCTIONS[name]
     fn = function(model)
-    check(fn, parameters(model), instances, rtol=3e-5, alone=jax.jit(fn), granularity="auto")
+    check(fn, parameters(model), instances, rtol=3e-5, alone=jax.jit(fn))
 
 
 def test_states_of_sentences():
@@ -64,7 +64,7 @@ def test_states_of_sentences():
     model = encoder()
     params, encode = parameters(model), transformer.encoder(model)
     words = [words for (words,) in WORDS]
-    states = jedbatch.batch(encode, out_axes=None, granularity="auto")(params, words)
+    states = jedbatch.batch(encode, out_axes=None)(params, words)
     assert [x.shape for x in states] == [(3, 8), (2, 8), (3, 8)]
     assert_close(states, [encode(params, x) for x in words], 1e-5)
 
