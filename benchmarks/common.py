@@ -18,16 +18,15 @@ from jedbatch.models import tree
 NUM_LABELS = 5
 
 
-def options(doc: str | None) -> argparse.ArgumentParser:
+TREES = "a treebank, one bracketed tree a line (may be .gz); synthetic trees by default"
+
+
+def options(doc: str | None, data: str = TREES) -> argparse.ArgumentParser:
     """The options every benchmark has; `doc` is the docstring of its module."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="a treebank, one bracketed tree a line (may be .gz); synthetic trees by default",
-    )
+    parser.add_argument("--data", metavar="FILE", help=data)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     return parser
 
