@@ -22,19 +22,18 @@ import numpy as np
 VOCABULARY = 5000
 POSITIONS = 512  # the longest sentence
 CLASSES = 10
-LAYERS = 4
 HEAD = 32
 
 Params = dict[str, Any]
 Sentence = tuple[np.ndarray, np.ndarray]  # (words int32[n], label int32[])
 
 
-def parameters(hidden: int, seed: int = 0) -> Params:
+def parameters(hidden: int, layers: int) -> Params:
     """Random ones; `hidden` is a multiple of 32."""
-    keys = iter(jax.random.split(jax.random.key(seed), 3 + 4 * LAYERS))
+    rng = np.random.default_rng(0)
 
     def matrix(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) / np.sqrt(hidden)
+        return jnp.asarray(rng.normal(size=shape, scale=hidden**-0.5), jnp.float32)
 
     def norm() -> Params:
         return {"scale": jnp.ones(hidden), "shift": jnp.zeros(hidden)}
@@ -54,7 +53,7 @@ def parameters(hidden: int, seed: int = 0) -> Params:
     return {
         "words": matrix(VOCABULARY, hidden),
         "positions": matrix(POSITIONS, hidden),
-        "layers": [layer() for _ in range(LAYERS)],
+        "layers": [layer() for _ in range(layers)],
         "norm": norm(),
         "classes": matrix(hidden, CLASSES),
     }

@@ -1,24 +1,22 @@
 """Does running only the rows that exist beat padding?
 
 The Transformer of `encoder.py`, 4 layers with heads of 32, on sentences of 3 to 125 words, 25 on
-average. Inference is the scores of a sentence, training the mean loss and its gradient.
+average. Inference computes the scores of all sentences, training their mean loss and its gradient.
 
 longest     a mask, and minibatches padded to their longest sentence: compiled for every length
             that is the longest of a minibatch.
 buckets     the same, with the sentences of an epoch sorted by length before they are cut into
             minibatches, each padded to the next power of two (8 at least).
 eights      sorted as well, padded to the next multiple of 8: fewer rows, more to compile.
-loop        sentence by sentence, jit-compiled for every length. Training adds gradients up in
-            place.
+loop        sentence by sentence, jit-compiled for every length; gradients are added in place.
 jedbatch    `jedbatch.batch` of the function of one sentence, which has no mask; minibatches as
-            they come, planned without looking at lengths. Inference is `plan` and `apply`,
-            training `plan` and a jit-compiled value and gradient of a plan.
+            they come. Inference is `plan` and `apply`, training `plan` and a jit-compiled step.
 
 All compute the same from the same parameters, which is compared with the loop before anything is
 timed. Times are of whole minibatches, from a list of NumPy arrays until results are there: padding,
 planning and transfer count. They are minibatches of an epoch, evenly spaced in order of size, run
 before so that nothing is compiled any more; the loop is timed on a few sentences, chosen alike. All
-run in turns in one process. `jedbatch µs` is the median time per sentence, `NAME ×` how many times
+run in turns. `jedbatch µs` is the median time per sentence, `NAME ×` how many times
 as long NAME takes: above 1, jedbatch is faster (ratios of medians, and in brackets the quartiles of
 the ratios of neighbouring runs).
 
@@ -64,8 +62,7 @@ def load(path: str | None, count: int, seed: int) -> list[Sentence]:
         lengths = np.rint(rng.lognormal(np.log(23), 0.41, count)).clip(3, 125).astype(int)
         words = [rng.integers(0, encoder.VOCABULARY, n, np.int32) for n in lengths]
         return [(w, rng.integers(0, encoder.CLASSES, dtype=np.int32)) for w in words]
-    found = [words for words, _ in read_tagged(Path(path) / FILE if Path(path).is_dir() else path)]
-    found = [words for words in found if len(words) <= encoder.POSITIONS]
+    found = [words for words, _ in read_tagged(path) if len(words) <= encoder.POSITIONS]
     if len(found) < count:
         raise SystemExit(f"{path} holds {len(found)} sentences; these options need {count}")
     return [hashed(found[i]) for i in rng.permutation(len(found))[:count]]
@@ -103,6 +100,7 @@ def multiple(minibatch: Minibatch) -> int:
 WIDTHS = {"longest": longest, "buckets": power, "eights": multiple}
 
 
+@functools.cache
 def by_padding(mode: str, width: Callable[[Minibatch], int]) -> Run:
     """Pads minibatches to a width that follows from their sentences."""
     padded = {
@@ -113,6 +111,7 @@ def by_padding(mode: str, width: Callable[[Minibatch], int]) -> Run:
     return lambda params, batch: run(params, encoder.Padded.of(batch, width(batch)))
 
 
+@functools.cache
 def by_loop(mode: str) -> Run:
     """Sentence by sentence."""
     if mode == "inference":
@@ -169,7 +168,7 @@ class Ours:
             jax.block_until_ready(self.apply(params, plan))
             programs.append(self.batched.compilations + self.step.traces)
             computed.append(rows_computed(plan))
-        late = programs[-1] - programs[: WARM + 1][-1] if len(programs) > WARM else 0
+        late = programs[-1] - programs[min(WARM, len(programs)) - 1]
         ratio = None if None in computed else sum(computed) / sum(map(rows, minibatches))
         return {"rows": ratio, "compiled": programs[-1], "compiled late": late}
 
@@ -233,11 +232,9 @@ def sides_of(mode: str, sentences: list[Sentence], size: int) -> dict[str, Side]
 
 
 def measure(
-    mode: str, hidden: int, size: int, sentences: list[Sentence], args: argparse.Namespace
+    mode: str, params: Params, size: int, sentences: list[Sentence], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """All numbers of a row."""
-    params = encoder.parameters(hidden)
-    check(mode, params, sentences[:4])
+    """What there is to say of every side."""
     sides = sides_of(mode, sentences[: len(sentences) // size * size], size)
     ours, *others = sides
     found = {ours: sides[ours].run.epoch(params, sides[ours].minibatches)}
@@ -254,7 +251,7 @@ def measure(
     times.seconds[:] /= [[sum(map(len, timed[name]))] for name in sides]
     for i, name in enumerate(sides):
         found[name] |= {"seconds": times.seconds[i].tolist(), "ratio": times.ratio(i)}
-    return {"mode": mode, "hidden": hidden, "batch": size, "sides": found}
+    return found
 
 
 HEADER = ["", "hidden", "batch", "jedbatch µs", *(f"{name} ×" for name in [*WIDTHS, "loop"])]
@@ -262,15 +259,13 @@ HEADER += ["rows: longest", "buckets", "eights", "jedbatch"]
 HEADER += ["compiled: longest", "buckets", "eights", "loop", "jedbatch"]
 
 
-def cells(row: dict[str, Any]) -> list[Any]:
-    """A row of the table."""
-    ours, *others = row["sides"].values()
-    padded = [f"{side['rows']:.2f}" for side in others[:-1]]
+def cells(sides: dict[str, Any]) -> list[Any]:
+    """What a row of the table says of them."""
+    ours, *others = sides.values()
     return [
-        *(row[name] for name in ("mode", "hidden", "batch")),
         f"{1e6 * np.median(ours['seconds']):.0f}",
         *(side["ratio"] for side in others),
-        *padded,
+        *(f"{side['rows']:.2f}" for side in others[:-1]),
         "–" if ours["rows"] is None else f"{ours['rows']:.2f}",
         *(side["compiled"] for side in others),
         f"{ours['compiled']} ({ours['compiled late']})",
@@ -282,7 +277,8 @@ def options() -> argparse.ArgumentParser:
     parser = common.options(__doc__, data=f"{tagged}; synthetic ones by default")
     parser.add_argument("--hidden", type=common.numbers, default=[128, 256], help="such as 64,256")
     parser.add_argument("--batch", type=common.numbers, default=[8, 64, 256], help="such as 8,64")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=MODES)
+    parser.add_argument("--layers", type=int, default=4, help="(default %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--epoch", type=int, default=1024, help="sentences (%(default)s)")
     parser.add_argument("--sentences", type=int, default=256, help="to time, about (%(default)s)")
     parser.add_argument("--few", type=int, default=64, help="that the loop runs (%(default)s)")
@@ -293,22 +289,31 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
     if args.quick:
-        args.hidden, args.batch, args.epoch = [64], [8], 32
-        args.sentences, args.few, args.repeat = 16, 8, 3
+        args.hidden, args.batch, args.layers = [64], [8], 1
+        args.epoch, args.sentences, args.few, args.repeat = 16, 16, 4, 3
+    if args.epoch < max(args.batch):
+        parser.error(f"--epoch {args.epoch}: expected as many sentences as a minibatch has")
+    if args.data and Path(args.data).is_dir():
+        args.data = f"{args.data}/{FILE}"
     sentences = load(args.data, args.epoch, args.seed)
-    print(common.machine())
-    print(f"{len(sentences)} {'sentences of ' + args.data if args.data else 'synthetic sentences'}")
+    report = {"machine": common.machine(), "options": vars(args), "rows": []}
+    source = Path(args.data).name if args.data else "synthetic"
+    print(report["machine"], f"{source}, {len(sentences)} sentences", sep="\n")
     table = common.Table(*HEADER)
-    found = []
     for mode in args.modes:
-        for hidden, size in common.by(args.hidden, args.batch):
-            found.append(measure(mode, hidden, size, sentences, args))
-            table.row(*cells(found[-1]))
+        for hidden in args.hidden:
+            params = encoder.parameters(hidden, args.layers)
+            check(mode, params, sentences[:4])
+            for size in args.batch:
+                sides = measure(mode, params, size, sentences, args)
+                table.row(mode, hidden, size, *cells(sides))
+                report["rows"].append({"mode": mode, "hidden": hidden, "batch": size} | sides)
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1, default=str))
             jax.clear_caches()
-            if args.json:
-                args.json.write_text(json.dumps({"machine": common.machine(), "rows": found}))
 
 
 if __name__ == "__main__":

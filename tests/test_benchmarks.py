@@ -20,6 +20,8 @@ if not BENCHMARKS.exists():
 sys.path.insert(0, str(BENCHMARKS))
 
 import by_hand  # noqa: E402
+import encoder  # noqa: E402
+import padding  # noqa: E402
 import report  # noqa: E402
 import suite  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
@@ -183,3 +185,70 @@ def test_speeds_and_ratios_in_tables():
     assert (said["planned /s"], said["known /s"], said["unseen /s"]) == ("128", "64.0", "32.0")
     assert (said["by hand ×"], said["loop ×"]) == ("2.00 (1.90–2.10)", "10.0")
     assert (said["GFLOP/s"], said["of product"], said["compiled"]) == ("100", "50%", "0")
+
+
+# --- padding ---
+
+
+def short_sentences(*lengths):
+    longest = padding.load(None, len(lengths), seed=0)
+    return [(words[:n], label) for n, (words, label) in zip(lengths, longest, strict=True)]
+
+
+@pytest.mark.parametrize("mode", padding.MODES)
+def test_padded_sentences_are_the_loop(mode):
+    """Scores; mean loss and its gradient."""
+    params, sentences = encoder.parameters(64, layers=1), short_sentences(3, 5)
+
+    def plain(params):
+        if mode == "inference":
+            return jnp.stack([encoder.scores(params, words) for words, _ in sentences])
+        mean = lambda p: sum(encoder.loss(p, s) for s in sentences) / 2  # noqa: E731
+        return jax.value_and_grad(mean)(params)
+
+    sides = [padding.by_padding(mode, width) for width in (padding.longest, padding.power)]
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.jit(plain)(params)
+        for run in (*sides, padding.by_loop(mode)):
+            got = run(params, sentences)
+            helpers.assert_close(jnp.stack(got) if type(got) is list else got, expected, 1e-4)
+
+
+def test_sentences_may_have_any_length():
+    """The model of one sentence can be traced without a length."""
+    params = encoder.parameters(64, layers=1)
+    (n,) = jax.export.symbolic_shape("n", constraints=[f"n <= {encoder.POSITIONS}"])
+    sentence = jax.ShapeDtypeStruct((n,), "int32"), jax.ShapeDtypeStruct((), "int32")
+    with jax.numpy_rank_promotion("allow"):
+        loss, slope = jax.eval_shape(jax.value_and_grad(encoder.loss), params, sentence)
+    assert loss.shape == ()
+    assert jax.tree.map(jnp.shape, slope) == jax.tree.map(jnp.shape, params)
+
+
+def test_rows_and_shapes_of_padding():
+    sentences = short_sentences(3, 9, 4, 17, 5, 7, 20, 3)  # 68 rows
+    sides = padding.sides_of("inference", sentences, 2)
+    counts = {name: tuple(side.counts().values()) for name, side in sides.items()}
+    assert counts.pop("jedbatch")[0] == 1  # it says itself what it computes
+    assert counts == {
+        "longest": (2 * (9 + 17 + 7 + 20) / 68, 4),
+        "buckets": (2 * (8 + 8 + 16 + 32) / 68, 3),
+        "eights": (2 * (8 + 8 + 16 + 24) / 68, 3),
+        "loop": (1, 7),
+    }
+    lengths = [[len(words) for words, _ in m] for m in sides["longest"].sample(2)]
+    assert lengths == [[3, 9], [20, 3]]
+
+
+def test_sentences_are_read_from_a_file(tmp_path):
+    path = tmp_path / padding.FILE.removesuffix(".gz")
+    lines = [
+        '{"tokens": ["a", "b", "a"], "tags": ["O", "O", "O"]}',
+        '{"tokens": ["a"], "tags": ["O"]}',
+    ]
+    path.write_text("\n".join(lines))
+    with pytest.raises(SystemExit, match="holds 2 sentences; these options need 3"):
+        padding.load(str(path), 3, seed=0)
+    first, last = sorted(padding.load(str(path), 2, seed=0), key=lambda s: len(s[0]))
+    assert (len(first[0]), len(last[0])) == (1, 3)
+    assert last[0][0] == last[0][2] == first[0][0] != last[0][1]
