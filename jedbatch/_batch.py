@@ -457,9 +457,9 @@ class Batched:
             longest = max(len(x) for mine in arrays for x in mine if np.ndim(x))
             if lengths.next_bound(longest, shapes):
                 raise _LengthsMatterError from None
-            found = record(session.grouping, read)  # complains if that is not the reason
+            record(session.grouping, read)  # complains if that is not the reason
             lengths.give_up(error)
-            return found
+            raise _LengthsMatterError from None
         agree = [
             g is None or lengths.learn(g, r, a) for g, r, a in zip(given, made, arrays, strict=True)
         ]

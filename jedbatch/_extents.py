@@ -6,15 +6,113 @@ and a value of n, where a computation needs one (the divisor of a mean), is an o
 `dim_as_value`. An extent of which JAX knows no number is called *ragged* here, and so is the axis
 it is the extent of.
 
+A symbol has no value for Python to decide on. JAX answers `n == 2` with False where it cannot know,
+and takes every extent to be 1 at least. Here both are errors (`LengthDecisionError`), unless JAX
+itself asks: whoever decides on lengths is run for every length by itself.
+
 Source: the symbolic shapes of `jax.export`.
 """
 
+import copy
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.export import is_symbolic_dim
+from jax.export import is_symbolic_dim, symbolic_shape
+
+TRUSTED = ("jax", "jaxlib", "numpy", "opt_einsum")  # they ask about extents as generally as we do
+(_plain,) = symbolic_shape("n")
+Base: Any = type(_plain)
+
+
+class LengthDecisionError(Exception):
+    """Python has decided on the length of an array."""
+
+
+def _deciding(name: str, unsound: Callable[[bool], bool]) -> Callable:
+    """A comparison that refuses to give answers which may not hold for all lengths."""
+    compare = getattr(Base, name)
+
+    def method(self: Any, other: Any) -> bool:
+        if name in ("__eq__", "__ne__") and type(other) is Base:  # which knows nothing of us
+            found = compare(other, self)
+        else:
+            found = compare(self, other)
+        if unsound(found):
+            _refuse(sys._getframe(1))
+        return found
+
+    return method
+
+
+def _refuse(caller: Any) -> None:
+    """Raises an error unless it is JAX that asks."""
+    module = caller.f_globals.get("__name__", "")
+    if module.partition(".")[0] not in TRUSTED and not module.startswith("jedbatch._"):
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        raise LengthDecisionError(f"Python decides on the length of an array at {where}")
+
+
+def _calculating(name: str) -> Callable:
+    """An operation whose result is an extent that refuses, too."""
+    calculate = getattr(Base, name)
+
+    def method(self: Any, *args: Any) -> Any:
+        return _watched(calculate(self, *args))
+
+    return method
+
+
+class Extent(Base):
+    """A symbolic dimension on which Python may not decide."""
+
+    __slots__ = ()
+    __hash__ = Base.__hash__
+
+    # What follows from a bound above is checked; that there is a row at all is not.
+    __eq__ = _deciding("__eq__", lambda found: not found)
+    __ne__ = _deciding("__ne__", lambda found: found)
+    __gt__ = _deciding("__gt__", lambda found: found)
+    __ge__ = _deciding("__ge__", lambda found: found)
+    __lt__ = _deciding("__lt__", lambda found: not found)
+    __le__ = _deciding("__le__", lambda found: not found)
+
+    def __bool__(self) -> bool:
+        _refuse(sys._getframe(1))
+        return True
+
+
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "pow",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "neg",
+]:
+    if hasattr(Base, f"__{_name}__"):
+        setattr(Extent, f"__{_name}__", _calculating(f"__{_name}__"))
+
+
+def _watched(extent: Any) -> Any:
+    """The extent as one on which Python may not decide."""
+    if type(extent) is Base:
+        extent = copy.copy(extent)
+        extent.__class__ = Extent
+    return extent
+
+
+def make_symbol(name: str, scope: Any) -> Any:
+    """A symbol of a scope of `jax.export`."""
+    return _watched(symbolic_shape(name, scope=scope)[0])
 
 
 def is_ragged(shape: Sequence[Any]) -> bool:

@@ -291,11 +291,13 @@ class LazyRecorder(Recorder):
             "slice", ("slice", cut, sizes), call, [x, *(starts[k] for k in cut)]
         )[0]
 
-    def _operation(self, name: str, key: Hashable, call: Callable, args: Sequence[Any]) -> list:
+    def _operation(
+        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
+    ) -> list:
         self._reader = name
         if any(isinstance(x, Tracer) or self._is_weight(x) for x in args):
             args = [self.symbol(x) if isinstance(x, Tracer) or np.ndim(x) else x for x in args]
-        return super()._operation(name, key, call, args)
+        return super()._operation(name, key, call, args, is_ragged)
 
     def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
         if not any(map(np.ndim, args)):

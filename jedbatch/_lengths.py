@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import export
 
+from jedbatch._extents import make_symbol
 from jedbatch._instances import array_type
 from jedbatch._regions import RaggedRecord
 
@@ -171,7 +172,7 @@ class Lengths:
                 limits = [] if self.bound is None else [f"{s} <= {self.bound}" for s in names]
                 known[""] = export.SymbolicScope(limits)
             for s in dict.fromkeys([*names, name]):
-                known[s] = export.symbolic_shape(s, scope=known[""])[0]
+                known[s] = make_symbol(s, known[""])
         return known[name]
 
 

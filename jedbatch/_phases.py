@@ -27,6 +27,13 @@ from jedbatch._along import SOURCES, CannotMergeError, is_elementwise, mixed_axe
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
 
+EXTREMES = {
+    "reduce_max": "a maximum",
+    "reduce_min": "a minimum",
+    "argmax": "the place of a maximum",
+    "argmin": "the place of a minimum",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Phase:
@@ -279,17 +286,32 @@ class _Finder:
 
 
 def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Extents that must not be 0: divisors, as in a mean."""
+    """Extents that must not be 0, each with what is taken of so many rows.
+
+    Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
+    """
     extent: dict[Any, Any] = {}
+    readers: dict[Any, list[Any]] = {}
+    for eqn in equations:
+        for v in reads(eqn):
+            readers.setdefault(v, []).append(eqn)
     found = []
     for eqn in equations:
-        name = eqn.primitive.name
+        name, (out, *_) = eqn.primitive.name, eqn.outvars
         if name == "dim_as_value":
-            extent[eqn.outvars[0]] = eqn.params["dim"]
-        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape", "max"):
-            source = next((extent[v] for v in reads(eqn) if v in extent), None)
-            if source is not None and name != "max":
-                extent[eqn.outvars[0]] = source
+            extent[out] = eqn.params["dim"]
+        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
+            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
         elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
             found.append((extent[eqn.invars[1]], "a mean"))
+        elif name in EXTREMES and not _starts(readers.get(out, ())):
+            found += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
     return found
+
+
+def _starts(equations: Sequence[Any]) -> bool:
+    """Whether an extreme is read only together with a number that it starts from."""
+    return bool(equations) and all(
+        eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)
+        for eqn in equations
+    )

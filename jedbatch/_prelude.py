@@ -209,9 +209,10 @@ def _refuse_empty(
         empty = np.flatnonzero(np.broadcast_to(extent_at(extent, lengths) <= 0, len(places)))
         if len(empty):
             raise ValueError(
-                f"instance {places[empty[0]][0]} has an array of length 0, of which the function "
-                f"takes {what} (it divides by {extent}); expected at least one row. Leave such "
-                "instances out, or divide by `jnp.maximum(x.shape[0], 1)`."
+                f"instance {places[empty[0]][0]} has an array of length 0, and the function takes "
+                f"{what} of {extent} rows; expected at least one. Leave such instances out, or "
+                "write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
+                "`x.max(0, initial=0.0)`."
             )
 
 
