@@ -581,6 +581,14 @@ def batch(
     instance computes, groups operations of all instances into batches and runs everything as one
     XLA program, compiled once for every topology, and differentiable in reverse mode.
 
+    Arrays in instances may differ in length, `[n, ...]` with another n in each. Operations on them
+    run on the rows of all instances, whatever n is, without padding one to the other, and are
+    compiled once for all lengths. Inside of `fn`, `x.shape[0]` is then a symbol, which can be used
+    for shapes (`jnp.arange(n)`) and as a number in computations (`x.sum(0) / n`), but which Python
+    cannot decide on: a function that does is run for each length by itself, and so is one that does
+    to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
+    sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+
     Args:
       fn: a pure function of one instance. Arrays in the instance are symbolic while it is
         recorded; numbers, strings, lists and objects reach it as they are.
@@ -632,7 +640,7 @@ def batch(
 
     References:
       Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
-      finite state machines, ICML 2023.
+      finite state machines, ICML 2023; InsNet for padding-free batching.
     """
     if not callable(fn):
         raise TypeError(f"`batch` got {_show(fn)}; expected a function of one instance.")

@@ -11,7 +11,7 @@ A phase is a longest run of one kind of work. Between phases values have at most
 and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
 of one instance, exist inside of a phase only, for a few instances at a time; a phase that needs
 them again computes them again. What depends on extents alone (positions, causal masks, divisors) is
-computed wherever it is read.
+computed wherever it is read, and so are values that are others in another shape.
 
 Source: InsNet (padding-free batching of operators); the phases are ours.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from jedbatch._along import SOURCES, CannotMergeError, is_elementwise, mixed_axes
+from jedbatch._along import SOURCES, VIEWS, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
 
@@ -208,8 +208,9 @@ class _Finder:
         if free:
             self._free.update(eqn.outvars)
         pairs = any(len(ragged_axes(v.aval.shape)) > 1 for v in eqn.outvars)
-        if pairs or (free and not self._returned.intersection(eqn.outvars)):
-            mixed_axes(eqn)  # complains of what is not known
+        cheap = free or (eqn.primitive.name in VIEWS and not shares)
+        mixed = mixed_axes(eqn)  # complains of what is not known
+        if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
             self.again.update((v, eqn) for v in eqn.outvars)
             return
         kinds = self._kinds_for(eqn, shares)
