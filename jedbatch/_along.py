@@ -105,7 +105,15 @@ REDUCTIONS = frozenset(
 )
 CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
 VIEWS = frozenset(  # the same elements in another shape or precision
-    ["broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose"]
+    [
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reshape",
+        "squeeze",
+        "transpose",
+    ]
 )
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 

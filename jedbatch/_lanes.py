@@ -29,6 +29,7 @@ from jedbatch._along import (
 )
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, substituted
 from jedbatch._jaxpr import value_of
+from jedbatch._tiles import SHAPED, TILE, Axes
 
 Number = Callable[[Any], int]  # what to take for an extent
 
@@ -165,10 +166,20 @@ class Padded:
       lengths: what the instance has of it: a scalar array for every symbol.
       guarded: whether a length may be 0. Then even the first entry holds nothing, a maximum is
         -inf and a sum 0, and 0 / 0 where nothing is would make NaN of gradients.
+      tiles: the axes of variables along which only a tile is there (see `_tiles`), of so many rows
+        from `offset` on.
     """
 
-    def __init__(self, sizes: Mapping[str, int], lengths: Mapping[str, Any], guarded: bool):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        lengths: Mapping[str, Any],
+        guarded: bool,
+        tiles: Axes | None = None,
+        offset: Any = 0,
+    ):
         self.sizes, self.lengths, self.guarded = sizes, lengths, guarded
+        self.tiles, self.offset = tiles or {}, offset
 
     def size(self, extent: Any) -> int:
         """The room for an extent."""
@@ -199,12 +210,31 @@ class Padded:
             return [self._look_up(eqn, values)]
         mixed = mixed_axes(eqn)
         if not mixed:
+            if eqn.outvars[0] in self.tiles:
+                return self._tile(eqn, values)
             if self.guarded and name in ELEMENTWISE:
                 values = [self._guard(x, eqn.outvars[0].aval.shape) for x in values]
             return bind(eqn, values, self.size)
         if name in REDUCTIONS or name in CUMULATIVE or name == "top_k":
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
+
+    def _tile(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of an equation for a tile."""
+        name, params = eqn.primitive.name, dict(eqn.params)
+        (axis,) = self.tiles[eqn.outvars[0]]
+        if name in SHAPED:
+            shape = list(params[SHAPED[name]])
+            shape[axis] = TILE
+            params[SHAPED[name]] = tuple(shape)
+            eqn = eqn.replace(params=params)
+        elif self.guarded and name in ELEMENTWISE:
+            shape = [TILE if a == axis else d for a, d in enumerate(eqn.outvars[0].aval.shape)]
+            values = [self._guard(x, shape) for x in values]
+        out = bind(eqn, values, self.size)
+        if name == "iota" and params["dimension"] == axis:
+            out = [out[0] + self.offset.astype(out[0].dtype)]
+        return out
 
     def _guard(self, x: Any, shape: Sequence[Any]) -> Any:
         """An operand with ones wherever the result is nothing."""

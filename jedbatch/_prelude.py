@@ -15,10 +15,10 @@ from jax.core import Tracer
 from jedbatch._cells import stored
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._ladder import BLOCKS
-from jedbatch._packed import SHORTEST, Room
 from jedbatch._plan import Slice, input_name
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._regions import Call, RaggedRecord, Region
+from jedbatch._rooms import SHORTEST, Room
 from jedbatch._rows import rows_of_inputs
 from jedbatch._trace import Record
 

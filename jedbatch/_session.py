@@ -19,7 +19,6 @@ from jedbatch._cotangents import (
 from jedbatch._executors import EXECUTORS
 from jedbatch._layout import Layout
 from jedbatch._lengths import Lengths
-from jedbatch._packed import Room
 from jedbatch._plan import Static
 from jedbatch._prelude import Calls, Stage, make_room, run_prelude
 from jedbatch._program import (
@@ -33,6 +32,7 @@ from jedbatch._program import (
 )
 from jedbatch._regions import Region, Regions
 from jedbatch._registry import Registry
+from jedbatch._rooms import Room
 from jedbatch._trace import Record
 
 ROUNDS = 512  # layouts of rounds that are kept

@@ -1,0 +1,186 @@
+"""Phases over rows: what is done to every row alike, for the rows of all instances.
+
+Such a phase is a kernel whose lanes are rows (see `_cells`), so that its weights' gradients are
+taken from all rows at once. It runs in blocks of 512, 64 and 8 rows; how many of each there are is
+data, so at most seven rows are computed that nobody reads.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jedbatch._along import is_look_up
+from jedbatch._cells import Kernel, differentiable
+from jedbatch._execute import cut, each_block, put, take, tap_gradient
+from jedbatch._extents import extent_at
+from jedbatch._graph import NodeType, ValueType
+from jedbatch._jaxpr import value_of
+from jedbatch._ladder import BLOCKS
+from jedbatch._lanes import run_row
+from jedbatch._phases import Phase
+from jedbatch._registry import Operation
+from jedbatch._rooms import Here, of_inexact, ragged_axis, row_shape, spread
+
+
+class OverRows:
+    """A phase over rows: a kernel whose lanes are rows.
+
+    Its operands are, of each row, what the phase reads; its position, if that matters; and
+    extents that it needs as numbers.
+    """
+
+    def __init__(self, phase: Phase):
+        self.phase = phase
+        self._extents = [
+            e.params["dim"] for e in phase.equations if e.primitive.name == "dim_as_value"
+        ]
+        self._placed = any(is_look_up(e) or e.primitive.name == "iota" for e in phase.equations)
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The program of one row."""
+        phase = self.phase
+        operands = [ValueType(row_shape(v), v.aval.dtype) for v in phase.reads]
+        operands += [ValueType((), np.dtype(np.int32))] * (len(self._extents) + self._placed)
+        results = tuple(ValueType(row_shape(v), v.aval.dtype) for v in phase.writes)
+        jaxpr = jax.make_jaxpr(self._lane)(
+            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in phase.shared],
+            [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in operands],
+        )
+        shared = tuple(range(len(phase.shared)))
+        operation = Operation(("rows", id(phase)), jaxpr)
+        return Kernel(NodeType("rows", operation, tuple(operands), shared, results))
+
+    def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        phase = self.phase
+        env = dict(zip(phase.shared, shared, strict=True))
+        for v, x in zip(phase.reads, operands, strict=False):
+            axis = ragged_axis(v)
+            env[v] = x if axis is None else lax.expand_dims(x, (axis,))
+        extents = iter(operands[len(phase.reads) :])
+        position = operands[-1] if self._placed else None
+        for eqn in phase.equations:
+            if eqn.primitive.name == "dim_as_value":
+                env[eqn.outvars[0]] = next(extents).astype(eqn.outvars[0].aval.dtype)
+                continue
+            values = [value_of(v, env) for v in eqn.invars]
+            env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
+        return [lax.squeeze(env[v], (ragged_axis(v),)) for v in phase.writes]
+
+    def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
+        """What the phase writes, packed."""
+        phase = self.phase
+        e = here.index(phase.extent)
+        lengths = here.lengths()
+        operands = [env[v] for v in phase.reads]
+        operands += [jnp.asarray(extent_at(d, lengths), jnp.int32) for d in self._extents]
+        by_row = [ragged_axis(v) is not None for v in phase.reads] + [False] * len(self._extents)
+        if self._placed:
+            operands.append(here.positions(e))
+            by_row.append(True)
+        consts = self.kernel.prologue([env[v] for v in phase.shared])
+        return rows_function(self.kernel, here.room.rows[e], tuple(by_row))(
+            consts, operands, here.get("call", e), here.total(e), here.get("blocks", e)
+        )
+
+
+def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
+    """`run(consts, operands, call, total, trips)`: the results of a kernel for every row.
+
+    Args:
+      kernel: its lanes are rows.
+      room: capacity of rows, R.
+      by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
+    """
+
+    def operands_of(operands, call, total, lane, width):
+        there = lane + jnp.arange(width) < total
+        calls = cut(call, lane, width)
+        found = []
+        for x, rows in zip(operands, by_row, strict=True):
+            if not rows:
+                found.append(take(x, calls))
+                continue
+            x = cut(x, lane, width)  # the first row of a block exists
+            found.append(jnp.where(spread(there, x), x, x[:1]))
+        return found
+
+    def forwards(consts, operands, call, total, trips, saving):
+        kinds = [(t.shape, t.dtype) for t in kernel.results]
+        kinds += kernel.reverse.saved if saving else ()
+        run = kernel.reverse.save if saving else kernel.forward
+
+        def block(width, lane, state):
+            mine = operands_of(operands, call, total, lane, width)
+            out = jax.vmap(run, in_axes=(None, 0), axis_size=width)(consts, mine)
+            rows = [*out[0], *out[1]] if saving else out
+            return [put(x, y, lane) for x, y in zip(state, rows, strict=True)]
+
+        empty = [jnp.zeros((room, *shape), dtype) for shape, dtype in kinds]
+        state = each_block(BLOCKS, room, trips, block, empty)
+        return state[: len(kernel.results)], state[len(kernel.results) :]
+
+    @jax.custom_vjp
+    def run(consts, operands, call, total, trips):
+        return forwards(consts, operands, call, total, trips, False)[0]
+
+    def save(consts, operands, call, total, trips):
+        results, saved = forwards(consts, operands, call, total, trips, True)
+        return results, (consts, operands, call, total, trips, results, saved)
+
+    def reverse(kept, given):
+        consts, operands, call, total, trips, results, saved = kept
+        back = kernel.reverse
+        prepared = back.prepare(consts)
+        moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+
+        def block(width, lane, state):
+            sums, rooms = list(state[0]), list(state[1])
+            there = lane + jnp.arange(width) < total
+            mine = operands_of(operands, call, total, lane, width)
+            made = [cut(x, lane, width) for x in results]
+            old = [cut(x, lane, width) for x in rooms[: len(back.saved)]]
+            cotangents = []
+            for t, x in zip(kernel.results, given, strict=True):
+                x = cut(x, lane, width) if differentiable(t) else None
+                cotangents.append(x if x is None else jnp.where(spread(there, x), x, 0))
+            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(consts, prepared, mine, made, old, cotangents)
+            for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
+                if by_row[j]:
+                    sums[k] = put(sums[k], x, lane)
+                else:
+                    sums[k] = sums[k].at[cut(call, lane, width)].add(x)
+            for place, x in zip(back.rooms, rows, strict=True):
+                rooms[place] = put(rooms[place], x, lane)
+            return sums, rooms
+
+        sums = [jnp.zeros_like(operands[j]) for j in moving]
+        rooms = [*saved, *(jnp.zeros((room, *shape), dtype) for shape, dtype in back.extra)]
+        sums, rooms = each_block(BLOCKS, room, trips, block, (sums, rooms))
+        gradients = [jnp.zeros(*kind) for kind in kernel.const_kinds]
+        for tap in back.taps:
+
+            def rows_of(lane, width, tap=tap):
+                mine = operands_of(operands, call, total, lane, width)
+                old = [cut(x, lane, width) for x in rooms[: len(back.saved)]]
+                return jax.vmap(tap.rows, axis_size=width)(mine, old)
+
+            def cotangents_of(lane, width, tap=tap):
+                return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+
+            gradients = tap_gradient(
+                tap, consts, rows_of, cotangents_of, room, total, trips, gradients
+            )
+        of_operands: list[Any] = [None] * len(operands)
+        for j, x in zip(moving, sums, strict=True):
+            of_operands[j] = x
+        return of_inexact(consts, gradients), of_operands, None, None, None
+
+    run.defvjp(save, reverse)
+    return run

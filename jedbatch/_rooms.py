@@ -1,0 +1,138 @@
+"""Packed rows: room for them, and where a minibatch has them.
+
+The rows of an array [n, ...] of all instances are *packed*: instance after instance, with nothing
+in between. How many there are is data; what is compiled has room for more.
+
+    lengths        3, 1, 2
+    packed rows    a0 a1 a2 b0 c0 c1 ·  ·       first rows 0, 3, 4
+
+Letters: `K` calls (instances, or parts of instances that run a program), `R` room for rows.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jedbatch._execute import row, take
+from jedbatch._extents import ragged_axes
+from jedbatch._jaxpr import has_gradient
+from jedbatch._ladder import BLOCKS
+from jedbatch._program import TableForm
+
+TOGETHER = 256  # padded rows of the instances that run at the same time
+SHORTEST = 8  # the least room for the rows of an instance
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a packed program is compiled for.
+
+    Attributes:
+      calls: capacity of calls, K.
+      rows: capacity of rows, for each extent of the program.
+      longest: the greatest length there is room for, a power of two.
+      guarded: whether a length may be 0.
+    """
+
+    calls: int
+    rows: tuple[int, ...]
+    longest: int
+    guarded: bool
+
+    @functools.cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The rooms for the rows of an instance."""
+        steps = (self.longest // SHORTEST).bit_length()
+        return tuple(SHORTEST << i for i in range(steps))
+
+    @functools.cached_property
+    def together(self) -> tuple[int, ...]:
+        """How many instances run at a time, for each of these rooms."""
+        return tuple(min(max(1, TOGETHER // n), self.calls) for n in self.lengths)
+
+
+def table_form(room: Room, num_symbols: int) -> TableForm:
+    """Where things are in the table of a minibatch."""
+    form = TableForm()
+    form.add(("lengths",), num_symbols, room.calls)
+    form.add(("order",), room.calls + sum(g - 1 for g in room.together))
+    form.add(("trips",), len(room.lengths))
+    form.add(("calls",), 1)
+    for e, rows in enumerate(room.rows):
+        form.add(("starts", e), room.calls)
+        form.add(("call", e), rows)
+        form.add(("total", e), 1)
+        form.add(("blocks", e), len(BLOCKS.widths))
+    return form
+
+
+class Here:
+    """What the phases of one run have in common: a minibatch's table, and how to read it.
+
+    Attributes:
+      extents: of the rows that are kept, by number.
+      symbols: by number.
+      room: what is compiled.
+      table: int32[...], of the minibatch.
+    """
+
+    def __init__(self, extents: Sequence[Any], symbols: Sequence[str], room: Room, table: Any):
+        self.extents, self.symbols, self.room, self.table = extents, symbols, room, table
+        self._form = table_form(room, len(symbols))
+
+    def get(self, *name: Any, start: Any = 0, size: int = 0) -> Any:
+        """A part of the table."""
+        return row(self._form, self.table, name, start=start, size=size)
+
+    def index(self, extent: Any) -> int:
+        """The number of an extent."""
+        return list(self.extents).index(extent)
+
+    def total(self, e: int) -> Any:
+        """Rows there are of an extent."""
+        return self.get("total", e)[0]
+
+    def lengths(self) -> dict[str, Any]:
+        """int32[K], what every call has for each symbol."""
+        return {
+            s: row(self._form, self.table, ("lengths",), i, start=0, size=self.room.calls)
+            for i, s in enumerate(self.symbols)
+        }
+
+    def positions(self, e: int) -> Any:
+        """int32[R], the place of every row in its instance."""
+        starts = take(self.get("starts", e), self.get("call", e))
+        return jnp.arange(self.room.rows[e], dtype=jnp.int32) - starts
+
+    def empty(self, variable: Any) -> Any:
+        """Zeros for what all calls have of a variable: [R, ...], or [K, ...]."""
+        axis = ragged_axis(variable)
+        lead = self.room.calls
+        if axis is not None:
+            lead = self.room.rows[self.index(variable.aval.shape[axis])]
+        return jnp.zeros((lead, *row_shape(variable)), variable.aval.dtype)
+
+
+def ragged_axis(variable: Any) -> int | None:
+    """The ragged axis of a variable that is kept; None if it has none."""
+    axes = ragged_axes(variable.aval.shape)
+    return axes[0] if axes else None
+
+
+def row_shape(variable: Any) -> tuple[int, ...]:
+    """The shape of a variable without its ragged axis."""
+    axis = ragged_axis(variable)
+    return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
+
+
+def spread(flags: Any, x: Any) -> Any:
+    """Flags [width] in as many dimensions as x has."""
+    return flags.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def of_inexact(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """The cotangents of those values that have one, None for the others."""
+    return [c if has_gradient(x.dtype) else None for x, c in zip(values, cotangents, strict=True)]
