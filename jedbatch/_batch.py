@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -21,21 +21,21 @@ from jax.core import ShapedArray, Tracer
 from jedbatch._adaptive import Adaptive
 from jedbatch._blocks import GRANULARITIES
 from jedbatch._cell import recording
-from jedbatch._cells import Kind, stored_kind
 from jedbatch._executors import median_seconds
+from jedbatch._forms import check_stack, form_of_results
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
-from jedbatch._instances import array_type, immutable, instance_key, is_array
+from jedbatch._instances import array_type, is_array
 from jedbatch._learn import learn
 from jedbatch._minibatch import check_options, make_plan, reverse_mode_only, run_plan
-from jedbatch._plan import Plan, ResultForm, Slice, input_name
+from jedbatch._plan import Plan
 from jedbatch._prelude import find_calls, find_slices
+from jedbatch._recording import Recording, keyed
 from jedbatch._registry import NUMBERS
-from jedbatch._rounds import Outcome, Round, Rounds, Stepwise, Unexpected, configuration
+from jedbatch._rounds import Round, Rounds, Stepwise, Unexpected, configuration
 from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
-from jedbatch._trace import Record, trace
 
 
 class Batched:
@@ -60,6 +60,7 @@ class Batched:
         self._policy: Any = Adaptive() if policy is None else policy
         self._executor = executor
         self._key = key
+        self._recording = Recording(fn, self._join_arguments, key)
         self._cache_size = cache_size
         self._layout = layout
         self._reuse = reuse
@@ -118,7 +119,7 @@ class Batched:
         shared, instances = self._arguments(args)
         session, _ = self._session(shared)
         with self._planning:
-            records, *_ = self._records(session, instances)
+            records, *_ = self._recording.find(session, instances)
             graph = Graph.select([(r.whole, r.index) for r in records])
         self.policy = policy = learn(graph, **options)
         return policy
@@ -173,26 +174,12 @@ class Batched:
             for result in results
         ]
         for i, form in enumerate(forms):
-            self._check_stack(i, forms[0], form)
+            check_stack(self._name, i, forms[0], form)
         return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
-
-    def _check_stack(self, i: int, first: tuple, form: tuple) -> None:
-        """Raises `ValueError` unless results of these (structure, types) stack."""
-        if first != form:
-            shown = [
-                str(jax.tree.unflatten(structure, map(input_name, types))).replace("'", "")
-                for structure, types in (first, form)
-            ]
-            raise ValueError(
-                f"the results of instances 0 and {i} of the batched `{self._name}` do not "
-                f"stack: {shown[0]} and {shown[1]}. Return the same "
-                "shapes for every instance, or get a list with one result per instance by "
-                "`jedbatch.batch(fn, out_axes=None)`."
-            )
 
     def _run_stepwise(self, session: Session, leaves: list[Any], instances: list[tuple]) -> Any:
         """Runs the function where it decides on values."""
-        arrays = [self._keyed(i, instance)[1] for i, instance in enumerate(instances)]
+        arrays = [keyed(i, instance)[1] for i, instance in enumerate(instances)]
         call = Stepwise(
             self._fn,
             session,
@@ -351,7 +338,7 @@ class Batched:
 
     def _plan_alone(self, session: Session, instances, gradient: bool, leaves, read) -> Plan:
         start = time.perf_counter()
-        records, arrays, tracers, num_known = self._records(session, instances, read)
+        records, arrays, tracers, num_known = self._recording.find(session, instances, read)
         seconds = {"trace": time.perf_counter() - start}
         values = itertools.chain(leaves, *arrays)
         traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
@@ -389,170 +376,16 @@ class Batched:
         plan.host.seconds = seconds | plan.host.seconds
         return plan
 
-    def _records(self, session: Session, instances: list[tuple], read: Callable | None = None):
-        """(records of the instances, their arrays, closed-over tracers, how many were known)."""
-        records: list[Any] = [None] * len(instances)
-        keys: list[Hashable] = [None] * len(instances)
-        arrays: list[Sequence[Any]] = [()] * len(instances)
-        for i, instance in enumerate(instances):
-            what = instance[0] if len(instance) == 1 else instance
-            if (same := session.seen.get(id(what))) is not None:
-                records[i] = same[1]
-                continue
-            keys[i], arrays[i] = self._keyed(i, instance)
-            if self._key is not None:
-                form = [("array", *array_type(x)) for x in arrays[i]]
-                keys[i] = ("given", self._key(*instance), *form)
-        given = session.lengths.look(keys, arrays)
-        for i, g in enumerate(given):
-            keys[i] = keys[i] if g is None else g.key
-            if records[i] is None and keys[i] is not None:
-                records[i] = session.records.get(keys[i])
-        first: dict[Hashable, int] = {}
-        new = [
-            i
-            for i, (k, record) in enumerate(zip(keys, records, strict=True))
-            if record is None and (k is None or first.setdefault(k, i) == i)
-        ]
-        if not new:
-            return records, arrays, [], len(instances)
-        some = [[x[i] for i in new] for x in (instances, arrays, given)]
-        try:
-            made, keep, tracers = self._trace(session, *some, read)
-        except _LengthsMatterError:  # they have been looked at anew
-            return self._records(session, instances, read)
-        fresh = dict(zip(new, made, strict=True))
-        for i, k in enumerate(keys):
-            if records[i] is None:
-                records[i] = fresh[i if k is None else first[k]]
-        for i, kept in zip(new, keep, strict=True):
-            if not kept or keys[i] is None:
-                continue
-            session.records[keys[i]] = records[i]
-            what = instances[i][0] if len(instances[i]) == 1 else instances[i]
-            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(what):
-                session.seen[id(what)] = what, records[i]
-        return records, arrays, tracers, len(instances) - len(new)
-
-    def _trace(self, session: Session, instances, arrays, given, read) -> Any:
-        """Records instances: (records, whether to keep each, closed-over tracers).
-
-        Arrays that differ in length are recorded for every length. What cannot be, is recorded as
-        it is, and from then on arrays are told apart by their shapes.
-        """
-        lengths = session.lengths
-        record = functools.partial(
-            trace, self._fn, session.registry, instances, arrays, self._join_arguments
-        )
-        if not any(given):
-            return record(session.grouping, read)
-        types = [g and g.types for g in given]
-        try:
-            made, keep, tracers = record(types=types)
-            for i, g in enumerate(given):
-                if g is not None:
-                    made[i] = session.regions.separate(made[i], len(arrays[i]), g.symbols)
-        except Exception as error:
-            shapes = (value.aval.shape for value in session.registry.shared)
-            longest = max(len(x) for mine in arrays for x in mine if np.ndim(x))
-            if lengths.next_bound(longest, shapes):
-                raise _LengthsMatterError from None
-            record(session.grouping, read)  # complains if that is not the reason
-            lengths.give_up(error)
-            raise _LengthsMatterError from None
-        agree = [
-            g is None or lengths.learn(g, r, a) for g, r, a in zip(given, made, arrays, strict=True)
-        ]
-        if not all(agree):
-            raise _LengthsMatterError
-        return made, keep, tracers
-
-    def _keyed(self, i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
-        """(the key of an instance, its arrays)."""
-        try:
-            return instance_key(instance[0] if len(instance) == 1 else instance)
-        except TypeError as error:
-            error.add_note(f"This happened while instance {i} was read.")
-            raise
-
-    def _results(
-        self,
-        records: Sequence[Record | Outcome],
-        outputs: np.ndarray,
-        slices: Sequence[Mapping[int, Slice]] = (),
-    ):
-        """(what each arena returns, the form of the result) from what all instances return.
-
-        `slices` are the ragged results of each instance by position, which arenas do not return.
-        """
-        if any(slices):
-            return self._ragged_results(records, outputs, slices)
-        rows: dict[Kind, list[int]] = {}
-        if self._out_axes is None:
-            refs = iter(outputs.tolist())
-            places = []
-            for record in records:
-                mine = []
-                for kind in record.types:
-                    found = rows.setdefault(stored_kind(kind), [])
-                    mine.append((kind, len(found)))
-                    found.append(next(refs))
-                places.append(tuple(mine))
-            form = ResultForm(tuple(r.structure for r in records), tuple(places), None)
-            return rows, form
-        first = records[0]
-        for i, record in enumerate(records):
-            self._check_stack(i, (first.structure, first.types), (record.structure, record.types))
-        columns = outputs.reshape(len(records), -1).T.tolist()
-        stacked = []
-        for kind, column in zip(first.types, columns, strict=True):
-            found = rows.setdefault(stored_kind(kind), [])
-            stacked.append((kind, len(found)))
-            found += column
-        return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))
-
-    def _ragged_results(self, records, outputs, slices):
-        """As `_results`, where some are ragged."""
-        rows: dict[Kind, list[int]] = {}
-        refs = iter(outputs.tolist())
-        forms, places = [], []
-        for record, mine in zip(records, slices, strict=True):
-            found: list[tuple[Kind, Any]] = []
-            for position, kind in enumerate(record.types):
-                if position in mine:
-                    found.append(((mine[position].shape, kind[1]), mine[position]))
-                else:
-                    column = rows.setdefault(stored_kind(kind), [])
-                    found.append((kind, len(column)))
-                    column.append(next(refs))
-            forms.append((record.structure, tuple(kind for kind, _ in found)))
-            places.append(tuple(found))
-        structures = tuple(structure for structure, _ in forms)
-        if self._out_axes is None:
-            return rows, ResultForm(structures, tuple(places), None)
-        for i, form in enumerate(forms):
-            self._check_stack(i, forms[0], form)
-        stacked = []
-        order: dict[Kind, list[int]] = {kind: [] for kind in rows}
-        for column in zip(*places, strict=True):
-            kind, first = column[0]
-            if isinstance(first, Slice):
-                stacked.append((kind, tuple(place for _, place in column)))
-                continue
-            mine = order[stored_kind(kind)]
-            stacked.append((kind, len(mine)))
-            mine += [rows[stored_kind(kind)][place] for _, place in column]
-        return order, ResultForm(structures[:1], (tuple(stacked),), len(records))
+    def _results(self, records, outputs: np.ndarray, slices: Sequence[Any] = ()) -> Any:
+        """(what each arena returns, the form of the result) from what all instances return."""
+        stacked = self._out_axes is not None
+        return form_of_results(self._name, records, outputs, slices, stacked)
 
     # --- running ---
 
     def _run(self, plan: Plan, leaves: list[Any], inputs: dict[str, Any]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
-
-
-class _LengthsMatterError(Exception):
-    """Instances must be recorded again, since their lengths are looked at in another way."""
 
 
 def _show(x: Any) -> str:

@@ -13,7 +13,7 @@ been the same in all instances.
 """
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,11 +76,13 @@ class Lengths:
 
     Attributes:
       off: why lengths are not told apart from shapes; None as long as they are.
+      longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
     """
 
     def __init__(self, off: str | None = None):
         self.off = off
+        self.longest = 0
         self.bound: int | None = None
         self._forms: dict[Hashable, Form] = {}
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
@@ -110,10 +112,12 @@ class Lengths:
         for n, (shape, dtype, _) in zip(lengths, types, strict=True):
             if n is not None and self._kinds.setdefault((shape[1:], dtype), n) != n:
                 self._kinds[shape[1:], dtype] = None
+        self.longest = max(self.longest, *(n for n in lengths if n is not None), 0)
         general = _without_lengths(key)
         form = self._forms.get(skeleton := _without_values(general))
         if form is None or general is None:
             form = self._forms[skeleton] = Form(lengths)
+            form.split = general is None  # it is not met again
         form.observe(lengths)
         return general, types, form
 
@@ -153,12 +157,16 @@ class Lengths:
         text = str(error).strip().splitlines() or [type(error).__name__]
         self.off = text[0]
 
-    def next_bound(self, longest: int, shared: Iterator[tuple[int, ...]]) -> bool:
-        """Sets a bound, or another one, by what tables have room for; False if there is none."""
-        before = self.bound
-        rooms = [shape[0] for shape in shared if shape and shape[0] >= longest]
-        self.bound = min(rooms, default=None)
-        return self.bound is not None and self.bound != before
+    def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
+        """Bounds lengths by the rooms of tables; False if there is none, or no other one.
+
+        `shared` are shapes of arrays, some of which may be tables with a row for every position.
+        """
+        rooms = [shape[0] for shape in shared if shape and shape[0] >= self.longest]
+        if not rooms or min(rooms) == self.bound:
+            return False
+        self.bound = min(rooms)
+        return True
 
     @staticmethod
     def _name(k: int) -> str:

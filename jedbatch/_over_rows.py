@@ -17,7 +17,7 @@ from jax import lax
 from jedbatch._along import is_look_up
 from jedbatch._cells import Kernel, differentiable
 from jedbatch._execute import cut, each_block, put, take, tap_gradient
-from jedbatch._extents import extent_at
+from jedbatch._extents import extent_at, ragged_axes
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import value_of
 from jedbatch._ladder import BLOCKS
@@ -70,7 +70,7 @@ class OverRows:
                 continue
             values = [value_of(v, env) for v in eqn.invars]
             env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
-        return [lax.squeeze(env[v], (ragged_axis(v),)) for v in phase.writes]
+        return [lax.squeeze(env[v], ragged_axes(v.aval.shape)) for v in phase.writes]
 
     def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
         """What the phase writes, packed."""

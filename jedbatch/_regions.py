@@ -255,9 +255,9 @@ class _Separation:
         registry, graph = self.regions.registry, self.graph
         place: dict[int, tuple[int, int]] = {}  # (node, result) by value
         operand: dict[int, int] = {}  # position by input
-        key: list[Hashable] = []
+        key: list[tuple[int, tuple]] = []
         for i, node in enumerate(part):
-            refs = []
+            refs: list[Any] = []
             for v in self.reads[node]:
                 refs.append(place[v] if v >= 0 else operand.setdefault(v, len(operand)))
             key.append((self.types[node], tuple(refs)))

@@ -18,7 +18,7 @@ from jedbatch._cotangents import (
 )
 from jedbatch._executors import EXECUTORS
 from jedbatch._layout import Layout
-from jedbatch._lengths import Lengths
+from jedbatch._lengths import Given, Lengths
 from jedbatch._plan import Static
 from jedbatch._prelude import Calls, Stage, make_room, run_prelude
 from jedbatch._program import (
@@ -163,6 +163,23 @@ class Session:
                 other.release()
             self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
         return self._executors[key]
+
+    def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
+        """How instances are recorded (see `Lengths.look`)."""
+        given = self.lengths.look(keys, arrays)
+        bound = self.lengths.bound
+        if bound is None or self.lengths.longest <= bound:
+            return given
+        if self.bind():
+            return self.look(keys, arrays)
+        return [  # what is longer than any table is the function's to refuse
+            None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
+            for g, mine in zip(given, arrays, strict=True)
+        ]
+
+    def bind(self) -> bool:
+        """Bounds lengths by what shared tables have room for; whether that changes anything."""
+        return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
 
     def stage(self, calls: Calls) -> Stage:
         """What the calls of a region in a minibatch are compiled for."""
