@@ -192,6 +192,7 @@ class _Finder:
         self.again: dict[Any, Any] = {}
         self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self._free: set[Any] = set()  # depend on extents alone
+        self._relating: set[int] = set()  # phases with values that have two ragged axes
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
 
     def place(self, eqn: Any) -> None:
@@ -215,7 +216,12 @@ class _Finder:
             return
         kinds = self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(own)), default=-1)
+        relates = any(len(ragged_axes(v.aval.shape)) > 1 for v in own)
+        if mixed and not relates and after in self._relating:
+            after += 1  # so that rows of what relates rows can be computed a few at a time
         phase = self._first(after, kinds)
+        if relates:
+            self._relating.add(phase)
         self.mine[phase].append(eqn)
         self.where.update((v, phase) for v in eqn.outvars)
 

@@ -279,7 +279,8 @@ class _Separation:
                     args += [
                         operand_values[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs
                     ]
-                    closed: Any = node_type.operation.jaxpr
+                    operation: Any = node_type.operation
+                    closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
                 return [made[i][k] for i, k in returned]
 
