@@ -279,6 +279,7 @@ class Tap:
       apply: maps (consts, fixed, rows) of one lane to its results that have a cotangent.
       linear: zero rows give zero, so lanes that never ran may hold zeros.
       look_up: its gradient is a scatter.
+      scale: it multiplies a row by a const of its shape, element by element.
     """
 
     consts: tuple[int, ...]
@@ -288,9 +289,16 @@ class Tap:
     apply: Callable
     linear: bool = True
     look_up: bool = False
+    scale: bool = False
 
     def gradient(self, consts: Sequence[Any], rows: Any, cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
+        if self.scale:  # XLA:CPU sums products over lanes 15 times as fast by a product
+            (row,), (cotangent,) = rows, cotangents
+            terms = (row * cotangent).reshape(len(row), -1)
+            ones = jnp.ones(len(row), terms.dtype)
+            total = jnp.dot(ones, terms, precision=jax.lax.Precision.HIGHEST)
+            return [total.reshape(row.shape[1:])]
         fixed = [consts[c] for c in self.fixed]
 
         def batched(moving):
@@ -542,6 +550,7 @@ class Reverse:
             apply=apply,
             linear=name in LINEAR or name in LOOK_UPS,
             look_up=name in LOOK_UPS,
+            scale=name == "mul" and len(others) == 1 and _alike(*eqn.invars, *eqn.outvars),
         )
 
     def _make_returned(self, s: int) -> Tap:
@@ -580,6 +589,13 @@ class Reverse:
             self._backward, self._backward_consts, *leaves, *cotangents, *turned
         )
         return out[: len(self._moving)], out[len(self._moving) :]
+
+
+def _alike(*atoms: Any) -> bool:
+    """Whether all are arrays of single or double precision, of one shape."""
+    kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
+    ((shape, dtype), *rest) = kinds
+    return not rest and bool(shape) and dtype in (np.float32, np.float64)
 
 
 def _recomputable(kernel: Kernel) -> dict[Any, list[Any]]:

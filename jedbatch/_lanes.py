@@ -2,8 +2,8 @@
 
 An equation on arrays of n rows can be run in two ways without knowing n:
 
-- `run_row`: for one row, where it is row-wise (see `_along`): every ragged axis has extent 1, and
-  all rows of all instances run side by side.
+- `run_row`: for one row, where it is row-wise (see `_along`): the axis is left out, and all rows of
+  all instances run side by side.
 - `run_padded`: for one instance whose arrays have room for more rows than there are. The rows
   behind the last one hold anything finite, so whatever takes rows together is told to leave them
   out: a sum sees zeros there, a maximum -inf, a sort puts them last.
@@ -88,16 +88,35 @@ def _with_rule(eqn: Any, number: Number) -> Callable:
 
 
 def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
-    """The results of a row-wise equation for the row at a position."""
-    name = eqn.primitive.name
-    if name == "iota" and eqn.params["dimension"] in ragged_axes(eqn.params["shape"]):
-        shape = substituted(eqn.params["shape"], one)
+    """The results of a row-wise equation for the row at a position; rows come without an axis."""
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
+    if not is_ragged(out.aval.shape):  # a number made of extents
+        return bind(eqn, values, one)
+    (axis,) = ragged_axes(out.aval.shape)
+    if name == "iota" and eqn.params["dimension"] == axis:
+        shape = [d for a, d in enumerate(eqn.params["shape"]) if a != axis]
         return [jnp.full(shape, position, eqn.params["dtype"])]
+    if name in ELEMENTWISE:
+        return bind(eqn, [_flat(x, mine, axis) for x, mine in zip(values, axes, strict=True)], one)
+    if name in REDUCTIONS:
+        mine = axes[0][0]
+        params = eqn.params | {"axes": tuple(a - (a > mine) for a in eqn.params["axes"])}
+        return bind(eqn.replace(params=params), values, one)
+    if name == "dot_general":
+        return [_product_of_row(eqn, values, axes)]
     if is_look_up(eqn):
-        return [_look_up(eqn, values, position)]
-    if name == "dot_general" and len(eqn.invars[0].aval.shape) > 1:
-        return [_product_of_row(eqn, values)]
-    return bind(eqn, values, one)
+        found = [_look_up(eqn, values, position)]
+    else:
+        whole = [lax.expand_dims(x, mine) for x, mine in zip(values, axes, strict=True)]
+        found = bind(eqn, whole, one)
+    pairs = zip(found, eqn.outvars, strict=True)
+    return [lax.squeeze(x, ragged_axes(v.aval.shape)) for x, v in pairs]
+
+
+def _flat(x: Any, axes: Sequence[int], axis: int) -> Any:
+    """An operand of an elementwise operation without the axis of rows."""
+    return x if axes or not jnp.ndim(x) else lax.squeeze(x, (axis,))
 
 
 def _look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
@@ -135,24 +154,21 @@ def _look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
     return lax.slice(row, starts, limits, [1 if a == axis else s for a, s in enumerate(strides)])
 
 
-def _product_of_row(eqn: Any, values: Sequence[Any]) -> Any:
-    """A product whose row has lost its axis, so that it is a vector for it."""
-    left, right = eqn.invars
-    (summed, batch) = eqn.params["dimension_numbers"]
-    axes = ragged_axes(left.aval.shape)
-    plain = len(axes) == 1 and not is_ragged(right.aval.shape) and not batch[0]
-    if not plain or axes[0] in summed[0]:
-        return bind(eqn, values, one)[0]
-    (axis,) = axes
-    shrunk = tuple(a - (a > axis) for a in summed[0])
-    out = lax.dot_general(
-        lax.squeeze(values[0], (axis,)),
-        values[1],
-        ((shrunk, summed[1]), batch),
+def _product_of_row(eqn: Any, values: Sequence[Any], axes: Sequence[Sequence[int]]) -> Any:
+    """A product of a row, which has lost its axis."""
+    kept = [
+        tuple(
+            tuple(a - sum(b < a for b in mine) for a in dims[side] if a not in mine)
+            for side, mine in enumerate(axes)
+        )
+        for dims in eqn.params["dimension_numbers"]
+    ]
+    return lax.dot_general(
+        *values,
+        tuple(kept),
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
-    return lax.expand_dims(out, ragged_axes(eqn.outvars[0].aval.shape))
 
 
 # --- one instance, with room ---------------------------------------------------------------

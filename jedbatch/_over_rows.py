@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jedbatch._along import is_look_up
 from jedbatch._cells import Kernel, differentiable
 from jedbatch._execute import cut, each_block, put, take, tap_gradient
-from jedbatch._extents import extent_at, ragged_axes
+from jedbatch._extents import extent_at
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import value_of
 from jedbatch._ladder import BLOCKS
@@ -59,9 +58,7 @@ class OverRows:
     def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         phase = self.phase
         env = dict(zip(phase.shared, shared, strict=True))
-        for v, x in zip(phase.reads, operands, strict=False):
-            axis = ragged_axis(v)
-            env[v] = x if axis is None else lax.expand_dims(x, (axis,))
+        env.update(zip(phase.reads, operands, strict=False))
         extents = iter(operands[len(phase.reads) :])
         position = operands[-1] if self._placed else None
         for eqn in phase.equations:
@@ -70,7 +67,7 @@ class OverRows:
                 continue
             values = [value_of(v, env) for v in eqn.invars]
             env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
-        return [lax.squeeze(env[v], ragged_axes(v.aval.shape)) for v in phase.writes]
+        return [env[v] for v in phase.writes]
 
     def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
         """What the phase writes, packed."""
