@@ -10,111 +10,26 @@ from typing import Any
 
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
 
-ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "clz",
-        "complex",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "igamma",
-        "igammac",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "optimization_barrier",
-        "or",
-        "population_count",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-    ]
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+ELEMENTWISE = _names(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
+    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
+    "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
+    "log1p logistic lt max min mul ne neg nextafter not optimization_barrier or population_count pow",
+    "real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
 )
-REDUCTIONS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "argmax",
-        "argmin",
-    ]
+REDUCTIONS = _names(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 )
-CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-VIEWS = frozenset(  # the same elements in another shape or precision
-    [
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "reshape",
-        "squeeze",
-        "transpose",
-    ]
-)
+CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+# The same elements in another shape or precision.
+VIEWS = _names("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
+LOOK_UPS = _names("slice dynamic_slice gather")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 
 
@@ -133,7 +48,12 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     ]
     if name == "scan" and (ragged or symbols_in(eqn.params["length"])):
         return _scan(eqn, ragged)
-    if not ragged or name in ELEMENTWISE or name in SOURCES:
+    if name in ELEMENTWISE or name in SOURCES:
+        return []
+    if not ragged:
+        made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
+        if made and name not in LOOK_UPS and name != "broadcast_in_dim":
+            raise CannotMergeError(f"`{name}` makes an array of ragged length")
         return []
     rule = _RULES.get(name)
     if rule is None:
@@ -231,7 +151,7 @@ _RULES = {
 
 def is_look_up(eqn: Any) -> bool:
     """Whether rows are taken out of something without ragged axes, as many as an extent says."""
-    looks = eqn.primitive.name in ("slice", "dynamic_slice", "gather")
+    looks = eqn.primitive.name in LOOK_UPS
     out = eqn.outvars[0].aval.shape
     sources = [v.aval.shape for v in eqn.invars]
     return looks and is_ragged(out) and not any(map(is_ragged, sources))

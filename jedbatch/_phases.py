@@ -145,6 +145,8 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     for v in (*jaxpr.invars, *jaxpr.outvars):
         if len(ragged_axes(v.aval.shape)) > 1:
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
+    if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in _variables(jaxpr)):
+        raise CannotMergeError("random keys")
     used = used_variables(jaxpr)
     equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
     finder = _Finder(jaxpr, num_shared)
