@@ -163,8 +163,10 @@ def _product_of_row(eqn: Any, values: Sequence[Any], axes: Sequence[Sequence[int
         )
         for dims in eqn.params["dimension_numbers"]
     ]
+    left, right = values
     return lax.dot_general(
-        *values,
+        left,
+        right,
         tuple(kept),
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
