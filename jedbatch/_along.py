@@ -8,6 +8,8 @@ weights is row-wise along the rows, a softmax over features is, a sum over rows 
 
 from typing import Any
 
+import jax
+
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
 
 
@@ -50,6 +52,8 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
         return _scan(eqn, ragged)
     if name in ELEMENTWISE or name in SOURCES:
         return []
+    if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
+        return _random_bits(eqn)
     if not ragged:
         made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
         if made and name not in LOOK_UPS and name != "broadcast_in_dim":
@@ -69,6 +73,17 @@ def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
         raise CannotMergeError("`scan` over arrays that have another ragged axis too")
     return ragged or [(0, 0)]
+
+
+def _random_bits(eqn: Any) -> list[tuple[int, int]]:
+    """A mark for random bits, of which more give the same ones first, and others after them."""
+    shape = eqn.params["shape"]
+    (axis, *others) = ragged_axes(shape)
+    counted = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    first = not others and _product(shape[:axis]) == 1
+    if not (counted and first and "fry" in str(eqn.invars[0].aval.dtype)):
+        raise CannotMergeError("random numbers of ragged length, which depend on the length")
+    return [(0, 0)]
 
 
 def is_elementwise(eqn: Any) -> bool:
@@ -130,6 +145,9 @@ _RULES = {
         eqn.outvars[0].aval.shape[params["broadcast_dimensions"][a]] != eqn.invars[0].aval.shape[a]
     ),
     "reshape": _reshape,
+    "bitcast_convert_type": lambda eqn, params, i, a: (
+        eqn.outvars[0].aval.ndim != eqn.invars[0].aval.ndim
+    ),
     "squeeze": lambda *_: False,
     "expand_dims": lambda *_: False,
     "transpose": lambda *_: False,

@@ -164,10 +164,11 @@ def _product_of_row(eqn: Any, values: Sequence[Any], axes: Sequence[Sequence[int
         for dims in eqn.params["dimension_numbers"]
     ]
     left, right = values
+    dimensions: Any = tuple(kept)
     return lax.dot_general(
         left,
         right,
-        tuple(kept),
+        dimensions,
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
@@ -382,6 +383,9 @@ class Padded:
             raise CannotMergeError("`reshape` that merges rows into an axis before them")
         return bind(eqn, values, self.size)
 
+    def _random_bits(self, eqn, values, mixed):
+        return bind(eqn, values, self.size)  # those of the rows that exist come first
+
     def _scan(self, eqn, values, mixed):
         params, closed = eqn.params, eqn.params["jaxpr"]
         cuts = params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -412,6 +416,7 @@ _RULES: dict[str, Callable] = {
     "conv_general_dilated": Padded._conv,
     "reshape": Padded._reshape,
     "scan": Padded._scan,
+    "random_bits": Padded._random_bits,
 }
 
 

@@ -145,8 +145,10 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     for v in (*jaxpr.invars, *jaxpr.outvars):
         if len(ragged_axes(v.aval.shape)) > 1:
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
-    if any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in _variables(jaxpr)):
-        raise CannotMergeError("random keys")
+    if any(
+        _is_key(v) and (is_ragged(v.aval.shape) or v in jaxpr.outvars) for v in _variables(jaxpr)
+    ):
+        raise CannotMergeError("an array of random keys is ragged, or kept")
     used = used_variables(jaxpr)
     equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
     finder = _Finder(jaxpr, num_shared)
@@ -166,6 +168,10 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
 
 def _variables(jaxpr: Any) -> list[Any]:
     return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _is_key(variable: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.extended))
 
 
 def _shown(variable: Any) -> str:
@@ -211,7 +217,8 @@ class _Finder:
         if free:
             self._free.update(eqn.outvars)
         pairs = any(len(ragged_axes(v.aval.shape)) > 1 for v in eqn.outvars)
-        cheap = free or (eqn.primitive.name in VIEWS and not shares)
+        keys = any(map(_is_key, eqn.outvars))  # have no rows to be kept in
+        cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
         mixed = mixed_axes(eqn)  # complains of what is not known
         if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
             self.again.update((v, eqn) for v in eqn.outvars)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._cells import stored
+from jedbatch._cells import from_stored, stored
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._ladder import BLOCKS
 from jedbatch._plan import Slice, input_name
@@ -254,7 +254,7 @@ def _packed(kind: Any, values: Sequence[Any], packed: Any, room: Room) -> Any:
         rows = xp.concatenate([xp.asarray(x, kind.dtype) for x in values])
         missing = room.rows[packed.extents.index(kind.shape[0])] - len(rows)
     else:
-        rows = xp.stack([xp.asarray(x, kind.dtype) for x in values])
+        rows = xp.stack([xp.asarray(x, stored(kind)[1]) for x in values])
         missing = room.calls - len(rows)
     return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)])
 
@@ -280,7 +280,10 @@ def run_prelude(
     for stage, values, table, columns in zip(stages, shared, tables, targets, strict=True):
         region = stage.region
         names = [stage.operand_name(k) for k in range(len(region.operands))]
-        operands = [jnp.asarray(found.pop(name)) for name in names]
+        operands = [
+            from_stored(jnp.asarray(found.pop(name)), kind)
+            for name, kind in zip(names, region.operands, strict=True)
+        ]
         made = region.packed.run(stage.room, values, operands, table)
         results.append(made)
         dense = [

@@ -190,6 +190,19 @@ def test_operations(fn):
     compiled_once(agree(split(fn), instances), instances)
 
 
+def test_dropout():
+    def fn(params, instance):
+        key, x = instance
+        first, second = jax.random.split(key)
+        x = jnp.where(jax.random.bernoulli(first, 0.7, x.shape), x / 0.7, 0)
+        return ((x + jax.random.normal(second, x.shape)) @ params["w"]).sum(0)
+
+    keys = jax.random.split(jax.random.key(0), len(MIXED))
+    instances = [(key, x) for key, (x, *_) in zip(keys, made(MIXED), strict=True)]
+    batched = check(fn, weights(), instances, rtol=2e-5, alone=jax.jit(fn))
+    assert batched.plan(weights(), instances).host.apart is None
+
+
 # --- what an empty instance means ----------------------------------------------------------------
 
 
