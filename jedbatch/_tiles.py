@@ -36,15 +36,20 @@ def find_tiles(phase: Phase) -> Axes | None:
     barred = set()  # axes along which rows are taken together, or that we cannot follow
     for eqn in phase.equations:
         mixed = mixed_axes(eqn)
+        followed = set()
         for i, v in enumerate(eqn.invars):
             for a in ragged_axes(v.aval.shape):
                 b = None if (i, a) in mixed else _follow(eqn, i, a)
                 if b is None:
                     barred.add((v, a))
-                elif (here := root((v, a))) != (there := root((eqn.outvars[0], b))):
+                    continue
+                followed.add(b)
+                if (here := root((v, a))) != (there := root((eqn.outvars[0], b))):
                     roots[here] = there
-        if is_look_up(eqn) or (symbols_in(tuple(eqn.params.values())) and not _is_shaped(eqn)):
-            barred.update((v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape))
+        if eqn.primitive.name not in SHAPED:  # those give as many rows as they are told to
+            whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
+            told = is_look_up(eqn) or symbols_in(tuple(eqn.params.values()))
+            barred.update((v, a) for v, a in whole if told or a not in followed)
     written = {root((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
     if not ragged or written & set(map(root, barred)):
@@ -57,10 +62,6 @@ def find_tiles(phase: Phase) -> Axes | None:
     if any(len(axes) > 1 for axes in found.values()):
         return None
     return {v: axes for v, axes in found.items() if axes}
-
-
-def _is_shaped(eqn: Any) -> bool:
-    return eqn.primitive.name in SHAPED or eqn.primitive.name == "dim_as_value"
 
 
 def _follow(eqn: Any, i: int, a: int) -> int | None:
