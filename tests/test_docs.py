@@ -61,11 +61,12 @@ def test_readme_runs():
         exec(compile(block, "README.md", "exec"), names)
     assert printed[0].startswith(shown)
     assert names["states"].shape == (2, 4)
-    assert " rounds: " in printed[1]
-    assert "graph     14 nodes of 2 types" in printed[2]
-    assert printed[3].startswith("FSM over")
-    assert printed[4].startswith("Learned in")
-    assert printed[5].startswith("Layout of 14 nodes")
+    assert "3 calls with 25 rows" in printed[1]
+    assert " rounds: " in printed[2]
+    assert "graph     14 nodes of 2 types" in printed[3]
+    assert printed[4].startswith("FSM over")
+    assert printed[5].startswith("Learned in")
+    assert printed[6].startswith("Layout of 14 nodes")
     assert names["again"].policy == names["policy"]
 
 
