@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr import inner_programs
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -54,6 +55,8 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
         return []
     if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
         return _random_bits(eqn)
+    if inner_programs(eqn) and name != "custom_jvp_call" and _names_extents(eqn):
+        raise CannotMergeError(f"`{name}` of a program that asks for a length")
     if not ragged:
         made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
         if made and name not in LOOK_UPS and name != "broadcast_in_dim":
@@ -73,6 +76,10 @@ def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
         raise CannotMergeError("`scan` over arrays that have another ragged axis too")
     return ragged or [(0, 0)]
+
+
+def _names_extents(eqn: Any) -> bool:
+    return bool(symbols_in(tuple(eqn.params.values())))
 
 
 def _random_bits(eqn: Any) -> list[tuple[int, int]]:
@@ -136,8 +143,9 @@ def _gather(eqn, params, i, a):
 
 
 def _conv(eqn, params, i, a):
-    numbers = params["dimension_numbers"]
-    return not (i == 0 and a == numbers.lhs_spec[0])
+    if symbols_in(params["padding"]):
+        raise CannotMergeError("`conv_general_dilated` with padding that depends on the length")
+    return not (i == 0 and a == params["dimension_numbers"].lhs_spec[0])
 
 
 _RULES = {
@@ -156,7 +164,7 @@ _RULES = {
     "split": lambda eqn, params, i, a: a == params["axis"],
     "rev": lambda eqn, params, i, a: a in params["dimensions"],
     "sort": lambda eqn, params, i, a: a == params["dimension"],
-    "top_k": lambda eqn, params, i, a: a == eqn.invars[0].aval.ndim - 1,
+    "top_k": lambda eqn, params, i, a: a == params.get("axis", eqn.invars[0].aval.ndim - 1),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim, symbolic_shape
 
 TRUSTED = ("jax", "jaxlib", "numpy", "opt_einsum")  # they ask about extents as generally as we do
@@ -135,6 +136,21 @@ def extent_at(extent: Any, values: Mapping[str, Any]) -> Any:
 def shape_at(shape: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
     """A shape where its symbols have these values."""
     return tuple(extent_at(d, values) for d in shape)
+
+
+def grows(extent: Any) -> bool:
+    """Whether there is room for an extent where there is room for its symbols.
+
+    `n - 1` and `2*n + m` grow with their symbols; `12 - n` and `mod(n, 4)` do not.
+    """
+    symbols = sorted(symbols_in(extent))
+    for most in (8, 16, 32, 64, 256, 1024):
+        few = np.unique(np.r_[1:9, np.linspace(1, most, 17).astype(int)])
+        grid = np.meshgrid(*[few[few <= most]] * len(symbols))
+        found = extent_at(extent, dict(zip(symbols, grid, strict=True)))
+        if np.max(found) > extent_at(extent, dict.fromkeys(symbols, most)):
+            return False
+    return True
 
 
 @functools.cache

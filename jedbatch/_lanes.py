@@ -127,7 +127,8 @@ def _look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
         (axis,) = ragged_axes(params["slice_sizes"])
         numbers = params["dimension_numbers"]
         moves = np.array([a == axis for a in numbers.start_index_map], indices.dtype)
-        if not moves.any():
+        exact = params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        if not (moves.any() and exact):
             raise CannotMergeError("`gather` of rows that no index leads to")
         return lax.gather(
             table,
@@ -136,12 +137,8 @@ def _look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
             substituted(params["slice_sizes"], one),
             mode="clip",
         )
-    if name == "dynamic_slice":
-        table, *starts = values
-        (axis,) = ragged_axes(params["slice_sizes"])
-        sizes = substituted(params["slice_sizes"], one)
-        starts[axis] = starts[axis] + position
-        return lax.dynamic_slice(table, starts, sizes)
+    if name == "dynamic_slice":  # which moves its start to where all rows fit
+        raise CannotMergeError("`dynamic_slice` of as many rows as an array has")
     (table,) = values
     starts = list(params["start_indices"])
     (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
@@ -392,11 +389,17 @@ class Padded:
         consts, init, xs = values[: cuts[0]], values[cuts[0] : cuts[1]], values[cuts[1] :]
         length = self.length(params["length"])
 
+        first = [x[self.length(params["length"]) - 1 if params["reverse"] else 0] for x in xs]
+
         def step(carry, given):
             index, *rows = given
+            alive = index < length  # steps that are none repeat the first one
+            before = carry
+            carry = [jnp.where(alive, x, y) for x, y in zip(carry, init, strict=True)]
+            rows = [jnp.where(alive, x, y) for x, y in zip(rows, first, strict=True)]
             out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *consts, *carry, *rows)
             new, ys = out[: len(carry)], out[len(carry) :]
-            kept = [jnp.where(index < length, a, b) for a, b in zip(new, carry, strict=True)]
+            kept = [jnp.where(alive, a, b) for a, b in zip(new, before, strict=True)]
             return kept, ys
 
         steps = lax.iota(jnp.int32, self.size(params["length"]))
@@ -432,10 +435,14 @@ def identity_of(name: str, dtype: Any) -> Any:
 def _lowest(dtype: Any) -> Any:
     if dtype == np.bool_:
         return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise CannotMergeError("an extreme of complex numbers")
     return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _highest(dtype: Any) -> Any:
     if dtype == np.bool_:
         return True
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise CannotMergeError("an extreme of complex numbers")
     return np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max

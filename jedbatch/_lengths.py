@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import export
 
-from jedbatch._extents import make_symbol
+from jedbatch._along import CannotMergeError
+from jedbatch._extents import LengthDecisionError, make_symbol
 from jedbatch._instances import array_type
 from jedbatch._regions import RaggedRecord
 
@@ -154,8 +155,9 @@ class Lengths:
 
     def give_up(self, error: Exception) -> None:
         """Tells arrays apart by their shapes from now on."""
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        self.off = text[0]
+        (text, *_) = [*str(error).strip().splitlines(), ""]
+        known = isinstance(error, CannotMergeError | LengthDecisionError)
+        self.off = text if known else f"{type(error).__name__}: {text}"
 
     def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
         """Bounds lengths by the rooms of tables; False if there is none, or no other one.

@@ -137,7 +137,8 @@ def run_plan(
     tracers = plan.host.tracers if plan.host else ()
     packed: Any = ()
     if static.stages:
-        inputs, packed = session.prelude(static.stages, leaves, tracers, plan.ragged, inputs)
+        with reverse_mode_only(name):
+            inputs, packed = session.prelude(static.stages, leaves, tracers, plan.ragged, inputs)
     shared = shared_values(session, session.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     given = shared, rows, plan.table

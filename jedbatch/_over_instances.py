@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._along import CUMULATIVE
 from jedbatch._execute import take
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import has_gradient, value_of
@@ -104,6 +105,12 @@ class OverInstances:
     def __init__(self, phase: Phase):
         self.phase = phase
         self._tiles = find_tiles(phase)
+        # These make values of their own where nothing is, which may be too large, or zero.
+        self._makes_more = any(
+            eqn.primitive.name in CUMULATIVE
+            or eqn.primitive.name in ("conv_general_dilated", "scan", "pad", "concatenate")
+            for eqn in phase.equations
+        )
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
             for variables in (phase.shared, phase.reads, phase.writes)
@@ -191,7 +198,10 @@ class OverInstances:
                     group = Group.at(here, first, size, most, {}, jnp.int32(0))
                     return body(group, state), first + size
                 whole = Group.at(here, first, size, most, {}, jnp.int32(0))
-                longest = functools.reduce(jnp.maximum, [x.max() for x in whole.lengths.values()])
+                extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
+                longest = jnp.int32(0)
+                for extent in extents:
+                    longest = jnp.maximum(longest, jnp.max(extent_at(extent, whole.lengths)))
 
                 def tile(i, state):
                     return body(Group.at(here, first, size, most, tiles, i * TILE), state)
@@ -210,7 +220,7 @@ class OverInstances:
         """What the phase writes for one instance."""
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.most)
-        guarded = group.here.room.guarded
+        guarded = group.here.room.guarded or self._makes_more
         padded = Padded(sizes, lengths, guarded, group.tiles, group.offset)
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):

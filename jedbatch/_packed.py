@@ -16,13 +16,16 @@ import numpy as np
 from jax.extend.core import Var
 
 from jedbatch._extents import extent_at
-from jedbatch._jaxpr import value_of
+from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._ladder import BLOCKS
 from jedbatch._over_instances import OverInstances
 from jedbatch._over_rows import OverRows
 from jedbatch._phases import Phased
 from jedbatch._program import TableForm
-from jedbatch._rooms import Here, Room, table_form
+from jedbatch._rooms import SHORTEST, Here, Room, ragged_axis, row_shape, table_form
+from jedbatch._tiles import TILE
+
+WIDEST = BLOCKS.widths[-1]
 
 
 class Packed:
@@ -64,8 +67,9 @@ class Packed:
         order[:] = room.calls
         longest = stacked.max(axis=0)
         first = 0
+        least = (-1, *room.lengths)
         for c, (most, group) in enumerate(zip(room.lengths, room.together, strict=True)):
-            mine = np.flatnonzero((longest <= most) & (longest > (most // 2 if c else -1)))
+            mine = np.flatnonzero((longest <= most) & (longest > least[c]))
             trips = -(-len(mine) // group)
             form.view(table, "trips")[c] = trips
             order[first : first + len(mine)] = mine
@@ -80,6 +84,28 @@ class Packed:
             form.view(table, "total", e)[:] = total
             form.view(table, "blocks", e)[:] = BLOCKS.cover(np.array([total]))[0]
         return table
+
+    def try_out(self, shared: Sequence[Any]) -> None:
+        """Traces a run and its reverse, so that what cannot be run raises its error now.
+
+        `shared` are the shapes of what all calls share.
+        """
+        room = Room(2, (WIDEST,) * len(self.extents), (SHORTEST, 2 * TILE), True)
+        table = jax.ShapeDtypeStruct((self.form(room).size,), np.int32)
+        operands = []
+        for v in self.phased.operands:
+            lead = room.calls if ragged_axis(v) is None else WIDEST
+            operands.append(jax.ShapeDtypeStruct((lead, *row_shape(v)), v.aval.dtype))
+
+        def slope(shared, operands, table):
+            def inexact(shared, operands):
+                found = self.run(room, shared, operands, table)
+                return [x for x in found if has_gradient(x.dtype)]
+
+            out, pull_back = jax.vjp(inexact, list(shared), list(operands))
+            return pull_back(out)
+
+        jax.eval_shape(slope, list(shared), operands, table)
 
     def run(
         self, room: Room, shared: Sequence[Any], operands: Sequence[Any], table: Any

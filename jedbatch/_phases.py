@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Var
 
 from jedbatch._along import SOURCES, VIEWS, CannotMergeError, is_elementwise, mixed_axes
-from jedbatch._extents import is_ragged, ragged_axes, symbols_in
+from jedbatch._extents import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
 
 EXTREMES = {
@@ -33,6 +33,9 @@ EXTREMES = {
     "argmax": "the place of a maximum",
     "argmin": "the place of a minimum",
 }
+
+
+SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +98,11 @@ class Phased:
         kept = [v for p in self.phases for v in (*p.reads, *p.writes)]
         return list(dict.fromkeys(e for v in (*self.operands, *kept) for e in extents_of(v)))
 
+    @property
+    def all_extents(self) -> list[Any]:
+        """Every ragged extent of a value, each once."""
+        return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.phases))
 
@@ -113,6 +121,8 @@ def flattened(closed: Any) -> Any:
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             inner = _body(eqn)
+            if inner is not None and "jvp_jaxpr_fun" in eqn.params and not _is_softmax(inner):
+                raise CannotMergeError("a function with a derivative of its own")
             if inner is None:
                 run_equation(jaxpr, eqn, env)
                 continue
@@ -130,9 +140,23 @@ def _body(eqn: Any) -> Any:
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "remat2", "checkpoint", "closed_call"):
         return params["jaxpr"]
-    if name == "custom_jvp_call" and not is_elementwise(eqn):
+    if name == "custom_jvp_call" and not is_elementwise(eqn) and _is_ragged(eqn):
         return params["call_jaxpr"]
     return None
+
+
+def _is_softmax(closed: Any) -> bool:
+    """Whether a function with a derivative rule has the derivative that JAX would find.
+
+    The rule of `jax.nn.softmax` saves memory, no more.
+    """
+    names = [eqn.primitive.name for eqn in flattened(closed).jaxpr.eqns]
+    sums = names.count("exp") == names.count("div") == names.count("reduce_sum") == 1
+    return sums and set(names) <= SOFTMAX
+
+
+def _is_ragged(eqn: Any) -> bool:
+    return any(is_ragged(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
 
 
 def find_phases(closed: Any, num_shared: int) -> Phased:
@@ -154,14 +178,18 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     finder = _Finder(jaxpr, num_shared)
     for eqn in equations:
         finder.place(eqn)
-    symbols = sorted({s for v in _variables(jaxpr) for s in symbols_in(v.aval.shape)})
+    extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
+    symbols = symbols_in((*extents, *(p for eqn in equations for p in eqn.params.values())))
+    for extent in dict.fromkeys(extents):
+        if not grows(extent):
+            raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
     return Phased(
         jaxpr,
         tuple(closed.consts),
         num_shared,
         tuple(finder.before),
         tuple(finder.phases()),
-        tuple(symbols),
+        tuple(sorted(symbols)),
         tuple(_nonempty(equations)),
     )
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jedbatch._cells import from_stored, stored
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._ladder import BLOCKS
+from jedbatch._packed import WIDEST
 from jedbatch._plan import Slice, input_name
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._regions import Call, RaggedRecord, Region
@@ -24,7 +25,6 @@ from jedbatch._trace import Record
 
 HEADROOM = 1.1  # least room for rows over those there are
 SLACK = 4  # room is used for minibatches down to a quarter of it
-WIDEST = BLOCKS.widths[-1]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ def make_room(calls: Calls, rooms: Sequence[Room]) -> tuple[Room, bool]:
             needed = list(map(max, needed, room.rows))
     while most < longest:
         most *= 2
-    return Room(capacity(count), tuple(needed), most, guarded), True
+    steps = (most // SHORTEST).bit_length()
+    lengths = tuple(SHORTEST << i for i in range(steps))
+    return Room(capacity(count), tuple(needed), lengths, guarded), True
 
 
 def make_prelude(
@@ -205,8 +207,14 @@ def make_prelude(
 def _refuse_empty(
     region: Region, lengths: Mapping[str, np.ndarray], places: Sequence[tuple[int, int]]
 ) -> None:
-    for extent, what in region.packed.phased.nonempty:
-        empty = np.flatnonzero(np.broadcast_to(extent_at(extent, lengths) <= 0, len(places)))
+    phased = region.packed.phased
+    none = np.zeros(len(places), bool)
+    for x in lengths.values():
+        none |= x == 0
+    needed = [(e, what, extent_at(e, lengths) == 0) for e, what in phased.nonempty]
+    needed += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
+    for extent, what, fails in needed:
+        empty = np.flatnonzero(none & fails)
         if len(empty):
             raise ValueError(
                 f"instance {places[empty[0]][0]} has an array of length 0, and the function takes "

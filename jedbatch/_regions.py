@@ -135,6 +135,7 @@ class Regions:
         if found is None:
             shared, operands, closed = make()
             packed = Packed(find_phases(closed, len(shared)))
+            packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
             found = Region(len(self.regions), shared, operands, results, packed)
             self._ids[key] = found

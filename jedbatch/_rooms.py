@@ -33,20 +33,19 @@ class Room:
     Attributes:
       calls: capacity of calls, K.
       rows: capacity of rows, for each extent of the program.
-      longest: the greatest length there is room for, a power of two.
+      lengths: the rooms for the rows of an instance, ascending.
       guarded: whether a length may be 0.
     """
 
     calls: int
     rows: tuple[int, ...]
-    longest: int
+    lengths: tuple[int, ...]
     guarded: bool
 
-    @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """The rooms for the rows of an instance."""
-        steps = (self.longest // SHORTEST).bit_length()
-        return tuple(SHORTEST << i for i in range(steps))
+    @property
+    def longest(self) -> int:
+        """The greatest length there is room for."""
+        return self.lengths[-1]
 
     @functools.cached_property
     def together(self) -> tuple[int, ...]:

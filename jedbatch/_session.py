@@ -88,7 +88,7 @@ class Session:
         self._kernels: dict[int, Kernel] = {}
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
         self._executors: dict[Any, Any] = {}
-        self._statics: dict[Static, Static] = {}
+        self._statics: dict[Static, Static] = Memory(ROUNDS)
         apart = None if self.grouping is None else f"granularity is {granularity!r}"
         self.lengths = Lengths(apart)
         self.regions = Regions(self.registry)

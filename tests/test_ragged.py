@@ -334,6 +334,36 @@ def test_under_jit_and_with_inputs():
     assert_close(slope[:rows], jnp.concatenate(expected), 3e-5)
 
 
+def test_functions_of_a_length_alone():
+    fn = lambda params, x: x.sum(0) / x.shape[0] + params["b"] * x.shape[0]  # noqa: E731
+    batched = check(fn, weights(), [x for x, *_ in made(SHORT)])
+    assert batched.plan(weights(), [x for x, *_ in made(SHORT)]).host.apart is None
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 512])
+def test_tiles_of_more_rows_than_the_instance_has(length):
+    def fn(params, x):
+        rows = jnp.concatenate([params["b"][None], x])
+        out = ragged.attention(rows @ params["w"], rows, rows)
+        return jnp.cumsum(out, 0)[-1] + out.sum(0)
+
+    check(fn, weights(), [x for x, *_ in made([length, 3])], rtol=2e-4, alone=jax.jit(fn))
+
+
+def test_rows_that_are_none_do_not_spoil_gradients():
+    def fn(params, x):
+        grown = jnp.exp(jnp.cumsum(15 + 0 * x * params["b"][None], 0)).sum(0) / 1e20
+        kernel = {"window_strides": (1,), "padding": "SAME"}
+        numbers = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+        (rows,) = lax.conv_general_dilated(x[None], params["k"], **kernel, **numbers)
+        normal = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
+        start = jnp.asarray(1.0 * x.shape[0])
+        _, roots = lax.scan(lambda c, row: (c - 1, jnp.sqrt(c) * row), start, x @ params["w"])
+        return grown + normal.sum(0) + roots.sum(0)
+
+    check(fn, weights(), [x for x, *_ in made([3, 2, 5])], rtol=1e-4, alone=jax.jit(fn))
+
+
 # --- what cannot run together ---------------------------------------------------------------------
 
 
@@ -348,6 +378,37 @@ def test_loops_over_rows_are_grouped_by_shape():
     plan = batched.plan(weights(), [x for x, *_ in made(SHORT)])
     assert plan.ragged_rows is None
     assert "grouped by equal shapes" in str(plan)
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jax.nn.one_hot(x.argmax(-1), 4)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), *tangents))
+
+APART = {  # what comes, and a word of the reason
+    "the rest": (lambda p, x: x[x.shape[0] // 4 * 4 :].sum(0), "rows are not the more"),
+    "up to a maximum": (
+        lambda p, x: jnp.concatenate([x, jnp.zeros((9 - x.shape[0], 4))]) * p["table"],
+        "rows are not the more",
+    ),
+    "own derivative": (lambda p, x: straight_through(x @ p["w"]).sum(0), "derivative of its own"),
+    "padding": (lambda p, x: jnp.pad(x, ((x.shape[0], 0), (0, 0))).sum(0), "`pad`"),
+    "merged": (lambda p, x: jnp.tanh(x.T).reshape(-1)[:4] * p["b"], "`reshape`"),
+    "branch": (
+        lambda p, x: lax.cond(p["b"][0] > 0, lambda: 1.0 * x.shape[0], lambda: 2.0) * x.sum(0),
+        "`cond`",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", APART)
+def test_what_is_kept_apart(what):
+    fn, reason = APART[what]
+    instances = [x for x, *_ in made([3, 2, 5])]
+    batched = check(fn, weights(), instances)
+    assert reason in batched.plan(weights(), instances).host.apart
 
 
 def test_unknown_operations_are_grouped_by_shape():
