@@ -3,8 +3,8 @@
 Nobody says so. An instance may hold arrays `[n, ...]` whose n differs from the next one's: then
 n gets a symbol, and what is done to the array is recorded for every n at once (see `_extents`). An
 axis is taken to be ragged once it has been seen to differ: between instances of the same form
-(equal but for lengths); or, in forms whose lengths never did, between arrays of the same kind
-(equal but for the length), as in trees whose leaves are sentences.
+(equal but for lengths); or, where forms differ as those of trees do, between arrays of the same
+kind (equal but for the length), such as sentences at the leaves.
 
 Lengths in one instance share a symbol until the function does something that takes them to be the
 same and they are not: most functions treat each array by itself, and then what is recorded is the
@@ -128,7 +128,8 @@ class Lengths:
         recorded: list[ArrayType] = []
         for i, (shape, dtype, weak) in enumerate(types):
             kind = self._kinds[shape[1:], dtype] if shape else 0
-            differs = form.varied[i] or (kind is None and not any(form.varied))
+            recursive = len(self._forms) > 1 and not any(form.varied)
+            differs = form.varied[i] or (recursive and kind is None)
             if not (shape and differs):
                 recorded.append((shape, dtype, weak))
                 continue
