@@ -100,9 +100,15 @@ class Recording:
             return record(session.grouping, read)
         try:
             made, keep, tracers = record(types=[g and g.types for g in given])
-            for i, g in enumerate(given):
-                if g is not None:
-                    made[i] = session.regions.separate(made[i], len(arrays[i]), g.symbols)
+            ragged = [(i, g) for i, g in enumerate(given) if g is not None]
+            for i, g in ragged:
+                session.regions.look_at(made[i], len(arrays[i]), g.symbols)
+            if session.numbers_differ():
+                raise LengthsMatterError
+            for i, g in ragged:
+                made[i] = session.regions.separate(made[i], len(arrays[i]), g.symbols)
+        except LengthsMatterError:
+            raise
         except Exception as error:
             if not session.bind():
                 record(session.grouping, read)  # complains if lengths are not the reason

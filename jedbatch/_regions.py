@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jedbatch._along import CannotMergeError
+from jedbatch._cells import is_key
 from jedbatch._extents import is_ragged, symbols_in
 from jedbatch._graph import Graph, InputRows, ValueType
 from jedbatch._packed import Packed
@@ -92,13 +93,22 @@ class RaggedRecord(Record):
 
 
 class Regions:
-    """The regions met so far."""
+    """The regions met so far.
+
+    Numbers in a function are operands of what reads them, and most are the same in all instances
+    (the divisor of a score, an epsilon). Those are constants of a region, until they differ.
+
+    Attributes:
+      changed: whether a number has been found to differ since this was last set to False.
+    """
 
     def __init__(self, registry: Registry):
         self.registry = registry
         self.regions: list[Region] = []
         self._ids: dict[Hashable, Region] = {}
         self._ragged: dict[int, bool] = {}
+        self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
+        self.changed = False
 
     def is_ragged(self, type_id: int) -> bool:
         """Whether nodes of a type read or give ragged values, or ask for an extent."""
@@ -123,11 +133,40 @@ class Regions:
         Raises:
           CannotMergeError: a ragged node cannot run for several lengths together.
         """
+        cut = self._separation(record, num_arrays, leaf_of)
+        return record if cut is None else cut.result()
+
+    def look_at(
+        self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Takes note of the numbers in a record that is to be separated."""
+        cut = self._separation(record, num_arrays, leaf_of)
+        if cut is not None:
+            cut.note()
+
+    def _separation(self, record, num_arrays, leaf_of) -> "_Separation | None":
         graph = Graph.select([(record.whole, record.index)])
-        types = graph.node_type.tolist()
-        if not any(map(self.is_ragged, set(types))):
-            return record
-        return _Separation(self, graph, record, num_arrays, leaf_of).result()
+        if not any(map(self.is_ragged, set(graph.node_type.tolist()))):
+            return None
+        return _Separation(self, graph, record, num_arrays, leaf_of)
+
+    def note(self, form: Hashable, sources: Sequence[InputRows]) -> None:
+        """Takes note of the numbers among the operands of a call."""
+        for k, source in enumerate(sources):
+            if _is_number(source):
+                assert source.rows is not None
+                value = source.rows[0].tobytes()
+                if self._numbers.setdefault((form, k), value) not in (value, None):
+                    self._numbers[form, k] = None
+                    self.changed = True
+
+    def fixed(self, form: Hashable, sources: Sequence[InputRows]) -> dict[int, np.ndarray]:
+        """The numbers among the operands of a call that have been the same in all calls so far."""
+        return {
+            k: source.rows[0]  # type: ignore[index]
+            for k, source in enumerate(sources)
+            if _is_number(source) and self._numbers[form, k] is not None
+        }
 
     def region(self, key: Hashable, make: Any) -> Region:
         """The region of a key; `make()` gives its (shared, operands, results, program)."""
@@ -183,20 +222,31 @@ class _Separation:
             groups.setdefault(root(node), []).append(node)
         return list(groups.values())
 
-    def result(self) -> RaggedRecord:
-        """The record, cut in two."""
-        graph = self.graph
-        parts = self._parts()
+    def _parts_and_leaving(self) -> tuple[list[list[int]], list[list[int]]]:
+        """(the parts, the values of each that are read elsewhere or returned)."""
+        graph, parts = self.graph, self._parts()
         inside = {node for part in parts for node in part}
-        outer = [node for node in range(len(self.types)) if node not in inside]
-        wanted = {value for node in outer for value in self.reads[node]} | set(self.outputs)
-        calls: list[Call] = []
-        given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
+        wanted = set(self.outputs)
+        for node, read in enumerate(self.reads):
+            if node not in inside:
+                wanted.update(read)
+        leaving = []
         for part in parts:
             first = graph.value_ptr[part].tolist()
             counts = graph.num_results[part].tolist()
             values = (range(a, a + n) for a, n in zip(first, counts, strict=True))
-            leaving = [v for v in itertools.chain(*values) if v in wanted]
+            leaving.append([v for v in itertools.chain(*values) if v in wanted])
+        return parts, leaving
+
+    def result(self) -> RaggedRecord:
+        """The record, cut in two."""
+        graph = self.graph
+        parts, all_leaving = self._parts_and_leaving()
+        inside = {node for part in parts for node in part}
+        outer = [node for node in range(len(self.types)) if node not in inside]
+        calls: list[Call] = []
+        given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
+        for part, leaving in zip(parts, all_leaving, strict=True):
             given.update((v, (len(calls), k)) for k, v in enumerate(leaving))
             calls.append(self._call(part, leaving))
 
@@ -251,9 +301,15 @@ class _Separation:
             tuple(places),
         )
 
-    def _call(self, part: list[int], leaving: list[int]) -> Call:
-        """A connected part as a call of a region."""
-        registry, graph = self.regions.registry, self.graph
+    def note(self) -> None:
+        """Takes note of the numbers that ragged nodes read."""
+        for part, leaving in zip(*self._parts_and_leaving(), strict=True):
+            key, sources, returned = self._form(part, leaving)
+            self.regions.note((key, tuple(s.type for s in sources), returned), sources)
+
+    def _form(self, part: list[int], leaving: list[int]) -> tuple:
+        """(nodes of a part and what they read, where operands come from, what leaves)."""
+        graph = self.graph
         place: dict[int, tuple[int, int]] = {}  # (node, result) by value
         operand: dict[int, int] = {}  # position by input
         key: list[tuple[int, tuple]] = []
@@ -265,8 +321,15 @@ class _Separation:
             a, b = graph.value_ptr[node : node + 2].tolist()
             place.update((v, (i, v - a)) for v in range(a, b))
         sources = tuple(self.inputs[-1 - v] for v in operand)
+        return tuple(key), sources, tuple(place[v] for v in leaving)
+
+    def _call(self, part: list[int], leaving: list[int]) -> Call:
+        """A connected part as a call of a region."""
+        registry = self.regions.registry
+        key, sources, returned = self._form(part, leaving)
         kinds = tuple(source.type for source in sources)
-        returned = tuple(place[v] for v in leaving)
+        fixed = self.regions.fixed((key, kinds, returned), sources)
+        moving = [k for k in range(len(sources)) if k not in fixed]
 
         def make() -> tuple:
             node_types = [registry.node_types[t] for t, _ in key]
@@ -274,29 +337,36 @@ class _Separation:
 
             def compute(shared_values, operand_values):
                 values = dict(zip(shared, shared_values, strict=True))
+                read = dict(zip(moving, operand_values, strict=True))
+                read.update((k, x.item() if kinds[k].weak else x) for k, x in fixed.items())
                 made: list[list[Any]] = []
                 for node_type, (_, refs) in zip(node_types, key, strict=True):
                     args = [values[s] for s in node_type.shared]
-                    args += [
-                        operand_values[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs
-                    ]
+                    args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
                     operation: Any = node_type.operation
                     closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
                 return [made[i][k] for i, k in returned]
 
             avals = [registry.shared[s].aval for s in shared]
-            operands = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in kinds]
-            return shared, kinds, jax.make_jaxpr(compute)(avals, operands)
+            mine = [kinds[k] for k in moving]
+            operands = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in mine]
+            return shared, mine, jax.make_jaxpr(compute)(avals, operands)
 
-        region = self.regions.region((tuple(key), kinds, returned), make)
+        written = tuple((k, x.tobytes()) for k, x in fixed.items())
+        region = self.regions.region((key, kinds, returned, written), make)
         mine: dict[str, dict[int, None]] = {}
         for source in sources:
             for s in symbols_in(source.type.shape):
                 assert source.leaf is not None
                 mine.setdefault(s, {})[source.leaf] = None
         leaves = tuple(tuple(mine.get(s, self.leaf_of[s])) for s in region.symbols)
-        return Call(region, sources, leaves)
+        return Call(region, tuple(sources[k] for k in moving), leaves)
+
+
+def _is_number(source: InputRows) -> bool:
+    """Whether an operand is a number, which the function or the instance has brought."""
+    return source.leaf is None and source.type.shape == () and not is_key(source.type.dtype)
 
 
 def _single(chunk: InputRows, k: int) -> InputRows:

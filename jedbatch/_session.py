@@ -30,7 +30,7 @@ from jedbatch._program import (
     make_signature,
     resembles,
 )
-from jedbatch._regions import Region, Regions
+from jedbatch._regions import RaggedRecord, Region, Regions
 from jedbatch._registry import Registry
 from jedbatch._rooms import Room
 from jedbatch._trace import Record
@@ -176,6 +176,19 @@ class Session:
             None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
             for g, mine in zip(given, arrays, strict=True)
         ]
+
+    def numbers_differ(self) -> bool:
+        """Whether a number has been found to differ that records take to be a constant.
+
+        If so, they are forgotten.
+        """
+        if not self.regions.changed:
+            return False
+        self.regions.changed = False
+        old = [key for key, record in self.records.items() if isinstance(record, RaggedRecord)]
+        for key in old:
+            del self.records[key]
+        return True
 
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""
