@@ -24,6 +24,7 @@ from jedbatch._rows import rows_of_inputs
 from jedbatch._trace import Record
 
 HEADROOM = 1.1  # least room for rows over those there are
+LONGER = 2  # a new program has room for arrays so many times as long as there are
 SLACK = 4  # room is used for minibatches down to a quarter of it
 
 
@@ -154,7 +155,7 @@ def make_room(calls: Calls, rooms: Sequence[Room]) -> tuple[Room, bool]:
         most = room.longest
         if all(b <= SLACK * max(WIDEST, a) for a, b in zip(needed, room.rows, strict=True)):
             needed = list(map(max, needed, room.rows))
-    while most < longest:
+    while most < LONGER * longest and not (rooms and longest <= most):
         most *= 2
     steps = (most // SHORTEST).bit_length()
     lengths = tuple(SHORTEST << i for i in range(steps))
