@@ -421,13 +421,21 @@ class Graph:
     def _reach(self) -> np.ndarray:
         """bool[T, T], whether a path leads from some node of one type to one of another."""
         num_types = len(self.types)
+        present = np.flatnonzero(np.bincount(self.node_type, minlength=num_types))
+        place = np.zeros(num_types, np.int64)
+        place[present] = np.arange(len(present))
+        kind = place[self.node_type]
         maker, reader = self.edges
-        pairs = self.node_type[maker].astype(np.int64) * num_types + self.node_type[reader]
-        reach = np.zeros((num_types, num_types), bool)
-        reach.ravel()[np.unique(pairs) if num_types > 300 else np.bincount(pairs).nonzero()] = True
-        for _ in range(num_types.bit_length()):
+        # Of the types present only: NumPy multiplies large matrices in threads of its own, which
+        # keep a core busy long after.
+        reach = np.zeros((len(present), len(present)), bool)
+        pairs = kind[maker] * len(present) + kind[reader]
+        reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
+        for _ in range(len(present).bit_length()):
             reach |= (reach.astype(np.float32) @ reach) > 0
-        return reach
+        whole = np.zeros((num_types, num_types), bool)
+        whole[np.ix_(present, present)] = reach
+        return whole
 
     @functools.cached_property
     def components(self) -> list[list[int]]:
