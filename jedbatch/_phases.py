@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from jedbatch._along import SOURCES, VIEWS, CannotMergeError, is_elementwise, mixed_axes
+from jedbatch._along import VIEWS, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._extents import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
 
@@ -236,8 +236,8 @@ class _Finder:
         own = [v for v in reads(eqn) if v not in self.known]
         ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
         shares = len(own) < len(reads(eqn))
-        constant = not ragged and eqn.primitive.name not in SOURCES and eqn.primitive.name != "scan"
-        if not own and (constant or (eqn.primitive.name == "iota" and not ragged)):
+        general = not symbols_in(tuple(eqn.params.values()))
+        if not own and not ragged and general:
             self.before.append(eqn)
             self.known.update(eqn.outvars)
             return
