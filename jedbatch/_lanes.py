@@ -254,7 +254,7 @@ class Padded:
 
     def _guard(self, x: Any, shape: Sequence[Any]) -> Any:
         """An operand with ones wherever the result is nothing."""
-        if not jnp.issubdtype(x.dtype, jnp.inexact) or x.ndim != len(shape):
+        if not jnp.issubdtype(x.dtype, jnp.inexact) or jnp.ndim(x) != len(shape):
             return x
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
