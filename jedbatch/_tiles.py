@@ -46,9 +46,12 @@ def find_tiles(phase: Phase) -> Axes | None:
                 followed.add(b)
                 if (here := root((v, a))) != (there := root((eqn.outvars[0], b))):
                     roots[here] = there
-        if eqn.primitive.name not in SHAPED:  # those give as many rows as they are told to
+        name = eqn.primitive.name
+        if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
             whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
-            told = is_look_up(eqn) or symbols_in(tuple(eqn.params.values()))
+            told = name not in SHAPED and (
+                is_look_up(eqn) or symbols_in(tuple(eqn.params.values()))
+            )
             barred.update((v, a) for v, a in whole if told or a not in followed)
     written = {root((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
