@@ -146,20 +146,25 @@ def make_room(calls: Calls, rooms: Sequence[Room]) -> tuple[Room, bool]:
     for room in rooms:
         enough = count <= room.calls and longest <= room.longest and guarded <= room.guarded
         fits = all(a <= b for a, b in zip(rows, room.rows, strict=True))
-        small = all(b <= SLACK * max(WIDEST, a) for a, b in zip(rows, room.rows, strict=True))
-        if enough and fits and small and room.calls <= max(64, SLACK * count):
+        small = _near(rows, room) and room.calls <= max(64, SLACK * count)
+        if enough and fits and small:
             return room, False
     needed = [-(-capacity(n * HEADROOM) // WIDEST) * WIDEST for n in rows]
     most = SHORTEST
-    for room in rooms[-1:]:
-        most = room.longest
-        if all(b <= SLACK * max(WIDEST, a) for a, b in zip(needed, room.rows, strict=True)):
-            needed = list(map(max, needed, room.rows))
+    if rooms:
+        most = rooms[-1].longest
+        if _near(needed, rooms[-1]):
+            needed = list(map(max, needed, rooms[-1].rows))
     while most < LONGER * longest and not (rooms and longest <= most):
         most *= 2
     steps = (most // SHORTEST).bit_length()
     lengths = tuple(SHORTEST << i for i in range(steps))
     return Room(capacity(count), tuple(needed), lengths, guarded), True
+
+
+def _near(rows: Sequence[int], room: Room) -> bool:
+    """Whether a room is not much too large for so many rows."""
+    return all(b <= SLACK * max(WIDEST, a) for a, b in zip(rows, room.rows, strict=True))
 
 
 def make_prelude(
@@ -275,7 +280,7 @@ def run_prelude(
     targets: Sequence[Sequence[Any]],
     inputs: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[list[Any]]]:
-    """(inputs of the graph, results of every region).
+    """(inputs of the graph, for every region its results: packed rows; None for those of calls).
 
     Args:
       stages: what to run.
@@ -285,7 +290,7 @@ def run_prelude(
       inputs: of the plan, operands of regions among them.
     """
     found = dict(inputs)
-    results = []
+    results: list[list[Any]] = []
     for stage, values, table, columns in zip(stages, shared, tables, targets, strict=True):
         region = stage.region
         names = [stage.operand_name(k) for k in range(len(region.operands))]
@@ -294,14 +299,13 @@ def run_prelude(
             for name, kind in zip(names, region.operands, strict=True)
         ]
         made = region.packed.run(stage.room, values, operands, table)
-        results.append(made)
-        dense = [
-            (kind, x)
-            for kind, x in zip(region.results, made, strict=True)
-            if not is_ragged(kind.shape)
-        ]
-        for (kind, x), rows in zip(dense, columns, strict=True):
-            name = input_name(stored(kind))
+        results.append([])
+        targets_left = iter(columns)
+        for kind, x in zip(region.results, made, strict=True):
+            results[-1].append(x if is_ragged(kind.shape) else None)
+            if is_ragged(kind.shape):
+                continue
+            rows, name = next(targets_left), input_name(stored(kind))
             if len(found[name]):
                 arena = jnp.asarray(found[name])
                 found[name] = arena.at[rows].set(x.astype(arena.dtype), mode="drop")

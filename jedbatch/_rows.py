@@ -82,7 +82,7 @@ def results_from(
     packed: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """The rows returned from each arena, and packed results of regions, as results."""
-    packed = [[_on_host(x) for x in results] for results in packed]
+    on_host = functools.cache(lambda stage, result: _on_host(packed[stage][result]))
 
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
@@ -90,7 +90,7 @@ def results_from(
         return from_stored(found[kind][place], ValueType(*kind))
 
     def cut_out(place: Slice) -> Any:
-        rows = packed[place.stage][place.result]
+        rows = on_host(place.stage, place.result)
         rows = rows[place.start : place.start + place.shape[place.axis]]
         xp = np if isinstance(rows, np.ndarray) else jnp
         return jnp.asarray(xp.moveaxis(rows, 0, place.axis))
