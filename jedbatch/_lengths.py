@@ -75,19 +75,23 @@ class Given(NamedTuple):
 class Lengths:
     """What has been seen of the lengths of arrays.
 
+    Args:
+      off: see the attribute.
+      forms: where those seen are kept.
+
     Attributes:
       off: why lengths are not told apart from shapes; None as long as they are.
       longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
     """
 
-    def __init__(self, off: str | None = None):
+    def __init__(self, off: str | None, forms: dict[Hashable, Form]):
         self.off = off
         self.longest = 0
         self.bound: int | None = None
-        self._forms: dict[Hashable, Form] = {}
+        self._forms = forms
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
-        self._symbols: dict[int | None, dict[str, Any]] = {}
+        self._scopes: dict[int | None, dict[str, Any]] = {}  # symbols, by their bound
 
     @property
     def shown(self) -> str | None:
@@ -176,15 +180,14 @@ class Lengths:
         return LETTERS[k] if k < len(LETTERS) else f"n{k}"
 
     def _symbol(self, name: str) -> Any:
-        known = self._symbols.setdefault(self.bound, {})
-        if name not in known:
-            names = [name] if known else [self._name(k) for k in range(len(LETTERS))]
-            if not known:
-                limits = [] if self.bound is None else [f"{s} <= {self.bound}" for s in names]
-                known[""] = export.SymbolicScope(limits)
-            for s in dict.fromkeys([*names, name]):
-                known[s] = make_symbol(s, known[""])
-        return known[name]
+        if self.bound not in self._scopes:
+            limits = [] if self.bound is None else [f"{s} <= {self.bound}" for s in LETTERS]
+            scope = export.SymbolicScope(limits)
+            self._scopes[self.bound] = {s: make_symbol(s, scope) for s in LETTERS}
+        symbols = self._scopes[self.bound]
+        if name not in symbols:
+            symbols[name] = make_symbol(name, next(iter(symbols.values())).scope)
+        return symbols[name]
 
 
 def _without_lengths(key: Hashable) -> Hashable:

@@ -90,7 +90,7 @@ class Session:
         self._executors: dict[Any, Any] = {}
         self._statics: dict[Static, Static] = Memory(ROUNDS)
         apart = None if self.grouping is None else f"granularity is {granularity!r}"
-        self.lengths = Lengths(apart)
+        self.lengths = Lengths(apart, Memory(limit))
         self.regions = Regions(self.registry)
         self._rooms: dict[Region, list[Room]] = collections.defaultdict(list)
         self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = {}
