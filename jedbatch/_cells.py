@@ -42,6 +42,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._fusion import fused
 from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import (
+    body_of,
     cares_for_padding,
     dependents,
     has_gradient,
@@ -391,7 +392,7 @@ class Reverse:
             [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self._returned],
         )
         if cheap:
-            backward = inlined(backward, ("jit", "remat2", "checkpoint"))
+            backward = inlined(backward, body_of("jit", "remat2", "checkpoint"))
 
         consts, operands = jaxpr.invars[: kernel.num_consts], jaxpr.invars[kernel.num_consts :]
         moving = dependents(jaxpr, operands)

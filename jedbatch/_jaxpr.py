@@ -1,7 +1,7 @@
 """Handling programs of JAX equation by equation, with public names only."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -97,8 +97,16 @@ def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
     return found
 
 
-def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
-    """The program with calls of jit-ted functions (or others) replaced by their bodies.
+def body_of(*primitives: str) -> Callable[[Any], Any]:
+    """A function that gives the program which a call of these primitives stands for, or None."""
+    return lambda eqn: eqn.params["jaxpr"] if eqn.primitive.name in primitives else None
+
+
+jitted = body_of("jit")
+
+
+def inlined(closed: Any, body: Callable[[Any], Any] = jitted) -> Any:
+    """The program with calls replaced by their bodies, as far as `body` gives one.
 
     Roundings to the precision a value has anyway, which `jax.checkpoint` leaves around what it
     keeps, are left out.
@@ -108,8 +116,8 @@ def inlined(closed: Any, primitives: Sequence[str] = ("jit",)) -> Any:
         env = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in primitives:
-                inner = eqn.params["jaxpr"]  # closed or open, by primitive and version
+            inner = body(eqn)  # closed or open, by primitive and version
+            if inner is not None:
                 values = [value_of(x, env) for x in eqn.invars]
                 outs = evaluate(
                     getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values

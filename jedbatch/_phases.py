@@ -25,7 +25,7 @@ from jax.extend.core import Var
 
 from jedbatch._along import VIEWS, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._extents import grows, is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr import reads, run_equation, shape_of, used_variables, value_of
+from jedbatch._jaxpr import body_of, inlined, reads, used_variables
 
 EXTREMES = {
     "reduce_max": "a maximum",
@@ -33,8 +33,6 @@ EXTREMES = {
     "argmax": "the place of a maximum",
     "argmin": "the place of a minimum",
 }
-
-
 SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
@@ -115,34 +113,21 @@ def extents_of(variable: Any) -> list[Any]:
 
 def flattened(closed: Any) -> Any:
     """A program without calls, but for those of elementwise functions with rules of their own."""
+    return inlined(closed, _body)
 
-    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
-            inner = _body(eqn)
-            if inner is not None and "jvp_jaxpr_fun" in eqn.params and not _is_softmax(inner):
-                raise CannotMergeError("a function with a derivative of its own")
-            if inner is None:
-                run_equation(jaxpr, eqn, env)
-                continue
-            values = [value_of(v, env) for v in eqn.invars]
-            outs = evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [value_of(v, env) for v in jaxpr.outvars]
 
-    avals = map(shape_of, closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)
+_called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 
 def _body(eqn: Any) -> Any:
     """The program that a call stands for; None of operations."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("jit", "remat2", "checkpoint", "closed_call"):
-        return params["jaxpr"]
-    if name == "custom_jvp_call" and not is_elementwise(eqn) and _is_ragged(eqn):
-        return params["call_jaxpr"]
-    return None
+    own_rule = eqn.primitive.name == "custom_jvp_call"
+    if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
+        return _called(eqn)
+    inner = eqn.params["call_jaxpr"]
+    if not _is_softmax(inner):
+        raise CannotMergeError("a function with a derivative of its own")
+    return inner
 
 
 def _is_softmax(closed: Any) -> bool:
@@ -167,7 +152,7 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     closed = flattened(closed)
     jaxpr = closed.jaxpr
     for v in (*jaxpr.invars, *jaxpr.outvars):
-        if len(ragged_axes(v.aval.shape)) > 1:
+        if _relates(v):
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
     if any(
         _is_key(v) and (is_ragged(v.aval.shape) or v in jaxpr.outvars) for v in _variables(jaxpr)
@@ -179,7 +164,7 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     for eqn in equations:
         finder.place(eqn)
     extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
-    symbols = symbols_in((*extents, *(p for eqn in equations for p in eqn.params.values())))
+    symbols = symbols_in((*extents, *(eqn.params for eqn in equations)))
     for extent in dict.fromkeys(extents):
         if not grows(extent):
             raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
@@ -196,6 +181,11 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
 
 def _variables(jaxpr: Any) -> list[Any]:
     return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _relates(variable: Any) -> bool:
+    """Whether a value has a number for every pair of rows."""
+    return len(ragged_axes(variable.aval.shape)) > 1
 
 
 def _is_key(variable: Any) -> bool:
@@ -236,24 +226,23 @@ class _Finder:
         own = [v for v in reads(eqn) if v not in self.known]
         ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
         shares = len(own) < len(reads(eqn))
-        general = not symbols_in(tuple(eqn.params.values()))
-        if not own and not ragged and general:
+        if not own and not ragged and not symbols_in(eqn.params):
             self.before.append(eqn)
             self.known.update(eqn.outvars)
             return
         free = not shares and self._free.issuperset(own)
         if free:
             self._free.update(eqn.outvars)
-        pairs = any(len(ragged_axes(v.aval.shape)) > 1 for v in eqn.outvars)
+        pairs = any(map(_relates, eqn.outvars))
         keys = any(map(_is_key, eqn.outvars))  # have no rows to be kept in
         cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
         mixed = mixed_axes(eqn)  # complains of what is not known
         if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
             self.again.update((v, eqn) for v in eqn.outvars)
             return
-        kinds = self._kinds_for(eqn, shares)
+        kinds = [None] if mixed else self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(own)), default=-1)
-        relates = any(len(ragged_axes(v.aval.shape)) > 1 for v in own)
+        relates = any(map(_relates, own))
         if mixed and not relates and after in self._relating:
             after += 1  # so that rows of what relates rows can be computed a few at a time
         phase = self._first(after, kinds)
@@ -263,18 +252,17 @@ class _Finder:
         self.where.update((v, phase) for v in eqn.outvars)
 
     def _kinds_for(self, eqn: Any, shares: bool) -> list[Any]:
-        """The kinds of phases that an equation can be in, the best first."""
-        variables = [v for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape")]
+        """The kinds of phases that an equation on single rows can be in, the best first."""
+        variables = (*eqn.invars, *eqn.outvars)
         extents = list(dict.fromkeys(e for v in variables for e in extents_of(v)))
-        row_wise = len(extents) == 1 and all(len(extents_of(v)) <= 1 for v in variables)
-        if mixed_axes(eqn) or not row_wise:
+        if len(extents) != 1 or any(map(_relates, variables)):
             return [None]
         return [extents[0]] if shares else [extents[0], None]
 
     def _first(self, after: int, kinds: Sequence[Any]) -> int:
         """The phase `after` or the first behind it of one of these kinds, which may be new."""
         for phase in range(max(after, 0), len(self.kinds)):
-            if any(kind is self.kinds[phase] or kind == self.kinds[phase] for kind in kinds):
+            if self.kinds[phase] in kinds:
                 return phase
         self.kinds.append(kinds[0])
         self.mine.append([])
