@@ -43,19 +43,20 @@ class CannotMergeError(Exception):
 def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     """(operand, axis) of the ragged axes along which an equation is not row-wise.
 
+    What makes rows that depend on each other, out of no ragged axis, has (0, 0) for a mark: a loop
+    of ragged length, random bits.
+
     Raises `CannotMergeError` for what is not known.
     """
     name, params = eqn.primitive.name, eqn.params
-    ragged = [
-        (i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(getattr(v.aval, "shape", ()))
-    ]
-    if name == "scan" and (ragged or symbols_in(eqn.params["length"])):
+    ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
+    if name == "scan" and (ragged or symbols_in(params["length"])):
         return _scan(eqn, ragged)
     if name in ELEMENTWISE or name in SOURCES:
         return []
     if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
         return _random_bits(eqn)
-    if inner_programs(eqn) and name != "custom_jvp_call" and _names_extents(eqn):
+    if inner_programs(eqn) and name != "custom_jvp_call" and symbols_in(params):
         raise CannotMergeError(f"`{name}` of a program that asks for a length")
     if not ragged:
         made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
@@ -72,14 +73,11 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
 
 def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The axes that a loop runs along."""
-    first = eqn.params["num_consts"] + eqn.params["num_carry"]
-    if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
+    params = eqn.params
+    first = params["num_consts"] + params["num_carry"]
+    if symbols_in(params["jaxpr"]) or any(i < first or a for i, a in ragged):
         raise CannotMergeError("`scan` over arrays that have another ragged axis too")
     return ragged or [(0, 0)]
-
-
-def _names_extents(eqn: Any) -> bool:
-    return bool(symbols_in(tuple(eqn.params.values())))
 
 
 def _random_bits(eqn: Any) -> list[tuple[int, int]]:

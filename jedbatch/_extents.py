@@ -15,10 +15,12 @@ Source: the symbolic shapes of `jax.export`.
 
 import copy
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim, symbolic_shape
@@ -32,15 +34,15 @@ class LengthDecisionError(Exception):
     """Python has decided on the length of an array."""
 
 
-def _deciding(name: str, unsound: Callable[[bool], bool]) -> Callable:
+def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
     """A comparison that refuses to give answers which may not hold for all lengths."""
-    compare = getattr(Base, name)
+    symmetric = compare in (Base.__eq__, Base.__ne__)
 
     def method(self: Any, other: Any) -> bool:
-        if name in ("__eq__", "__ne__") and type(other) is Base:  # which knows nothing of us
-            found = compare(other, self)
-        else:
-            found = compare(self, other)
+        ours, theirs = self, other
+        if symmetric and type(other) is Base:  # which knows nothing of us
+            ours, theirs = other, self
+        found = compare(ours, theirs)
         if unsound(found):
             _refuse(sys._getframe(1))
         return found
@@ -56,9 +58,8 @@ def _refuse(caller: Any) -> None:
         raise LengthDecisionError(f"Python decides on the length of an array at {where}")
 
 
-def _calculating(name: str) -> Callable:
+def _calculating(calculate: Callable) -> Callable:
     """An operation whose result is an extent that refuses, too."""
-    calculate = getattr(Base, name)
 
     def method(self: Any, *args: Any) -> Any:
         return _watched(calculate(self, *args))
@@ -73,34 +74,29 @@ class Extent(Base):
     __hash__ = Base.__hash__
 
     # What follows from a bound above is checked; that there is a row at all is not.
-    __eq__ = _deciding("__eq__", lambda found: not found)
-    __ne__ = _deciding("__ne__", lambda found: found)
-    __gt__ = _deciding("__gt__", lambda found: found)
-    __ge__ = _deciding("__ge__", lambda found: found)
-    __lt__ = _deciding("__lt__", lambda found: not found)
-    __le__ = _deciding("__le__", lambda found: not found)
+    __eq__ = _deciding(Base.__eq__, lambda found: not found)
+    __ne__ = _deciding(Base.__ne__, lambda found: found)
+    __gt__ = _deciding(Base.__gt__, lambda found: found)
+    __ge__ = _deciding(Base.__ge__, lambda found: found)
+    __lt__ = _deciding(Base.__lt__, lambda found: not found)
+    __le__ = _deciding(Base.__le__, lambda found: not found)
+
+    __add__ = _calculating(Base.__add__)
+    __radd__ = _calculating(Base.__radd__)
+    __sub__ = _calculating(Base.__sub__)
+    __rsub__ = _calculating(Base.__rsub__)
+    __mul__ = _calculating(Base.__mul__)
+    __rmul__ = _calculating(Base.__rmul__)
+    __pow__ = _calculating(Base.__pow__)
+    __floordiv__ = _calculating(Base.__floordiv__)
+    __rfloordiv__ = _calculating(Base.__rfloordiv__)
+    __mod__ = _calculating(Base.__mod__)
+    __rmod__ = _calculating(Base.__rmod__)
+    __neg__ = _calculating(Base.__neg__)
 
     def __bool__(self) -> bool:
         _refuse(sys._getframe(1))
         return True
-
-
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "pow",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "neg",
-]:
-    if hasattr(Base, f"__{_name}__"):
-        setattr(Extent, f"__{_name}__", _calculating(f"__{_name}__"))
 
 
 def _watched(extent: Any) -> Any:
@@ -159,39 +155,35 @@ def _compiled(text: str) -> Any:
     return compile(text.replace("^", "**"), "extent", "eval")
 
 
-def _mod(a: Any, b: Any) -> Any:
-    return a % b
-
-
-def _floordiv(a: Any, b: Any) -> Any:
-    return a // b
-
-
-def _chosen(by_python: Any, by_array: Any) -> Any:
+def _chosen(by_python: Any, by_numpy: Any, by_jax: Any) -> Any:
     def choose(a: Any, b: Any) -> Any:
-        numbers = isinstance(a, int) and isinstance(b, int)
-        return by_python(a, b) if numbers else by_array(a, b)
+        if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+            return by_jax(a, b)
+        arrays = isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        return by_numpy(a, b) if arrays else by_python(a, b)
 
     return choose
 
 
 _FUNCTIONS = {
     "__builtins__": {},
-    "mod": _mod,
-    "floordiv": _floordiv,
-    "max": _chosen(max, jnp.maximum),
-    "min": _chosen(min, jnp.minimum),
+    "mod": operator.mod,
+    "floordiv": operator.floordiv,
+    "max": _chosen(max, np.maximum, jnp.maximum),
+    "min": _chosen(min, np.minimum, jnp.minimum),
 }
 
 
 def symbols_in(value: Any) -> frozenset[str]:
-    """The symbols in the extents that a parameter of a primitive has somewhere inside."""
+    """The symbols in the extents that parameters of a primitive have somewhere inside."""
+    if isinstance(value, dict):
+        return symbols_in(tuple(value.values()))
     if isinstance(value, tuple | list):
         return frozenset().union(*map(symbols_in, value))
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         jaxpr = getattr(value, "jaxpr", value)
         inside = [symbols_in(v.aval.shape) for v in (*jaxpr.invars, *jaxpr.outvars)]
-        inside += [symbols_in(tuple(eqn.params.values())) for eqn in jaxpr.eqns]
+        inside += [symbols_in(eqn.params) for eqn in jaxpr.eqns]
         return frozenset().union(*inside)
     if type(value) in (int, str, bool, type(None)) or not is_symbolic_dim(value):
         return frozenset()

@@ -470,7 +470,7 @@ class Registry:
         written = primitive, self.params_key(params)
         key = self._ids.get(("primitive", written))
         if key is None:
-            is_ragged = bool(symbols_in(tuple(params.values())))
+            is_ragged = bool(symbols_in(params))
             key = self._ids["primitive", written] = PrimitiveKey(written, is_ragged)
         if same is not None:
             if len(self._by_identity) > MANY_CALLS:

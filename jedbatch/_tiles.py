@@ -49,9 +49,7 @@ def find_tiles(phase: Phase) -> Axes | None:
         name = eqn.primitive.name
         if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
             whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
-            told = name not in SHAPED and (
-                is_look_up(eqn) or symbols_in(tuple(eqn.params.values()))
-            )
+            told = name not in SHAPED and (is_look_up(eqn) or symbols_in(eqn.params))
             barred.update((v, a) for v, a in whole if told or a not in followed)
     written = {root((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
