@@ -4,7 +4,7 @@ An equation on arrays of n rows can be run in two ways without knowing n:
 
 - `run_row`: for one row, where it is row-wise (see `_along`): the axis is left out, and all rows of
   all instances run side by side.
-- `run_padded`: for one instance whose arrays have room for more rows than there are. The rows
+- `Padded`: for one instance whose arrays have room for more rows than there are. The rows
   behind the last one hold anything finite, so whatever takes rows together is told to leave them
   out: a sum sees zeros there, a maximum -inf, a sort puts them last.
 
@@ -388,8 +388,7 @@ class Padded:
         cuts = params["num_consts"], params["num_consts"] + params["num_carry"]
         consts, init, xs = values[: cuts[0]], values[cuts[0] : cuts[1]], values[cuts[1] :]
         length = self.length(params["length"])
-
-        first = [x[self.length(params["length"]) - 1 if params["reverse"] else 0] for x in xs]
+        first = [x[length - 1 if params["reverse"] else 0] for x in xs]
 
         def step(carry, given):
             index, *rows = given

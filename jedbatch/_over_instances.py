@@ -124,14 +124,14 @@ class OverInstances:
 
         @jax.custom_vjp
         def run(shared, operands, table):
-            return self._forward(_again(here, table), shared, operands)
+            return self._forward(here.reading(table), shared, operands)
 
         def save(shared, operands, table):
             return run(shared, operands, table), (shared, operands, table)
 
         def reverse(kept, given):
             shared, operands, table = kept
-            return *self._reverse(_again(here, table), shared, operands, given), None
+            return *self._reverse(here.reading(table), shared, operands, given), None
 
         run.defvjp(save, reverse)
         return run(shared, operands, here.table)
@@ -190,7 +190,7 @@ class OverInstances:
         trips = here.get("trips")
         first = jnp.int32(0)
         for c, (most, size) in enumerate(zip(here.room.lengths, here.room.together, strict=True)):
-            tiles = (self._tiles or {}) if most > TILE else {}
+            tiles = self._tiles if most > TILE else {}
 
             def step(_, carry, most=most, size=size, tiles=tiles):
                 state, first = carry
@@ -234,11 +234,6 @@ class OverInstances:
             axis = ragged_axis(v)
             found.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
         return found
-
-
-def _again(here: Here, table: Any) -> Here:
-    """The same with another table, such as a traced one."""
-    return Here(here.extents, here.symbols, here.room, table)
 
 
 def _replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:

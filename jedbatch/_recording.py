@@ -100,13 +100,15 @@ class Recording:
             return record(session.grouping, read)
         try:
             made, keep, tracers = record(types=[g and g.types for g in given])
-            ragged = [(i, g) for i, g in enumerate(given) if g is not None]
-            for i, g in ragged:
-                session.regions.look_at(made[i], len(arrays[i]), g.symbols)
+            cuts = [
+                g and session.regions.cut(x, len(mine), g.symbols)
+                for g, x, mine in zip(given, made, arrays, strict=True)
+            ]
+            for cut in filter(None, cuts):
+                cut.note()
             if session.numbers_differ():
                 raise LengthsMatterError
-            for i, g in ragged:
-                made[i] = session.regions.separate(made[i], len(arrays[i]), g.symbols)
+            made = [cut.result() if cut else x for cut, x in zip(cuts, made, strict=True)]
         except LengthsMatterError:
             raise
         except Exception as error:

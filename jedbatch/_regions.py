@@ -12,6 +12,7 @@ A *region* is a connected part of the first kind, as a program. Calls of one reg
 instances and however many in each (the sentences at the leaves of a tree), run together.
 """
 
+import functools
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,53 +121,33 @@ class Regions:
             ) or bool(symbols_in(operation.jaxpr))
         return self._ragged[type_id]
 
-    def separate(
+    def cut(
         self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
-    ) -> Record:
-        """The record with its ragged nodes as calls of regions.
+    ) -> "Cut | None":
+        """The graph of a record with ragged nodes, to be cut in two; None if it has none.
 
         Args:
-          record: its graph may have ragged nodes.
+          record: of an instance.
           num_arrays: how many arrays the instance has.
           leaf_of: those whose length each symbol is.
-
-        Raises:
-          CannotMergeError: a ragged node cannot run for several lengths together.
         """
-        cut = self._separation(record, num_arrays, leaf_of)
-        return record if cut is None else cut.result()
-
-    def look_at(
-        self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
-    ) -> None:
-        """Takes note of the numbers in a record that is to be separated."""
-        cut = self._separation(record, num_arrays, leaf_of)
-        if cut is not None:
-            cut.note()
-
-    def _separation(self, record, num_arrays, leaf_of) -> "_Separation | None":
         graph = Graph.select([(record.whole, record.index)])
         if not any(map(self.is_ragged, set(graph.node_type.tolist()))):
             return None
-        return _Separation(self, graph, record, num_arrays, leaf_of)
+        return Cut(self, graph, record, num_arrays, leaf_of)
 
-    def note(self, form: Hashable, sources: Sequence[InputRows]) -> None:
+    def note(self, form: "_CallForm") -> None:
         """Takes note of the numbers among the operands of a call."""
-        for k, source in enumerate(sources):
-            if _is_number(source):
-                assert source.rows is not None
-                value = source.rows[0].tobytes()
-                if self._numbers.setdefault((form, k), value) not in (value, None):
-                    self._numbers[form, k] = None
-                    self.changed = True
+        for k, number in form.numbers.items():
+            value = number.tobytes()
+            if self._numbers.setdefault((form.key, k), value) not in (value, None):
+                self._numbers[form.key, k] = None
+                self.changed = True
 
-    def fixed(self, form: Hashable, sources: Sequence[InputRows]) -> dict[int, np.ndarray]:
+    def fixed(self, form: "_CallForm") -> dict[int, np.ndarray]:
         """The numbers among the operands of a call that have been the same in all calls so far."""
-        return {
-            k: source.rows[0]  # type: ignore[index]
-            for k, source in enumerate(sources)
-            if _is_number(source) and self._numbers[form, k] is not None
-        }
+        numbers = form.numbers.items()
+        return {k: x for k, x in numbers if self._numbers[form.key, k] is not None}
 
     def region(self, key: Hashable, make: Any) -> Region:
         """The region of a key; `make()` gives its (shared, operands, results, program)."""
@@ -182,8 +163,48 @@ class Regions:
         return found
 
 
-class _Separation:
-    """Cuts the graph of one instance in two."""
+@dataclass(frozen=True, eq=False)
+class _CallForm:
+    """A connected part of a graph, apart from where in the graph it is.
+
+    Attributes:
+      nodes: (type, what it reads) of each: operands by number, results by (node, number).
+      sources: where operands come from.
+      returned: (node, number) of the results.
+    """
+
+    nodes: tuple[tuple[int, tuple[Any, ...]], ...]
+    sources: tuple[InputRows, ...]
+    returned: tuple[tuple[int, int], ...]
+
+    @property
+    def kinds(self) -> tuple[ValueType, ...]:
+        """The value types of operands."""
+        return tuple(source.type for source in self.sources)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that differ in values alone."""
+        return self.nodes, self.kinds, self.returned
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, np.ndarray]:
+        """The operands that are numbers, which the function or the instance has brought."""
+        found = {}
+        for k, source in enumerate(self.sources):
+            number = source.leaf is None and source.type.shape == ()
+            if number and not is_key(source.type.dtype):
+                assert source.rows is not None
+                found[k] = source.rows[0]
+        return found
+
+
+class Cut:
+    """The graph of one instance, to be cut in two.
+
+    First, the numbers in it are noted, of all instances; what they tell decides what is a constant
+    of a region.
+    """
 
     def __init__(self, regions: Regions, graph: Graph, record: Record, num_arrays, leaf_of):
         self.regions, self.graph, self.record = regions, graph, record
@@ -196,6 +217,9 @@ class _Separation:
         self.maker = graph.value_node.tolist()
         self.inputs = [_single(chunk, k) for chunk in graph.inputs for k in range(len(chunk))]
         self.outputs = graph.outputs.tolist()
+        self.parts = self._parts()
+        self.leaving = self._leaving()
+        self.forms = [self._form(*pair) for pair in zip(self.parts, self.leaving, strict=True)]
 
     def _parts(self) -> list[list[int]]:
         """Connected nodes that are ragged or that ragged ones depend on."""
@@ -222,33 +246,36 @@ class _Separation:
             groups.setdefault(root(node), []).append(node)
         return list(groups.values())
 
-    def _parts_and_leaving(self) -> tuple[list[list[int]], list[list[int]]]:
-        """(the parts, the values of each that are read elsewhere or returned)."""
-        graph, parts = self.graph, self._parts()
-        inside = {node for part in parts for node in part}
+    def _leaving(self) -> list[list[int]]:
+        """The values of each part that are read elsewhere or returned."""
+        graph = self.graph
+        inside = {node for part in self.parts for node in part}
         wanted = set(self.outputs)
         for node, read in enumerate(self.reads):
             if node not in inside:
                 wanted.update(read)
         leaving = []
-        for part in parts:
+        for part in self.parts:
             first = graph.value_ptr[part].tolist()
             counts = graph.num_results[part].tolist()
             values = (range(a, a + n) for a, n in zip(first, counts, strict=True))
             leaving.append([v for v in itertools.chain(*values) if v in wanted])
-        return parts, leaving
+        return leaving
 
     def result(self) -> RaggedRecord:
-        """The record, cut in two."""
+        """The record, cut in two.
+
+        Raises:
+          CannotMergeError: a ragged node cannot run for several lengths together.
+        """
         graph = self.graph
-        parts, all_leaving = self._parts_and_leaving()
-        inside = {node for part in parts for node in part}
+        inside = {node for part in self.parts for node in part}
         outer = [node for node in range(len(self.types)) if node not in inside]
         calls: list[Call] = []
         given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
-        for part, leaving in zip(parts, all_leaving, strict=True):
+        for form, leaving in zip(self.forms, self.leaving, strict=True):
             given.update((v, (len(calls), k)) for k, v in enumerate(leaving))
-            calls.append(self._call(part, leaving))
+            calls.append(self._call(form))
 
         # Values are numbered anew: results of the nodes left; inputs with results of calls behind.
         number: dict[int, int] = {}
@@ -303,12 +330,11 @@ class _Separation:
 
     def note(self) -> None:
         """Takes note of the numbers that ragged nodes read."""
-        for part, leaving in zip(*self._parts_and_leaving(), strict=True):
-            key, sources, returned = self._form(part, leaving)
-            self.regions.note((key, tuple(s.type for s in sources), returned), sources)
+        for form in self.forms:
+            self.regions.note(form)
 
-    def _form(self, part: list[int], leaving: list[int]) -> tuple:
-        """(nodes of a part and what they read, where operands come from, what leaves)."""
+    def _form(self, part: list[int], leaving: list[int]) -> _CallForm:
+        """A connected part as a call."""
         graph = self.graph
         place: dict[int, tuple[int, int]] = {}  # (node, result) by value
         operand: dict[int, int] = {}  # position by input
@@ -321,18 +347,17 @@ class _Separation:
             a, b = graph.value_ptr[node : node + 2].tolist()
             place.update((v, (i, v - a)) for v in range(a, b))
         sources = tuple(self.inputs[-1 - v] for v in operand)
-        return tuple(key), sources, tuple(place[v] for v in leaving)
+        return _CallForm(tuple(key), sources, tuple(place[v] for v in leaving))
 
-    def _call(self, part: list[int], leaving: list[int]) -> Call:
+    def _call(self, form: _CallForm) -> Call:
         """A connected part as a call of a region."""
-        registry = self.regions.registry
-        key, sources, returned = self._form(part, leaving)
-        kinds = tuple(source.type for source in sources)
-        fixed = self.regions.fixed((key, kinds, returned), sources)
+        registry, sources = self.regions.registry, form.sources
+        kinds = form.kinds
+        fixed = self.regions.fixed(form)
         moving = [k for k in range(len(sources)) if k not in fixed]
 
         def make() -> tuple:
-            node_types = [registry.node_types[t] for t, _ in key]
+            node_types = [registry.node_types[t] for t, _ in form.nodes]
             shared = list(dict.fromkeys(s for t in node_types for s in t.shared))
 
             def compute(shared_values, operand_values):
@@ -340,13 +365,13 @@ class _Separation:
                 read = dict(zip(moving, operand_values, strict=True))
                 read.update((k, x.item() if kinds[k].weak else x) for k, x in fixed.items())
                 made: list[list[Any]] = []
-                for node_type, (_, refs) in zip(node_types, key, strict=True):
+                for node_type, (_, refs) in zip(node_types, form.nodes, strict=True):
                     args = [values[s] for s in node_type.shared]
                     args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
                     operation: Any = node_type.operation
                     closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
-                return [made[i][k] for i, k in returned]
+                return [made[i][k] for i, k in form.returned]
 
             avals = [registry.shared[s].aval for s in shared]
             mine = [kinds[k] for k in moving]
@@ -354,7 +379,7 @@ class _Separation:
             return shared, mine, jax.make_jaxpr(compute)(avals, operands)
 
         written = tuple((k, x.tobytes()) for k, x in fixed.items())
-        region = self.regions.region((key, kinds, returned, written), make)
+        region = self.regions.region((form.key, written), make)
         mine: dict[str, dict[int, None]] = {}
         for source in sources:
             for s in symbols_in(source.type.shape):
@@ -362,11 +387,6 @@ class _Separation:
                 mine.setdefault(s, {})[source.leaf] = None
         leaves = tuple(tuple(mine.get(s, self.leaf_of[s])) for s in region.symbols)
         return Call(region, tuple(sources[k] for k in moving), leaves)
-
-
-def _is_number(source: InputRows) -> bool:
-    """Whether an operand is a number, which the function or the instance has brought."""
-    return source.leaf is None and source.type.shape == () and not is_key(source.type.dtype)
 
 
 def _single(chunk: InputRows, k: int) -> InputRows:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from jedbatch._execute import row, take
 from jedbatch._extents import ragged_axes
-from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import BLOCKS
 from jedbatch._program import TableForm
 
@@ -86,9 +85,13 @@ class Here:
         """A part of the table."""
         return row(self._form, self.table, name, start=start, size=size)
 
+    def reading(self, table: Any) -> "Here":
+        """The same with another table, such as a traced one."""
+        return Here(self.extents, self.symbols, self.room, table)
+
     def index(self, extent: Any) -> int:
         """The number of an extent."""
-        return list(self.extents).index(extent)
+        return self.extents.index(extent)
 
     def total(self, e: int) -> Any:
         """Rows there are of an extent."""
@@ -125,13 +128,3 @@ def row_shape(variable: Any) -> tuple[int, ...]:
     """The shape of a variable without its ragged axis."""
     axis = ragged_axis(variable)
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
-
-
-def spread(flags: Any, x: Any) -> Any:
-    """Flags [width] in as many dimensions as x has."""
-    return flags.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def of_inexact(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """The cotangents of those values that have one, None for the others."""
-    return [c if has_gradient(x.dtype) else None for x, c in zip(values, cotangents, strict=True)]

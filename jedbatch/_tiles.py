@@ -21,8 +21,8 @@ SHAPED = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
 Axes = dict[Any, frozenset[int]]  # the axes of a variable along which only a tile is there
 
 
-def find_tiles(phase: Phase) -> Axes | None:
-    """The axes of a phase over instances that can be cut into tiles, all together; None if none.
+def find_tiles(phase: Phase) -> Axes:
+    """The axes of a phase over instances that can be cut into tiles, all together, if any.
 
     What it writes is then written tile by tile, and what it reads is read in tiles or whole.
     """
@@ -54,14 +54,14 @@ def find_tiles(phase: Phase) -> Axes | None:
     written = {root((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
     if not ragged or written & set(map(root, barred)):
-        return None
+        return {}
     variables = {v for eqn in phase.equations for v in (*reads(eqn), *eqn.outvars)}
     found: Axes = {}
     for v in variables:
         axes = ragged_axes(v.aval.shape)
         found[v] = frozenset(a for a in axes if root((v, a)) in written)
     if any(len(axes) > 1 for axes in found.values()):
-        return None
+        return {}
     return {v: axes for v, axes in found.items() if axes}
 
 
