@@ -34,8 +34,8 @@ import numpy as np
 
 from jedbatch._cells import Kernel
 from jedbatch._fusion import fused
-from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import inlined
+from jedbatch._types import NodeType, ValueType
 
 CALLS = 32
 sigmoid = jax.nn.sigmoid

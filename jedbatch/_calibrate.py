@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._batch import Batched
-from jedbatch._cells import is_key, row_bytes, stored
 from jedbatch._executors import median_seconds
 from jedbatch._fsm import numbers_of
 from jedbatch._graph import Graph, InputRows
 from jedbatch._schedule import Schedule
+from jedbatch._stored import is_key, row_bytes, stored
 from jedbatch._trace import Record
 
 FORMAT = "jedbatch calibration, version 1"

@@ -28,7 +28,6 @@ memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, Var
 
 from jedbatch._fusion import fused
-from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import (
     body_of,
     cares_for_padding,
@@ -57,6 +55,8 @@ from jedbatch._jaxpr import (
 )
 from jedbatch._ladder import ladder_for
 from jedbatch._products import is_lopsided
+from jedbatch._stored import Kind, from_stored, row_bytes, stored, to_stored
+from jedbatch._types import NodeType, ValueType
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE = frozenset({"add", "add_any", "sub"})
@@ -84,56 +84,8 @@ STRUCTURAL = frozenset(
     }
 )
 
-Kind = tuple[tuple[int, ...], Any]  # (shape, dtype) of a row
 PRODUCT = "product"
 keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-
-
-def is_key(dtype: Any) -> bool:
-    """True of the dtypes of random keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
-
-
-@functools.cache
-def _key_impl(dtype: Any) -> Any:
-    """The generator that keys of a dtype are for."""
-    found = []
-    key = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
-    return found[0]
-
-
-@functools.cache
-def stored(value_type: ValueType) -> Kind:
-    """(shape, dtype) in which a value is kept: random keys as the integers they are made of."""
-    if is_key(value_type.dtype):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), value_type.dtype))
-        return (*value_type.shape, *key.shape), key.dtype
-    return value_type.shape, np.dtype(value_type.dtype)
-
-
-@functools.cache
-def stored_kind(kind: Kind) -> Kind:
-    """(shape, dtype) in which values of a shape and dtype are kept."""
-    return stored(ValueType(*kind))
-
-
-def row_bytes(kind: Kind) -> int:
-    """Bytes of one row of an arena."""
-    shape, dtype = kind
-    return math.prod(shape) * np.dtype(dtype).itemsize
-
-
-def from_stored(x: Any, value_type: ValueType) -> Any:
-    """A value as the lane's program wants it."""
-    if is_key(value_type.dtype):
-        return jax.random.wrap_key_data(x, impl=_key_impl(value_type.dtype))
-    return x
-
-
-def to_stored(x: Any, value_type: ValueType) -> Any:
-    """A value as it is kept."""
-    return jax.random.key_data(x) if is_key(value_type.dtype) else x
 
 
 def differentiable(value_type: ValueType) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._cells import row_bytes, stored
 from jedbatch._drawing import (
     GREY,
     HEIGHT,
@@ -33,6 +32,7 @@ from jedbatch._layout import find_blocks
 from jedbatch._plan import Plan, input_name, size
 from jedbatch._program import Placed, operand_rows
 from jedbatch._reads import GATHER
+from jedbatch._stored import row_bytes, stored
 from jedbatch._stretches import widths_of
 
 LEFT = MARGIN + 58.0  # where rows begin, right of their numbers

@@ -22,7 +22,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import take_current_trace
 
-from jedbatch._cells import row_bytes
 from jedbatch._execute import (
     Forward,
     Reverse,
@@ -35,6 +34,7 @@ from jedbatch._execute import (
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
+from jedbatch._stored import row_bytes
 
 with jax.ensure_compile_time_eval(), take_current_trace() as _eager:
     Eager = type(_eager)  # what runs operations at once

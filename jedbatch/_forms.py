@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._cells import Kind, stored_kind
 from jedbatch._plan import ResultForm, Slice, input_name
+from jedbatch._stored import Kind, stored_kind
 
 Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
 

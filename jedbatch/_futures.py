@@ -26,11 +26,11 @@ from jax.core import ShapedArray, Trace, Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch._cell import recording
-from jedbatch._cells import from_stored
 from jedbatch._executors import Eager
-from jedbatch._graph import ValueType
 from jedbatch._rows import BLOCK, some_rows
+from jedbatch._stored import from_stored
 from jedbatch._symbols import Shared, Symbol, Value
+from jedbatch._types import ValueType
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 

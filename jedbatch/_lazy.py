@@ -55,7 +55,6 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jedbatch._adaptive import Adaptive
 from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
-from jedbatch._cells import is_key, stored_kind
 from jedbatch._futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._instances import array_type, is_array
 from jedbatch._jaxpr import has_gradient
@@ -67,6 +66,7 @@ from jedbatch._registry import Registry
 from jedbatch._rounds import configuration
 from jedbatch._schedule import Policy
 from jedbatch._session import Memory, Session
+from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
 from jedbatch._trace import Record, finish, recording_with
 from jedbatch.errors import RecompilationWarning, SymbolicValueError

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._cells import Kind
 from jedbatch._executors import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph
 from jedbatch._layout import assign_lanes
@@ -27,6 +26,7 @@ from jedbatch._program import Placed
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
+from jedbatch._stored import Kind
 from jedbatch._trace import Record
 
 STAGES = ("schedule", "layout", "lower")

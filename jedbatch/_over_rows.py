@@ -17,13 +17,13 @@ from jedbatch._along import is_look_up
 from jedbatch._cells import Kernel, differentiable
 from jedbatch._execute import cut, each_block, put, take, tap_gradient
 from jedbatch._extents import extent_at
-from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._ladder import BLOCKS
 from jedbatch._lanes import run_row
 from jedbatch._phases import Phase
 from jedbatch._registry import Operation
 from jedbatch._rooms import Here, ragged_axis, row_shape
+from jedbatch._types import NodeType, ValueType
 
 
 class OverRows:

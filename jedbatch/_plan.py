@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._cells import Kind, row_bytes, stored
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._graph import Graph
 from jedbatch._layout import Layout, last_reads
 from jedbatch._program import Lowered, Placed, Signature
 from jedbatch._schedule import Schedule, lower_bound, policies_compared
+from jedbatch._stored import Kind, row_bytes, stored
 
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_reads`
 

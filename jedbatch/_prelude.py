@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._cells import from_stored, stored
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._ladder import BLOCKS
 from jedbatch._packed import WIDEST
@@ -21,6 +20,7 @@ from jedbatch._program import Placed, Signature, capacity
 from jedbatch._regions import Call, RaggedRecord, Region
 from jedbatch._rooms import SHORTEST, Room
 from jedbatch._rows import rows_of_inputs
+from jedbatch._stored import from_stored, stored
 from jedbatch._trace import Record
 
 HEADROOM = 1.1  # least room for rows over those there are

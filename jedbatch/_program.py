@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._cells import Kernel, Kind, row_bytes, stored
+from jedbatch._cells import Kernel
 from jedbatch._graph import Graph
 from jedbatch._ladder import BLOCKS, NUM_WIDTHS
 from jedbatch._layout import Layout, share_rows
 from jedbatch._paths import ranges
 from jedbatch._reads import GATHER, Reading, choose_reading, extent, find_modes, usable
 from jedbatch._schedule import Schedule
+from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_runs, find_stretches, merged, widths_of
 
 HEADROOM = 1.1  # least capacity over need, before rounding up

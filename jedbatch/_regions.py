@@ -22,14 +22,15 @@ import jax
 import numpy as np
 
 from jedbatch._along import CannotMergeError
-from jedbatch._cells import is_key
 from jedbatch._extents import is_ragged, symbols_in
-from jedbatch._graph import Graph, InputRows, ValueType
+from jedbatch._graph import Graph, InputRows
 from jedbatch._packed import Packed
 from jedbatch._paths import pointers
 from jedbatch._phases import find_phases
 from jedbatch._registry import Registry
+from jedbatch._stored import is_key
 from jedbatch._trace import Record
+from jedbatch._types import ValueType
 
 
 class Region:

@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 
 from jedbatch._cell import pause
 from jedbatch._extents import symbols_in
-from jedbatch._graph import NodeType, ValueType
 from jedbatch._instances import Same, is_array, typed_or_same
+from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
 FEW = 4  # numbers that an operation on shared values meets, or repetitions, that are constants

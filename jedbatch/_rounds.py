@@ -33,9 +33,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
-from jedbatch._cells import is_key
 from jedbatch._fibers import Fibers
-from jedbatch._graph import NodeType
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import Layout
 from jedbatch._plan import ResultForm
@@ -43,8 +41,10 @@ from jedbatch._program import lower
 from jedbatch._recorder import Recorder
 from jedbatch._rows import results_from, rows_of_inputs
 from jedbatch._session import Session, shared_values
+from jedbatch._stored import is_key
 from jedbatch._symbols import Shared, Symbol
 from jedbatch._trace import cut_inputs, recording_with
+from jedbatch._types import NodeType
 from jedbatch._workspace import Workspace
 from jedbatch.errors import SymbolicValueError
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._cells import Kind, from_stored, is_key, stored, stored_kind
-from jedbatch._graph import InputRows, ValueType
+from jedbatch._graph import InputRows
 from jedbatch._plan import ResultForm, Slice, input_name
 from jedbatch._program import Signature
+from jedbatch._stored import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._trace import Record
+from jedbatch._types import ValueType
 
 BLOCK = 64  # results taken out of an array at a time
 

@@ -17,11 +17,12 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import recording
-from jedbatch._graph import Graph, InputRows, ValueType
+from jedbatch._graph import Graph, InputRows
 from jedbatch._instances import is_array
 from jedbatch._paths import pointers, ranges
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
+from jedbatch._types import ValueType
 
 MAX_FRAMES = 250_000  # Python frames a recursive model may be deep while it is recorded
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._cells import Kernel, Kind, row_bytes, stored
+from jedbatch._cells import Kernel
 from jedbatch._graph import Graph, InputRows
 from jedbatch._instances import Same
 from jedbatch._ladder import BLOCKS, Ladder
@@ -35,6 +35,7 @@ from jedbatch._recorder import Recorder
 from jedbatch._rows import rows_of_inputs
 from jedbatch._schedule import Policy, Schedule, schedule
 from jedbatch._session import Session
+from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_stretches
 from jedbatch._trace import cut_inputs, find_operands
 

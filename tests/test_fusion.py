@@ -14,9 +14,9 @@ from helpers import assert_close, loop, number
 import jedbatch
 from jedbatch._cells import Kernel
 from jedbatch._fusion import column_order, count_products, fused
-from jedbatch._graph import NodeType, ValueType
 from jedbatch._jaxpr import inlined
 from jedbatch._rectangles import Rectangle
+from jedbatch._types import NodeType, ValueType
 
 # --- looking at programs ---
 

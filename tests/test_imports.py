@@ -11,6 +11,7 @@ PACKAGE = Path(jedbatch.__file__).parent
 ORDER = [
     "errors",
     "_paths",
+    "_types",
     "_graph",
     "_frontier",
     "_schedule",
@@ -50,6 +51,7 @@ ORDER = [
     "_products",
     "_rectangles",
     "_fusion",
+    "_stored",
     "_cells",
     "_stretches",
     "_program",
