@@ -76,10 +76,15 @@ def check(
     Returns the batched function.
     """
     alone = fn if alone is None else alone
-    expected = loop(alone, params, instances)
-    slope = None
+
+    def judge(params):
+        result = loop(alone, params, instances)
+        return number(result), result
+
     if gradients:
-        slope = jax.grad(lambda p: number(loop(alone, p, instances)), allow_int=True)(params)
+        slope, expected = jax.grad(judge, has_aux=True, allow_int=True)(params)
+    else:
+        expected = loop(alone, params, instances)
 
     def agree(run):
         assert_close(run(params), expected, rtol)
