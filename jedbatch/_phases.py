@@ -16,6 +16,7 @@ computed wherever it is read, and so are values that are others in another shape
 Source: InsNet (padding-free batching of operators); the phases are ours.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +91,13 @@ class Phased:
         """Variables of what each instance brings."""
         return self.jaxpr.invars[self.num_shared :]
 
-    @property
+    @functools.cached_property
     def extents(self) -> list[Any]:
         """Every extent of rows that are kept, each once."""
         kept = [v for p in self.phases for v in (*p.reads, *p.writes)]
         return list(dict.fromkeys(e for v in (*self.operands, *kept) for e in extents_of(v)))
 
-    @property
+    @functools.cached_property
     def all_extents(self) -> list[Any]:
         """Every ragged extent of a value, each once."""
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
