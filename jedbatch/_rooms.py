@@ -22,6 +22,7 @@ from jedbatch._ladder import BLOCKS
 from jedbatch._program import TableForm
 
 TOGETHER = 256  # padded rows of the instances that run at the same time
+FRACTION = 4  # no more of the instances than one in so many run at the same time
 SHORTEST = 8  # the least room for the rows of an instance
 
 
@@ -48,8 +49,12 @@ class Room:
 
     @functools.cached_property
     def together(self) -> tuple[int, ...]:
-        """How many instances run at a time, for each of these rooms."""
-        return tuple(min(max(1, TOGETHER // n), self.calls) for n in self.lengths)
+        """How many instances run at a time, for each of these rooms.
+
+        Of few instances there are still fewer of one length.
+        """
+        few = -(-self.calls // FRACTION)
+        return tuple(min(max(1, TOGETHER // n), few) for n in self.lengths)
 
 
 def table_form(room: Room, num_symbols: int) -> TableForm:
