@@ -53,6 +53,7 @@ from jedbatch._operators import PICK
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Callee, Registry
 from jedbatch._sites import Sites
+from jedbatch._stored import is_key
 from jedbatch._templates import Nodes, Primitives, Template, apart, make_template
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -217,7 +218,7 @@ class Blocks:
         types, registry = self._number_types, self._registry
         for how, kind, *_ in registry.groups[len(types) :]:
             value_type = registry.value_types[kind]
-            plain = how == "value" and value_type.shape == () and not is_extended(value_type.dtype)
+            plain = how == "value" and value_type.shape == () and not is_key(value_type.dtype)
             types.append(value_type.dtype if plain else None)
         dtype = types[nodes.input_group[~reference]]
         if dtype is None:
@@ -351,11 +352,6 @@ class Blocks:
             found = registry.callee(name, key, call, shared, tuple(kinds), user_code=False)
             self._callees[pattern, leaving] = found
         return found
-
-
-def is_extended(dtype: Any) -> bool:
-    """True of the dtypes of random keys and the like."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
 
 
 def _connected(nodes: Nodes, stretch: range, maker: Sequence[int]) -> list[list[int]]:

@@ -67,6 +67,11 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
 
 
+def spread(flags: Any, x: Any) -> Any:
+    """Flags of the leading axes of x, in as many dimensions as x has."""
+    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
+
+
 def read(arena: Any, first: Any, mode: int, width: int) -> Any:
     """Rows of an arena from the first one on, as many as there are lanes (see `_reads`)."""
     if mode == SLICE:
@@ -372,10 +377,7 @@ def tap_gradient(
         if not tap.linear:  # lanes that never ran hold zeros; the first lane will do
             live = lane + jnp.arange(width) < used
             first = rows_of(0, 1)
-            rows = [
-                jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-                for x, y in zip(rows, first, strict=True)
-            ]
+            rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, first, strict=True)]
         total = list(total)
         given = cotangents_of(lane, width)
         for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):

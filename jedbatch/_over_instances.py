@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._along import CUMULATIVE
-from jedbatch._execute import take
+from jedbatch._execute import spread, take
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._lanes import Padded
@@ -96,7 +96,7 @@ class Group:
         """Cotangents of a variable; zeros for what does not exist."""
         exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
         x = self.read(variable, x)
-        return jnp.where(exist.reshape(*exist.shape, *[1] * (x.ndim - exist.ndim)), x, 0)
+        return jnp.where(spread(exist, x), x, 0)
 
 
 class OverInstances:

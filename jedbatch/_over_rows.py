@@ -15,7 +15,7 @@ import numpy as np
 
 from jedbatch._along import is_look_up
 from jedbatch._cells import Kernel, differentiable
-from jedbatch._execute import cut, each_block, put, take, tap_gradient
+from jedbatch._execute import cut, each_block, put, spread, take, tap_gradient
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._ladder import BLOCKS
@@ -104,7 +104,7 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
                 found.append(take(x, calls))
                 continue
             x = cut(x, lane, width)  # the first row of a block exists
-            found.append(jnp.where(_spread(there, x), x, x[:1]))
+            found.append(jnp.where(spread(there, x), x, x[:1]))
         return found
 
     def forwards(consts, operands, call, total, trips, saving):
@@ -145,7 +145,7 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
             cotangents = []
             for t, x in zip(kernel.results, given, strict=True):
                 x = cut(x, lane, width) if differentiable(t) else None
-                cotangents.append(x if x is None else jnp.where(_spread(there, x), x, 0))
+                cotangents.append(x if x is None else jnp.where(spread(there, x), x, 0))
             run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(consts, prepared, mine, made, old, cotangents)
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
@@ -177,17 +177,8 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
         of_operands: list[Any] = [None] * len(operands)
         for j, x in zip(moving, sums, strict=True):
             of_operands[j] = x
-        return _of_inexact(consts, gradients), of_operands, None, None, None
+        of_consts = [x if has_gradient(x.dtype) else None for x in gradients]
+        return of_consts, of_operands, None, None, None
 
     run.defvjp(save, reverse)
     return run
-
-
-def _spread(flags: Any, x: Any) -> Any:
-    """Flags [width] in as many dimensions as x has."""
-    return flags.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def _of_inexact(values: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """The cotangents of those values that have one, None for the others."""
-    return [c if has_gradient(x.dtype) else None for x, c in zip(values, cotangents, strict=True)]

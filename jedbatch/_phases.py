@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import Var
 
 from jedbatch._along import VIEWS, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._extents import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr import body_of, inlined, reads, used_variables
+from jedbatch._stored import is_key
 
 EXTREMES = {
     "reduce_max": "a maximum",
@@ -156,7 +156,8 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
         if _relates(v):
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
     if any(
-        _is_key(v) and (is_ragged(v.aval.shape) or v in jaxpr.outvars) for v in _variables(jaxpr)
+        is_key(v.aval.dtype) and (is_ragged(v.aval.shape) or v in jaxpr.outvars)
+        for v in _variables(jaxpr)
     ):
         raise CannotMergeError("an array of random keys is ragged, or kept")
     used = used_variables(jaxpr)
@@ -187,10 +188,6 @@ def _variables(jaxpr: Any) -> list[Any]:
 def _relates(variable: Any) -> bool:
     """Whether a value has a number for every pair of rows."""
     return len(ragged_axes(variable.aval.shape)) > 1
-
-
-def _is_key(variable: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.extended))
 
 
 def _shown(variable: Any) -> str:
@@ -235,7 +232,7 @@ class _Finder:
         if free:
             self._free.update(eqn.outvars)
         pairs = any(map(_relates, eqn.outvars))
-        keys = any(map(_is_key, eqn.outvars))  # have no rows to be kept in
+        keys = any(is_key(v.aval.dtype) for v in eqn.outvars)  # have no rows to be kept in
         cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
         mixed = mixed_axes(eqn)  # complains of what is not known
         if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):

@@ -22,6 +22,7 @@ from jedbatch._instances import is_array
 from jedbatch._paths import pointers, ranges
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
+from jedbatch._stored import is_key
 from jedbatch._types import ValueType
 
 MAX_FRAMES = 250_000  # Python frames a recursive model may be deep while it is recorded
@@ -255,7 +256,7 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
 
 def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
     """Numbers or concrete arrays of one type, stacked on the host."""
-    if jax.dtypes.issubdtype(value_type.dtype, jax.dtypes.extended):
+    if is_key(value_type.dtype):
         items = [jax.random.key_data(x) for x in items]
         return np.stack([np.asarray(x) for x in items])
     if is_array(items[0]):
