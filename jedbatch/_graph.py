@@ -14,7 +14,6 @@ Everything of variable length is a pointer/index pair: row `i` of `x` is
 
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import _stored_graphs, checks
 from jedbatch._paths import longest_chains, longest_paths, pointers
 from jedbatch._types import NodeType, ValueType
 
-FORMAT = "jedbatch graph, version 1"
+MANY_TYPES = 1 << 20  # ids without nodes that a graph may have
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +108,7 @@ class Graph:
           The graph.
 
         Raises:
+          TypeError: a number is not a whole one, a name is no string, or inputs are no arrays.
           ValueError: lengths disagree, an entry is out of range, or an operand does not
             come before its reader.
 
@@ -119,12 +120,21 @@ class Graph:
             2 × type 0
             1 × type 1
         """
-        node_type = np.asarray(node_type, np.int32)
+        who = "Graph.from_dag"
+        node_type = checks.whole_array(who, "`node_type`", node_type)
         if isinstance(preds, tuple) and len(preds) == 2 and hasattr(preds[0], "dtype"):
-            ptr, operand = (np.asarray(x) for x in preds)
+            ptr = checks.whole_array(who, "the pointers of `preds`", preds[0], np.int64)
+            operand = checks.whole_array(who, "`preds`", preds[1])
         else:
-            ptr = pointers(np.fromiter((len(p) for p in preds), np.int64, len(preds)))
-            operand = np.fromiter((x for p in preds for x in p), np.int64, int(ptr[-1]))
+            rows = checks.items(who, "preds", preds, "a list of lists, or a pair of arrays")
+            for row in rows:
+                if isinstance(row, str) or not hasattr(row, "__len__"):
+                    raise TypeError(
+                        checks.wrong(who, f"{checks.brief(row)} in `preds`", "lists of nodes")
+                    )
+            ptr = pointers(np.fromiter(map(len, rows), np.int64, len(rows)))
+            flat = list(itertools.chain.from_iterable(rows))
+            operand = checks.whole_array(who, "`preds`", flat)
         if len(ptr) != len(node_type) + 1:
             raise ValueError(
                 f"`Graph.from_dag` got {len(node_type)} node types and operands for "
@@ -132,8 +142,17 @@ class Graph:
                 "for a node that reads nothing)."
             )
         num_types = int(node_type.max(initial=-1)) + 1
-        if names is None:
-            names = [f"type {t}" for t in range(num_types)]
+        if num_types > MANY_TYPES + len(node_type):
+            raise ValueError(
+                f"`Graph.from_dag` got type id {num_types - 1} among {len(node_type)} nodes; ids "
+                "may have gaps, but there is a type for every id below the largest. Number types "
+                "from 0: `numpy.unique(node_type, return_inverse=True)[1]`."
+            )
+        names = (
+            [f"type {t}" for t in range(num_types)]
+            if names is None
+            else checks.names(who, "names", names)
+        )
         if len(names) < num_types:
             raise ValueError(
                 f"`Graph.from_dag` got type id {num_types - 1} and {len(names)} names; "
@@ -143,14 +162,14 @@ class Graph:
             read = np.zeros(len(node_type), bool)
             read[operand[(operand >= 0) & (operand < len(node_type))]] = True
             outputs = np.flatnonzero(~read).tolist()
-        arrays = [np.asarray(a) for a in inputs]
+        arrays = [_checked_rows(who, a) for a in checks.items(who, "inputs", inputs, "arrays")]
         graph = Graph(
             types=tuple(NodeType(name) for name in names),
             node_type=node_type,
-            operand_ptr=ptr.astype(np.int64),
-            operand=operand.astype(np.int32),
+            operand_ptr=ptr,
+            operand=operand,
             inputs=tuple(InputRows(ValueType(a.shape[1:], a.dtype), a) for a in arrays),
-            outputs=np.asarray(outputs, np.int32),
+            outputs=checks.whole_array(who, "`outputs`", outputs),
         )
         graph.check()
         return graph
@@ -161,7 +180,14 @@ class Graph:
 
         The graphs' `types` must be prefixes of one another, as they are when one batched
         function recorded them.
+
+        Raises:
+          TypeError: these are no graphs.
+          ValueError: there are none, or their types are others.
         """
+        graphs = checks.items("Graph.concatenate", "graphs", graphs, "a list of graphs")
+        for graph in graphs:
+            checks.of_type("Graph.concatenate", graph, Graph, "a list of graphs")
         return Graph.select([(g, i) for g in graphs for i in range(g.num_instances)])
 
     def split(self) -> list["Graph"]:
@@ -171,11 +197,14 @@ class Graph:
     @staticmethod
     def select(parts: Sequence[tuple["Graph", int]]) -> "Graph":
         """The disjoint union of single instances `(graph, index)`, in this order."""
+        if not parts:
+            raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
         whole = parts[0][0]
         if len(parts) == whole.num_instances and all(
             g is whole and i == k for k, (g, i) in enumerate(parts)
         ):
             return whole
+        types = _common_types([g for g, _ in parts])
         bounds = np.array([g._bounds[i] for g, i in parts])  # (nodes, operands, ...) from, to
         first, last = bounds[:, 0::2], bounds[:, 1::2]
         node_ptr, operand_end, input_ptr, output_ptr, value_ptr = map(pointers, (last - first).T)
@@ -198,7 +227,7 @@ class Graph:
             [np.diff(g.operand_ptr[r[0] : r[1] + 1]) for (g, _), r in zip(parts, rows, strict=True)]
         )
         union = Graph(
-            types=max((g.types for g, _ in parts), key=len),
+            types=types,
             node_type=join("node_type", 0),
             operand_ptr=pointers(sizes),
             operand=moved(join("operand", 2), operand_end),
@@ -431,6 +460,7 @@ class Graph:
         in_range = (self.node_type >= 0) & (self.node_type < len(self.types))
         require(bool(in_range.all()), "`node_type` has an id that is not in `types`")
         require(len(self.operand_ptr) == num_nodes + 1, "`operand_ptr` needs N + 1 entries")
+        require(int(self.operand_ptr[0]) == 0, "`operand_ptr` must start at 0")
         counts = np.diff(self.operand_ptr)
         require(bool((counts >= 0).all()), "`operand_ptr` decreases")
         require(int(self.operand_ptr[-1]) == len(self.operand), "`operand_ptr` must end at E")
@@ -484,51 +514,74 @@ class Graph:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Writes the graph as an npz file (no pickle inside).
+        """Writes the graph as an npz file (no pickle inside), whole or not at all.
 
         Types are stored by name. Only inputs that the graph holds itself can be stored, not
         those that are read from an instance at hand.
+
+        Raises:
+          TypeError: inputs are of a dtype that NumPy does not store as numbers, such as bfloat16.
+          ValueError: inputs are read from an instance.
         """
         if any(chunk.leaf is not None for chunk in self.inputs):
             raise ValueError(
                 "`Graph.save` got a graph that reads arrays of a Python instance; store "
                 "graphs made by `Graph.from_dag`, which hold their inputs."
             )
-        header = {"format": FORMAT, "names": [t.name for t in self.types]}
-        arrays: dict[str, Any] = {f"input_{i}": chunk.rows for i, chunk in enumerate(self.inputs)}
-        with open(path, "wb") as file:
-            np.savez_compressed(
-                file,
-                header=np.array(json.dumps(header)),
-                node_type=self.node_type,
-                operand_ptr=self.operand_ptr,
-                operand=self.operand,
-                outputs=self.outputs,
-                **arrays,
-            )
+        inputs = [np.asarray(chunk.rows) for chunk in self.inputs]
+        names = [t.name for t in self.types]
+        arrays = self.node_type, self.operand_ptr, self.operand, self.outputs
+        _stored_graphs.save(path, names, arrays, inputs)
 
     @staticmethod
-    def load(path: str | Path) -> "Graph":
-        """Reads what `save` wrote; raises `ValueError` on anything else."""
+    def load(path: str | Path, *, max_bytes: int | None = None) -> "Graph":
+        """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+          max_bytes: what its arrays may take in memory; by default 256 MB, or a hundred times the
+            size of the file if that is more. A file of one megabyte can hold a gigabyte of zeros.
+
+        Returns:
+          The graph.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it is no graph, is damaged, or takes more memory.
+        """
+        names, arrays, inputs = _stored_graphs.load(path, max_bytes)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                data = {name: file[name] for name in file.files}
-            header = json.loads(str(data["header"]))
-            if header["format"] != FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, not {FORMAT!r}")
-            num_inputs = sum(name.startswith("input_") for name in data)
-            arrays = [data[f"input_{i}"] for i in range(num_inputs)]
+            node_type, operand_ptr, operand, outputs = arrays
             return Graph.from_dag(
-                data["node_type"],
-                (data["operand_ptr"], data["operand"]),
-                names=header["names"],
-                inputs=arrays,
-                outputs=data["outputs"],
+                node_type, (operand_ptr, operand), names=names, inputs=inputs, outputs=outputs
             )
-        except FileNotFoundError:
-            raise
-        except Exception as error:
+        except (TypeError, ValueError) as error:
+            raise _stored_graphs.unreadable(path, error) from error
+
+
+def _common_types(graphs: Sequence[Graph]) -> tuple[NodeType, ...]:
+    """The types of all graphs, or a `ValueError` if they are not prefixes of one another."""
+    distinct = {id(g.types): g.types for g in graphs}.values()
+    longest = max(distinct, key=len)
+    for types in distinct:
+        if types is not longest and types != longest[: len(types)]:
+            place = next(t for t, mine in enumerate(types) if mine != longest[t])
             raise ValueError(
-                f"`Graph.load` cannot read {str(path)!r}: {error}. It expects a file written "
-                "by `Graph.save`."
-            ) from error
+                f"`Graph.concatenate` got graphs of different types: type {place} is "
+                f"{types[place].name!r} and {longest[place].name!r}; expected the types of each to "
+                "begin those of the next. Give all graphs the same `names`."
+            )
+    return longest
+
+
+def _checked_rows(who: str, rows: Any) -> np.ndarray:
+    """An array whose rows are inputs."""
+    array = np.asarray(rows)
+    kinds = (np.object_, np.character, np.datetime64, np.timedelta64, np.void)
+    if not array.ndim or issubclass(array.dtype.type, kinds):
+        raise TypeError(
+            f"`{who}` got inputs {checks.brief(rows)} of dtype {array.dtype} with {array.ndim} "
+            "axes; expected a list of arrays of numbers, whose rows along the first axis are the "
+            "inputs, as in `inputs=[np.array([1.0, 5.0], np.float32)]`."
+        )
+    return array

@@ -1,5 +1,9 @@
 """Graphs as data: built from arrays, merged, checked, stored, computed."""
 
+import dataclasses
+import json
+import zipfile
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,6 +87,7 @@ def test_instances_in_any_order_and_twice():
     assert picked.operand.tolist() == [-1, -1, 0, -2, 2, -3, -4, -4, 4]
 
 
+ONE = Graph.from_dag([0], [[]])
 BAD = {
     "does not come before": lambda: Graph.from_dag([0, 0], [[1], []]),
     "names input 3": lambda: Graph.from_dag([0], [[-4]], inputs=[np.zeros(2)]),
@@ -90,13 +95,55 @@ BAD = {
     "give a name for every id": lambda: Graph.from_dag([0, 2], [[], []], names=["a", "b"]),
     "names result 7": lambda: Graph.from_dag([0], [[]], outputs=[7]),
     "id that is not in": lambda: Graph.from_dag([-1], [[]]),
+    "4294967296 in `preds`": lambda: Graph.from_dag([0, 0], [[], [2**32]]),
+    "-4294967297 in `preds`": lambda: Graph.from_dag([0], [[-(2**32) - 1]]),
+    "1000000000000.* in `preds`": lambda: Graph.from_dag([0], [[10**40]]),
+    "4294967296 in `node_type`": lambda: Graph.from_dag(np.array([2**32]), [[]]),
+    "4294967296 in `outputs`": lambda: Graph.from_dag([0], [[]], outputs=np.array([2**32])),
+    "Number types from 0": lambda: Graph.from_dag([2**31 - 1], [[]]),
+    "must start at 0": lambda: Graph.from_dag([0, 0], (np.array([2, 2, 3]), np.array([-1, -1, 0]))),
+    "decreases": lambda: Graph.from_dag([0, 0], (np.array([0, 1, 0]), np.array([-1]))),
+    "must end at E": lambda: Graph.from_dag([0], (np.array([0, 1]), np.array([0, 0]))),
+    "type 0 is 'cosine' and 'sine'": lambda: Graph.concatenate(
+        [Graph.from_dag([0, 1], [[], []], names=["sine", "b"]), named("cosine")]
+    ),
+    "no graphs; expected at least one": lambda: Graph.concatenate([]),
 }
+WRONG_TYPES = {
+    "`preds` of dtype float64": lambda: Graph.from_dag([0, 0], [[], [0.9]]),
+    "`preds` of dtype <U1": lambda: Graph.from_dag([0, 0], [[], ["0"]]),
+    "`preds` of dtype bool": lambda: Graph.from_dag([0, 0], [[], [False]]),
+    "'0' in `preds`; expected lists": lambda: Graph.from_dag([0, 0], [[], "0"]),
+    "0 in `preds`; expected lists": lambda: Graph.from_dag([0], [0]),
+    "preds=None; expected a list of lists": lambda: Graph.from_dag([0], None),
+    "for `preds`": lambda: Graph.from_dag([0, 0], [[], [[0]]]),
+    "`node_type` of dtype float64": lambda: Graph.from_dag([0.7], [[]]),
+    "`node_type` with 0 axes": lambda: Graph.from_dag(3, [[]]),
+    "`outputs` of dtype float64": lambda: Graph.from_dag([0], [[]], outputs=[0.5]),
+    "names='ab'; expected a list of strings": lambda: Graph.from_dag([0], [[]], names="ab"),
+    "expected a list of strings": lambda: Graph.from_dag([0], [[]], names=[1]),
+    "inputs .* of dtype object": lambda: Graph.from_dag([0], [[]], inputs=[np.array([{}, 1])]),
+    "of dtype float64 with 0 axes": lambda: Graph.from_dag([0], [[]], inputs=np.ones(2)),
+    "of dtype <U1": lambda: Graph.from_dag([0], [[]], inputs=[["a"]]),
+    "expected a list of graphs": lambda: Graph.concatenate([ONE, 3]),
+    "of type Graph; expected|got graphs=": lambda: Graph.concatenate(ONE),
+}
+
+
+def named(*names):
+    return Graph.from_dag([0], [[]], names=names)
 
 
 @pytest.mark.parametrize("match", BAD)
 def test_what_is_no_graph(match):
     with pytest.raises(ValueError, match=match):
         BAD[match]()
+
+
+@pytest.mark.parametrize("match", WRONG_TYPES)
+def test_what_is_no_array_of_whole_numbers(match):
+    with pytest.raises(TypeError, match=match):
+        WRONG_TYPES[match]()
 
 
 def test_check_knows_the_types():
@@ -126,14 +173,76 @@ def test_load_rejects_other_files(tmp_path):
     path.write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"written by `Graph\.save`"):
         Graph.load(path)
-    np.savez(path, header=np.array('{"format": "something else"}'))
-    with pytest.raises(ValueError, match="something else"):
-        Graph.load(path)
-    np.savez(path, node_type=np.array([{}], object))
-    with pytest.raises(ValueError, match=r"Graph\.load"):
-        Graph.load(path)
     with pytest.raises(FileNotFoundError):
         Graph.load(tmp_path / "nowhere.npz")
+    for what in (3, None, [path]):
+        with pytest.raises(TypeError, match="expected the name of a file"):
+            Graph.load(what)
+
+
+def stored(path, header=None, **changes):
+    """A file like that of a graph, but for some of its arrays."""
+    arrays = {name: getattr(ONE, name) for name in ("node_type", "operand_ptr", "operand")}
+    arrays |= {"outputs": ONE.outputs} | changes
+    header = {"format": "jedbatch graph, version 1", "names": ["a"]} if header is None else header
+    arrays |= {"header": np.array(json.dumps(header))}
+    np.savez_compressed(path, **{name: x for name, x in arrays.items() if x is not None})
+    return path
+
+
+MALFORMED = {
+    "its format is 'something else'": {"header": {"format": "something else"}},
+    "its format is ": {"header": ["x" * 10**6]},
+    "its names are None": {"header": {"format": "jedbatch graph, version 1"}},
+    "expected a list of strings": {"header": {"format": "jedbatch graph, version 1", "names": [1]}},
+    "nobody.npy": {"nobody": np.zeros(3)},
+    "it holds .* expected header.npy": {"node_type": None},
+    "input_0.npy and so on": {"input_1": np.zeros(3)},
+    "`node_type` is of dtype object": {"node_type": np.array([{}], object)},
+    "`node_type` of dtype float64": {"node_type": np.zeros(1)},
+    "4294967296 in `outputs`": {"outputs": np.array([2**32])},
+    "`node_type` with 2 axes": {"node_type": np.zeros((1, 1), int)},
+    "names result 9": {"outputs": np.array([9])},
+}
+
+
+@pytest.mark.parametrize("match", MALFORMED)
+def test_load_rejects_archives_of_something_else(match, tmp_path):
+    with pytest.raises(ValueError, match=match) as caught:
+        Graph.load(stored(tmp_path / "graph.npz", **MALFORMED[match]))
+    assert "written by `Graph.save`" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_load_reads_no_more_than_it_may(tmp_path):
+    zeros = stored(tmp_path / "graph.npz", input_0=np.zeros((1 << 20, 1), np.uint8))
+    assert Graph.load(zeros).num_inputs == 1 << 20
+    with pytest.raises(ValueError, match=r"pass `max_bytes=10\d{5}`"):
+        Graph.load(zeros, max_bytes=1 << 20)
+    with pytest.raises(TypeError, match="max_bytes='1'"):
+        Graph.load(zeros, max_bytes="1")
+
+
+def test_load_does_not_believe_the_headers_of_arrays(tmp_path):
+    """An array that says it has a million million entries, and has two."""
+    good = stored(tmp_path / "good.npz")
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(tmp_path / "bad.npz", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data.replace(b"(2,), }" + 12 * b" ", b"(1000000000000,), }"))
+    with pytest.raises(ValueError, match=r"has 16 bytes for shape \(10{12},\)"):
+        Graph.load(tmp_path / "bad.npz")
+
+
+def test_save_writes_no_pickle(tmp_path):
+    rows = np.array([{}, 1], object)
+    graph = Graph((NodeType("a"),), np.array([0]), np.array([0, 0]), np.zeros(0, np.int32))
+    graph = dataclasses.replace(graph, inputs=(InputRows(ValueType((), rows.dtype), rows),))
+    with pytest.raises(TypeError, match="inputs of dtype object"):
+        graph.save(tmp_path / "graph.npz")
+    with pytest.raises(TypeError, match="inputs of dtype bfloat16"):
+        Graph.from_dag([0], [[-1]], inputs=[jnp.ones(2, jnp.bfloat16)]).save(tmp_path / "a.npz")
+    assert not list(tmp_path.iterdir())
 
 
 def test_recorded_graphs_with_arrays_of_instances_are_not_stored(tmp_path):

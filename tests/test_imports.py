@@ -10,8 +10,11 @@ import jedbatch
 PACKAGE = Path(jedbatch.__file__).parent
 ORDER = [
     "errors",
+    "checks",
+    "_files",
     "_paths",
     "_types",
+    "_stored_graphs",
     "_graph",
     "_frontier",
     "_schedule",

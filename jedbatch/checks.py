@@ -1,0 +1,158 @@
+"""Checks of arguments where they enter: what came, what was expected, what to write instead.
+
+Every public function says its own name and that of the argument; a wrong type is a `TypeError`, a
+wrong value a `ValueError`. What came is shown in a few words, however large it is.
+"""
+
+import math
+import numbers
+import operator
+import os
+import reprlib
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+LONGEST = 500  # characters of what somebody else says about an error
+
+_reprs = reprlib.Repr()
+_reprs.maxstring = _reprs.maxother = _reprs.maxlong = 60
+_reprs.maxlevel = 3
+
+
+def shown(x: Any) -> str:
+    """What came, in few words: `'adam' of type str`."""
+    return f"{brief(x)} of type {type(x).__name__}"
+
+
+def brief(x: Any) -> str:
+    """The value in at most some hundred characters."""
+    try:
+        text = _reprs.repr(x)
+    except Exception:  # whatever it makes of `repr`
+        text = object.__repr__(x)
+    return cut(text, 100)
+
+
+def cut(text: Any, length: int = LONGEST) -> str:
+    """The text, or the beginning and the end of a long one."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[: length - 43]}...{text[-40:]}"
+
+
+def wrong(who: str, came: str, expected: str, instead: str = "") -> str:
+    """A message: who got what, what was expected, what to write instead."""
+    return f"`{who}` got {came}; expected {expected}.{' ' * bool(instead)}{instead}"
+
+
+def whole(
+    who: str, name: str, value: Any, least: int = 0, most: int | None = None, instead: str = ""
+) -> int:
+    """A whole number, of Python or NumPy, within bounds."""
+    bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+    message = wrong(who, f"{name}={brief(value)}", f"a whole number {bounds}", instead)
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(message)
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(message) from None
+    if found < least or (most is not None and found > most):
+        raise ValueError(message)
+    return found
+
+
+def number(
+    who: str, name: str, value: Any, least: float = -math.inf, above: float = -math.inf
+) -> float:
+    """A finite real number, at least `least` and more than `above`."""
+    bounds = f" above {above:g}" if above > -math.inf else ""
+    bounds = f" of at least {least:g}" if least > -math.inf else bounds
+    message = wrong(who, f"{name}={brief(value)}", f"a finite number{bounds}")
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(message)
+    found = float(value)
+    if not (math.isfinite(found) and found >= least and found > above):
+        raise ValueError(message)
+    return found
+
+
+def flag(who: str, name: str, value: Any, instead: str = "") -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(wrong(who, f"{name}={brief(value)}", "True or False", instead))
+    return bool(value)
+
+
+def one_of(who: str, name: str, value: Any, choices: Collection[Any], instead: str = "") -> Any:
+    """One of some choices."""
+    if not isinstance(value, Hashable) or value not in choices:
+        listed = ", ".join(map(repr, choices))
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(wrong(who, f"{name}={brief(value)}", f"one of {listed}", instead))
+    return value
+
+
+def of_type(who: str, value: Any, kind: Any, expected: str, instead: str = "") -> Any:
+    """Something of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(wrong(who, shown(value), expected, instead))
+    return value
+
+
+def function(who: str, name: str, value: Any, expected: str, instead: str = "") -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise TypeError(wrong(who, f"{name}={brief(value)}", expected, instead))
+    return value
+
+
+def items(who: str, name: str, value: Any, expected: str) -> list[Any]:
+    """What can be iterated over and is no text, as a list."""
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
+        raise TypeError(wrong(who, f"{name}={brief(value)}", expected))
+    return list(value)
+
+
+def path(who: str, value: Any) -> str | bytes:
+    """The name of a file; numbers, which `open` takes for open files, are none."""
+    try:
+        return os.fspath(value)
+    except TypeError:
+        raise TypeError(
+            wrong(who, shown(value), "the name of a file", "Write a string or a `pathlib.Path`.")
+        ) from None
+
+
+def whole_array(who: str, name: str, values: Any, dtype: Any = np.int32) -> np.ndarray:
+    """Whole numbers as an array of one axis, none of them cut or wrapped."""
+    expected = f"whole numbers along one axis, such as a list of int, for {name}"
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        raise TypeError(wrong(who, shown(values), expected)) from None
+    if array.ndim != 1:
+        raise TypeError(wrong(who, f"{name} with {array.ndim} axes: {brief(values)}", expected))
+    if not array.size:
+        return array.astype(dtype)
+    if array.dtype.kind not in "iuO":
+        raise TypeError(wrong(who, f"{name} of dtype {array.dtype}: {brief(values)}", expected))
+    if array.dtype.kind == "O" and not all(isinstance(x, int) for x in array.tolist()):
+        raise TypeError(wrong(who, f"{name} of objects: {brief(values)}", expected))
+    low, high, bounds = int(array.min()), int(array.max()), np.iinfo(dtype)
+    if low < bounds.min or high > bounds.max:
+        bad = low if low < bounds.min else high
+        raise ValueError(
+            wrong(who, f"{brief(bad)} in {name}", f"numbers that fit {np.dtype(dtype).name}")
+        )
+    return array.astype(dtype)
+
+
+def names(who: str, name: str, value: Any) -> list[str]:
+    """A sequence of strings."""
+    found = value if isinstance(value, Sequence) and not isinstance(value, str) else None
+    bad = found is None or next((True for x in found if not isinstance(x, str)), False)
+    if found is None or bad:
+        raise TypeError(wrong(who, f"{name}={brief(value)}", "a list of strings"))
+    return list(found)
