@@ -11,6 +11,7 @@ the searches: the cost of a batch of each type.
 """
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._batch import Batched
 from jedbatch._executors import median_seconds
+from jedbatch._files import write_text
 from jedbatch._fsm import numbers_of
 from jedbatch._graph import Graph, InputRows
 from jedbatch._schedule import Schedule
@@ -55,6 +58,13 @@ class Calibration:
     types: Mapping[str, TypeCost]
     per_byte: float
     machine: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.types:
+            raise ValueError(
+                "`Calibration` got no types; expected the costs of at least one, as "
+                "`jedbatch.calibrate` measures them."
+            )
 
     def _costs(self, graph: Graph) -> list[TypeCost]:
         known = list(self.types)
@@ -89,37 +99,49 @@ class Calibration:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration as JSON."""
+        """Writes the calibration as JSON, whole or not at all."""
         content = {
             "format": FORMAT,
             "machine": self.machine,
             "per_byte": self.per_byte,
             "types": {label: vars(cost) for label, cost in self.types.items()},
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        write_text("Calibration.save", path, json.dumps(content, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> "Calibration":
         """Reads what `save` wrote; raises `ValueError` on anything else."""
+        name = os.fsdecode(checks.path("Calibration.load", path))
+        text = Path(name).read_text(encoding="utf-8", errors="replace")
         try:
-            content = json.loads(Path(path).read_text())
-            if content.get("format") != FORMAT:
-                raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r}")
-            types = {
-                str(label): TypeCost(float(c["per_batch"]), float(c["per_node"]), int(c["bytes"]))
-                for label, c in content["types"].items()
-            }
-            numbers = [content["per_byte"], *(x for c in types.values() for x in vars(c).values())]
-            if not types or not all(0 <= float(x) < np.inf for x in numbers):
-                raise ValueError("it has no types, or costs that are no numbers")
-            return Calibration(types, float(content["per_byte"]), str(content["machine"]))
-        except FileNotFoundError:
-            raise
-        except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                found = content.get("format") if isinstance(content, dict) else content
+                raise ValueError(f"its format is {checks.brief(found)}, not {FORMAT!r}")
+            machine = content["machine"]
+            if not isinstance(machine, str):
+                raise ValueError(f"its machine is {checks.brief(machine)}, not a text")
+            return Calibration(
+                {
+                    label: TypeCost(
+                        _cost(cost, "per_batch"),
+                        _cost(cost, "per_node"),
+                        checks.whole("Calibration.load", "bytes", cost["bytes"]),
+                    )
+                    for label, cost in content["types"].items()
+                },
+                _cost(content, "per_byte"),
+                machine,
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"`Calibration.load` cannot read {str(path)!r}: {error!r}. It expects a file "
-                "written by `Calibration.save`."
+                f"`Calibration.load` cannot read {name!r}: {checks.cut(repr(error))}. It expects a "
+                "file written by `Calibration.save`."
             ) from error
+
+
+def _cost(content: Mapping[str, Any], name: str) -> float:
+    return checks.number("Calibration.load", name, content[name], least=0)
 
 
 def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:

@@ -7,12 +7,16 @@ there are no styles and no names in it. A mark says what it stands for when the 
 
 import colorsys
 import functools
+import os
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+
+from jedbatch import checks
+from jedbatch._files import write_text
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#bab0ac")
 PALER = ("#a0cbe8", "#ffbe7d", "#8cd17d", "#d4a6c8", "#ff9d9a", "#2f7f7a", "#d7b5a6", "#79706e")
@@ -40,21 +44,23 @@ class Picture:
         return self.svg
 
     def save(self, path: str | Path) -> None:
-        """Writes the drawing to a file.
+        """Writes the drawing to a file, whole or not at all.
 
         Args:
           path: its name, which ends in `.svg`.
 
         Raises:
+          TypeError: it is no name of a file.
           ValueError: the name ends otherwise.
         """
+        path = os.fsdecode(checks.path("Picture.save", path))
         if Path(path).suffix.lower() != ".svg":
             raise ValueError(
                 f"`Picture.save` got {str(path)!r}, and writes SVG only; save it as "
                 f"{str(Path(path).with_suffix('.svg'))!r}. A browser prints it to PDF, Inkscape "
                 "and others turn it into PNG."
             )
-        Path(path).write_text(self.svg + "\n", encoding="utf-8")
+        write_text("Picture.save", path, self.svg + "\n")
 
     def __repr__(self) -> str:
         return (

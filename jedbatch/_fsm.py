@@ -31,6 +31,7 @@ import dataclasses
 import functools
 import json
 import operator
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +39,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jedbatch import checks
 from jedbatch._diagram import state_diagram
+from jedbatch._files import write_text
 from jedbatch._frontier import Frontier
 from jedbatch._graph import Graph
 from jedbatch._schedule import (
@@ -338,17 +341,20 @@ class FSM:
     @staticmethod
     def from_json(text: str, source: str = "the text") -> "FSM":
         """Reads what `to_json` wrote; raises `ValueError` on anything else."""
+        checks.of_type("FSM.from_json", text, str, "a text", "`FSM.load` reads a file.")
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 found = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {found!r}, not {FORMAT!r}")
+                raise ValueError(f"its format is {checks.brief(found)}, not {FORMAT!r}")
             encoding, types = content["encoding"], content["types"]
             for name in ("types", "states"):
                 if not isinstance(content[name], list):
-                    raise ValueError(f"its {name} are {content[name]!r:.60}, not a list")
-            if encoding not in ENCODINGS:
-                raise ValueError(f"its encoding is {encoding!r}, not one of {list(ENCODINGS)}")
+                    raise ValueError(f"its {name} are {checks.brief(content[name])}, not a list")
+            if encoding not in tuple(ENCODINGS):
+                raise ValueError(
+                    f"its encoding is {checks.brief(encoding)}, not one of {list(ENCODINGS)}"
+                )
             number = {label: i for i, label in enumerate(types)}
             said = {word: code for code, word in WORDS[encoding].items()} | {"": 0}
             states = tuple(
@@ -366,12 +372,16 @@ class FSM:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"`FSM.load` cannot read {source}: {what}. It expects a file written by `FSM.save`."
+                f"`FSM.load` cannot read {source}: {checks.cut(what)}. It expects a file written "
+                "by `FSM.save`."
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the machine as JSON: types by label, each state with what it runs and when."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Writes the machine as JSON: types by label, each state with what it runs and when.
+
+        The file is written whole or not at all.
+        """
+        write_text("FSM.save", path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> "FSM":
@@ -379,10 +389,12 @@ class FSM:
 
         Raises:
           FileNotFoundError: there is no such file.
+          TypeError: it is no name of a file.
           ValueError: it is not a policy, or one of another version.
         """
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        return FSM.from_json(text, repr(str(path)))
+        name = os.fsdecode(checks.path("FSM.load", path))
+        text = Path(name).read_text(encoding="utf-8", errors="replace")
+        return FSM.from_json(text, repr(name))
 
 
 def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:

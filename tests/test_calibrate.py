@@ -1,5 +1,7 @@
 """Calibration: a sum that can be checked, files, and its use as an objective."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,3 +83,33 @@ def test_files(measured, tmp_path):
 def test_what_is_no_batched_function():
     with pytest.raises(TypeError, match=r"expected what `jedbatch\.batch` returned"):
         calibrate(run, 1.0, [1])
+
+
+COSTS = {"per_batch": 1.0, "per_node": 1.0, "bytes": 4}
+FILE = {"format": "jedbatch calibration, version 1", "machine": "", "per_byte": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[" * 100_000, "recursion"),
+        ("[1]", r"its format is \[1\]"),
+        ("null", "its format is None"),
+        (json.dumps("x" * 10**6), "its format is 'xxx"),
+        (json.dumps(FILE), "types"),
+        (json.dumps(FILE | {"types": {}}), "no types"),
+        (json.dumps(FILE | {"types": [COSTS]}), "no attribute"),
+        (json.dumps(FILE | {"types": {"a": COSTS}, "machine": 3}), "its machine is 3"),
+        (json.dumps(FILE | {"types": {"a": COSTS}, "per_byte": -1}), "per_byte=-1"),
+        (json.dumps(FILE | {"types": {"a": COSTS | {"per_node": "1"}}}), "per_node='1'"),
+        (json.dumps(FILE | {"types": {"a": COSTS | {"per_node": np.nan}}}), "per_node=nan"),
+        (json.dumps(FILE | {"types": {"a": COSTS | {"bytes": 0.5}}}), "bytes=0.5"),
+    ],
+)
+def test_malformed_files(text, match, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match) as caught:
+        Calibration.load(path)
+    assert "`Calibration.load` cannot read" in str(caught.value)
+    assert len(str(caught.value)) < 1000
