@@ -72,7 +72,10 @@ def number(
     message = wrong(who, f"{name}={brief(value)}", f"a finite number{bounds}")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(message)
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        raise ValueError(message) from None
     if not (math.isfinite(found) and found >= least and found > above):
         raise ValueError(message)
     return found
