@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._instances import array_type, is_array
 from jedbatch._learn import learn
-from jedbatch._minibatch import check_options, make_plan, reverse_mode_only, run_plan
+from jedbatch._minibatch import check_options, checked_inputs, make_plan, reverse_mode_only, run_plan
 from jedbatch._plan import Plan
 from jedbatch._prelude import find_calls, find_slices
 from jedbatch._recording import Recording, keyed
@@ -226,7 +226,17 @@ class Batched:
 
         Returns:
           What a call with the planned instances would return.
+
+        Raises:
+          TypeError: the last argument is no plan, or inputs are no arrays.
+          ValueError: the shared arguments or the inputs are of other shapes or dtypes than those
+            that the plan was made for.
         """
+        if not args:
+            raise TypeError(
+                "`apply` got no arguments; expected the shared ones and then a plan, as in "
+                "`batched.apply(params, batched.plan(params, instances))`."
+            )
         *shared, plan = args
         if not isinstance(plan, Plan):
             raise TypeError(
@@ -239,7 +249,9 @@ class Batched:
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."
             )
-        return self._run(plan, leaves, plan.inputs if inputs is None else inputs)
+        return self._run(
+            plan, leaves, checked_inputs(plan, plan.inputs if inputs is None else inputs)
+        )
 
     def profile(self, *args: Any, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run."""
@@ -383,7 +395,7 @@ class Batched:
 
     # --- running ---
 
-    def _run(self, plan: Plan, leaves: list[Any], inputs: dict[str, Any]) -> Any:
+    def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, Any]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
 

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jedbatch import checks
 from jedbatch._executors import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph
+from jedbatch._instances import is_array
 from jedbatch._layout import assign_lanes
 from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
@@ -165,6 +167,39 @@ def run_plan(
     run = differentiable_run(executor_of, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*given, plan.reverse_table), packed
+
+
+def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
+    """The rows given for the arenas of a plan, or an error if they are not such as it has."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"`apply` got inputs={checks.brief(inputs)}; expected a dict of arrays like "
+            "`plan.inputs`, or None for those."
+        )
+    signature = plan.static.signature
+    expected = {name: (x.shape, x.dtype) for name, x in plan.inputs.items()} | {
+        input_name((shape, dtype)): ((rows, *shape), dtype)
+        for (shape, dtype), rows in zip(signature.arenas, signature.inputs, strict=True)
+    }
+    if inputs.keys() != expected.keys():
+        raise ValueError(
+            f"`apply` got inputs named {sorted(map(str, inputs))}; expected {sorted(expected)}. "
+            "Replace some and keep the others: `inputs={**plan.inputs, name: array}`."
+        )
+    for name, (shape, dtype) in expected.items():
+        if not is_array(inputs[name]):
+            raise TypeError(
+                f"`apply` got {checks.shown(inputs[name])} for inputs[{name!r}]; expected an array "
+                f"{shape} of {dtype}."
+            )
+        came = inputs[name].shape, inputs[name].dtype
+        if came != (shape, dtype):
+            raise ValueError(
+                f"`apply` got an array {came[0]} of {came[1]} for inputs[{name!r}]; expected "
+                f"{shape} of {dtype}, which the plan was made for. Other numbers of the same kind "
+                "go into the same rows; for other instances make another plan."
+            )
+    return inputs
 
 
 @contextlib.contextmanager
