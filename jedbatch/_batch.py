@@ -27,7 +27,13 @@ from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._instances import array_type, is_array
 from jedbatch._learn import learn
-from jedbatch._minibatch import check_options, checked_inputs, make_plan, reverse_mode_only, run_plan
+from jedbatch._minibatch import (
+    check_options,
+    checked_inputs,
+    make_plan,
+    reverse_mode_only,
+    run_plan,
+)
 from jedbatch._plan import Plan
 from jedbatch._prelude import find_calls, find_slices
 from jedbatch._recording import Recording, keyed

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
+
 
 def as_arrays(records: Iterable[tuple[Any, ...]]) -> list[tuple[np.ndarray, ...]]:
     """The records with an array for each of their parts.
@@ -20,17 +22,23 @@ def as_arrays(records: Iterable[tuple[Any, ...]]) -> list[tuple[np.ndarray, ...]
       Records of as many arrays of NumPy, int32 or float32. A part without numbers is int32.
 
     Raises:
-      ValueError: names the record whose part is no array.
+      TypeError: a record is no tuple.
+      ValueError: names the record with a part that is no array, or with a number that does not fit.
 
     Example:
       >>> from jedbatch.data import as_arrays
       >>> as_arrays([((3, 1), (0, 0)), ((5,), (2,))])[1]
       (array([5], dtype=int32), array([2], dtype=int32))
     """
-    return [
-        tuple(_as_array(part, f"record {number}") for part in record)
-        for number, record in enumerate(records)
-    ]
+    found = []
+    for number, record in enumerate(checks.items("as_arrays", "records", records, "records")):
+        if not isinstance(record, (tuple, list)):
+            raise TypeError(
+                f"`as_arrays` got record {number}, {checks.shown(record)}; expected a tuple of "
+                "parts, such as `(words, tags)`. A single part is `(words,)`."
+            )
+        found.append(tuple(_as_array(part, f"record {number}") for part in record))
+    return found
 
 
 def _as_array(part: Any, where: str) -> np.ndarray:
@@ -39,11 +47,26 @@ def _as_array(part: Any, where: str) -> np.ndarray:
         array = np.asarray(part)
     except ValueError:
         array = np.array(None)  # tuples of several lengths
-    if not array.size or array.dtype.kind in "bui":
+    kind = array.dtype.kind
+    whole = kind in "bui" or (kind == "O" and all(type(x) is int for x in array.flat))
+    if whole or not array.size:
+        bounds = np.iinfo(np.int32)
+        if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
+            big = max((int(array.min()), int(array.max())), key=abs)
+            raise ValueError(_misfit(big, where, "int32: numbers from -2**31 to 2**31 - 1"))
         return array.astype(np.int32)
-    if array.dtype.kind == "f":
-        return array.astype(np.float32)
+    if kind == "f":
+        with np.errstate(over="ignore"):
+            single = array.astype(np.float32)
+        if (np.isinf(single) & np.isfinite(array)).any():
+            large = float(array[np.isinf(single) & np.isfinite(array)][0])
+            raise ValueError(_misfit(large, where, "float32: numbers up to 3.4e38"))
+        return single
     raise ValueError(
-        f"`as_arrays` got {part!r} in {where}; expected numbers, or tuples of numbers that are "
-        "equally long. Words need numbers, see `Vocabulary`, and cannot be spelled."
+        f"`as_arrays` got {checks.brief(part)} in {where}; expected numbers, or tuples of numbers "
+        "that are equally long. Words need numbers, see `Vocabulary`, and cannot be spelled."
     )
+
+
+def _misfit(number: float, where: str, fits: str) -> str:
+    return f"`as_arrays` got {checks.brief(number)} in {where}; expected what fits {fits}."

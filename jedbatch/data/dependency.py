@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
 from jedbatch.data.rooted import Rooted, renumbered, rooted, unrooted
@@ -50,7 +51,8 @@ def dependency_tree(words: Sequence[Any], heads: Sequence[int]) -> Dependency:
     for position, head in enumerate(heads, 1):
         if type(head) is not int or not 0 <= head <= len(words):
             raise ValueError(
-                f"the head of word {position} is {head!r}; expected a number from 0 to {len(words)}"
+                f"the head of word {position} is {checks.brief(head)}; expected a number from 0 to "
+                f"{len(words)}"
             )
         below[head].append(position)
     if len(below[0]) != 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
 from jedbatch.data.tagged import Tagged, read_tagged
@@ -58,8 +59,8 @@ def build_lattice(characters: Sequence[str], lexicon: Iterable[str]) -> list[Wor
     if len(text) != len(characters):
         place = next(k for k, character in enumerate(characters) if len(character) != 1)
         raise ValueError(
-            f"`build_lattice` got characters[{place}] = {characters[place]!r}; expected a single "
-            "character in each place, as in list(text)"
+            f"`build_lattice` got characters[{place}] = {checks.brief(characters[place])}; "
+            "expected a single character in each place, as in list(text)"
         )
     return _words_in(text, lexicon if isinstance(lexicon, Lexicon) else Lexicon(lexicon))
 
@@ -79,6 +80,7 @@ def read_lexicon(path: str | os.PathLike) -> Lexicon:
 
     What follows a word after a space, such as its frequency, is left alone.
     """
+    path = os.fsdecode(checks.path("read_lexicon", path))
     return Lexicon(read_lines(path, None, lambda line: line.split()[0], "a word a line"))
 
 

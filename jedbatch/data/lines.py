@@ -2,11 +2,16 @@
 
 import functools
 import gzip
+import inspect
+import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from jedbatch import checks
 
 Record = TypeVar("Record")
 Options = ParamSpec("Options")
@@ -23,14 +28,31 @@ class Reader(Protocol[Options, Record]):
 
 
 def reader(records: Callable[Options, Iterator[Record]]) -> Reader[Options, Record]:
-    """Makes a reader of a function that returns an iterator over the records of a file."""
+    """Makes a reader of a function that returns an iterator over the records of a file.
+
+    Paths and the limit are checked before anything is read.
+    """
+    who, signature = records.__name__, inspect.signature(records)
+
+    @functools.wraps(records)
+    def stream(*args: Options.args, **kwargs: Options.kwargs) -> Iterator[Record]:
+        given = signature.bind(*args, **kwargs).arguments
+        checks.path(who, given["path"])
+        if given.get("tags") is not None:
+            checks.path(who, given["tags"])
+        if given.get("limit") is not None:
+            checks.whole(who, "limit", given["limit"], instead="None reads all records.")
+        return records(*args, **kwargs)
 
     @functools.wraps(records)
     def read(*args: Options.args, **kwargs: Options.kwargs) -> list[Record]:
-        return list(records(*args, **kwargs))
+        return list(stream(*args, **kwargs))
 
-    read.stream = records  # type: ignore[attr-defined]
+    read.stream = stream  # type: ignore[attr-defined]
     return cast("Reader[Options, Record]", read)
+
+
+MOST = 1 << 22  # bytes of a line; no record takes a hundredth of that
 
 
 def read_lines(
@@ -40,7 +62,7 @@ def read_lines(
 
     Args:
       path: the file, in UTF-8; a byte order mark at its start is left out.
-      limit: the number of records to read at most.
+      limit: the number of records to read at most; None for all.
       parse: makes a record of a line; raises `ValueError` with what is wrong with it.
       expected: says what a line should be.
 
@@ -48,22 +70,33 @@ def read_lines(
       The records.
 
     Raises:
-      ValueError: names the file and the line that is no record.
+      ValueError: names the file and the line that is no record, or where the file is damaged.
     """
-    opener = gzip.open if Path(path).suffix == ".gz" else open
+    name = os.fsdecode(path)
+    opener: Any = gzip.open if Path(name).suffix == ".gz" else open
     count = 0
-    with opener(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with opener(name, "rb") as file:
+        for number in itertools.count(1):
             if count == limit:
-                break
+                return
             try:
+                line = file.readline(MOST + 1)
+                if not line:
+                    return
+                if len(line) > MOST:
+                    raise ValueError(f"the line is longer than {MOST:,} bytes")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue
                 record = parse(text)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(
+                    f"{name}, line {number}: {error}; expected a whole file of gzip, as its name "
+                    "ends in .gz"
+                ) from None
             except (ValueError, OverflowError, RecursionError) as error:  # of numbers, of nesting
                 raise ValueError(
-                    f"{os.fspath(path)}, line {number}: {error}; expected {expected}"
+                    f"{name}, line {number}: {checks.cut(error)}; expected {expected}"
                 ) from None
             yield record
             count += 1
@@ -73,7 +106,7 @@ def json_object(line: str) -> dict[str, Any]:
     """The JSON object in a line, checked."""
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError(f"{line.strip()[:40]!r} is no object")
+        raise ValueError(f"{line[:40].strip()!r} is no object")
     return record
 
 
@@ -83,7 +116,7 @@ def entry(record: dict[str, Any], name: str, kind: Any, what: str) -> Any:
         raise ValueError(f'there is no "{name}"')
     value = record[name]
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'"{name}" is {value!r}, not {what}')
+        raise ValueError(f'"{name}" is {checks.brief(value)}, not {what}')
     return value
 
 
@@ -95,5 +128,7 @@ def strings(record: dict[str, Any], *names: str) -> tuple[str, ...]:
         raise ValueError(f'"{name}" is empty')
     for value in values:
         if not isinstance(value, str) or not value:
-            raise ValueError(f'"{name}" holds {value!r}; expected strings, none of them empty')
+            raise ValueError(
+                f'"{name}" holds {checks.brief(value)}; expected strings, none of them empty'
+            )
     return tuple(values)

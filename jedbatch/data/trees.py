@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
 from jedbatch.data.lines import read_lines, reader
 from jedbatch.data.vocabulary import Vocabulary
@@ -35,11 +36,15 @@ def parse_tree(text: str) -> Tree:
     for match in _TOKEN.finditer(text):
         token = match.group()
         if done is not None:
-            raise ValueError(f"{token!r} follows the end of the tree, at column {match.start()}")
+            raise ValueError(
+                f"{checks.brief(token)} follows the end of the tree, at column {match.start()}"
+            )
         if token == "(":
             stack.append([])
         elif not stack:
-            raise ValueError(f"{token!r} stands outside of any bracket, at column {match.start()}")
+            raise ValueError(
+                f"{checks.brief(token)} stands outside of any bracket, at column {match.start()}"
+            )
         elif token == ")":
             node = _binary(stack.pop(), match.start())
             if stack:
@@ -62,8 +67,8 @@ def _binary(parts: list[Any], column: int) -> Tree:
         label, *parts = parts
     if not parts:
         raise ValueError(
-            f"the bracket that ends at column {column} holds {label!r} alone; expected a label and "
-            "a word, as in (NN word)"
+            f"the bracket that ends at column {column} holds {checks.brief(label)} alone; expected "
+            "a label and a word, as in (NN word)"
         )
     if len(parts) == 1:
         (child,) = parts

@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 
+from jedbatch import checks
+
 
 class Vocabulary:
     """Numbers for words: each gets the next number when it is first met.
@@ -39,8 +41,8 @@ class Vocabulary:
             return self._numbers.setdefault(word, len(self._numbers))
         if self._unknown is None:
             raise KeyError(
-                f"{word!r} is not among the {len(self)} words of a frozen vocabulary; make it "
-                "with `unknown=...` to give unknown words a number of their own."
+                f"{checks.brief(word)} is not among the {len(self)} words of a frozen vocabulary; "
+                "make it with `unknown=...` to give unknown words a number of their own."
             )
         return self._numbers[self._unknown]
 
