@@ -122,6 +122,10 @@ class Room:
         kinds = [stored(t) for kernel in lanes for t in (*kernel.operands, *kernel.results)]
         inputs = larger(dict.fromkeys(kinds, 0), self.inputs, lambda n: n)
         inputs = larger(inputs, needed.inputs, lambda n: capacity(AHEAD * n))
+        written = {stored(t) for kernel in lanes for t in kernel.results}
+        for kind in kinds:  # kernels that have not run yet read some row of every arena
+            if kind not in written:
+                inputs[kind] = max(1, inputs[kind])
         wanted = larger(self.wanted, needed.wanted, capacity)
         stretches = max(self.stretches, needed.stretches)
         if stretches > self.stretches:

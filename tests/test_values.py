@@ -55,6 +55,25 @@ def test_numbers_of_instances(num):
     check(*values.mixed_with_none(num, seed=3), rtol=3e-5, plans=False)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_decisions_while_an_arena_has_no_rows(sign):
+    """A type is known that has not run, and nothing of the shape that it reads is computed."""
+    step = cell(lambda w, h: jnp.tanh(w * h))
+
+    def encode(w, t):
+        if not isinstance(t, tuple):
+            return w * t
+        h = step(w, encode(w, t[0]) + encode(w, t[1]))
+        return h * 0.5 if h.sum() > 0.1 else h
+
+    def fn(w, t):
+        return encode(w, t) > 0
+
+    w, x = jnp.full(2, sign, jnp.float32), np.arange(2, dtype=np.float32)
+    trees = [((x, x), x), (x, x)]
+    assert_close(jedbatch.batch(fn)(w, trees), loop(fn, w, trees), 1e-5)
+
+
 def test_permuting_instances_permutes_results():
     fn, params, instances = values.random_programs(7, seed=1)
     batched = jedbatch.batch(fn)
