@@ -337,7 +337,7 @@ class Batched:
         if session is None:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
             session = Session(avals, structure, self._executor, self._cache_size, self._granularity)
-            self._sessions[key] = session
+            session = self._sessions.setdefault(key, session)  # of threads, one is first
         return session, leaves
 
     # --- planning ---
