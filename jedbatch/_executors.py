@@ -36,8 +36,8 @@ from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
 from jedbatch._stored import row_bytes
 
-with jax.ensure_compile_time_eval(), take_current_trace() as _eager:
-    Eager = type(_eager)  # what runs operations at once
+with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
+    pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
 
 LARGE = 1 << 20  # bytes of arenas; new ones of fewer bytes cost less than handing them on
 
@@ -328,7 +328,7 @@ def devices_of(values: Any) -> tuple[Any, ...] | None:
 def is_staging() -> bool:
     """Whether what is called now goes into a program that is being traced, whatever it is given."""
     with take_current_trace() as trace:
-        return not isinstance(trace, Eager)
+        return not isinstance(trace, type(EAGER))
 
 
 def finds_faults() -> bool:

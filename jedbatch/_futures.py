@@ -26,7 +26,7 @@ from jax.core import ShapedArray, Trace, Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch._cell import recording
-from jedbatch._executors import Eager
+from jedbatch._executors import EAGER
 from jedbatch._rows import BLOCK, some_rows
 from jedbatch._stored import from_stored
 from jedbatch._symbols import Shared, Symbol, Value
@@ -82,7 +82,7 @@ class Outcome:
     def value(self) -> Any:
         """The array or tracer."""
         if self._value is None:
-            with set_current_trace(Eager()):  # whatever is recorded or traced around here
+            with set_current_trace(EAGER):  # whatever is recorded or traced around here
                 self._value = self._take()
         return self._value
 

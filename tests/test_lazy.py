@@ -16,6 +16,7 @@ from helpers import assert_close, compilations, loop, number
 from scopes import PARAMS, TREES, H, encode, leaf, loop_in_scope, node, total, total_by_loop
 
 import jedbatch
+from jedbatch._rows import some_rows
 from jedbatch.data import synthetic_treebank
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 from jedbatch.models import tree
@@ -502,6 +503,22 @@ def test_many_scopes_keep_nothing():
     gc.collect()
     assert sizes() == before
     assert not any(ref() is not None for ref in alive)
+
+
+def test_reading_values_keeps_nothing():
+    """JAX keeps programs by the trace they are called under; there is one for all reads."""
+
+    def read():
+        with jedbatch.lazy():
+            h = node(PARAMS, leaf(PARAMS, 1), leaf(PARAMS, 2)).sum()
+            assert float(h) < 99
+            jnp.asarray(h)
+
+    read()
+    before = some_rows._cache_size()
+    for _ in range(5):
+        read()
+    assert some_rows._cache_size() == before
 
 
 def test_training_inside_of_one_scope():
