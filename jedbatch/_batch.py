@@ -290,7 +290,7 @@ class Batched:
             if axis is None:
                 continue
             sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
-            if not sized or isinstance(x, dict | str | bytes) or (is_array(x) and not x.ndim):
+            if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
                 raise TypeError(
                     f"argument {position} of the batched `{self._name}` is {_show(x)}, but "
                     "`in_axes` has 0 for it; expected a sequence of instances, such as a list "

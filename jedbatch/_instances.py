@@ -30,12 +30,20 @@ from jedbatch._graph import Graph
 
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _BY_IDENTITY = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+_NO_NUMBERS = frozenset(
+    {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
+)
 _CONSTANT = (*_BY_IDENTITY, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
 def is_array(x: Any) -> bool:
-    """True of NumPy arrays, JAX arrays and tracers, but not of NumPy scalars."""
-    return isinstance(x, np.ndarray | jax.Array)
+    """True of NumPy arrays, JAX arrays and tracers, but not of NumPy scalars.
+
+    Nor of arrays of NumPy that JAX cannot compute with: of strings, dates, objects and records.
+    """
+    if isinstance(x, np.ndarray):
+        return x.dtype.type not in _NO_NUMBERS
+    return isinstance(x, jax.Array)
 
 
 def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
@@ -146,6 +154,8 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
             cacheable = cacheable and not mutable
             tokens.append((kind, len(children), token))
             stack.extend(reversed(children))
+        elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
+            tokens.append((kind, x.dtype, x.shape, tuple(x.ravel().tolist())))
         elif isinstance(x, (*_BY_IDENTITY, np.generic)) or kind in (range, bytes):
             tokens.append(typed(x))
         else:
@@ -272,7 +282,9 @@ def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
             return tuple(map(typed, x)), list(x.values()), not known
         except TypeError:
             return None, list(x.values()), True
-    if isinstance(x, Graph):
+    if isinstance(x, np.ndarray) and x.dtype == object:
+        return x.shape, list(x.flat), kind is not np.ndarray
+    if isinstance(x, Graph | np.ndarray):
         return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
@@ -290,6 +302,11 @@ def _rebuild(x: Any, parts: list[Any]) -> Any:
         return kind(*parts)
     if isinstance(x, collections.deque):
         return collections.deque(parts, x.maxlen)
+    if isinstance(x, np.ndarray):
+        array = np.empty(x.shape, object)
+        for place, part in zip(np.ndindex(x.shape), parts, strict=True):
+            array[place] = part
+        return array
     if isinstance(x, tuple | list):
         return kind(parts)
     if isinstance(x, dict):

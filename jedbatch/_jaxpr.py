@@ -67,6 +67,30 @@ def performs(program: Any, *names: str) -> bool:
     )
 
 
+def one_by_one(program: Any) -> Any:
+    """The program, its calls of Python made one by one under `vmap` where they do not say how.
+
+    `jax.pure_callback` has no rule for `vmap` unless it is given a `vmap_method`.
+    """
+    if not performs(program, "pure_callback"):
+        return program
+
+    def through(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(through, x))
+        return one_by_one(x) if hasattr(x, "eqns") or hasattr(x, "jaxpr") else x
+
+    inner = getattr(program, "jaxpr", program)
+    eqns = []
+    for eqn in inner.eqns:
+        params = {name: through(x) for name, x in eqn.params.items()}
+        if eqn.primitive.name == "pure_callback" and params["vmap_method"] is None:
+            params["vmap_method"] = "sequential"
+        eqns.append(eqn.replace(params=params))
+    inner = inner.replace(eqns=eqns)
+    return inner if program is getattr(program, "jaxpr", program) else program.replace(jaxpr=inner)
+
+
 def work(eqn: Any) -> int:
     """Roughly the floating-point operations of an equation."""
     elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)

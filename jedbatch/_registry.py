@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 from jedbatch._cell import pause
 from jedbatch._extents import symbols_in
 from jedbatch._instances import Same, is_array, typed_or_same
+from jedbatch._jaxpr import one_by_one
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
@@ -339,7 +340,7 @@ class Registry:
                     "callback or a reference); expected a pure function, since batches pad and "
                     "reorder calls. Return the value and look at it outside."
                 )
-            return self._closed(name, jaxpr, trees[-1])
+            return self._closed(name, one_by_one(jaxpr), trees[-1])
 
     def _closed(self, name, jaxpr, tree):
         """Makes shared values among the constants of a jaxpr its leading arguments."""

@@ -1,0 +1,57 @@
+"""What the plain loop accepts, a batched function accepts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import check
+
+import jedbatch
+
+
+def host_sine(p, x):
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return p * jax.pure_callback(lambda v: np.sin(v).astype(v.dtype), kind, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        host_sine,
+        jedbatch.cell(host_sine),
+        lambda p, x: jedbatch.cell(lambda p, x: jax.lax.cond(p > 0, jax.jit(host_sine), sub, p, x))(
+            p, x
+        ),
+    ],
+)
+def test_calls_of_python_that_do_not_say_how_to_be_mapped(fn):
+    instances = list(np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32))
+    check(fn, jnp.float32(1), instances, gradients=False)
+
+
+def sub(p, x):
+    return p - x
+
+
+def test_arrays_of_strings_and_objects_reach_the_function_as_they_are():
+    def fn(p, instance):
+        words, things = instance["words"], instance["things"]
+        assert words.dtype.kind in "US"
+        scale = len(words) + words.tolist().count("b") + float(things.size)
+        return p * scale * things.flat[0] * things.flat[-1][0]
+
+    def things(a, b):
+        array = np.empty((1, 2), object)
+        array[0, 0], array[0, 1] = a, b
+        return array
+
+    x = np.arange(2, dtype=np.float32) + 1
+    instances = [
+        {"words": np.array(["a", "b"]), "things": things(x, [x, None])},
+        {"words": np.array(["b", "b"]), "things": things(2 * x, [x, None])},
+        {"words": np.array(["a", "b"]), "things": things(3 * x, [x, None])},
+        {"words": np.array(["a"]), "things": things(2, [x, None])},
+    ]
+    batched = check(fn, jnp.float32(2), instances)
+    plan = batched.plan(jnp.float32(2), [*instances, {**instances[0], "things": things(x, [3])}])
+    assert plan.host.num_known == 4
