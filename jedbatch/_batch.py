@@ -25,6 +25,7 @@ from jedbatch._executors import median_seconds
 from jedbatch._forms import check_stack, form_of_results
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
+from jedbatch._identity import tree_key
 from jedbatch._instances import array_type, is_array
 from jedbatch._learn import learn
 from jedbatch._minibatch import (
@@ -332,7 +333,7 @@ class Batched:
                     "configuration, or bind it with `functools.partial`."
                 )
         types = tuple(map(array_type, leaves))
-        key = structure, types, *configuration()
+        key = tree_key(structure), types, *configuration()
         session = self._sessions.get(key)
         if session is None:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._cell import Cell, reachable_cells
+from jedbatch._identity import tree_key
 from jedbatch._instances import array_type, may_change
 from jedbatch._registry import END
 
@@ -208,7 +209,7 @@ class Watched:
     def __init__(self, container: Any, leaves: list, structure: Any, token: Hashable):
         self.container = container
         self.leaves = leaves
-        self.structure = structure
+        self.structure = tree_key(structure)
         self.token = token
         self.keys = None
         if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
@@ -221,6 +222,6 @@ class Watched:
                 return self.token
             raise KeyError(self.token)
         leaves, structure = jax.tree.flatten(x)
-        if structure == self.structure and all(map(operator.is_, leaves, self.leaves)):
+        if tree_key(structure) == self.structure and all(map(operator.is_, leaves, self.leaves)):
             return self.token
         raise KeyError(self.token)

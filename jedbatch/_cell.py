@@ -17,7 +17,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
-from jedbatch._instances import Same, is_array, typed, typed_or_same
+from jedbatch._identity import Same, typed, typed_or_same
+from jedbatch._instances import is_array
 
 
 class _Recording(threading.local):
@@ -171,6 +172,8 @@ def static_options(cell: Cell, static: dict) -> Hashable:
         ) from None
 
 
+# What a function returned when it ran, and where it was written: not what it computes.
+_RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -200,7 +203,9 @@ def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
     if isinstance(value, types.FunctionType):
         keywords = (value.__kwdefaults__ or {}).items()
         parts = (*free_values(value), "defaults", *(value.__defaults__ or ()), *keywords)
-        return value.__code__, *each(parts)
+        return value.__code__, Same(value.__globals__), *each(parts)
+    if (held := _held_by_jax(value)) is not None:
+        return type(value), *each(held)
     if isinstance(value, tuple | list) and not isinstance(value, enum.Enum):
         return type(value), *each(value)
     if isinstance(value, dict):
@@ -208,6 +213,21 @@ def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
     if isinstance(value, np.ndarray):
         return "array", value.dtype, value.shape, value.tobytes()
     return typed_or_same(value)
+
+
+def _held_by_jax(value: Any) -> tuple[Any, ...] | None:
+    """The parts of a wrapper in which JAX hands on a function; None of anything else.
+
+    Wrappers are known by name. Without it they are told apart by identity, which is never wrong.
+    """
+    kind = type(value)
+    if not kind.__module__.startswith("jax."):
+        return None
+    if kind.__name__ == "WrappedFun":
+        return value.f, value.transforms, value.params
+    if kind.__name__ == "Unhashable":  # an argument that derivatives do not see
+        return (value.val,)
+    return () if kind.__name__ in _RECORDS_OF_JAX else None
 
 
 def with_free_values(fn: Any, captured: Iterator[Any]) -> Any:

@@ -7,7 +7,7 @@ under a key that says exactly that.
 
 Such a key is harder to make than it looks. `(1, 2) == (1.0, 2) == (True, 2)` although their
 graphs differ, `0.0 == -0.0`, NaN differs from itself, and `hash` and `==` overflow the C
-stack on a tree 50,000 levels deep. So keys carry types, floats are compared by their bits,
+stack on a tree 50,000 levels deep. So what an instance is made of is written out (see `_identity`),
 and nothing here recurses in C. Plain containers of numbers and strings take a short cut:
 `marshal` writes them, with their types, at 10 ns a number, and refuses deep ones.
 """
@@ -17,7 +17,6 @@ import copy
 import dataclasses
 import enum
 import marshal
-import struct
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -27,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._graph import Graph
+from jedbatch._identity import Same, attribute_names, is_frozen, node_key, snapshot, typed
 
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
-_BY_IDENTITY = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+_LEAVES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
-_CONSTANT = (*_BY_IDENTITY, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
+_CONSTANT = (*_LEAVES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
 def is_array(x: Any) -> bool:
@@ -62,67 +62,12 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def typed(value: Any) -> Hashable:
-    """The value with its type, so that 1, 1.0 and True differ, and 0.0 and -0.0.
-
-    Raises `TypeError` if the value cannot be hashed.
-    """
-    kind = type(value)
-    dtype = getattr(value, "dtype", None)
-    if isinstance(value, np.generic):
-        return kind, value.tobytes()
-    if isinstance(value, float):
-        return kind, dtype, struct.pack("d", value)
-    if isinstance(value, complex):
-        return kind, dtype, struct.pack("dd", value.real, value.imag)
-    if isinstance(value, int) and dtype is not None:
-        return kind, dtype, int(value)
-    if isinstance(value, tuple) and not isinstance(value, enum.Enum):
-        return kind, *map(typed, value)
-    if isinstance(value, frozenset):
-        return kind, frozenset(map(typed, value))
-    if isinstance(value, slice):
-        return kind, *map(typed, (value.start, value.stop, value.step))
-    if dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen:
-        hash(value)
-        return kind, value, *(typed_or_same(getattr(value, f.name)) for f in fields_compared(value))
-    hash(value)
-    return kind, value
-
-
-def fields_compared(value: Any) -> list[dataclasses.Field]:
-    """The fields that decide whether two objects of a dataclass are equal."""
-    return [f for f in dataclasses.fields(value) if f.compare]
-
-
-class Same:
-    """Equal to another exactly if both hold the same object; keeps it alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-
-def typed_or_same(value: Any) -> Hashable:
-    """The value with its type if it can be hashed, and otherwise the object itself."""
-    try:
-        return typed(value)
-    except TypeError:
-        return Same(value)
-
-
 def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     """What decides the graph of an instance, and its arrays in order.
 
     The key is None if the instance holds something that may change behind our back: a mutable
-    object. Containers are keyed by what they contain; one met again, by where it was met first.
+    object. Containers are keyed by what they contain, attributes included; what is met again, an
+    array as well, by where it was met first. The arrays are listed as often as they are met.
     """
     if _is_plain_tree(instance):
         try:
@@ -133,30 +78,33 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     tokens: list[Hashable] = []
     arrays = []
     cacheable = True
-    places: dict[int, int] = {}
+    places: dict[int, tuple[int, Any]] = {}  # and the object, so that no other one has its id
     stack = [instance]
     while stack:
         x = stack.pop()
         kind = type(x)
         if id(x) in places:
-            tokens.append(("again", places[id(x)]))
+            tokens.append(("again", places[id(x)][0]))
+            if is_array(x):
+                arrays.append(x)
             continue
         if x is None or kind in _PLAIN:
             tokens.append(typed(x))
         elif is_array(x):
+            places[id(x)] = len(tokens), x
             tokens.append(("array", *array_type(x)))
             arrays.append(x)
         elif isinstance(x, Graph):  # immutable, and too large to compare
             tokens.append(Same(x))
         elif (node := _children(x)) is not None:
             token, children, mutable = node
-            places[id(x)] = len(tokens)
+            places[id(x)] = len(tokens), x
             cacheable = cacheable and not mutable
             tokens.append((kind, len(children), token))
             stack.extend(reversed(children))
         elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
-            tokens.append((kind, x.dtype, x.shape, tuple(x.ravel().tolist())))
-        elif isinstance(x, (*_BY_IDENTITY, np.generic)) or kind in (range, bytes):
+            tokens.append((kind, x.dtype, x.shape, x.tobytes()))
+        elif isinstance(x, (*_LEAVES, np.generic)) or kind in (range, slice):
             tokens.append(typed(x))
         else:
             cacheable = False
@@ -204,7 +152,7 @@ def is_constant(x: Any) -> bool:
         return True
     if isinstance(x, tuple):
         return all(map(is_constant, x))
-    return dataclasses.is_dataclass(x) and type(x).__dataclass_params__.frozen  # type: ignore
+    return is_frozen(x)
 
 
 def may_change(x: Any) -> bool:
@@ -228,23 +176,24 @@ def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
 
     Raises `ValueError` if an object holds itself.
     """
-    done: dict[int, Any] = {}
+    done: dict[int, tuple[Any, Any]] = {}  # and the object, so that no other one has its id
     unfinished = object()
 
     def replace(x: Any) -> Any:
         if is_array(x):
-            return next(arrays)
+            other = next(arrays)  # one for each time that it is met
+            return done.setdefault(id(x), (other, x))[0]
         if type(x) in _PLAIN or (node := _children(x)) is None:
             return x
         if id(x) not in done:
-            done[id(x)] = unfinished
-            done[id(x)] = _rebuild(x, [replace(child) for child in node[1]])
-        if done[id(x)] is unfinished:
+            done[id(x)] = unfinished, x
+            done[id(x)] = _rebuild(x, [replace(child) for child in node[1]]), x
+        if done[id(x)][0] is unfinished:
             raise ValueError(
                 f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
                 "a tree or a graph without circles. Keep links to parents out of the instance."
             )
-        return done[id(x)]
+        return done[id(x)][0]
 
     return replace(instance)
 
@@ -263,7 +212,7 @@ def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
             found.add(id(x))
         elif (node := _children(x)) is not None:
             stack.extend(node[1])
-        elif not isinstance(x, (*_BY_IDENTITY, types.ModuleType)):
+        elif not isinstance(x, (*_LEAVES, types.ModuleType)):
             slots = [s for k in type(x).__mro__ for s in getattr(k, "__slots__", ())]
             stack.extend(getattr(x, s) for s in slots if hasattr(x, s))
             stack.extend(getattr(x, "__dict__", {}).values())
@@ -273,51 +222,85 @@ def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
 def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
     """(what else decides it, parts, is mutable) of a container; None of anything else."""
     kind = type(x)
-    if isinstance(x, tuple | list | collections.deque):
-        known = kind in (tuple, list, collections.deque) or hasattr(kind, "_fields")
-        return None, list(x), not known
-    if isinstance(x, dict):
-        known = kind in (dict, collections.OrderedDict)
-        try:
-            return tuple(map(typed, x)), list(x.values()), not known
-        except TypeError:
-            return None, list(x.values()), True
+    if kind is tuple or kind is list:
+        return None, list(x), False
+    if isinstance(x, tuple | list | dict | collections.deque):
+        names = attribute_names(x)
+        extra = [getattr(x, name) for name in names]
+        if isinstance(x, dict):
+            known = kind in (dict, collections.OrderedDict)
+            try:
+                return (tuple(map(typed, x)), *names), [*x.values(), *extra], not known
+            except TypeError:
+                return None, [*x.values(), *extra], True
+        known = kind is collections.deque or hasattr(kind, "_fields")
+        return (getattr(x, "maxlen", None), *names), [*x, *extra], not known
     if isinstance(x, np.ndarray) and x.dtype == object:
         return x.shape, list(x.flat), kind is not np.ndarray
     if isinstance(x, Graph | np.ndarray):
         return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        parts = [getattr(x, f.name) for f in dataclasses.fields(x)]
+        names = _dataclass_attributes(x)
         whole = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
-        return None, parts, not whole
+        return tuple(names), [getattr(x, name) for name in names], not whole
     if jax.tree_util.all_leaves([x]):
         return None
     parts, structure = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
-    return structure, parts, False
+    try:
+        return (node_key(structure), *_beside(x, parts, structure)), parts, False
+    except TypeError:
+        return None, parts, True
+
+
+def _dataclass_attributes(x: Any) -> list[str]:
+    """The names of the fields of an object, and of its attributes beside them."""
+    names = [f.name for f in dataclasses.fields(x)]
+    return [*names, *(name for name in attribute_names(x) if name not in names)]
+
+
+def _beside(x: Any, parts: list[Any], structure: Any) -> list[Hashable]:
+    """Attributes of a container of a pytree that are neither its parts nor what it carries.
+
+    Raises `TypeError` if one of them may change.
+    """
+    _, carried = structure.node_data()
+    known = {id(x) for x in (*parts, carried)}
+    if isinstance(carried, tuple | list):
+        known.update(map(id, carried))
+    found = ((name, getattr(x, name)) for name in attribute_names(x))
+    return [(name, snapshot(value)) for name, value in found if id(value) not in known]
 
 
 def _rebuild(x: Any, parts: list[Any]) -> Any:
     kind: Any = type(x)
-    if hasattr(kind, "_fields"):
-        return kind(*parts)
-    if isinstance(x, collections.deque):
-        return collections.deque(parts, x.maxlen)
     if isinstance(x, np.ndarray):
         array = np.empty(x.shape, object)
         for place, part in zip(np.ndindex(x.shape), parts, strict=True):
             array[place] = part
         return array
-    if isinstance(x, tuple | list):
-        return kind(parts)
-    if isinstance(x, dict):
-        other = copy.copy(x)
-        other.update(zip(x, parts, strict=True))
+    if isinstance(x, tuple | list | dict | collections.deque):
+        own, extra = parts[: len(x)], parts[len(x) :]
+        other = _filled(x, own)
+        for name, part in zip(attribute_names(x), extra, strict=True):
+            object.__setattr__(other, name, part)
         return other
     if dataclasses.is_dataclass(x):
         other = object.__new__(kind)
-        if hasattr(x, "__dict__"):
-            vars(other).update(vars(x))
-        for f, part in zip(dataclasses.fields(x), parts, strict=True):
-            object.__setattr__(other, f.name, part)
+        for name, part in zip(_dataclass_attributes(x), parts, strict=True):
+            object.__setattr__(other, name, part)
         return other
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
+
+
+def _filled(x: Any, parts: list[Any]) -> Any:
+    """A container like another one that holds other parts."""
+    kind: Any = type(x)
+    if hasattr(kind, "_fields"):
+        return tuple.__new__(kind, parts)
+    if isinstance(x, collections.deque):
+        return collections.deque(parts, x.maxlen)
+    if isinstance(x, tuple | list):
+        return kind(parts)
+    other = copy.copy(x)
+    other.update(zip(x, parts, strict=True))
+    return other

@@ -1,6 +1,7 @@
 """`Plan`: a minibatch ready to run, and what it prints as."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._graph import Graph
+from jedbatch._identity import tree_key
 from jedbatch._layout import Layout, last_reads
 from jedbatch._program import Lowered, Placed, Signature
 from jedbatch._schedule import Schedule, lower_bound, policies_compared
@@ -48,6 +50,10 @@ class ResultForm:
     structures: tuple[Any, ...]
     places: tuple[tuple[tuple[Kind, Any], ...], ...]
     batch: int | None
+    _keys: tuple[Hashable, ...] = field(init=False, repr=False)  # tell structures apart exactly
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keys", tuple(map(tree_key, self.structures)))
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,8 @@ from jedbatch._cell import (
     static_options,
     with_free_values,
 )
-from jedbatch._instances import (
-    Same,
-    array_type,
-    is_array,
-    is_constant,
-    owned_arrays,
-    replace_arrays,
-    typed_or_same,
-)
+from jedbatch._identity import Same, tree_key, typed_or_same
+from jedbatch._instances import array_type, is_array, is_constant, owned_arrays, replace_arrays
 from jedbatch._operators import (
     index_shared,
     index_value,
@@ -339,7 +332,7 @@ class Recorder(Trace):
             args, captured = jax.tree.unflatten(tree, filled)
             return with_free_values(fn, iter(captured))(*args, **static)
 
-        key = ("cell", identity, options, tree, tuple(slots))
+        key = ("cell", identity, options, tree_key(tree), tuple(slots))
         kinds = tuple(v.type for v in operands)
         try:
             callee = self.registry.callee(
@@ -421,7 +414,7 @@ class Recorder(Trace):
 
     def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Any]) -> list[Any]:
         """Records a function with a derivative rule of its own, rule included."""
-        fun, *rules = functions
+        fun = functions[0]
         ran = []
 
         def noted(*values):
@@ -429,7 +422,10 @@ class Recorder(Trace):
             return call(*values)
 
         name = getattr(fun, "__name__", "custom")
-        key = ("custom", fun, *(typed_or_same(getattr(rule, "f", rule)) for rule in rules))
+        key = ("custom", *map(function_identity, functions))
+        code = getattr(getattr(fun, "f", fun), "__code__", None)
+        if code is not None:
+            self.registry.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
         out = self._operation(name, key, noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
             with pause():

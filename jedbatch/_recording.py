@@ -54,7 +54,8 @@ class Recording:
                 continue
             keys[i], arrays[i] = keyed(i, instance)
             if self.key is not None:
-                form = [("array", *array_type(x)) for x in arrays[i]]
+                ids = list(map(id, arrays[i]))
+                form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
                 keys[i] = ("given", self.key(*instance), *form)
         given = session.look(keys, arrays)
         for i, g in enumerate(given):

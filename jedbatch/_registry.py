@@ -18,9 +18,10 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
-from jedbatch._cell import pause
+from jedbatch._cell import function_identity, pause
 from jedbatch._extents import symbols_in
-from jedbatch._instances import Same, is_array, typed_or_same
+from jedbatch._identity import Same, typed_or_same
+from jedbatch._instances import is_array
 from jedbatch._jaxpr import one_by_one
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
@@ -492,7 +493,7 @@ class Registry:
             return dict, *((k, self.params_key(v)) for k, v in sorted(value.items()))
         if isinstance(value, tuple | list):
             return type(value), *map(self.params_key, value)
-        return typed_or_same(value)
+        return function_identity(value) if callable(value) else typed_or_same(value)
 
     def _jaxpr_key(self, jaxpr: Any) -> Hashable:
         """Equal for programs that are equal up to the names of their variables."""

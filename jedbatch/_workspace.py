@@ -26,7 +26,7 @@ import numpy as np
 
 from jedbatch._cells import Kernel
 from jedbatch._graph import Graph, InputRows
-from jedbatch._instances import Same
+from jedbatch._identity import Same
 from jedbatch._ladder import BLOCKS, Ladder
 from jedbatch._layout import Layout, assign_lanes
 from jedbatch._paths import distinct, pointers, ranges

@@ -26,6 +26,7 @@ ORDER = [
     "ragged",
     "_episodes",
     "_learn",
+    "_identity",
     "_instances",
     "_cell",
     "_extents",
