@@ -26,7 +26,7 @@ from jedbatch._forms import check_stack, form_of_results
 from jedbatch._fsm import FSM
 from jedbatch._graph import Graph
 from jedbatch._identity import tree_key
-from jedbatch._instances import array_type, is_array
+from jedbatch._instances import array_type, flatten, is_array
 from jedbatch._learn import learn
 from jedbatch._minibatch import (
     check_options,
@@ -39,7 +39,14 @@ from jedbatch._plan import Plan
 from jedbatch._prelude import find_calls, find_slices
 from jedbatch._recording import Recording, keyed
 from jedbatch._registry import NUMBERS
-from jedbatch._rounds import Round, Rounds, Stepwise, Unexpected, configuration
+from jedbatch._rounds import (
+    Round,
+    Rounds,
+    Stepwise,
+    Unexpected,
+    ValueNeeded,
+    configuration,
+)
 from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
@@ -152,7 +159,7 @@ class Batched:
             decision = Unexpected()
             try:
                 plan = self._plan(session, instances, gradient=False, leaves=leaves, read=decision)
-            except BaseException:  # whatever the function makes of it
+            except (Exception, ValueNeeded):  # whatever the function makes of it
                 if not decision.met:
                     raise
             if not decision.met:
@@ -321,7 +328,7 @@ class Batched:
 
     def _session(self, shared: tuple) -> tuple[Session, list[Any]]:
         """What is kept for shared arguments of this structure, and their leaves."""
-        leaves, structure = jax.tree.flatten(shared)
+        leaves, structure = flatten(shared, f"the shared argument of the batched `{self._name}`")
         for leaf in leaves:
             known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
             if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):

@@ -12,13 +12,12 @@ import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch._identity import Same, typed, typed_or_same
-from jedbatch._instances import is_array
+from jedbatch._instances import flatten, is_array
 
 
 class _Recording(threading.local):
@@ -157,7 +156,7 @@ def spelled(static: dict) -> str:
 def static_options(cell: Cell, static: dict) -> Hashable:
     """The keyword arguments of a call as part of its key."""
     for name, value in static.items():
-        if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+        if any(is_array(leaf) for leaf in flatten(value, f"keyword argument `{name}`")[0]):
             raise TypeError(
                 f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
                 "are static, part of the node's type. Pass arrays positionally."

@@ -16,6 +16,7 @@ import collections
 import copy
 import dataclasses
 import enum
+import itertools
 import marshal
 import types
 from collections.abc import Hashable, Iterator
@@ -60,6 +61,52 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
         )
     aval = jax.typeof(x)
     return aval.shape, aval.dtype, aval.weak_type
+
+
+def flatten(tree: Any, whose: str) -> tuple[list[Any], Any]:
+    """Leaves and structure of a pytree; `whose` is said in errors.
+
+    Raises:
+      ValueError: a container holds itself.
+      RecursionError: containers are nested too deep for JAX.
+    """
+    try:
+        return jax.tree.flatten(tree)
+    except (RecursionError, SystemError) as error:  # JAX makes one of the other
+        if (circle := _find_circle(tree)) is not None:
+            raise ValueError(
+                f"{whose} holds a {type(circle).__name__} that holds itself; expected a tree or a "
+                "graph without circles. Keep links to parents out of it."
+            ) from None
+        if isinstance(error.__cause__, RecursionError):
+            raise RecursionError(
+                f"{whose} holds containers that are nested deeper than JAX can look into; "
+                "expected a pytree of arrays. Put arrays that are many into one."
+            ) from None
+        raise
+
+
+def _find_circle(tree: Any, limit: int = 1_000_000) -> Any:
+    """A container of a pytree that holds itself; None if none is found."""
+    seen = {id(tree): tree}  # alive, as long as they are known by their ids
+    path = {id(tree): iter(parts_of(tree))}
+    while path and len(seen) < limit:
+        for part in path[next(reversed(path))]:
+            if id(part) in path:
+                return part
+            if id(part) not in seen and not jax.tree_util.all_leaves([part]):
+                seen[id(part)] = part
+                path[id(part)] = iter(parts_of(part))
+                break
+        else:
+            path.popitem()
+    return None
+
+
+def parts_of(x: Any) -> list[Any]:
+    """The parts that a container of a pytree holds directly."""
+    is_part = itertools.chain([False], itertools.repeat(True))  # JAX asks of the whole first
+    return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
 def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:

@@ -63,12 +63,13 @@ from jedbatch._pieces import cut_apart, without_unread
 from jedbatch._plan import ResultForm
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
+from jedbatch._restored import Restored
 from jedbatch._rounds import configuration
 from jedbatch._schedule import Policy
 from jedbatch._session import Memory, Session
 from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
-from jedbatch._trace import Record, finish, recording_with
+from jedbatch._trace import Record, begin_recording, ending, finish
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
@@ -148,7 +149,8 @@ class LazyRecorder(Recorder):
         self._names.clear()
         self.registry.constants.clear()
         super().forget()
-        del self.call_cell, self.caller, self._compute  # a circle, which would keep traces alive
+        for name in ("call_cell", "caller", "_compute"):  # a circle, which would keep traces alive
+            vars(self).pop(name, None)
 
     # --- what things count as ---
 
@@ -502,10 +504,23 @@ class Lazy:
         except IndexError:
             kept = Kept(self._new_session(), Adaptive() if self._policy is None else self._policy)
         recorder = LazyRecorder(kept.session.registry, caller, self._compute_with(kept), Scope())
+        end = ending(recorder)
         try:
-            with set_current_trace(recorder), recording_with(recorder):
+            with (
+                Restored(end),
+                Restored(end),
+                set_current_trace(caller),
+                set_current_trace(recorder),
+            ):
+                begin_recording(recorder)
                 yield recorder.scope
                 recorder.compute()
+        except RecursionError as error:
+            error.add_note(
+                "A lazy scope recurses as deep as Python does: `sys.setrecursionlimit` allows "
+                "more, and a function given to `jedbatch.batch` may recurse without a limit."
+            )
+            raise
         finally:
             registry = kept.session.registry
             if len(registry.node_types) + len(registry.shared) <= MANY_TYPES:

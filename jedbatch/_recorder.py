@@ -48,7 +48,15 @@ from jedbatch._cell import (
     with_free_values,
 )
 from jedbatch._identity import Same, tree_key, typed_or_same
-from jedbatch._instances import array_type, is_array, is_constant, owned_arrays, replace_arrays
+from jedbatch._instances import (
+    array_type,
+    flatten,
+    is_array,
+    is_constant,
+    owned_arrays,
+    parts_of,
+    replace_arrays,
+)
 from jedbatch._operators import (
     index_shared,
     index_value,
@@ -137,7 +145,7 @@ class Recorder(Trace):
             token = self.registry.token(structure, *(leaf.index for leaf in leaves))
             self._containers[id(x)] = (token, None)
             if not isinstance(x, Shared) and leaves:
-                stack += _parts(x)
+                stack += parts_of(x)
         return self._shared
 
     def begin(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
@@ -296,7 +304,7 @@ class Recorder(Trace):
         fn = cell.fn
         options = static_options(cell, static)
         captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
-        leaves, tree = jax.tree.flatten((args, captured))
+        leaves, tree = flatten((args, captured), f"an argument of cell `{cell.name}`")
         if self._foreign(leaves):
             return None
         slots: list[Hashable] = []
@@ -525,11 +533,6 @@ class Recorder(Trace):
 
 
 # --- small helpers ----------------------------------------------------------------------
-
-
-def _parts(x: Any) -> list[Any]:
-    """What a container holds directly."""
-    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
 
 
 def _identity_of_constant(x: Any) -> Hashable:

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jedbatch._cell import function_identity, pause
 from jedbatch._extents import symbols_in
 from jedbatch._identity import Same, typed_or_same
-from jedbatch._instances import is_array
+from jedbatch._instances import flatten, is_array
 from jedbatch._jaxpr import one_by_one
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
@@ -306,7 +306,8 @@ class Registry:
         trees = []
 
         def flat(shared_values, operand_values):
-            leaves, tree = jax.tree.flatten(call(shared_values, operand_values))
+            result = call(shared_values, operand_values)
+            leaves, tree = flatten(result, f"the result of cell `{name}`")
             for leaf in leaves:
                 if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
                     raise TypeError(

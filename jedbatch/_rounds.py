@@ -33,17 +33,20 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
+from jedbatch._deep import deeply
 from jedbatch._fibers import Fibers
+from jedbatch._instances import flatten
 from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import Layout
 from jedbatch._plan import ResultForm
 from jedbatch._program import lower
 from jedbatch._recorder import Recorder
+from jedbatch._restored import Restored
 from jedbatch._rows import results_from, rows_of_inputs
 from jedbatch._session import Session, shared_values
 from jedbatch._stored import is_key
 from jedbatch._symbols import Shared, Symbol
-from jedbatch._trace import cut_inputs, recording_with
+from jedbatch._trace import begin_recording, cut_inputs, ending
 from jedbatch._types import NodeType
 from jedbatch._workspace import Workspace
 from jedbatch.errors import SymbolicValueError
@@ -245,13 +248,21 @@ class Stepwise:
                 "a second derivative. Call it outside of them; `jax.grad` of it is fine. "
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
+        return deeply(functools.partial(self._compute_alone, leaves, arrays, tracers, saving))
+
+    def _compute_alone(self, leaves, arrays, tracers, saving: bool) -> Any:
+        """The same, with recursion as deep as this thread allows."""
         self.rounds.clear()
         self._configuration = configuration()
         session = self._session
-        with jax.ensure_compile_time_eval(), take_current_trace() as caller:
+        with take_current_trace() as around:
+            pass
+        with set_current_trace(around), jax.ensure_compile_time_eval():
+            with take_current_trace() as caller:
+                pass
             recorder = Recorder(session.registry, caller)
             recorder.tracers = list(self._tracers)
-            self._leaves, self._arrays, self._primals = given
+            self._leaves, self._arrays, self._primals = leaves, arrays, tracers
             self._workspace = Workspace(
                 session,
                 recorder,
@@ -262,31 +273,37 @@ class Stepwise:
             )
             self._known: dict[Any, np.ndarray] = {}
             self._outcomes: list[Any] = [None] * len(self._instances)
-            self._fibers = fibers = Fibers(self._record, len(self._instances))
+            self._fibers = Fibers(self._record, len(self._instances))
             recorder.read = self._read
             recorder.together = self._together
-            with set_current_trace(recorder), recording_with(recorder):
-                self._shared = recorder.share()
-                recorder.begin(None, ())
-                try:
-                    while True:
-                        start = time.perf_counter()
-                        for instance in fibers.turns():
-                            self._workspace.note_turn(instance)
-                        if len(recorder.tracers) > len(tracers):
-                            raise TracersMet(recorder.tracers)
-                        if not fibers.waiting:
-                            break
-                        self._round(start)
-                        fibers.resume()
-                except BaseException as error:
-                    for other in fibers.close():
-                        error.add_note(f"Another instance failed while it was stopped: {other!r}")
-                    raise
-                finally:
-                    del self._shared
-            with set_current_trace(caller):
-                return self._last(start)
+            end = ending(recorder)
+            with Restored(end), Restored(end), set_current_trace(recorder):
+                begin_recording(recorder)
+                begun = self._turns()
+            return self._last(begun)
+
+    def _turns(self) -> float:
+        """Lets all instances record until they are done; returns when the last round began."""
+        recorder, fibers = self._workspace.recorder, self._fibers
+        self._shared = recorder.share()
+        recorder.begin(None, ())
+        try:
+            while True:
+                begun = time.perf_counter()
+                for instance in fibers.turns():
+                    self._workspace.note_turn(instance)
+                if len(recorder.tracers) > len(self._primals):
+                    raise TracersMet(recorder.tracers)
+                if not fibers.waiting:
+                    return begun
+                self._round(begun)
+                fibers.resume()
+        except BaseException as error:
+            for other in fibers.close():
+                error.add_note(f"Another instance failed while it was stopped: {other!r}")
+            raise
+        finally:
+            del self._shared
 
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
@@ -295,7 +312,7 @@ class Stepwise:
             recorder.turn_to(self._instances[instance])
             mapped = recorder.symbolic(self._instances[instance], self._arrays[instance])
             result = self._fn(*self._join(self._shared, mapped))
-            leaves, structure = jax.tree.flatten(result)
+            leaves, structure = flatten(result, "the result of the function")
             found = [recorder.output(leaf) for leaf in leaves]
             references, types = tuple(r for r, _ in found), tuple(t for _, t in found)
             self._outcomes[instance] = Outcome(structure, types, references)

@@ -4,10 +4,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 `Graph` of all instances, in NumPy.
 """
 
-import contextlib
-import gc
-import sys
-import threading
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +14,15 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import recording
+from jedbatch._deep import deeply
 from jedbatch._graph import Graph, InputRows
-from jedbatch._instances import is_array
+from jedbatch._instances import flatten, is_array
 from jedbatch._paths import pointers, ranges
 from jedbatch._recorder import Recorder
 from jedbatch._registry import Registry
+from jedbatch._restored import Restored, collector
 from jedbatch._stored import is_key
 from jedbatch._types import ValueType
-
-MAX_FRAMES = 250_000  # Python frames a recursive model may be deep while it is recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +67,12 @@ def trace(
       For each instance its record and whether it may be kept for later calls, and the tracers of
       outer transformations that `fn` closes over.
     """
+    record = functools.partial(
+        _record, fn, registry, instances, arrays, arrange, grouping, read, types
+    )
     while True:
         num_varying = registry.num_varying
-        recorder, outputs, forms, caching, ends = _record(
-            fn, registry, instances, arrays, arrange, grouping, read, types
-        )
+        recorder, outputs, forms, caching, ends = deeply(record)
         # Whoever looks for what recurs must not see the same thing recorded in two ways.
         news = grouping is not None and grouping.again()
         if grouping is None or not (news or registry.num_varying != num_varying):
@@ -94,71 +92,47 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
     forms, caching = [], []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     with take_current_trace() as caller:
-        recorder = Recorder(registry, caller, grouping)
-        recorder.read = read
-        with set_current_trace(recorder), recording_with(recorder):
-            shared = recorder.share()
-            for i, instance in enumerate(instances):
-                mapped = recorder.begin(instance, arrays[i], types and types[i])
-                try:
-                    leaves, structure = jax.tree.flatten(fn(*arrange(shared, mapped)))
-                    results = [recorder.output(leaf) for leaf in leaves]
-                except Exception as error:
-                    error.add_note(f"This happened while instance {i} was recorded.")
-                    raise
-                outputs += [index for index, _ in results]
-                forms.append((structure, tuple([kind for _, kind in results])))
-                caching.append(recorder.caching)
-                counts = recorder.callees, recorder.references, recorder.input_group, outputs
-                ends.append(tuple(map(len, counts)))
-            del mapped, shared, leaves, results, instance
+        pass
+    recorder = Recorder(registry, caller, grouping)
+    recorder.read = read
+    end = ending(recorder)
+    with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
+        begin_recording(recorder)
+        shared = recorder.share()
+        for i, instance in enumerate(instances):
+            mapped = recorder.begin(instance, arrays[i], types and types[i])
+            try:
+                result = fn(*arrange(shared, mapped))
+                leaves, structure = flatten(result, "the result of the function")
+                results = [recorder.output(leaf) for leaf in leaves]
+            except Exception as error:
+                error.add_note(f"This happened while instance {i} was recorded.")
+                raise
+            outputs += [index for index, _ in results]
+            forms.append((structure, tuple([kind for _, kind in results])))
+            caching.append(recorder.caching)
+            counts = recorder.callees, recorder.references, recorder.input_group, outputs
+            ends.append(tuple(map(len, counts)))
+        del mapped, shared, result, leaves, results, instance
     return recorder, outputs, forms, caching, ends
 
 
-@contextlib.contextmanager
-def recording_with(recorder: Recorder) -> Iterator[None]:
-    """Cells called inside are recorded; recursion may be deep; no collections in between.
+def begin_recording(recorder: Recorder) -> None:
+    """From now on cells that are called in this thread are recorded, and nothing is collected."""
+    recording.recorder = recorder
+    collector.rest(recorder)
 
-    The lists and tracers of a large minibatch make the cyclic collector run again and again over
-    objects that are all alive.
-    """
-    before, recording.recorder = recording.recorder, recorder
-    _interpreter.enter()
-    try:
-        yield
-    finally:
+
+def ending(recorder: Recorder) -> Callable[[], None]:
+    """Undoes `begin_recording`, for `Restored`; to be called before it."""
+    before = recording.recorder
+
+    def end() -> None:
         recording.recorder = before
+        collector.go_on(recorder)
         recorder.forget()
-        _interpreter.leave()
 
-
-class _Interpreter:
-    """Settings of the whole process, changed while any thread records."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recording = 0
-        self._before = (True, 0)
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._recording:
-                self._before = gc.isenabled(), sys.getrecursionlimit()
-                gc.disable()
-                sys.setrecursionlimit(max(self._before[1], MAX_FRAMES))
-            self._recording += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._recording -= 1
-            if not self._recording:
-                collecting, limit = self._before
-                sys.setrecursionlimit(limit)
-                if collecting:
-                    gc.enable()
-
-
-_interpreter = _Interpreter()
+    return end
 
 
 def finish(

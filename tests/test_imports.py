@@ -45,6 +45,8 @@ ORDER = [
     "_sites",
     "_templates",
     "_blocks",
+    "_restored",
+    "_deep",
     "_trace",
     "_ladder",
     "_pqtree",
