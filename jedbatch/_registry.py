@@ -158,17 +158,24 @@ class Registry:
         return self._types
 
     def _intern(self, items: list, item: Hashable) -> int:
+        """The number of an item among its like.
+
+        Here and below, a number is given out last: an interrupt leaves an item without a number,
+        which nobody reads, never a number without an item.
+        """
         index = self._ids.get((id(items), item))
         if index is None:
-            index = self._ids[id(items), item] = len(items)
+            index = len(items)
             items.append(item)
+            self._ids[id(items), item] = index
         return index
 
     def value_type(self, shape: tuple[int, ...], dtype: Any, weak: bool) -> int:
         """The id of a value type."""
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
-        if index == len(self.avals):
-            self.avals.append(ShapedArray(shape, dtype, weak_type=weak))
+        while len(self.avals) <= index:
+            new = self.value_types[len(self.avals)]
+            self.avals.append(ShapedArray(new.shape, new.dtype, weak_type=new.weak))
         return index
 
     def unit(self, value_types: tuple[int, ...]) -> int:
@@ -388,19 +395,17 @@ class Registry:
             for earlier in (self.shared[a].applied for a in args):
                 applied.update((k, max(n, applied.get(k, 0))) for k, n in earlier.items())
             applied[key[0]] = applied.get(key[0], 0) + 1
-            found = self._ids[full] = []
-            for k, aval in enumerate(jaxpr.out_avals):
-                found.append(len(self.shared))
-                value = SharedValue(aval, call=call, args=args, result=k, applied=applied)
-                self.shared.append(value)
+            found = self._ids[full] = [
+                self._share(SharedValue(aval, call=call, args=args, result=k, applied=applied))
+                for k, aval in enumerate(jaxpr.out_avals)
+            ]
         return found
 
     def closed_over(self, array: Any) -> int:
         """The id of a concrete array that the function closes over."""
         key = ("array", Same(array))
         if key not in self._ids:
-            self._ids[key] = len(self.shared)
-            self.shared.append(SharedValue(jax.typeof(array), array=array))
+            self._ids[key] = self._share(SharedValue(jax.typeof(array), array=array))
             self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
@@ -408,9 +413,13 @@ class Registry:
         """The id of a tracer that the function closes over, or of a lazy scope's weight."""
         key = ("tracer", name, aval)
         if key not in self._ids:
-            self._ids[key] = len(self.shared)
-            self.shared.append(SharedValue(aval, tracer=name))
+            self._ids[key] = self._share(SharedValue(aval, tracer=name))
         return self._ids[key]
+
+    def _share(self, value: SharedValue) -> int:
+        """The id of a new shared value."""
+        self.shared.append(value)
+        return len(self.shared) - 1
 
     def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
         """How to compute shared values: (function, ids of the closed-over ones it needs).
