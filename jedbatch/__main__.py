@@ -32,6 +32,8 @@ from jedbatch.models import WORKLOADS, Workload, tree
 from jedbatch.models.parts import jitted
 from jedbatch.policies import FSM
 
+MOST = 10**9  # of sizes on the command line
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
@@ -89,14 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     for name in args.sizes:
-        if getattr(args, name) < 1:
+        if not 1 <= getattr(args, name) <= MOST:
             option = name.replace("_", "-")
-            parser.error(f"--{option} is {getattr(args, name)}; expected a positive number")
+            parser.error(
+                f"--{option} is {getattr(args, name)}; expected a positive number, at most {MOST:,}"
+            )
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed is {args.seed}; expected a number from 0 to 2**32 - 1")
     if args.device:
         jax.config.update("jax_platforms", args.device)
     try:
         args.run(args)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

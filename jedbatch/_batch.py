@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from jedbatch import checks
 from jedbatch._adaptive import Adaptive
 from jedbatch._blocks import GRANULARITIES
 from jedbatch._cell import recording
@@ -219,6 +220,7 @@ class Batched:
         Returns:
           A plan for `apply`; print it.
         """
+        checks.flag("plan", "gradient", gradient)
         shared, instances = self._arguments(args)
         session, _ = self._session(shared)
         plan = self._plan(session, instances, gradient)
@@ -254,7 +256,7 @@ class Batched:
         *shared, plan = args
         if not isinstance(plan, Plan):
             raise TypeError(
-                f"`apply` got {_show(plan)} as its last argument; expected a plan, as in "
+                f"`apply` got {checks.shown(plan)} as its last argument; expected a plan, as in "
                 "`batched.apply(params, batched.plan(params, instances))`."
             )
         session, leaves = self._session(tuple(shared))
@@ -268,7 +270,13 @@ class Batched:
         )
 
     def profile(self, *args: Any, repeat: int = 5) -> Plan:
-        """Plans, runs and times: a plan that prints the median time of a run."""
+        """Plans, runs and times: a plan that prints the median time of a run.
+
+        Args:
+          *args: as for a call.
+          repeat: how often it is run.
+        """
+        checks.whole("profile", "repeat", repeat, least=1, most=10**6)
         shared, instances = self._arguments(args)
         session, leaves = self._session(shared)
         plan = self._plan(session, instances, gradient=False)
@@ -300,7 +308,7 @@ class Batched:
             sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
             if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
                 raise TypeError(
-                    f"argument {position} of the batched `{self._name}` is {_show(x)}, but "
+                    f"argument {position} of the batched `{self._name}` is {checks.shown(x)}, but "
                     "`in_axes` has 0 for it; expected a sequence of instances, such as a list "
                     "(or an array, whose rows are the instances). If all instances share it, "
                     "write None in `in_axes`."
@@ -335,8 +343,8 @@ class Batched:
                 paths = jax.tree.leaves_with_path(shared)
                 path = next(p for p, x in paths if x is leaf)
                 raise TypeError(
-                    f"the shared argument of the batched `{self._name}` has {_show(leaf)} at "
-                    f"{jax.tree_util.keystr(path)}; expected arrays only. Close over "
+                    f"the shared argument of the batched `{self._name}` has {checks.shown(leaf)} "
+                    f"at {jax.tree_util.keystr(path)}; expected arrays only. Close over "
                     "configuration, or bind it with `functools.partial`."
                 )
         types = tuple(map(array_type, leaves))
@@ -414,10 +422,9 @@ class Batched:
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
 
 
-def _show(x: Any) -> str:
-    text = repr(x)
-    text = text if len(text) < 60 else text[:57] + "..."
-    return f"{text} of type {type(x).__name__}"
+def is_zero(axis: Any) -> bool:
+    """True of 0, but not of False."""
+    return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
 
 
 def batch(
@@ -481,8 +488,7 @@ def batch(
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
 
     Raises:
-      ValueError, TypeError: `in_axes`, `out_axes`, `executor`, `layout`, `reuse` or
-        `granularity` make no sense.
+      ValueError, TypeError: `fn` is no function, or an option makes no sense.
 
     Example:
       >>> import jax, jax.numpy as jnp, jedbatch
@@ -502,28 +508,30 @@ def batch(
       finite state machines, ICML 2023; InsNet for padding-free batching.
     """
     if not callable(fn):
-        raise TypeError(f"`batch` got {_show(fn)}; expected a function of one instance.")
-    axes = (in_axes,) if isinstance(in_axes, int) or in_axes is None else tuple(in_axes)
-    if not axes or any(axis not in (None, 0) or isinstance(axis, bool) for axis in axes):
+        raise TypeError(f"`batch` got {checks.shown(fn)}; expected a function of one instance.")
+    axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,)
+    if not axes or not all(axis is None or is_zero(axis) for axis in axes):
         raise ValueError(
-            f"`batch` got in_axes={in_axes!r}; expected 0 or a tuple with None (shared by all "
-            "instances) or 0 (a sequence of instances) for each argument."
+            f"`batch` got in_axes={checks.brief(in_axes)}; expected 0 or a tuple with None (shared "
+            "by all instances) or 0 (a sequence of instances) for each argument."
         )
     if 0 not in axes:
         raise ValueError(
             f"`batch` got in_axes={in_axes!r}, which maps no argument; write 0 for the argument "
             "that holds the instances, as in `in_axes=(None, 0)`."
         )
-    if out_axes not in (None, 0):
+    if not (out_axes is None or is_zero(out_axes)):
         raise ValueError(
-            f"`batch` got out_axes={out_axes!r}; expected 0 to stack results along a new first "
-            "axis, or None for a list. To stack along another axis, `jnp.moveaxis` the result."
+            f"`batch` got out_axes={checks.brief(out_axes)}; expected 0 to stack results along "
+            "a new first axis, or None for a list. To stack along another axis, `jnp.moveaxis` "
+            "the result."
         )
     check_options("batch", policy, executor, layout, reuse)
-    if granularity not in GRANULARITIES:
-        raise ValueError(
-            f"`batch` got granularity={granularity!r}; expected one of {sorted(GRANULARITIES)}."
-        )
+    checks.one_of("batch", "granularity", granularity, sorted(GRANULARITIES))
+    if key is not None:
+        expected = "a function of the mapped arguments of an instance"
+        checks.function("batch", "key", key, expected, "It gives something hashable.")
+    cache_size = checks.whole("batch", "cache_size", cache_size)
     in_axes = in_axes if isinstance(in_axes, int) else axes
     return Batched(
         fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse, granularity

@@ -27,7 +27,7 @@ from jedbatch._batch import Batched
 from jedbatch._executors import median_seconds
 from jedbatch._files import write_text
 from jedbatch._fsm import numbers_of
-from jedbatch._graph import Graph, InputRows
+from jedbatch._graph import Graph, InputRows, checked_graph
 from jedbatch._schedule import Schedule
 from jedbatch._stored import is_key, row_bytes, stored
 from jedbatch._trace import Record
@@ -60,6 +60,11 @@ class Calibration:
     machine: str = ""
 
     def __post_init__(self) -> None:
+        checks.of_type("Calibration", self.types, Mapping, "a dict from labels to costs")
+        for cost in self.types.values():
+            checks.of_type("Calibration", cost, TypeCost, "a dict from labels to costs")
+        checks.number("Calibration", "per_byte", self.per_byte, least=0)
+        checks.of_type("Calibration", self.machine, str, "a text that names the machine")
         if not self.types:
             raise ValueError(
                 "`Calibration` got no types; expected the costs of at least one, as "
@@ -67,6 +72,7 @@ class Calibration:
             )
 
     def _costs(self, graph: Graph) -> list[TypeCost]:
+        checked_graph("Calibration", graph)
         known = list(self.types)
         middle = TypeCost(
             float(np.median([c.per_batch for c in self.types.values()])),
@@ -85,6 +91,7 @@ class Calibration:
 
     def microseconds(self, graph: Graph, schedule: Schedule) -> float:
         """What running a schedule is expected to take."""
+        checks.of_type("Calibration.microseconds", schedule, Schedule, "a schedule of the graph")
         costs = self._costs(graph)
         per_node = np.array([c.per_node + self.per_byte * c.bytes for c in costs])
         return float(self(graph)[schedule.batch_type].sum() + per_node[graph.node_type].sum())
@@ -169,11 +176,10 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     """
     if not isinstance(batched, Batched):
         raise TypeError(
-            f"`calibrate` got {batched!r}; expected what `jedbatch.batch` returned, and then the "
-            "arguments of a call."
+            f"`calibrate` got {checks.shown(batched)}; expected what `jedbatch.batch` "
+            "returned, and then the arguments of a call."
         )
-    if repeat < 1:
-        raise ValueError(f"`calibrate` got repeat={repeat}; expected at least 1.")
+    checks.whole("calibrate", "repeat", repeat, least=1, most=10**6)
     probe = batched._twin()
     plan = probe.plan(*args, gradient=False)
     graph, session = plan.graph, plan.static.session

@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
+from jedbatch import checks
 from jedbatch._identity import Same, typed, typed_or_same
 from jedbatch._instances import flatten, is_array
 
@@ -80,11 +81,14 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
       >>> float(shrink(jnp.float32(8), times=2))
       2.0
     """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(checks.wrong("cell", f"name={checks.brief(name)}", "a string"))
     if fn is None:
         return functools.partial(cell, name=name)
     if not callable(fn):
         raise TypeError(
-            f"`cell` got {fn!r}, which is not callable; give it a function of arrays, as in\n"
+            f"`cell` got {checks.brief(fn)}, which is not callable; give it a function of "
+            "arrays, as in\n"
             "    @jedbatch.cell\n    def layer(params, x): ..."
         )
     me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
@@ -165,7 +169,8 @@ def static_options(cell: Cell, static: dict) -> Hashable:
         return tuple(sorted((name, typed(value)) for name, value in static.items()))
     except TypeError:
         raise TypeError(
-            f"cell `{cell.name}` got keyword arguments {static!r}, not all hashable; keyword "
+            f"cell `{cell.name}` got keyword arguments {checks.brief(static)}, not all hashable; "
+            "keyword "
             "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
             "arrays positionally."
         ) from None

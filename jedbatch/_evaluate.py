@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._cell import Cell, recording
-from jedbatch._graph import Graph
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._instances import array_type
 from jedbatch._paths import pointers
 from jedbatch._recorder import Recorder
@@ -120,7 +121,9 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
       A sequence with what each node returned, in order.
 
     Raises:
-      ValueError: the graph names a type that is not among `cells`.
+      TypeError: this is no graph, or the cells are no dict of functions.
+      ValueError: the graph names a type that is not among `cells`, or it reads arrays of an
+        instance that it was recorded of.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, jedbatch
@@ -133,16 +136,35 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
       >>> float(model(graph)), jedbatch.batch(model, in_axes=0)([graph, graph]).tolist()
       (12.0, [12.0, 12.0])
     """
+    checked_graph("evaluate", graph)
+    checks.of_type("evaluate", cells, Mapping, "a dict from the name of each type to its cell")
+    if any(chunk.leaf is not None for chunk in graph.inputs):
+        raise ValueError(
+            "`evaluate` got a graph that was recorded, and reads arrays of its instance; expected "
+            "one made by `Graph.from_dag`, which holds its inputs. To compute what was recorded, "
+            "write `batched.apply(params, plan)`."
+        )
     for t in np.flatnonzero(np.bincount(graph.node_type, minlength=len(graph.types))):
         if graph.types[t].name not in cells:
             raise ValueError(
                 f"`evaluate` got a graph with nodes of type {graph.types[t].name!r} and cells "
-                f"{sorted(cells)}; give a cell for every type, "
+                f"{checks.brief(sorted(map(str, cells)))}; give a cell for every type, "
                 f"`jedbatch.evaluate(graph, {{{graph.types[t].name!r}: ...}}, ...)`."
             )
+        instead = "It computes a node from its operands."
+        checks.function(
+            "evaluate",
+            f"cells[{graph.types[t].name!r}]",
+            cells[graph.types[t].name],
+            "a cell",
+            instead,
+        )
     by_type = [cells.get(t.name) for t in graph.types]
     if recording.recorder is not None:
-        made = [getattr(c, "cell", None) or (c and Cell(c, c.__name__)) for c in by_type]
+        made = [
+            getattr(c, "cell", None) or (c and Cell(c, getattr(c, "__name__", t.name)))
+            for c, t in zip(by_type, graph.types, strict=True)
+        ]
         return record_graph(recording.recorder, graph, made, shared)
     inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
     results: list[Any] = []

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph import Graph
+from jedbatch import checks
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._paths import distinct, kinds_before, ranges
 from jedbatch.errors import NothingReadyError
 
@@ -39,7 +40,7 @@ class Frontier:
     """
 
     def __init__(self, graph: Graph):
-        self.graph = graph
+        self.graph = checked_graph("Frontier", graph)
         self._succ_ptr, self._succ = graph.succs
         self._num_succ = np.diff(self._succ_ptr)
         self._waiting = np.diff(graph.preds[0])  # int64: `subtract.at` is slow when it casts
@@ -83,11 +84,12 @@ class Frontier:
         """Runs every ready node of type t and returns them, in no particular order."""
         try:
             nodes = self._ready[t] if t >= 0 else []
-        except (TypeError, IndexError):
+        except (TypeError, ValueError, IndexError):
             nodes = []
         if not nodes:
             raise NothingReadyError(
-                f"the policy chose type {t!r}, which has no ready node; the types that have are "
+                f"the policy chose type {checks.brief(t)}, which has no ready node; the types that "
+                "have are "
                 f"{self.ready_types}. Return one of `frontier.ready_types`; "
                 "`help(jedbatch.errors.NothingReadyError)` says more."
             )

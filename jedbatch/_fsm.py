@@ -43,7 +43,7 @@ from jedbatch import checks
 from jedbatch._diagram import state_diagram
 from jedbatch._files import write_text
 from jedbatch._frontier import Frontier
-from jedbatch._graph import Graph
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._schedule import (
     Schedule,
     agenda,
@@ -200,17 +200,22 @@ class FSM:
 
         def require(condition: bool, what: str) -> None:
             if not condition:
-                raise ValueError(f"not a valid FSM: {what}")
+                raise ValueError(
+                    f"not a valid FSM: {what}; expected one as `jedbatch.learn` returns"
+                )
 
-        require(
-            self.encoding in ENCODINGS,
-            f"its encoding is {self.encoding!r}, not one of {list(ENCODINGS)}",
-        )
-        require(
-            self.fallback in FALLBACKS,
-            f"its fallback is {self.fallback!r}, not one of {list(FALLBACKS)}",
-        )
-        require(all(isinstance(label, str) for label in self.types), "a label is no text")
+        for name, known_names in (("encoding", ENCODINGS), ("fallback", FALLBACKS)):
+            came = getattr(self, name)
+            require(
+                isinstance(came, str) and came in known_names,
+                f"its {name} is {checks.brief(came)}, not one of {list(known_names)}",
+            )
+        for name, kind in (("types", str), ("states", State)):
+            came = getattr(self, name)
+            require(
+                isinstance(came, tuple) and all(isinstance(x, kind) for x in came),
+                f"its {name} are {checks.brief(came)}, not a tuple of {kind.__name__}",
+            )
         require(len(set(self.types)) == len(self.types), "two of its types have the same label")
         known = WORDS[self.encoding]
         met = set()
@@ -248,6 +253,7 @@ class FSM:
 
     def schedule(self, graph: Graph) -> Schedule:
         """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
+        checked_graph("FSM.schedule", graph)
         number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
         if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
             _ = graph.chain  # of all components at once: kept for instances that come again

@@ -128,7 +128,11 @@ class Graph:
         else:
             rows = checks.items(who, "preds", preds, "a list of lists, or a pair of arrays")
             for row in rows:
-                if isinstance(row, str) or not hasattr(row, "__len__"):
+                if (
+                    isinstance(row, str)
+                    or not hasattr(row, "__len__")
+                    or not getattr(row, "ndim", 1)
+                ):
                     raise TypeError(
                         checks.wrong(who, f"{checks.brief(row)} in `preds`", "lists of nodes")
                     )
@@ -557,6 +561,17 @@ class Graph:
             )
         except (TypeError, ValueError) as error:
             raise _stored_graphs.unreadable(path, error) from error
+
+
+def checked_graph(who: str, graph: Any) -> Graph:
+    """The graph, or a `TypeError` if it is none."""
+    return checks.of_type(
+        who,
+        graph,
+        Graph,
+        "a graph",
+        "`plan.graph` is that of a plan; `jedbatch.Graph.from_dag` makes one from arrays.",
+    )
 
 
 def _common_types(graphs: Sequence[Graph]) -> tuple[NodeType, ...]:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._graph import Graph
 from jedbatch._identity import Same, attribute_names, is_frozen, node_key, snapshot, typed
 
@@ -59,7 +60,13 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
             "program to compute in 64 bits, or `x.astype(numpy.float32)`."
         )
-    aval = jax.typeof(x)
+    try:
+        aval = jax.typeof(x)
+    except OverflowError:
+        raise OverflowError(
+            f"got {checks.brief(x)}, which does not fit the whole numbers that JAX computes with; "
+            "expected a smaller one, or write `jax.config.update('jax_enable_x64', True)`."
+        ) from None
     return aval.shape, aval.dtype, aval.weak_type
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph import Graph
+from jedbatch import checks
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._ladder import FINE, NUM_WIDTHS, Ladder
 from jedbatch._memory import Allocation, allocate
 from jedbatch._orders import ORDERS, checked_order
@@ -251,6 +252,7 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
       The layout; print its `explain()`.
 
     Raises:
+      TypeError: these are no graph and no schedule.
       ValueError: there is no such order, or this is no schedule of the graph.
 
     Example:
@@ -267,6 +269,10 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
       Chen et al., ED-Batch, ICML 2023, section 4; the allocator of libnnc.
     """
     checked_order(order, "`layout` got order")
+    checks.flag("layout", "reuse", reuse)
+    checked_graph("layout", graph)
+    instead = "`jedbatch.schedule(graph, policy)` makes one."
+    checks.of_type("layout", schedule, Schedule, "a schedule of the graph", instead)
     schedule.check(graph)
     present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
     lanes = assign_lanes(graph, schedule, [FINE if p else None for p in present], order)

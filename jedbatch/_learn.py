@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +29,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._episodes import Problem, Table, preferred, q_learn, salts, slot
 from jedbatch._frontier import Frontier
 from jedbatch._fsm import CODES, ENCODINGS, FALLBACKS, FSM, Code, encode
 from jedbatch._graph import Graph
 from jedbatch._schedule import HEURISTICS, Schedule, by_rank, cost, lower_bound, schedule
-from jedbatch._search import Beam, Objective, in_turn, of_part, same_weights, weights_of
+from jedbatch._search import (
+    Beam,
+    Objective,
+    checked_objective,
+    in_turn,
+    of_part,
+    same_weights,
+    weights_of,
+)
 
 MOST, NODES = 32, 8000  # instances, and nodes of these, learned from; as many may be held back
 WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
@@ -128,8 +136,8 @@ def learn(
       The policy; its `report` says what was tried and prints as a table.
 
     Raises:
-      TypeError: `graphs` are no graphs.
-      ValueError: their types do not agree, or the encoding is unknown.
+      TypeError: `graphs` are no graphs, or an option is of a wrong type.
+      ValueError: their types do not agree, or an option makes no sense.
 
     Example:
       >>> import jedbatch
@@ -159,23 +167,29 @@ def learn(
             "`learn` got graphs over different types; expected the types of each to begin those "
             "of the next, as in graphs made by one batched function or with the same names."
         )
-    if encoding is not None and encoding not in tuple(ENCODINGS):
-        raise ValueError(
-            f"`learn` got encoding={encoding!r}; expected one of {list(ENCODINGS)} or None."
-        )
-    if not isinstance(episodes, int) or episodes < 0 or (episodes == 0 and not teachers):
+    checks.one_of("learn", "encoding", encoding, (*ENCODINGS, None))
+    instead = "0 learns from teachers only."
+    episodes = checks.whole("learn", "episodes", episodes, 0, 10**9, instead)
+    if episodes == 0 and not checks.flag("learn", "teachers", teachers):
         raise ValueError(
             f"`learn` got episodes={episodes!r} and teachers={teachers!r}; expected a number of "
             "episodes of Q-learning, or 0 to learn from teachers only."
         )
+    checks.flag("learn", "progress", progress)
+    if objective is not None:
+        checked_objective("learn", objective)
     encodings = [encoding] if encoding else list(ENCODINGS)
-    is_number = hasattr(key, "__index__") and not isinstance(key, jax.Array)
+    keys = isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_number = not keys or key.ndim > 0
+    if is_number:
+        hint = "Or pass a `jax.random.key`; `jax.random.wrap_key_data` makes one of old keys."
+        key = checks.whole("learn", "key", key, -(2**31), 2**32 - 1, hint)
 
     def run() -> FSM:
         start = time.perf_counter()
         with _plain_jax():
-            first = jax.random.key(operator.index(key)) if is_number else key
-            race = _Race(graphs, first, objective or same_weights)
+            first = jax.random.key(key) if is_number else key
+            race = _Race(graphs, first, same_weights if objective is None else objective)
             race.run(encodings, episodes, teachers, progress)
         return race.result(time.perf_counter() - start)
 

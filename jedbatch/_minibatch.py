@@ -40,14 +40,12 @@ def check_options(
     """Raises `ValueError` or `TypeError` if an option of function `name` makes no sense."""
     if policy is not None:
         checked_policy(policy)
-    if executor is not None and executor not in EXECUTORS:
-        raise ValueError(
-            f"`{name}` got executor={executor!r}; expected one of {sorted(EXECUTORS)} or None."
-        )
+    checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None))
     checked_order(layout, f"`{name}` got layout")
     if reuse is not None and not isinstance(reuse, bool):
         raise TypeError(
-            f"`{name}` got reuse={reuse!r}; expected True or False, or None to use rows again "
+            f"`{name}` got reuse={checks.brief(reuse)}; expected True or False, or None to use "
+            "rows again "
             "where it saves much."
         )
 

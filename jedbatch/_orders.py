@@ -21,6 +21,7 @@ Source: Chen et al., ED-Batch, ICML 2023, section 4, for adjacency and alignment
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._arrange import arrange
 from jedbatch._graph import Graph
 from jedbatch._schedule import Schedule
@@ -153,7 +154,8 @@ def checked_order(order: str, argument: str) -> str:
     """The order if there is one of that name; raises `ValueError` if not."""
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
-            f"{argument}={order!r} names no order of nodes inside of batches; expected one of "
+            f"{argument}={checks.brief(order)} names no order of nodes inside of batches; expected "
+            "one of "
             f"{sorted(ORDERS)}."
         )
     return order

@@ -37,6 +37,7 @@ import numpy as np
 from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
+from jedbatch import checks
 from jedbatch._calls import Watched, described, short_way, widths_of
 from jedbatch._cell import (
     Cell,
@@ -323,7 +324,7 @@ class Recorder(Trace):
                 continue
             if not is_constant(leaf):
                 raise TypeError(
-                    f"cell `{cell.name}` got {leaf!r} of type {type(leaf).__name__} as a "
+                    f"cell `{cell.name}` got {checks.shown(leaf)} as a "
                     "positional argument; expected arrays, numbers or pytrees of them. Pass it "
                     "by keyword if it is hashable, or close over it."
                 )
@@ -521,7 +522,7 @@ class Recorder(Trace):
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
         if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
             raise TypeError(
-                f"the function returned {leaf!r} of type {type(leaf).__name__}; expected an "
+                f"the function returned {checks.shown(leaf)}; expected an "
                 "array, a number or a pytree of them."
             )
         symbol = self.symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
+from jedbatch import checks
 from jedbatch._cell import function_identity, pause
 from jedbatch._extents import symbols_in
 from jedbatch._identity import Same, typed_or_same
@@ -318,7 +319,7 @@ class Registry:
             for leaf in leaves:
                 if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
                     raise TypeError(
-                        f"cell `{name}` returned {leaf!r} of type {type(leaf).__name__}; "
+                        f"cell `{name}` returned {checks.shown(leaf)}; "
                         "expected an array or a pytree of arrays. Return arrays only, and pass "
                         "other results around the cell."
                     )

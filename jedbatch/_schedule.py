@@ -38,8 +38,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._frontier import Frontier
-from jedbatch._graph import Graph
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._paths import pointers
 
 
@@ -96,7 +97,7 @@ class Schedule:
 
         Every node runs once, after everything it reads, in a batch of its own type.
         """
-        num_nodes = len(graph.node_type)
+        num_nodes = len(checked_graph("Schedule.check", graph).node_type)
         if not np.array_equal(np.sort(self.node), np.arange(num_nodes)):
             raise ValueError("not a valid schedule: some node runs never or twice")
         batch = np.repeat(np.arange(len(self)), np.diff(self.node_ptr))
@@ -148,7 +149,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
 
     Raises:
       NothingReadyError: the policy chose a type with no ready node.
-      TypeError: the policy is none.
+      TypeError: the graph or the policy is none.
 
     Example:
       >>> import jedbatch
@@ -156,6 +157,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
       >>> len(jedbatch.schedule(graph, jedbatch.policies.agenda))
       3
     """
+    checked_graph("schedule", graph)
     if policy is None:
         return by_component(graph, best_of_heuristics)
     checked_policy(policy)
@@ -176,11 +178,11 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
 
 def checked_policy(policy: Any) -> Policy:
     """The policy, or a `TypeError` if it is none."""
-    if callable(policy) or hasattr(policy, "schedule"):
+    if (callable(policy) or hasattr(policy, "schedule")) and not isinstance(policy, type):
         return policy
     raise TypeError(
-        f"got policy={policy!r}; expected a callable from a `Frontier` to a type id, such as "
-        "`jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None."
+        f"got policy={checks.brief(policy)}; expected a callable from a `Frontier` to a type id, "
+        "such as `jedbatch.policies.agenda`, what `jedbatch.learn` returned, or None."
     )
 
 
@@ -203,13 +205,33 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
     need that many batches. Certified, not estimated. With the cost of a batch of each type as
     `weights`, float[T], a cost that no schedule can go below.
 
+    Raises:
+      TypeError: it is no graph.
+      ValueError: the weights are not one positive number for each type.
+
     Example:
       >>> import jedbatch
       >>> jedbatch.lower_bound(jedbatch.Graph.from_dag([0, 1, 0], [[], [0], [1]]))
       3
     """
-    longest = _longest(graph)
-    return int(longest.sum()) if weights is None else float(longest @ weights)
+    longest = _longest(checked_graph("lower_bound", graph))
+    if weights is None:
+        return int(longest.sum())
+    return float(longest @ checked_weights("`lower_bound` got weights", weights, graph))
+
+
+def checked_weights(came: str, weights: Any, graph: Graph) -> np.ndarray:
+    """float[T], the cost of a batch of each type; raises `ValueError` if it is no cost."""
+    try:
+        found = np.asarray(weights, float)
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros(0)
+    if found.shape != (len(graph.types),) or not (np.isfinite(found) & (found > 0)).all():
+        raise ValueError(
+            f"{came} {checks.brief(weights)} for a graph of {len(graph.types)} types; expected a "
+            "positive number for each, in the order of `graph.types` and `graph.labels`."
+        )
+    return found
 
 
 def _longest(graph: Graph) -> np.ndarray:
@@ -219,12 +241,22 @@ def _longest(graph: Graph) -> np.ndarray:
     return longest
 
 
+def _ready(who: str, frontier: Any) -> list[int]:
+    """The types with ready nodes."""
+    if not isinstance(frontier, Frontier):
+        raise TypeError(
+            f"`policies.{who}` got {checks.shown(frontier)}; expected a `Frontier`. To cut a graph "
+            f"into batches, write `jedbatch.schedule(graph, jedbatch.policies.{who})`."
+        )
+    return frontier.ready_types
+
+
 def agenda(frontier: Frontier) -> int:
     """The type whose nodes still to run have the least mean depth (Neubig et al. 2017).
 
     The smallest id among equals.
     """
-    return min(frontier.ready_types, key=frontier.mean_depth)
+    return min(_ready("agenda", frontier), key=frontier.mean_depth)
 
 
 def height(frontier: Frontier) -> int:
@@ -232,7 +264,7 @@ def height(frontier: Frontier) -> int:
 
     The smallest id among equals.
     """
-    return max(frontier.ready_types, key=lambda t: frontier.tallest(t)[0])
+    return max(_ready("height", frontier), key=lambda t: frontier.tallest(t)[0])
 
 
 def critical(frontier: Frontier) -> int:
@@ -243,7 +275,8 @@ def critical(frontier: Frontier) -> int:
     `height` alone leaves open what to do while several types are equally tall, which is most of
     the time in large minibatches. The smallest id among equals.
     """
-    return max(frontier.ready_types, key=lambda t: (frontier.shortens(t), frontier.tallest(t)))
+    ready = _ready("critical", frontier)
+    return max(ready, key=lambda t: (frontier.shortens(t), frontier.tallest(t)))
 
 
 def sufficient(frontier: Frontier) -> int:
@@ -251,8 +284,9 @@ def sufficient(frontier: Frontier) -> int:
 
     A type with ratio 1 can run without loss. The smallest id among equals.
     """
+    ready = _ready("sufficient", frontier)
     num_ready, num_next = frontier.num_ready, frontier.num_next
-    return max(frontier.ready_types, key=lambda t: num_ready[t] / num_next(t))
+    return max(ready, key=lambda t: num_ready[t] / num_next(t))
 
 
 class _Depth:
@@ -265,7 +299,7 @@ class _Depth:
     __name__ = "depth"
 
     def schedule(self, graph: Graph) -> Schedule:
-        depth_of, type_of = graph.depth, graph.node_type
+        depth_of, type_of = checked_graph("depth.schedule", graph).depth, graph.node_type
         node = np.lexsort((type_of, depth_of)).astype(np.int32)
         level, kind = depth_of[node], type_of[node]
         first = np.ones(len(node), bool)

@@ -26,13 +26,15 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._frontier import Frontier
-from jedbatch._graph import Graph
+from jedbatch._graph import Graph, checked_graph
 from jedbatch._paths import ranges
 from jedbatch._schedule import (
     Schedule,
     by_component,
     by_rank,
+    checked_weights,
     cost,
     critical,
     lower_bound,
@@ -74,15 +76,20 @@ def same_weights(graph: Graph) -> np.ndarray:
     return np.ones(len(graph.types))
 
 
-def weights_of(graph: Graph, objective: Objective) -> np.ndarray:
+def checked_objective(who: str, objective: Any) -> Objective:
+    """The objective, or a `TypeError` if it cannot be called."""
+    return checks.function(
+        who,
+        "objective",
+        objective,
+        "a function of a graph",
+        "It gives the cost of a batch of each type, as a `Calibration` does.",
+    )
+
+
+def weights_of(graph: Graph, objective: Objective, who: str = "learn") -> np.ndarray:
     """float[T], the cost of a batch of each type; raises `ValueError` if it is no cost."""
-    weights = np.asarray(objective(graph), float)
-    if weights.shape != (len(graph.types),) or not (np.isfinite(weights) & (weights > 0)).all():
-        raise ValueError(
-            f"the objective returned {weights!r} for a graph of {len(graph.types)} types; expected "
-            "a positive number for each, in the order of `graph.types` and `graph.labels`."
-        )
-    return weights
+    return checked_weights("the objective returned", objective(checked_graph(who, graph)), graph)
 
 
 def of_part(part: Graph, whole: Graph, weights: np.ndarray) -> np.ndarray:
@@ -110,13 +117,17 @@ class Beam:
     width: int = 16
     objective: Objective = same_weights
 
+    def __post_init__(self) -> None:
+        checks.whole("beam", "width", self.width, least=1)
+        checked_objective("beam", self.objective)
+
     def __call__(self, **options: Any) -> "Beam":
         """The same search with other options."""
         return dataclasses.replace(self, **options)
 
     def schedule(self, graph: Graph) -> Schedule:
         """The best schedule found."""
-        weights = weights_of(graph, self.objective)
+        weights = weights_of(graph, self.objective, "beam.schedule")
         found = by_component(
             graph, lambda part: by_rank(part) or self.search(part, of_part(part, graph, weights))
         )
@@ -186,13 +197,19 @@ class Optimal:
     seconds: float | None = None
     objective: Objective = same_weights
 
+    def __post_init__(self) -> None:
+        checks.whole("optimal", "max_nodes", self.max_nodes)
+        if self.seconds is not None:
+            checks.number("optimal", "seconds", self.seconds, least=0)
+        checked_objective("optimal", self.objective)
+
     def __call__(self, **options: Any) -> "Optimal":
         """The same search with other options."""
         return dataclasses.replace(self, **options)
 
     def schedule(self, graph: Graph) -> Schedule:
         """The best schedule found and a certified bound."""
-        weights = weights_of(graph, self.objective)
+        weights = weights_of(graph, self.objective, "optimal.schedule")
 
         def solve(part: Graph) -> Schedule:
             mine = of_part(part, graph, weights)

@@ -4,16 +4,23 @@ Every public function says its own name and that of the argument; a wrong type i
 wrong value a `ValueError`. What came is shown in a few words, however large it is.
 """
 
+import functools
+import inspect
 import math
 import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Collection, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+Options = ParamSpec("Options")
+Made = TypeVar("Made")
+
+SIZES = ("hidden", "heads", "layers", "max_length", "features")
+LARGEST = 1 << 31  # of sizes: larger ones are mistakes
 LONGEST = 500  # characters of what somebody else says about an error
 
 _reprs = reprlib.Repr()
@@ -64,11 +71,17 @@ def whole(
 
 
 def number(
-    who: str, name: str, value: Any, least: float = -math.inf, above: float = -math.inf
+    who: str,
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
 ) -> float:
-    """A finite real number, at least `least` and more than `above`."""
+    """A finite real number, at least `least`, more than `above` and at most `most`."""
     bounds = f" above {above:g}" if above > -math.inf else ""
     bounds = f" of at least {least:g}" if least > -math.inf else bounds
+    bounds += f", at most {most:g}" if most < math.inf else ""
     message = wrong(who, f"{name}={brief(value)}", f"a finite number{bounds}")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(message)
@@ -76,7 +89,7 @@ def number(
         found = float(value)
     except OverflowError:
         raise ValueError(message) from None
-    if not (math.isfinite(found) and found >= least and found > above):
+    if not (math.isfinite(found) and least <= found <= most and found > above):
         raise ValueError(message)
     return found
 
@@ -90,10 +103,9 @@ def flag(who: str, name: str, value: Any, instead: str = "") -> bool:
 
 def one_of(who: str, name: str, value: Any, choices: Collection[Any], instead: str = "") -> Any:
     """One of some choices."""
-    if not isinstance(value, Hashable) or value not in choices:
+    if not isinstance(value, Hashable) or value not in tuple(choices):
         listed = ", ".join(map(repr, choices))
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(wrong(who, f"{name}={brief(value)}", f"one of {listed}", instead))
+        raise ValueError(wrong(who, f"{name}={brief(value)}", f"one of {listed}", instead))
     return value
 
 
@@ -159,3 +171,54 @@ def names(who: str, name: str, value: Any) -> list[str]:
     if found is None or bad:
         raise TypeError(wrong(who, f"{name}={brief(value)}", "a list of strings"))
     return list(found)
+
+
+def sizes(function: Callable[Options, Made]) -> Callable[Options, Made]:
+    """A function whose arguments are checked by their names before it runs.
+
+    `num_things`, `hidden` and other sizes are whole numbers from 1 on, but for the first of a
+    function that makes up so many things; `seed` is one from 0 on; `mean_size` is a number above 0.
+    """
+    who, signature = function.__name__, inspect.signature(function)
+    counted = next(iter(signature.parameters)) if who.startswith("synthetic_") else None
+
+    @functools.wraps(function)
+    def checked(*args: Options.args, **kwargs: Options.kwargs) -> Made:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            default = signature.parameters[name].default
+            if value is None and default is None:
+                continue
+            if name == "seed":
+                whole(who, name, value, 0, 2**63 - 1)
+            elif name.startswith("num_") or name in SIZES:
+                whole(who, name, value, int(name != counted), LARGEST)
+            elif name.startswith("mean_"):
+                number(who, name, value, above=0, most=LARGEST)
+            elif isinstance(default, bool):
+                flag(who, name, value)
+            elif isinstance(default, int):
+                whole(who, name, value, 1, LARGEST)
+            elif isinstance(default, float):
+                number(who, name, value)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def fields(kind: Any) -> Callable[[Callable[Options, Made]], Callable[Options, Made]]:
+    """Makes functions check that their first argument has what a named tuple of a kind has."""
+
+    def decorate(function: Callable[Options, Made]) -> Callable[Options, Made]:
+        @functools.wraps(function)
+        def checked(*args: Options.args, **kwargs: Options.kwargs) -> Made:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            missing = [name for name in kind._fields if not hasattr(first, name)]
+            if missing:
+                expected = f"something with {', '.join(kind._fields)}"
+                instead = f"It has no {missing[0]}; see `{kind.__module__}.{kind.__name__}`."
+                raise TypeError(wrong(function.__name__, shown(first), expected, instead))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

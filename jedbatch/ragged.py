@@ -30,6 +30,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jedbatch import checks
+
 __all__ = ["attention"]
 
 
@@ -67,13 +69,14 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | No
       >>> ragged.attention(q, k, v, causal=True)[:, 0].tolist()
       [1.0, 1.5, 3.0]
     """
+    checks.flag("attention", "causal", causal)
     _check(q, k, v, causal)
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5
-    elif not isinstance(scale, numbers.Real):
+    elif isinstance(scale, bool) or not isinstance(scale, numbers.Real) or scale - scale != 0:
         raise TypeError(
-            f"`attention` got scale={scale!r}; expected a number. One that is computed or learned "
-            "goes into the queries: `attention(scale * q, k, v, scale=1.0)`."
+            f"`attention` got scale={checks.brief(scale)}; expected a finite number. One that is "
+            "computed or learned goes into the queries: `attention(scale * q, k, v, scale=1.0)`."
         )
     if q.ndim == 3:
         return ragged_attention(q, k, v, causal=bool(causal), scale=float(scale))
@@ -101,6 +104,9 @@ def ragged_attention(
 
 def _check(q: Any, k: Any, v: Any, causal: bool) -> None:
     """Raises an error if the arrays do not go together. Numbers of rows may be symbolic."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"`attention` got {checks.shown(x)} for {name}; expected an array.")
     came = f"`attention` got q {q.shape}, k {k.shape} and v {v.shape}"
     if not (q.ndim == k.ndim == v.ndim and q.ndim in (2, 3)):
         raise ValueError(

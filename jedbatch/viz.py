@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch._draw_batches import draw_batches, draw_timeline
 from jedbatch._draw_graph import draw_graph
 from jedbatch._draw_memory import arenas_of, draw_memory
@@ -79,9 +80,10 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
     if instance is None:
         some = counted(whole.num_instances, "instance")
         return draw_graph(whole, kinds, f"Graph of {some}: {_content(whole)}")
-    if not isinstance(instance, (int, np.integer)):
+    if isinstance(instance, bool) or not isinstance(instance, (int, np.integer)):
         raise TypeError(
-            f"`viz.graph` got instance {instance!r}; expected its index, or none to draw all."
+            f"`viz.graph` got instance {checks.brief(instance)}; expected its index, or none "
+            "to draw all."
         )
     if not -whole.num_instances <= instance < whole.num_instances:
         raise IndexError(
@@ -182,7 +184,7 @@ def memory(plan: Plan, arena: str | None = None) -> Picture:
     arenas = arenas_of(plan)
     if arena is None:
         arena = max(arenas, key=lambda name: arenas[name].rows * arenas[name].row_bytes)
-    if arena not in arenas:
+    if checks.of_type("viz.memory", arena, str, "the name of an arena") not in arenas:
         raise ValueError(
             f"`viz.memory` got arena {arena!r}; this plan has {', '.join(map(repr, arenas))}."
         )
@@ -276,7 +278,11 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
         assert source.schedule is not None
         return whole, source.schedule
     if not isinstance(schedule, Schedule):
-        got = "a graph without its schedule" if schedule is None else f"schedule {schedule!r:.60}"
+        got = (
+            "a graph without its schedule"
+            if schedule is None
+            else f"schedule {checks.brief(schedule)}"
+        )
         raise TypeError(
             f"`viz.{name}` got {got}; cut it into batches first: "
             f"`viz.{name}(graph, jedbatch.schedule(graph))`."
@@ -340,7 +346,7 @@ def _seconds(name: str, bar: Any) -> dict[str, float]:
         if not isinstance(s, numbers.Real):
             where = f"{str(stage)!r} of {name!r}" if name else repr(str(stage))
             raise TypeError(
-                f"`viz.time_split` got {s!r:.60} for {where}; expected a number of seconds"
+                f"`viz.time_split` got {checks.brief(s)} for {where}; expected a number of seconds"
                 f"{'' if name else ', a plan or a dict from stages to seconds'}."
             )
     seconds = {str(stage): float(s) for stage, s in bar.items()}

@@ -497,7 +497,7 @@ def test_minibatches_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"size": 0}, "size=0; expected at least 1"),
+        ({"size": 0}, "size=0; expected a whole number from 1"),
         ({"size": 8, "seed": 1, "buffer": 4}, "buffer=4; expected at least size=8"),
     ],
 )

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jedbatch import checks
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
-from jedbatch.data.rooted import Rooted, renumbered, rooted
+from jedbatch.data.rooted import A_TREE, Rooted, renumbered, rooted
 from jedbatch.data.vocabulary import Vocabulary
 
 Code = Rooted  # (kind, *children)
@@ -48,13 +50,14 @@ def _code(line: str) -> Code:
     for number, parent in enumerate(parents):
         if type(parent) is not int or not min(number - 1, 0) <= parent < number:
             at = f"from 0 to {number - 1}" if number else "-1"
-            raise ValueError(f"the parent of node {number} is {parent!r}, not {at}")
+            raise ValueError(f"the parent of node {number} is {checks.brief(parent)}, not {at}")
     return rooted(kinds, parents)
 
 
 def index_code(trees: Sequence[Code], kinds: Vocabulary) -> list[Code]:
     """The trees with numbers for kinds."""
-    return [renumbered(tree, kinds) for tree in trees]
+    vocabularies("index_code", kinds=kinds)
+    return each("index_code", trees, lambda tree: renumbered(tree, kinds), A_TREE)
 
 
 # A grammar after the abstract syntax of Python: for each sort of node the kinds it may be,
@@ -113,6 +116,7 @@ _KINDS = {
 }
 
 
+@checks.sizes
 def synthetic_code(num_trees: int, *, seed: int = 0, mean_nodes: float = 59.5) -> list[Code]:
     """Random trees shaped like syntax trees of functions.
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch.data import draws
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
-from jedbatch.data.rooted import Rooted, renumbered, rooted, unrooted
+from jedbatch.data.rooted import A_TREE, Rooted, renumbered, rooted, unrooted
 from jedbatch.data.vocabulary import Vocabulary
 
 Dependency = Rooted  # (word, *children)
@@ -45,6 +46,8 @@ def dependency_tree(words: Sequence[Any], heads: Sequence[int]) -> Dependency:
       >>> dependency_tree(["A", "man", "sings"], [2, 3, 0])
       ('sings', ('man', ('A',)))
     """
+    words = checks.items("dependency_tree", "words", words, "a list of words")
+    heads = checks.items("dependency_tree", "heads", heads, "a list of whole numbers")
     if len(words) != len(heads):
         raise ValueError(f"there are {len(words)} words and {len(heads)} heads")
     below: list[list[int]] = [[] for _ in range(len(words) + 1)]
@@ -136,12 +139,19 @@ def _sentence(record: dict[str, Any]) -> Dependency:
 
 def index_dependencies(trees: Sequence[Dependency], words: Vocabulary) -> list[Dependency]:
     """The trees with numbers for words."""
-    return [renumbered(tree, words) for tree in trees]
+    vocabularies("index_dependencies", words=words)
+    return each("index_dependencies", trees, lambda tree: renumbered(tree, words), A_TREE)
 
 
 def index_pairs(pairs: Sequence[Pair], words: Vocabulary) -> list[Pair]:
     """The pairs with numbers for words."""
-    return [(renumbered(a, words), renumbered(b, words), score) for a, b, score in pairs]
+    vocabularies("index_pairs", words=words)
+
+    def index(pair: Pair) -> Pair:
+        a, b, score = pair
+        return renumbered(a, words), renumbered(b, words), score
+
+    return each("index_pairs", pairs, index, f"(left, right, score), with {A_TREE}")
 
 
 def num_words(root: Dependency) -> int:
@@ -149,6 +159,7 @@ def num_words(root: Dependency) -> int:
     return len(unrooted(root)[0])
 
 
+@checks.sizes
 def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> list[Pair]:
     """Random pairs of sentences with trees shaped like those of SICK.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
 from jedbatch.data.vocabulary import Vocabulary
 
@@ -69,16 +71,17 @@ def index_molecules(
     molecules: Sequence[Molecule], atoms: Vocabulary, bonds: Vocabulary
 ) -> list[Molecule]:
     """The molecules with numbers for kinds of atoms and of bonds."""
-    return [
-        (
-            tuple(atoms[atom] for atom in kinds),
-            tuple((i, j, bonds[kind]) for i, j, kind in connections),
-            target,
-        )
-        for kinds, connections, target in molecules
-    ]
+    vocabularies("index_molecules", atoms=atoms, bonds=bonds)
+
+    def index(molecule: Molecule) -> Molecule:
+        kinds, connections, target = molecule
+        bound = tuple((i, j, bonds[kind]) for i, j, kind in connections)
+        return tuple(atoms[atom] for atom in kinds), bound, target
+
+    return each("index_molecules", molecules, index, "(atoms, bonds, target)")
 
 
+@checks.sizes
 def synthetic_molecules(
     num_molecules: int, *, seed: int = 0, mean_atoms: float = 24.1
 ) -> list[Molecule]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch.data import draws
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import entry, json_object, read_lines, reader, strings
 from jedbatch.data.tagged import Tagged, read_tagged
 from jedbatch.data.vocabulary import Vocabulary
@@ -29,7 +30,13 @@ class Lexicon(frozenset):
 
     def __new__(cls, words: Iterable[Any] = ()) -> "Lexicon":
         """The set, with its longest word measured."""
+        if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
+            came = f"words={checks.brief(words)}"
+            raise TypeError(checks.wrong("Lexicon", came, "a list of words"))
         self = super().__new__(cls, words)
+        if bad := [word for word in self if not hasattr(word, "__len__")]:
+            came = f"the word {checks.brief(bad[0])}"
+            raise TypeError(checks.wrong("Lexicon", came, "strings"))
         self.longest = max(map(len, self), default=0)
         return self
 
@@ -48,6 +55,7 @@ def build_lattice(characters: Sequence[str], lexicon: Iterable[str]) -> list[Wor
       Words `(start, end, word)` sorted by start and end; the end is exclusive.
 
     Raises:
+      TypeError: if characters or words are no strings.
       ValueError: if `characters` holds more than one character in a place.
 
     Example:
@@ -55,6 +63,8 @@ def build_lattice(characters: Sequence[str], lexicon: Iterable[str]) -> list[Wor
       >>> build_lattice("abcab", {"ab", "abc", "cab", "a"})
       [(0, 2, 'ab'), (0, 3, 'abc'), (2, 5, 'cab'), (3, 5, 'ab')]
     """
+    if not isinstance(characters, str):
+        characters = checks.names("build_lattice", "characters", characters)
     text = "".join(characters)
     if len(text) != len(characters):
         place = next(k for k, character in enumerate(characters) if len(character) != 1)
@@ -160,16 +170,20 @@ def index_lattices(
     lattices: Sequence[Lattice], characters: Vocabulary, words: Vocabulary, tags: Vocabulary
 ) -> list[Lattice]:
     """The lattices with numbers for characters, words and tags."""
-    return [
-        (
+    vocabularies("index_lattices", characters=characters, words=words, tags=tags)
+
+    def index(lattice: Lattice) -> Lattice:
+        text, found, own = lattice
+        return (
             tuple(characters[character] for character in text),
             tuple((start, end, words[word]) for start, end, word in found),
             tuple(tags[tag] for tag in own),
         )
-        for text, found, own in lattices
-    ]
+
+    return each("index_lattices", lattices, index, "(characters, words, tags)")
 
 
+@checks.sizes
 def synthetic_lattices(
     num_lattices: int,
     *,

@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from jedbatch import checks
+
 Record = TypeVar("Record")
 Held = TypeVar("Held", covariant=True)
 
@@ -49,6 +51,7 @@ def minibatches(
       An iterator of lists of records.
 
     Raises:
+      TypeError: if an argument is of a wrong type.
       ValueError: if a number is too small.
 
     Example:
@@ -58,8 +61,14 @@ def minibatches(
       >>> sorted(sum(minibatches(range(6), 3, seed=0), []))
       [0, 1, 2, 3, 4, 5]
     """
-    if size < 1:
-        raise ValueError(f"`minibatches` got size={size}; expected at least 1")
+    size = checks.whole("minibatches", "size", size, 1, 2**31)
+    buffer = checks.whole("minibatches", "buffer", buffer, 1, 2**31)
+    checks.flag("minibatches", "drop_last", drop_last)
+    if not isinstance(seed, np.random.Generator | None):
+        seed = checks.whole("minibatches", "seed", seed)
+    if not isinstance(records, Iterable | Indexed):
+        came = f"records={checks.brief(records)}"
+        raise TypeError(checks.wrong("minibatches", came, "a list of records, or an iterator"))
     rng = None if seed is None else np.random.default_rng(seed)
     if isinstance(records, Indexed) and not isinstance(records, Mapping):
         order = range(len(records)) if rng is None else rng.permutation(len(records)).tolist()

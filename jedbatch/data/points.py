@@ -6,11 +6,13 @@ of the curve that they lie on.
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
 
 Points = tuple[tuple[tuple[float, float], ...], int]  # (points, label)
 
 
+@checks.sizes
 def synthetic_points(
     num_sets: int, *, seed: int = 0, num_labels: int = 4, mean_size: float = 40
 ) -> list[Points]:

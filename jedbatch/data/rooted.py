@@ -6,7 +6,10 @@ Syntax trees and dependency trees may be deeper than Python's stack.
 from collections.abc import Sequence
 from typing import Any
 
+from jedbatch import checks
 from jedbatch.data.vocabulary import Vocabulary
+
+A_TREE = "trees such as (value, *children)"
 
 Rooted = tuple[Any, ...]  # (value, *children)
 
@@ -23,6 +26,8 @@ def unrooted(root: Rooted) -> tuple[list[Any], list[int]]:
     """(values, parents) of the nodes of a tree, those near the root first."""
     nodes, parents = [root], [-1]
     for number, node in enumerate(nodes):
+        if not isinstance(node, (tuple, list)) or not node:
+            raise TypeError(f"{checks.brief(node)} is no tree; expected {A_TREE}")
         nodes += node[1:]
         parents += [number] * (len(node) - 1)
     return [node[0] for node in nodes], parents

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import json_object, read_lines, reader, strings
 from jedbatch.data.vocabulary import Vocabulary
 
@@ -80,6 +82,12 @@ def index_tagged(
       >>> index_tagged(sentences, words, tags, characters, rare=2)
       [(((0, 1, 1, 2), 0, (3, 2, 1, 1, 2), 0), (0, 1, 0, 1))]
     """
+    who, what = "index_tagged", "(words, tags), two lists"
+    vocabularies(who, words=words, tags=tags)
+    if characters is not None:
+        vocabularies(who, characters=characters)
+    rare = checks.whole(who, "rare", rare)
+    sentences = each(who, sentences, lambda sentence: (tuple(sentence[0]), sentence[1]), what)
     seen = Counter(word for sentence, _ in sentences for word in sentence)
 
     def number(word: str) -> int | tuple[int, ...]:
@@ -88,9 +96,12 @@ def index_tagged(
             return words[word]
         return tuple(characters[character] for character in word)
 
-    return [(tuple(map(number, a)), tuple(tags[tag] for tag in b)) for a, b in sentences]
+    return each(
+        who, sentences, lambda x: (tuple(map(number, x[0])), tuple(tags[tag] for tag in x[1])), what
+    )
 
 
+@checks.sizes
 def synthetic_tagged(
     num_sentences: int,
     *,

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch import checks
 from jedbatch.data import draws
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import read_lines, reader
 from jedbatch.data.vocabulary import Vocabulary
 
@@ -74,6 +76,7 @@ def index_translations(
       >>> index_translations([(("it", "works"), ("nó", "chạy"))], Vocabulary(), target)
       [((0, 1), (3, 4, 1))]
     """
+    vocabularies("index_translations", source=source, target=target)
     if not len(target):
         target["<s>"], target["</s>"]
     first = list(target)[:2]
@@ -82,11 +85,15 @@ def index_translations(
             f"the target vocabulary begins with {first}; expected '<s>' and '</s>', as in "
             'Vocabulary(["<s>", "</s>", "<unknown>"], unknown="<unknown>")'
         )
-    return [
-        (tuple(source[word] for word in a), (*(target[word] for word in b), END)) for a, b in pairs
-    ]
+
+    def index(pair: Translation) -> Translation:
+        a, b = pair
+        return tuple(source[word] for word in a), (*(target[word] for word in b), END)
+
+    return each("index_translations", pairs, index, "(source, target), two lists of words")
 
 
+@checks.sizes
 def synthetic_translations(
     num_pairs: int, *, seed: int = 0, num_words: int = 500, mean_length: float = 19.3
 ) -> list[Translation]:

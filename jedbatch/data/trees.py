@@ -18,8 +18,11 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch.data import draws
+from jedbatch.data.each import each, vocabularies
 from jedbatch.data.lines import read_lines, reader
 from jedbatch.data.vocabulary import Vocabulary
+
+A_TREE = "trees such as (label, word) or (label, left, right)"
 
 Tree = tuple[Any, ...]  # (label, word) or (label, left, right)
 
@@ -31,6 +34,7 @@ def parse_tree(text: str) -> Tree:
 
     Raises `ValueError` that says what is wrong with the text.
     """
+    checks.of_type("parse_tree", text, str, "a text such as (S (NP I) (VP left))")
     stack: list[list[Any]] = []
     done: Tree | None = None
     for match in _TOKEN.finditer(text):
@@ -107,7 +111,12 @@ def read_trees(path: str | os.PathLike, limit: int | None = None) -> Iterator[Tr
 
 
 def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) -> list[Tree]:
-    """The trees with numbers for words and labels."""
+    """The trees with numbers for words and labels.
+
+    Raises:
+      TypeError: a tree is none, or the vocabularies are none.
+    """
+    vocabularies("index_trees", words=words, labels=labels)
 
     def leaf(node: Tree) -> Tree:
         return (labels[node[0]], words[node[1]])
@@ -115,7 +124,7 @@ def index_trees(trees: Sequence[Tree], words: Vocabulary, labels: Vocabulary) ->
     def inner(node: Tree, left: Tree, right: Tree) -> Tree:
         return (labels[node[0]], left, right, *node[3:])
 
-    return [_rebuilt(tree, leaf, inner) for tree in trees]
+    return each("index_trees", trees, lambda tree: _rebuilt(tree, leaf, inner), A_TREE)
 
 
 def _rebuilt(
@@ -126,6 +135,8 @@ def _rebuilt(
     stack: list[tuple[Tree, bool]] = [(tree, False)]
     while stack:
         node, ready = stack.pop()
+        if not isinstance(node, (tuple, list)):
+            raise TypeError(f"{checks.brief(node)} is no tree")
         if len(node) == 2:
             done.append(leaf(node))
         elif ready:
@@ -138,6 +149,7 @@ def _rebuilt(
 
 def num_nodes(root: Any) -> int:
     """Nodes of a binary tree, leaves included."""
+    checks.of_type("num_nodes", root, (tuple, list), A_TREE)
     count, stack = 0, [root]
     while stack:
         node = stack.pop()
@@ -146,6 +158,7 @@ def num_nodes(root: Any) -> int:
     return count
 
 
+@checks.sizes
 def synthetic_treebank(
     num_trees: int, *, seed: int = 0, num_words: int = 500, mean_length: float = 24.0
 ) -> list[Tree]:
@@ -208,6 +221,7 @@ def synthetic_treebank(
     return [grow(int(n))[0] for n in lengths]
 
 
+@checks.sizes
 def with_kinds(trees: Sequence[Tree], *, seed: int = 0) -> list[Tree]:
     """Binary trees with inner nodes of two kinds, so that a model has a cell for each.
 
@@ -230,4 +244,4 @@ def with_kinds(trees: Sequence[Tree], *, seed: int = 0) -> list[Tree]:
     def inner(node: Tree, left: Tree, right: Tree) -> Tree:
         return (node[0], left, right, int(rng.random() < 0.5))
 
-    return [_rebuilt(tree, lambda node: node, inner) for tree in trees]
+    return each("with_kinds", trees, lambda tree: _rebuilt(tree, lambda x: x, inner), A_TREE)

@@ -26,7 +26,7 @@ class Vocabulary:
     """
 
     def __init__(self, words: Iterable[Hashable] = (), *, unknown: Hashable | None = None):
-        words = list(words)
+        words = checks.items("Vocabulary", "words", words, "a list of words")
         if unknown is not None and unknown not in words:
             words.insert(0, unknown)
         self._numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
@@ -72,7 +72,8 @@ class Vocabulary:
         """
         known = list(self._numbers)
         words = []
-        for number in numbers:
+        for number in checks.items("Vocabulary.words", "numbers", numbers, "a list of numbers"):
+            number = checks.whole("Vocabulary.words", "number", number, -(2**63))
             if not 0 <= number < len(known):
                 raise ValueError(f"there is no word {number}; the last is {len(known) - 1}")
             words.append(known[number])

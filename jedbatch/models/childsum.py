@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 
 import jedbatch
+from jedbatch import checks
 
 Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
@@ -108,6 +109,7 @@ def _init(num_words: int, hidden: int, compared: int) -> Callable[[jax.Array], P
     return init
 
 
+@checks.sizes
 def plain_functions(num_words: int, hidden: int, compared: int = 50) -> Cells:
     """The parts as plain functions of arrays, none of them a cell; parameters are a flat dict."""
     return Cells(_init(num_words, hidden, compared), _word, _node, _relate)
@@ -118,11 +120,13 @@ _node_cell = jedbatch.cell(_node, name="node")
 _relate_cell = jedbatch.cell(_relate, name="relate")
 
 
+@checks.sizes
 def plain_cells(num_words: int, hidden: int, compared: int = 50) -> Cells:
     """The cells, functions of arrays; parameters are a flat dict."""
     return Cells(_init(num_words, hidden, compared), _word_cell, _node_cell, _relate_cell)
 
 
+@checks.fields(Cells)
 def encoder(cells: Cells) -> Callable[[Params, Any], State]:
     """A function of (params, tree): the state (h, c) at the root of `(word, *children)`."""
 
@@ -133,6 +137,7 @@ def encoder(cells: Cells) -> Callable[[Params, Any], State]:
     return visit
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, pair): [loss, squared error] of one `(left, right, score)`."""
     encode = encoder(cells)

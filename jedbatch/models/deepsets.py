@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jedbatch import checks
 from jedbatch.models.parts import Pure, pure, scored
 
 Params = Any
@@ -71,6 +72,7 @@ class Sets(nnx.Module):
         return self.output(self.pool(h, axis=0))
 
 
+@checks.sizes
 def flax_model(
     features: int, num_labels: int, hidden: int, *, layers: int = 2, pool: Pool = jnp.mean
 ) -> Pure:
@@ -86,11 +88,13 @@ def flax_model(
     return pure(lambda rngs: Sets(features, num_labels, hidden, layers, pool, rngs))
 
 
+@checks.fields(Pure)
 def classifier(model: Pure) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, points [n, features]): the logits [labels] of one set."""
     return model.apply
 
 
+@checks.fields(Pure)
 def scorer(model: Pure) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, (points [n, features], label)): [loss, 1 if the label is right]."""
     return lambda params, example: scored(model.apply(params, example[0]), example[1])

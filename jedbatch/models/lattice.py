@@ -57,6 +57,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jedbatch import checks
 from jedbatch.models import chains
 from jedbatch.models.parts import Pure, module_cells, pure, score_cell, total
 
@@ -156,6 +157,7 @@ def _embeddings(num_characters: int, num_words: int, hidden: int) -> dict[str, P
     }
 
 
+@checks.sizes
 def lstm_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) -> Cells:
     """The cells of a lattice LSTM as Flax modules.
 
@@ -178,6 +180,7 @@ def lstm_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) 
     )
 
 
+@checks.sizes
 def gru_cells(num_characters: int, num_words: int, num_tags: int, hidden: int) -> Cells:
     """The cells of a lattice GRU as Flax modules; arguments as for `lstm_cells`."""
     modules = _embeddings(num_characters, num_words, hidden) | {
@@ -220,6 +223,7 @@ def _encode(
     return [h for h, *_ in states[1:]]
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, lattice): [loss, number of right tags] of one lattice.
 
@@ -235,6 +239,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return score
 
 
+@checks.fields(Cells)
 def tagger(cells: Cells) -> Callable[[Params, Any], list[jax.Array]]:
     """A function of (params, lattice): the logits [tags] of every character of one lattice, a list.
 

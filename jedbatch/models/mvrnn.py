@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jedbatch import checks
 from jedbatch.models.parts import (
     module_cells,
     of_first,
@@ -103,6 +104,7 @@ class Node(nnx.Module):
         return p, self.matrix[...] @ jnp.concatenate([matrix_a, matrix_b])
 
 
+@checks.sizes
 def flax_cells(num_words: int, num_labels: int, hidden: int, rank: int = 3) -> Cells:
     """The cells of an MV-RNN as Flax modules; parameters are nested dicts.
 
@@ -120,6 +122,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int, rank: int = 3) -> C
     return Cells(**module_cells(modules), score=score_cell("output", modules["output"]))
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
@@ -129,6 +132,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return tree_scorer(cells.leaf, cells.node, of_first(cells.score))
 
 
+@checks.fields(Cells)
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

@@ -45,6 +45,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jedbatch import checks
 from jedbatch.models import chains
 from jedbatch.models.chains import Params, State, Step
 from jedbatch.models.parts import module_cells, pure, score_cell, total
@@ -115,6 +116,7 @@ class Join(nnx.Module):
         return self.linear(jnp.concatenate([forward, backward]))
 
 
+@checks.sizes
 def flax_cells(
     num_words: int,
     num_tags: int,
@@ -191,6 +193,7 @@ def _encode(cells: Cells, params: Params, words: Sequence[Any]) -> list[Both]:
     return inputs
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, sentence): [loss, number of right tags] of one `(words, tags)`.
 
@@ -207,6 +210,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return score
 
 
+@checks.fields(Cells)
 def tagger(cells: Cells) -> Callable[[Params, Any], list[jax.Array]]:
     """A function of (params, words): the logits [tags] of each word of one sentence, a list.
 

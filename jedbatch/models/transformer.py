@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jedbatch import ragged
+from jedbatch import checks, ragged
 from jedbatch.data import BEGIN
 from jedbatch.models.layers import Attend, Stack
 from jedbatch.models.parts import by_name, initializer, pure, scored
@@ -77,6 +77,7 @@ class EncoderDecoder(NamedTuple):
     output: Callable[..., jax.Array]
 
 
+@checks.sizes
 def flax_encoder(
     num_words: int,
     num_labels: int,
@@ -106,6 +107,7 @@ def flax_encoder(
     return Encoder(initializer(modules), **{k: by_name(k, m) for k, m in modules.items()})
 
 
+@checks.sizes
 def flax_encoder_decoder(
     num_source: int,
     num_target: int,
@@ -130,16 +132,19 @@ def flax_encoder_decoder(
     return EncoderDecoder(initializer(modules), **{k: by_name(k, m) for k, m in modules.items()})
 
 
+@checks.fields(Encoder)
 def encoder(model: Encoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, words [n]): the states [n, hidden] of one sentence."""
     return model.encode
 
 
+@checks.fields(Encoder)
 def classifier(model: Encoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, words [n]): the logits [labels] of the mean state of a sentence."""
     return lambda params, words: model.output(params, model.encode(params, words).mean(axis=0))
 
 
+@checks.fields(Encoder)
 def scorer(model: Encoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, (words [n], label)): [cross-entropy, 1 if the label is right]."""
     classify = classifier(model)
@@ -152,6 +157,7 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(log_probability, labels[:, None], axis=1).sum()
 
 
+@checks.fields(Encoder)
 def tagger(model: Encoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, (words [n], tags [n])): the cross-entropy, summed over the words."""
 
@@ -162,6 +168,7 @@ def tagger(model: Encoder) -> Callable[[Params, Any], jax.Array]:
     return loss
 
 
+@checks.fields(EncoderDecoder)
 def decoder(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, (source [n], target [m])): the logits [m, words] of every word.
 
@@ -177,6 +184,7 @@ def decoder(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
     return logits
 
 
+@checks.fields(EncoderDecoder)
 def translator(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, (source [n], target [m])): the cross-entropy, summed over m words.
 

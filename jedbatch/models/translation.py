@@ -41,6 +41,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jedbatch
+from jedbatch import checks
 from jedbatch.data import BEGIN, END
 from jedbatch.models import chains
 from jedbatch.models.chains import Params, State, Step
@@ -71,6 +72,7 @@ class Cells(NamedTuple):
     best: Callable[..., jax.Array]
 
 
+@checks.sizes
 def flax_cells(num_source: int, num_target: int, hidden: int) -> Cells:
     """The cells of an encoder and a decoder as Flax modules.
 
@@ -103,6 +105,7 @@ def _encode(cells: Cells, params: Params, source: Sequence[int]) -> State:
     return chains.states(cells.encode, params, cells.start, embeddings)[-1]
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, pair): [loss, number of right words] of one `(source, target)`.
 
@@ -120,6 +123,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return score
 
 
+@checks.fields(Cells)
 def translator(cells: Cells, most: int = 100) -> Callable[[Params, Sequence[int]], list[int]]:
     """A function of (params, source): the words of a translation, the last of them END.
 

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 import jedbatch
+from jedbatch import checks
 from jedbatch.models.parts import of_first, scored, tree_classifier, tree_scorer
 
 Params = Any
@@ -100,6 +101,7 @@ class Node(nn.Module):
         return _node_state(gates, left[1], right[1])
 
 
+@checks.sizes
 def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     """The cells of a TreeLSTM as Flax modules; parameters as Flax has them."""
     leaf, node, output = Leaf(num_words, hidden), Node(hidden), nn.Dense(num_labels)
@@ -146,6 +148,7 @@ def _plain_score(params: Params, h: jax.Array, label: jax.Array) -> jax.Array:
     return scored(h @ params["output_w"] + params["output_b"], label)
 
 
+@checks.sizes
 def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     """The cells of a TreeLSTM as functions of arrays; parameters are a flat dict."""
 
@@ -165,6 +168,7 @@ def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     return Cells(init, _plain_leaf, _plain_node, _plain_output, _plain_score)
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
@@ -174,6 +178,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return tree_scorer(cells.leaf, cells.node, of_first(cells.score))
 
 
+@checks.fields(Cells)
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jedbatch import checks
 from jedbatch.models.parts import (
     module_cells,
     pure,
@@ -99,6 +100,7 @@ class Node(nnx.Module):
         return (z_left * left + (1 - z_left) * u + z_right * right + (1 - z_right) * u) / 2
 
 
+@checks.sizes
 def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     """The cells of a TreeGRU as Flax modules; parameters are nested dicts."""
     modules = {
@@ -109,6 +111,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     return Cells(**module_cells(modules), score=score_cell("output", modules["output"]))
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
@@ -118,6 +121,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return tree_scorer(cells.leaf, cells.node, cells.score)
 
 
+@checks.fields(Cells)
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, cells.output)

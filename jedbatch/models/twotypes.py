@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jedbatch
+from jedbatch import checks
 from jedbatch.models import tree
 from jedbatch.models.parts import of_first, tree_classifier, tree_scorer
 
@@ -63,6 +64,7 @@ class Cells(NamedTuple):
     score: Callable[..., jax.Array]
 
 
+@checks.sizes
 def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     """The cells as Flax modules, those of `tree.flax_cells`; parameters as Flax has them."""
     one = tree.flax_cells(num_words, num_labels, hidden)
@@ -81,6 +83,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
     return Cells(init, one.leaf, (node(0), node(1)), one.output, one.score)
 
 
+@checks.fields(Cells)
 def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
@@ -90,6 +93,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     return tree_scorer(cells.leaf, _node_of_kind(cells), of_first(cells.score))
 
 
+@checks.fields(Cells)
 def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, _node_of_kind(cells), of_first(cells.output))

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jedbatch import data
+from jedbatch import checks, data
 from jedbatch.models import childsum, lattice, mvrnn, tagger, translation, tree, treegru, twotypes
 from jedbatch.policies import FSM
 
@@ -47,6 +47,11 @@ class Workload:
     cells: Callable[..., Any]
     scorer: Callable[[Any], Callable[[Any, Any], jax.Array]]
 
+    def __post_init__(self) -> None:
+        for name in ("read", "index", "synthetic", "cells", "scorer"):
+            checks.function("Workload", name, getattr(self, name), "a function")
+        checks.names("Workload", "files", self.files)
+
     def load(self, *paths: str | os.PathLike, limit: int, seed: int = 0) -> tuple[list[Any], Sizes]:
         """Instances of data files, or synthetic ones if there are none.
 
@@ -61,6 +66,10 @@ class Workload:
         Raises:
           ValueError: names the file and the line that is no record, or says that there is none.
         """
+        checks.whole("Workload.load", "limit", limit)
+        checks.whole("Workload.load", "seed", seed)
+        for path in paths:
+            checks.path("Workload.load", path)
         if not paths:
             return self.synthetic(limit, seed)
         if len(paths) > len(self.files):

@@ -1,0 +1,40 @@
+"""What functions of many records have in common: which record is wrong, and which vocabulary."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jedbatch import checks
+from jedbatch.data.vocabulary import Vocabulary
+
+Made = TypeVar("Made")
+
+
+def each(who: str, records: Any, make: Callable[..., Made], expected: str) -> list[Made]:
+    """What is made of every record; raises a `TypeError` that names the one that is none.
+
+    Args:
+      who: the public function, for messages.
+      records: a list, or anything else to iterate over.
+      make: is given a record.
+      expected: says what a record should be.
+    """
+    found = []
+    for number, record in enumerate(checks.items(who, "records", records, "a list of records")):
+        try:
+            found.append(make(record))
+        except (TypeError, ValueError, IndexError) as error:
+            raise TypeError(
+                f"`{who}` got record {number}, {checks.brief(record)}, and says "
+                f"{checks.cut(error)!r}; expected {expected}."
+            ) from error
+    return found
+
+
+def vocabularies(who: str, **given: Any) -> None:
+    """Raises a `TypeError` unless all of these are vocabularies."""
+    for name, vocabulary in given.items():
+        if not isinstance(vocabulary, Vocabulary):
+            raise TypeError(
+                f"`{who}` got {name}={checks.brief(vocabulary)}; expected a "
+                "`jedbatch.data.Vocabulary`, which numbers the words that it meets."
+            )
