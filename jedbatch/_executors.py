@@ -35,6 +35,7 @@ from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
 from jedbatch._stored import row_bytes
+from jedbatch._transfers import handed_over
 
 with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
     pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
@@ -205,7 +206,7 @@ class Dispatch:
                 return function(*args)
 
             self._jitted[key] = jax.jit(counted, donate_argnums=donate)
-        return self._jitted[key](*args)
+        return self._jitted[key](*handed_over(args))
 
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""

@@ -30,6 +30,7 @@ from jedbatch._executors import EAGER
 from jedbatch._rows import BLOCK, some_rows
 from jedbatch._stored import from_stored
 from jedbatch._symbols import Shared, Symbol, Value
+from jedbatch._transfers import handed_over
 from jedbatch._types import ValueType
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
@@ -47,7 +48,7 @@ class Returned:
         block = min(BLOCK, len(self.rows))
         start = min(row // block * block, len(self.rows) - block)
         if start not in self._blocks:
-            self._blocks[start] = some_rows(self.rows, np.int32(start), block)
+            self._blocks[start] = some_rows(self.rows, handed_over(np.int32(start)), block)
         return self._blocks[start][row - start]
 
     def host(self) -> np.ndarray:

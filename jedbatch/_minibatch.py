@@ -30,6 +30,7 @@ from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
 from jedbatch._stored import Kind
 from jedbatch._trace import Record
+from jedbatch._transfers import handed_over
 
 STAGES = ("schedule", "layout", "lower")
 
@@ -138,10 +139,12 @@ def run_plan(
     packed: Any = ()
     if static.stages:
         with reverse_mode_only(name):
-            inputs, packed = session.prelude(static.stages, leaves, tracers, plan.ragged, inputs)
+            inputs, packed = session.prelude(
+                static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
+            )
     shared = shared_values(session, session.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
-    given = shared, rows, plan.table
+    given = shared, *handed_over((rows, plan.table))
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
         return session.executor(signature, given).infer(*given), packed
 
@@ -159,12 +162,12 @@ def run_plan(
         if static.reverse is not None:
             return static.reverse, table
         assert placed is not None
-        return session.reverse(placed, signature)
+        return handed_over(session.reverse(placed, signature))
 
     executor_of = functools.partial(session.executor, signature)
     run = differentiable_run(executor_of, permit, reverse_of)
     with reverse_mode_only(name):
-        return run(*given, plan.reverse_table), packed
+        return run(*given, handed_over(plan.reverse_table)), packed
 
 
 def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:

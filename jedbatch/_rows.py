@@ -15,6 +15,7 @@ from jedbatch._plan import ResultForm, Slice, input_name
 from jedbatch._program import Signature
 from jedbatch._stored import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._trace import Record
+from jedbatch._transfers import handed_over
 from jedbatch._types import ValueType
 
 BLOCK = 64  # results taken out of an array at a time
@@ -138,5 +139,5 @@ def _unstacked(rows: Any) -> list[Any]:
     found: list[Any] = []
     for start in range(0, len(rows), block):
         start = min(start, len(rows) - block)
-        found[start:] = some_rows(rows, np.int32(start), block)
+        found[start:] = some_rows(rows, handed_over(np.int32(start)), block)
     return found

@@ -38,6 +38,7 @@ ORDER = [
     "_recorder",
     "_evaluate",
     "_stored",
+    "_transfers",
     "_along",
     "_phases",
     "_tiles",
