@@ -31,6 +31,8 @@ from jedbatch._session import Session, shared_values
 from jedbatch._stored import Kind
 from jedbatch._trace import Record
 from jedbatch._transfers import handed_over
+from jedbatch._verify import is_wanted
+from jedbatch._verify_plan import verify
 
 STAGES = ("schedule", "layout", "lower")
 
@@ -117,7 +119,10 @@ def make_plan(
     static = session.static(signature, reverse, form, keeps, prelude.stages if prelude else ())
     ragged = (prelude.tables, prelude.targets) if prelude else ()
     host = Host(placed, lowered, seconds, prelude=prelude)
-    return Plan(static, table, reverse_table, inputs, ragged, host)
+    plan = Plan(static, table, reverse_table, inputs, ragged, host)
+    if is_wanted():
+        verify(plan)
+    return plan
 
 
 def run_plan(

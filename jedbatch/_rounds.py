@@ -218,6 +218,8 @@ class Stepwise:
         lowered = lower(placed, signature)
         assert lowered is not None
         reverse, reverse_table = session.reverse(placed, signature)
+        if workspace.trial is not None:
+            workspace.trial.finish(placed, signature, (reverse, reverse_table))
         closed_over = session.program(signature)[1]
         shared = shared_values(session, closed_over, leaves, tracers)
         outputs = tuple(
@@ -399,4 +401,7 @@ class Stepwise:
         assert self._workspace.signature is not None
         self._signature = self._workspace.signature
         self.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
-        return self._workspace.results(self._returned, self._form.batch is not None)
+        stacked = self._form.batch is not None
+        if self._workspace.trial is not None:
+            self._workspace.trial.finish(*self._workspace.whole(self._returned, stacked))
+        return self._workspace.results(self._returned, stacked)

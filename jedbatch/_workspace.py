@@ -38,6 +38,8 @@ from jedbatch._session import Session
 from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_stretches
 from jedbatch._trace import cut_inputs, find_operands
+from jedbatch._verify import is_wanted
+from jedbatch._verify_plan import RoundsTrial
 
 SPARSE = 4  # times the types in use that a program may have before the next call starts anew
 SMALL = 1 << 16  # bytes of inputs that are handed over again although none is new
@@ -164,6 +166,7 @@ class Workspace:
     Attributes:
       state: arenas and what is saved for the reverse, on the device.
       signature: the program that they belong to.
+      trial: runs the same on symbols, if plans are to be verified.
     """
 
     def __init__(
@@ -206,6 +209,7 @@ class Workspace:
         self._buffers: dict[Kind, np.ndarray] = {}
         self._filled: dict[Kind, int] = {}  # how many of `_inputs` are in the buffers
         self._rounds: list[tuple[np.ndarray, Layout]] = []
+        self.trial = RoundsTrial() if is_wanted() else None
 
     # --- what was recorded ---
 
@@ -463,6 +467,9 @@ class Workspace:
             rows = self._buffer(kind, room)
             skip = kind not in fresh and room * row_bytes(kind) > SMALL
             inputs.append(rows[:0] if skip else rows)
+        if self.trial is not None:
+            self.trial.run(signature, table, self._num_inputs)
+            self.trial.finish(*self.whole({}, stacked=True))
         outputs, self.state = executor.advance(
             self.saving, shared, tuple(inputs), table, self.state
         )

@@ -1,0 +1,185 @@
+"""Verifying the reverse of plans: tables are run on the names of cotangents (see `_verify`)."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jedbatch._cells import differentiable
+from jedbatch._cotangents import ReverseSignature
+from jedbatch._jaxpr import has_gradient
+from jedbatch._ladder import BLOCKS, COARSE
+from jedbatch._verify import Trial, check_apart, chunks_of, require
+
+Sender = tuple[Any, ...]  # ("lane", kernel, operand, lane) or ("output", position)
+
+
+class ReverseTrial:
+    """A reverse program that runs on names of cotangents.
+
+    Attributes:
+      forward: what ran forwards.
+      signature: of the reverse program.
+      rows: who sent what is in each row of cotangents, by arena.
+      sent: who has been received so far, and how often.
+    """
+
+    def __init__(self, forward: Trial, signature: ReverseSignature):
+        require(forward.signature == signature.forward, "the reverse is that of another program")
+        self.forward = forward
+        self.signature = signature
+        self.rows: list[dict[int, list[Sender]]] = []
+        self.received: dict[tuple[int, int], list[Sender]] = {}  # by (arena, row)
+        self._done: set[tuple[int, int]] = set()
+        self._check_signature()
+        for a in range(len(signature.forward.arenas)):
+            mine: dict[int, list[Sender]] = {signature.zero[a]: []}
+            mine.update((i, [("output", a, i)]) for i in range(signature.forward.outputs[a]))
+            self.rows.append(mine)
+
+    def _check_signature(self) -> None:
+        signature, forward = self.signature, self.signature.forward
+        taken = [[(0, n, "outputs")] for n in forward.outputs]
+        for kernel, lanes, bases in zip(
+            forward.kernels, forward.lanes, signature.bases, strict=True
+        ):
+            for t, base in zip(kernel.operands, bases, strict=True):
+                if differentiable(t):
+                    taken[forward.arena(t)].append((base, base + lanes, str(kernel.node_type)))
+        for a, spans in enumerate(taken):
+            spans.append((signature.sum_bases[a], signature.zero[a], "sums"))
+            spans.append((signature.zero[a], signature.zero[a] + 1, "no reader"))
+            what = f"rows of cotangents of {forward.arenas[a]}"
+            check_apart(spans, signature.zero[a] + 1, what)
+
+    def run(self, tables: Sequence[np.ndarray], outputs: Sequence[Sequence[int]]) -> None:
+        """Obeys a reverse table; `outputs` are positions, by arena, that somebody reads."""
+        signature, forward = self.signature, self.signature.forward
+        table = np.asarray(tables[1])
+        require(table.shape == (signature.form.size,), "a reverse table of another size")
+        widths = [k.ladder.widths[:n] for k, n in zip(forward.kernels, forward.widest, strict=True)]
+        widths += [tuple(w for w in COARSE.widths if w <= rows) for rows in signature.sums]
+        for number, width, lane in chunks_of(table, signature.form, widths, backwards=True):
+            if number < len(forward.kernels):
+                self._chunk(table, number, width, lane)
+            else:
+                self._sums(table, number - len(forward.kernels), width, lane)
+        ran = {(k, lane) for k, mine in enumerate(self.forward.lanes) for lane in mine}
+        require(ran == self._done, f"{len(ran ^ self._done)} lanes run in one direction only")
+        for a, kind in enumerate(forward.arenas):
+            view = signature.form.view(table, "input_readers", a)
+            if has_gradient(kind[1]):
+                for row in range(view.shape[1]):
+                    self.received[a, row] = self._gather(a, view[:, row])
+        self._check_readers(np.asarray(tables[0]), outputs)
+        self._check_blocks(table)
+
+    def _gather(self, a: int, listed: np.ndarray) -> list[Sender]:
+        """Who sent the rows in a column of a table."""
+        found: list[Sender] = []
+        for row in listed.tolist():
+            require(
+                row in self.rows[a],
+                f"row {row} of the cotangents of {self.signature.forward.arenas[a]} is read before "
+                "it is written",
+            )
+            found += self.rows[a][row]
+        return found
+
+    def _chunk(self, table: np.ndarray, k: int, width: int, lane: int) -> None:
+        signature, forward = self.signature, self.signature.forward
+        kernel = forward.kernels[k]
+        require(lane + width <= forward.lanes[k], f"lane {lane} of {kernel.node_type} in reverse")
+        for s, t in enumerate(kernel.results):
+            if differentiable(t):
+                view, a = signature.form.view(table, "readers", k, s), forward.arena(t)
+                for i in range(lane, lane + width):
+                    self.received[a, forward.bases[k][s] + i] = self._gather(a, view[:, i])
+        for i in range(lane, lane + width):
+            require((k, i) not in self._done, f"lane {i} of {kernel.node_type} runs back twice")
+            self._done.add((k, i))
+            for j, t in enumerate(kernel.operands):
+                if differentiable(t):
+                    row = signature.bases[k][j] + i
+                    self.rows[forward.arena(t)][row] = [("lane", k, j, i)]
+
+    def _sums(self, table: np.ndarray, a: int, width: int, lane: int) -> None:
+        view, base = self.signature.form.view(table, "sums", a), self.signature.sum_bases[a]
+        require(lane + width <= view.shape[1], f"sum {lane} of {view.shape[1]}")
+        made = {base + i: self._gather(a, view[:, i]) for i in range(lane, lane + width)}
+        again = made.keys() & self.rows[a].keys()
+        require(not again, f"sum {sorted(again)[:1]} is computed twice")
+        self.rows[a].update(made)
+
+    def _check_readers(self, table: np.ndarray, outputs: Sequence[Sequence[int]]) -> None:
+        """Every value gets the cotangents of all its readers once, and padding sends none."""
+        forward, signature = self.forward, self.signature.forward
+        readers: dict[tuple[int, int], set[Sender]] = collections.defaultdict(set)
+        for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
+            for i, lane in lanes.items():
+                for j, t in enumerate(kernel.operands):
+                    if differentiable(t):
+                        readers[signature.arena(t), lane.rows[j]].add(("lane", k, j, i))
+        must: set[Sender] = set()
+        for a, positions in enumerate(outputs):
+            if has_gradient(signature.arenas[a][1]):
+                for i in positions:
+                    readers[a, forward.output(table, a, i)].add(("output", a, i))
+                    must.add(("output", a, i))
+        seen: collections.Counter[Sender] = collections.Counter()
+        for place, senders in self.received.items():
+            a, row = place
+            strangers = set(senders) - readers[place]
+            found = (
+                f"row {row} of {signature.arenas[a]} gets the cotangent of {sorted(strangers)[:1]}"
+            )
+            require(not strangers, f"{found}, which does not read it")
+            seen.update(senders)
+        twice = [sender for sender, n in seen.items() if n > 1]
+        require(not twice, f"the cotangent of {twice[:1]} counts twice")
+        require(
+            must <= seen.keys(), f"no value gets the cotangent of {sorted(must - seen.keys())[:1]}"
+        )
+        self._check_padding(seen)
+
+    def _check_padding(self, seen: collections.Counter[Sender]) -> None:
+        """A lane sends all of its cotangents or, if it is padding, none."""
+        forward, signature = self.forward, self.signature.forward
+        for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
+            moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+            live = {i for i in lanes if any(("lane", k, j, i) in seen for j in moving)}
+            name = kernel.node_type
+            for i in live:
+                lost = [j for j in moving if ("lane", k, j, i) not in seen]
+                require(not lost, f"lane {i} of {name} sends no cotangent to operand {lost[:1]}")
+            own = {(lanes[i].chunk, lanes[i].symbol) for i in live}
+            for i in lanes.keys() - live if moving else ():
+                repeats = (lanes[i].chunk, lanes[i].symbol) in own
+                require(repeats, f"lane {i} of {name} sends nothing and repeats no other")
+                for s, t in enumerate(kernel.results):
+                    place = signature.arena(t), signature.bases[k][s] + i
+                    require(not self.received.get(place), f"padding, lane {i} of {name}, is read")
+            if forward.goal is not None and moving:
+                computed = {lane.symbol for lane in lanes.values()}
+                nodes = sum(n for s, n in forward.goal.nodes.items() if s in computed)
+                require(len(live) == nodes, f"{len(live)} lanes for {nodes} nodes of {name}")
+
+    def _check_blocks(self, table: np.ndarray) -> None:
+        """Weight gradients run over all lanes that ran."""
+        form, forward = self.signature.form, self.signature.forward
+        for k, lanes in enumerate(self.forward.lanes):
+            used = int(form.view(table, "used", k)[0])
+            need = max(lanes, default=-1) + 1
+            name = str(forward.kernels[k].node_type)
+            require(need <= used, f"weight gradients of {used} of the {need} lanes of {name}")
+            check_cover(form.view(table, "blocks", k), used, forward.lanes[k], f"lanes of {name}")
+
+
+def check_cover(trips: np.ndarray, used: int, room: int, what: str) -> None:
+    """Blocks cover all that is used, and stay inside of the room."""
+    covered = 0
+    for n, width in zip(trips.tolist(), BLOCKS.widths, strict=True):
+        require(not n or width <= room, f"blocks for {what} that are wider than there is room")
+        covered += n * width
+    require(used <= covered <= max(room, used), f"blocks of {covered} for {used} {what}")
