@@ -11,6 +11,9 @@
 - `ragged`: operations between the rows of an instance, whose number varies: attention.
 - `viz`: pictures of graphs, batches, time and memory.
 - `errors`: what can go wrong, each with a page of help.
+
+Modules to import by themselves: `jedbatch.models`, `jedbatch.data`, and `jedbatch.testing`, judges
+for batched functions.
 """
 
 import importlib.metadata

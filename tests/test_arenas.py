@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chains import HIDDEN, encode, make_params, sentences
-from helpers import assert_close, compilations, loop
+from helpers import assert_close, assert_no_recompile, loop
 
 import jedbatch
 
@@ -38,10 +38,9 @@ def test_a_stream_allocates_nothing(params, all_handed_on):
     jax.block_until_ready(batched.apply(params, plan))
     (first,) = pools(batched)
     where = {x.unsafe_buffer_pointer() for x in first}
-    with compilations() as compiled:
+    with assert_no_recompile():
         for _ in range(5):
             jax.block_until_ready(batched.apply(params, plan))
-    assert not compiled
     assert all(x.is_deleted() for x in first)
     (last,) = pools(batched)
     assert {x.unsafe_buffer_pointer() for x in last} == where
@@ -163,10 +162,9 @@ def test_bound_arguments_compile_once(params, all_handed_on):
     batched = jedbatch.batch(encode)
     plan = batched.plan(bound, sentences(17, 9), gradient=False)
     batched.apply(bound, plan)
-    with compilations() as compiled:
+    with assert_no_recompile():
         for _ in range(3):
             batched.apply(bound, plan)
-    assert not compiled
 
 
 def test_a_new_program_releases_the_arenas_of_the_old(params, all_handed_on):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import check, compilations, random_dag
+from helpers import assert_no_recompile, check, random_dag
 
 import jedbatch
 from jedbatch import Graph, learn, lower_bound, policies, schedule
@@ -299,11 +299,10 @@ def test_a_batched_function_learns_its_policy_once():
     fsm = batched.policy
     assert fsm.encoding == "phase"
     assert {name.split("(")[0] for name in fsm.types} >= {"plus", "times"}
-    with compilations() as compiled:
+    with assert_no_recompile():
         for seed in range(1, 4):
             plan = batched.plan(params, formulas(seed, 8))
             assert plan.schedule.policy == "FSM phase"
-    assert not compiled
     assert batched.policy is fsm
 
 

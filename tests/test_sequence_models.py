@@ -4,7 +4,7 @@ import jax
 import lstms
 import numpy as np
 import pytest
-from helpers import assert_close, check, compilations
+from helpers import assert_close, assert_no_recompile, check
 from training import train
 
 import jedbatch
@@ -74,10 +74,9 @@ def test_logits_of_sentences_of_all_lengths():
         1e-5,
     )
     batched(params, [(1,) * n for n in (9, 3, 30)])
-    with compilations() as compiled:
+    with assert_no_recompile():
         logits = batched(params, [(1,) * n for n in (7, 20, 12)])
     assert [len(x) for x in logits] == [7, 20, 12]
-    assert not compiled
 
 
 @pytest.mark.parametrize("spelled", [False, True])

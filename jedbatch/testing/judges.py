@@ -1,0 +1,373 @@
+"""The judges of `jedbatch.testing`."""
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import monitoring
+
+from jedbatch._batch import Batched, batch
+from jedbatch._plan import Plan
+from jedbatch._stored import is_key
+from jedbatch._verify_plan import verify
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+# --- values ---
+
+
+def loop(fn: Callable, params: Any, instances: Sequence[Any]) -> Any:
+    """`fn` of every instance, one by one, stacked."""
+    return stacked([fn(params, instance) for instance in instances])
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Results of instances along a new first axis."""
+    return jax.tree.map(lambda *rows: jnp.stack([jnp.asarray(r) for r in rows]), *results)
+
+
+def has_gradient(x: Any) -> bool:
+    """True of arrays of real and complex numbers."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def weighted_sum(result: Any, instance: int | None = None) -> Any:
+    """A sum of the real parts of a result under fixed random weights: all of it counts.
+
+    Args:
+      result: any pytree of arrays.
+      instance: what the sum is limited to, a position along the first axis of each.
+    """
+    total: Any = 0.0
+    for path, x in jax.tree.leaves_with_path(result):
+        x = jnp.asarray(x)
+        if has_gradient(x):
+            seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+            weight = np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
+            wide = jnp.promote_types(x.dtype, "float32")
+            terms = (x * weight).astype(wide)
+            total = total + (terms if instance is None else terms[instance]).sum()
+    return total
+
+
+def assert_close(
+    got: Any, expected: Any, rtol: float, *, what: str = "", by_instance: bool = False
+) -> None:
+    """Raises `AssertionError` unless pytrees agree in structure, shapes, dtypes and values.
+
+    The tolerance is relative to the largest element of a leaf, since sums are taken in another
+    order. Integers and truth values must be equal.
+
+    Args:
+      got: a pytree of arrays or numbers.
+      expected: another.
+      rtol: the tolerance.
+      what: what is compared, for the message.
+      by_instance: whether the first axis of the leaves counts instances, for the message.
+    """
+    what = f"{what}: " if what else ""
+    mine: Any = jax.tree.structure(got)
+    its: Any = jax.tree.structure(expected)
+    if mine != its:
+        raise AssertionError(f"{what}the result is a {mine}; expected {its}.")
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        where = f"leaf {jax.tree_util.keystr(path) or 'of the result'}"
+        a, b = _as_data(a), _as_data(b)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise AssertionError(
+                f"{what}{where} is {a.dtype}{list(a.shape)}; expected {b.dtype}{list(b.shape)}."
+            )
+        if a.dtype != jax.dtypes.float0:
+            _assert_leaf(a, b, rtol, f"{what}{where}", by_instance)
+
+
+def _as_data(x: Any) -> np.ndarray:
+    x = x if getattr(x, "dtype", None) == jax.dtypes.float0 else jnp.asarray(x)
+    return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else x)
+
+
+def _assert_leaf(a: np.ndarray, b: np.ndarray, rtol: float, where: str, by_instance: bool) -> None:
+    allowed = 0.0
+    if has_gradient(a):
+        wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+        a, b = a.astype(wide), b.astype(wide)
+        allowed = float(rtol * np.abs(b[np.isfinite(b)]).max(initial=1e-3))
+        same = np.isclose(a, b, rtol=rtol, atol=allowed, equal_nan=True)
+    else:
+        same = a == b
+    if same.all():
+        return
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = complex if a.dtype.kind == "c" else float
+        distance = np.abs(np.asarray(a, exact) - np.asarray(b, exact))
+    distance = np.where(same, -1.0, np.where(np.isnan(distance), np.inf, distance))
+    worst = np.unravel_index(int(distance.argmax()), distance.shape)
+    place = list(map(int, worst))
+    if by_instance and place:
+        where = f"{where} of instance {place.pop(0)}"
+    element = f" at {place}" if place else ""
+    largest = float(distance[worst])
+    raise AssertionError(
+        f"{where}: largest difference {largest:.3g}{element}, {a[worst]} instead of {b[worst]}, "
+        f"where {allowed:.3g} is allowed; {int((~same).sum())} of {a.size} elements differ."
+    )
+
+
+def check_against_loop(
+    fn: Callable,
+    params: Any,
+    instances: Sequence[Any],
+    gradients: bool = True,
+    *,
+    rtol: float = 1e-5,
+    thorough: bool = False,
+    plans: bool = True,
+    alone: Callable | None = None,
+    **options: Any,
+) -> Batched:
+    """Values and gradients of a batched function are those of the loop over single instances.
+
+    Args:
+      fn: a function of parameters and one instance, as for `jedbatch.batch`.
+      params: a pytree of arrays.
+      instances: a sequence of instances.
+      gradients: whether gradients with respect to the parameters are compared too, those of a
+        weighted sum of all results.
+      rtol: the tolerance, relative to the largest element of each array: sums are taken in
+        another order.
+      thorough: whether to compare `plan` and `apply` too, both under `jax.jit`, and the other
+        executor.
+      plans: whether the function can be planned; False for one that decides on computed values.
+      alone: what the loop calls, such as `jax.jit(fn)` where operations one by one take long.
+      **options: of `jedbatch.batch`.
+
+    Returns:
+      The batched function.
+
+    Raises:
+      AssertionError: something differs. The message says how the function was run, and the
+        instance, the leaf and the largest difference.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jedbatch import testing
+      >>> def encode(params, tree):
+      ...     if isinstance(tree, tuple):
+      ...         return jnp.tanh(params * encode(params, tree[0]) + encode(params, tree[1]))
+      ...     return params * tree
+      >>> encode_all = testing.check_against_loop(encode, jnp.ones(3), [((1, 2), 3), 4])
+    """
+    alone = fn if alone is None else alone
+    in_list = options.get("out_axes", 0) is None
+    together: Callable = list if in_list else stacked
+
+    def judge(params: Any) -> Any:
+        result = together([alone(params, instance) for instance in instances])
+        return weighted_sum(result), result
+
+    slope = None
+    if gradients:
+        slope, expected = jax.grad(judge, has_aux=True, allow_int=True)(params)
+    else:
+        expected = together([alone(params, instance) for instance in instances])
+
+    def agree(run: Callable, how: str) -> None:
+        got = run(params)
+        if in_list:
+            for i, (mine, its) in enumerate(zip(got, expected, strict=True)):
+                assert_close(mine, its, rtol, what=f"{how}, instance {i}")
+        else:
+            assert_close(got, expected, rtol, what=how, by_instance=True)
+        if gradients:
+            gradient = jax.grad(lambda p: weighted_sum(run(p)), allow_int=True)(params)
+            try:
+                assert_close(gradient, slope, rtol, what=f"gradient of {how}")
+            except AssertionError as error:
+                error.add_note(_blame(run, alone, params, instances, rtol, together))
+                raise
+
+    batched = batch(fn, **options)
+    agree(lambda p: batched(p, instances), "a call")
+    if not plans:
+        return batched
+    plan = batched.plan(params, instances)
+    check_plan(plan)
+    if thorough:
+        agree(lambda p: batched.apply(p, plan), "`plan` and `apply`")
+        agree(lambda p: jax.jit(batched.apply)(p, plan), "`apply` under `jax.jit`")
+        one_by_one = batch(fn, **options | {"executor": "dispatch"})
+        agree(lambda p: one_by_one(p, instances), "a call with executor='dispatch'")
+    return batched
+
+
+def _blame(run, alone, params, instances, rtol, together) -> str:
+    """The instances whose share of the gradient differs, for a message."""
+    if together is list:
+        return "The gradient of all instances together."
+    found = []
+    for i in range(len(instances)):
+
+        def share(p: Any, i: int = i) -> Any:
+            return weighted_sum(run(p), i)
+
+        def share_of_loop(p: Any, i: int = i) -> Any:
+            return weighted_sum(stacked([alone(p, instance) for instance in instances]), i)
+
+        try:
+            mine, its = (jax.grad(f, allow_int=True)(params) for f in (share, share_of_loop))
+            assert_close(mine, its, rtol)
+        except AssertionError as error:
+            found.append(f"instance {i}: {error}")
+    if not found:
+        return "The share of every single instance agrees; their sum does not."
+    return "What single instances contribute to the gradient differs:\n  " + "\n  ".join(found)
+
+
+# --- compilations ---
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yields a list that grows by one name for everything XLA compiles inside, in any thread."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
+        if event == COMPILED:
+            compiled.append(str(facts.get("fun_name", "a program")))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def assert_no_recompile() -> Iterator[None]:
+    """Inside of this block nothing may be compiled: not by jedbatch, nor by JAX for anything else.
+
+    Raises:
+      AssertionError: at the end, with the names of what XLA compiled, in any thread.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> from jedbatch import testing
+      >>> double = jedbatch.batch(lambda x: 2 * x, 0)
+      >>> first = double([jnp.ones(3)] * 2)
+      >>> with testing.assert_no_recompile():
+      ...     second = double([jnp.ones(3)] * 2)
+    """
+    with compilations() as compiled:
+        yield
+    if compiled:
+        shown = ", ".join(sorted(set(compiled)))
+        raise AssertionError(
+            f"XLA compiled {len(compiled)} programs where none was expected: {shown}. "
+            "`jax.config.update('jax_log_compiles', True)` says where and for which shapes."
+        )
+
+
+# --- plans ---
+
+
+NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.e+-]*|inf|nan)(?=:\w+\[\])")  # a literal in a jaxpr
+
+
+def assert_merged(plan: Plan) -> None:
+    """Whatever could share a batch does: nothing keeps instances of one function apart.
+
+    Arrays of different lengths are not grouped by their shapes; no two types of nodes differ in
+    nothing but numbers that JAX took for constants of a program, each of which is compiled by
+    itself; and the policy knew all states it met, so that none was left to its fallback.
+
+    Args:
+      plan: made by `Batched.plan`.
+
+    Raises:
+      AssertionError: something keeps nodes apart; the message says what to write instead.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> from jedbatch import testing
+      >>> double = jedbatch.batch(lambda x: 2 * x, 0)
+      >>> testing.assert_merged(double.plan([jnp.ones(3)] * 2))
+    """
+    host = _checked(plan, "assert_merged").host
+    if host is None:
+        raise ValueError(
+            "`assert_merged` got a plan that was flattened, which has lost its graph; call it "
+            "with what `Batched.plan` returned."
+        )
+    if host.apart is not None:
+        raise AssertionError(
+            f"arrays of different lengths are grouped by equal shapes, since {host.apart}."
+        )
+    graph, schedule = host.placed.graph, host.placed.schedule
+    alike: dict[Any, list[str]] = {}
+    for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
+        kind: Any = graph.types[t]
+        text = str(kind.operation.jaxpr)
+        key = kind.label, kind.operands, kind.shared, kind.results, NUMBER.sub("#", text)
+        alike.setdefault(key, []).append(", ".join(NUMBER.findall(text)))
+    for (label, *_), numbers in alike.items():
+        if len(numbers) > 1:
+            shown = "; ".join(numbers[:4]) + ("; ..." if len(numbers) > 4 else "")
+            raise AssertionError(
+                f"{len(numbers)} types of `{label}` differ only in numbers, which are constants of "
+                f"each: {shown}. Pass such numbers as arrays, `np.asarray(x, np.float32)`, or as "
+                "positional arguments of a cell."
+            )
+    if schedule.unseen:
+        raise AssertionError(
+            f"the policy left {schedule.unseen} of {len(schedule)} decisions to its fallback, "
+            "since it has not met such a minibatch; learn one with `Batched.learn`."
+        )
+
+
+def _checked(plan: Any, name: str) -> Plan:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"`{name}` got {plan!r}; expected a plan, as `Batched.plan` makes it.")
+    return plan
+
+
+def check_plan(plan: Plan) -> None:
+    """The tables of a plan compute its graph, and its gradients, whatever made them.
+
+    The tables are run on symbols in place of values. Every operand must have been written before it
+    is read, and still be there where rows are used again; every lane computes a node or, for
+    padding, repeats another; what is returned is what the graph returns; in reverse every value
+    gets the cotangents of its readers, each once; and every row of an array of any length belongs
+    to one instance. Of a plan that was flattened, whose graph is gone, only that is checked for
+    which the tables are enough.
+
+    With `JEDBATCH_CHECK=1` in the environment this is done for every plan that is made, those that
+    calls and rounds make for themselves too. It takes Python for every lane: for tests.
+
+    Args:
+      plan: made by `Batched.plan`.
+
+    Raises:
+      AssertionError: the plan is wrong, which is an error of jedbatch: please report it.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> from jedbatch import testing
+      >>> double = jedbatch.batch(lambda x: 2 * x, 0)
+      >>> testing.check_plan(double.plan([jnp.ones(3)] * 2))
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"`check_plan` got {plan!r}; expected a plan, as `Batched.plan` makes it.")
+    if plan.graph is not None:
+        assert plan.schedule is not None
+        assert plan.layout is not None
+        plan.graph.check()
+        plan.schedule.check(plan.graph)
+        plan.layout.check(plan.graph)
+    verify(plan)
