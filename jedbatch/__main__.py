@@ -1,6 +1,7 @@
 """Command line: `python -m jedbatch demo` trains a TreeLSTM on trees of every shape.
 
 `show`, `learn` and `bench` take the name of a model, and a file of instances if there is one.
+`fuzz` compares random programs with the loop over single instances.
 """
 
 import argparse
@@ -40,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jedbatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(run: Callable[..., None], help: str, sizes: dict[str, tuple[int, str]]) -> Any:
+    def command(run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]) -> Any:
         """A command with the options that all have, and sizes: (default, what it is) by name."""
         made = commands.add_parser(run.__name__, help=help)
         made.set_defaults(run=run, sizes=tuple(sizes))
-        if run is not demo:
+        if run is demo:
+            made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
+        elif run is not fuzz:
             made.add_argument(
                 "model",
                 help=f"one of {', '.join(WORKLOADS)}; or your own `jedbatch.models.Workload`, "
@@ -57,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 metavar="FILE",
                 help="instances, one a line (may be .gz); tags of lattices in a file of their own",
             )
-        else:
-            made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
         made.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
         made.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
         for name, (default, what) in sizes.items():
@@ -89,6 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     benching.add_argument(
         "--policy", metavar="FILE", help="a saved policy; the model's own by default"
     )
+    command(
+        fuzz,
+        "compare random programs with the loop over instances; needs `pip install hypothesis`",
+        {
+            "programs": (100, "how many"),
+            "shrink": (60, "seconds in which each new failure is made small"),
+        },
+    )
     args = parser.parse_args(argv)
     for name in args.sizes:
         if not 1 <= getattr(args, name) <= MOST:
@@ -101,11 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device:
         jax.config.update("jax_platforms", args.device)
     try:
-        args.run(args)
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        return args.run(args) or 0
+    except (OSError, ValueError, RuntimeError, MemoryError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 # --- models by name ---
@@ -261,6 +269,15 @@ def speeds(
         rate(lambda: whole(first), size),
         rate(lambda: run(params, plan), size),
     ]
+
+
+def fuzz(args: argparse.Namespace) -> int:
+    """Prints what random programs came to; the status is 1 if some failed."""
+    from jedbatch.testing.fuzz import run
+
+    report = run(args.programs, args.seed, shrink=args.shrink)
+    print(report)
+    return int(bool(report.failures))
 
 
 # --- the demo ---

@@ -44,12 +44,6 @@ def test_agrees_with_loop(make):
     check(*make(7, seed=1), rtol=3e-5, plans=False)
 
 
-@pytest.mark.parametrize("seed", range(2, 5))
-def test_random_programs(seed):
-    """3 times 8 programs; a new one compiles for seconds."""
-    check(*values.random_programs(8, seed), rtol=1e-4, plans=False)
-
-
 @pytest.mark.parametrize("num", [1, 2, 40])
 def test_numbers_of_instances(num):
     check(*values.mixed_with_none(num, seed=3), rtol=3e-5, plans=False)
@@ -75,7 +69,7 @@ def test_decisions_while_an_arena_has_no_rows(sign):
 
 
 def test_permuting_instances_permutes_results():
-    fn, params, instances = values.random_programs(7, seed=1)
+    fn, params, instances = values.pruned_tree(7, seed=1)
     batched = jedbatch.batch(fn)
     order = np.random.default_rng(0).permutation(7)
     straight = batched(params, instances)

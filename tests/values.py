@@ -241,103 +241,13 @@ def no_u_turn(num, seed):
     return fn, params, [instance() for _ in range(num)]
 
 
-# --- random programs ---
-
-UNARY = {"sin": jnp.sin, "tanh": jnp.tanh, "halve": lambda v: 0.5 * v}
-BINARY = {
-    "plus": lambda u, v: jnp.tanh(u + v),
-    "times": lambda u, v: u * v,
-    "minus": lambda u, v: 0.5 * (u - v),
-}
-BY_CELL = {name: cell(f, name=name) for name, f in (UNARY | BINARY).items()}
-BY_OPERATION = UNARY | BINARY
-
-
-def run(params, program, registers):
-    """Interprets a program: statements that overwrite registers. Returns the number of reads."""
-    reads = 0
-    for kind, target, *rest in program:
-        if kind == "call":
-            way, name, *sources = rest
-            table = BY_CELL if way == "cell" else BY_OPERATION
-            registers[target] = table[name](*(registers[s] for s in sources))
-        elif kind == "layer":
-            weight, source = rest
-            registers[target] = affine(params["W"][weight], registers[source])
-        elif kind == "if":
-            bound, then, otherwise = rest
-            chosen = then if registers[target][0] > bound else otherwise
-            reads += 1 + run(params, chosen, registers)
-        elif kind == "while":
-            bound, most, body = rest
-            trips = 0
-            while trips < most and registers[target][0] < bound:
-                reads += 1 + run(params, body, registers)
-                trips += 1
-        elif kind == "pick":
-            choices, source = rest
-            reads += 1
-            found = int(jnp.argmax(still(registers[source])))
-            registers[target] = registers[choices[found]]
-        elif kind == "number":
-            (source,) = rest
-            reads += 1
-            registers[target] = registers[target] * float(still(jnp.sin(registers[source]).sum()))
-    return reads
-
-
-def random_program(rng, length, depth=0):
-    """Statements; branches and loops nest two deep."""
-
-    def register():
-        return int(rng.integers(4))
-
-    def statement():
-        way = str(rng.choice(["cell", "operation"]))
-        match int(rng.integers(5 if depth == 2 else 8)):
-            case 0:
-                return "call", register(), way, str(rng.choice(list(UNARY))), register()
-            case 1:
-                name = str(rng.choice(list(BINARY)))
-                return "call", register(), way, name, register(), register()
-            case 2:
-                return "layer", register(), int(rng.integers(3)), register()
-            case 3:
-                return "pick", register(), tuple(register() for _ in range(H)), register()
-            case 4:
-                return "number", register(), register()
-            case 5 | 6:
-                branches = [random_program(rng, int(rng.integers(3)), depth + 1) for _ in range(2)]
-                return "if", register(), float(rng.normal() * 0.3), *branches
-            case _:
-                body = random_program(rng, int(rng.integers(1, 4)), depth + 1)
-                bound = float(rng.normal() * 0.5)
-                return "while", register(), bound, int(rng.integers(1, 5)), body
-
-    return tuple(statement() for _ in range(length))
-
-
-def random_programs(num, seed):
-    """As many programs as instances: straight lines, branches and loops over four vectors."""
-
-    def fn(params, instance):
-        program, x = instance
-        registers = [x, params["b"], jnp.tanh(x * params["b"]), params["W"][0] @ x]
-        reads = run(params, program, registers)
-        return sum(registers[1:], start=registers[0]), reads
-
-    rng = np.random.default_rng(seed)
-    programs = [random_program(rng, int(rng.integers(2, 9))) for _ in range(num)]
-    instances = [(program, rng.normal(size=H).astype(np.float32)) for program in programs]
-    return fn, weights(seed, W=(3, H, H), b=(H,)), instances
-
-
 # --- what may be read, and how ---
 
 
 def mixture_of_experts(num, seed):
     """Python lists of weights and of functions, indexed by what was computed."""
-    functions = [cell(f, name=f"expert_{i}") for i, f in enumerate(UNARY.values())]
+    experts = (jnp.sin, jnp.tanh, lambda v: 0.5 * v)
+    functions = [cell(f, name=f"expert_{i}") for i, f in enumerate(experts)]
 
     def fn(params, instance):
         h, layers = instance
@@ -510,7 +420,6 @@ VALUES = [
     greedy_decoding,
     newton,
     no_u_turn,
-    random_programs,
     mixture_of_experts,
     values_of_params,
     values_of_inputs,

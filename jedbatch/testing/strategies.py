@@ -1,0 +1,157 @@
+"""Hypothesis strategies for programs, instances and ways to run them.
+
+    from hypothesis import given
+    from jedbatch.testing import strategies
+
+    @given(strategies.cases())
+    def test_against_the_loop(case):
+        case.check()
+
+What fails shrinks to a few lines, which `print(case)` shows as Python. `hypothesis` is the module.
+"""
+
+from jedbatch.testing.cases import (
+    EXECUTORS,
+    GRANULARITIES,
+    LAYOUTS,
+    POLICIES,
+    RUNS,
+    Case,
+    Way,
+)
+from jedbatch.testing.programs import (
+    HELPERS,
+    MARKS,
+    OPERATIONS,
+    REGISTERS,
+    WORDS,
+    Instance,
+    Program,
+)
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise ImportError(
+        "`jedbatch.testing.strategies` needs Hypothesis; install it with `pip install hypothesis`, "
+        "or all that tests need with `pip install 'jedbatch[test]'`."
+    ) from error
+
+__all__ = [
+    "bodies",
+    "calls",
+    "cases",
+    "hypothesis",
+    "instances",
+    "programs",
+    "statements",
+    "ways",
+]
+
+DEPTH = 2  # blocks inside of blocks
+WEIGHTS = {"v": 8, "x": 2}  # how often statements write registers of a kind, otherwise once
+
+_INSIDE_V = [name for name, op in OPERATIONS.items() if (op.result, op.operands) == ("v", "vv")]
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple:
+    """A statement that computes one register from others."""
+    kind = draw(st.sampled_from([k for k in REGISTERS for _ in range(WEIGHTS.get(k, 1))]))
+    name = draw(st.sampled_from([name for name, op in OPERATIONS.items() if op.result == kind]))
+    registers = (kind, *OPERATIONS[name].operands)
+    return "do", name, *(draw(st.integers(0, REGISTERS[k] - 1)) for k in registers)
+
+
+@st.composite
+def statements(draw: st.DrawFn, depth: int = 0, decides: bool = False) -> tuple:
+    """A statement; with `decides` maybe one that decides on computed values."""
+    kinds = ["do"] * 6 + ["tree", "dag"]
+    if depth < DEPTH:
+        kinds += ["loop", "words", "even"]
+    if decides:
+        kinds += ["pick", "float", *(["if", "while"] * (depth < DEPTH))]
+    kind = draw(st.sampled_from(kinds))
+    register = st.integers(0, REGISTERS["v"] - 1)
+    inside = bodies(depth=depth + 1, decides=decides, largest=2)
+    bound = st.sampled_from([0.0, -0.3, 0.25])
+    match kind:
+        case "do":
+            return draw(calls())
+        case "tree" | "dag":
+            return kind, draw(st.sampled_from(_INSIDE_V)), draw(register)
+        case "pick" | "float":
+            return kind, draw(register), draw(register)
+        case "if":
+            other = st.one_of(st.just(()), inside)
+            return kind, draw(register), draw(bound), draw(inside), draw(other)
+        case "while":
+            return kind, draw(register), draw(bound), draw(inside)
+    return kind, draw(inside)
+
+
+def bodies(depth: int = 0, decides: bool = False, largest: int = 7) -> st.SearchStrategy:
+    """A few statements."""
+    return st.lists(statements(depth, decides), min_size=1, max_size=largest).map(tuple)
+
+
+@st.composite
+def programs(draw: st.DrawFn, decides: bool | None = None, ragged: bool = True) -> Program:
+    """A program.
+
+    Args:
+      draw: of Hypothesis.
+      decides: whether it may decide on computed values; None to draw that.
+      ragged: whether it may return arrays of any length.
+    """
+    if decides is None:
+        decides = draw(st.sampled_from([False, False, True]))
+    body = draw(bodies(decides=decides))
+    kinds = "vvvvvsitb" + "x" * ragged
+    one = st.sampled_from([f"{k}{i}" for k in kinds for i in range(REGISTERS[k])])
+    returned = tuple(draw(st.lists(one, min_size=1, max_size=3, unique=True)))
+    form = draw(st.sampled_from(["one", "tuple", "dict"]))
+    marks = []
+    for name in sorted(HELPERS.keys() & Program(body).uses):
+        marks.append((name, draw(st.sampled_from(["@jedbatch.cell", *MARKS]))))
+    inner, together = draw(st.booleans()), draw(st.booleans())
+    return Program(body, returned, form, tuple(marks), inner and not decides, together)
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    """An instance."""
+    word = st.integers(0, WORDS - 1)
+    tree = st.recursive(word, lambda inner: st.tuples(inner, inner), max_leaves=5)
+    lengths = st.integers(1, 5)
+    dag = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4))
+    return Instance(
+        draw(st.integers(0, 3)),
+        tuple(draw(st.lists(word, max_size=3))),
+        draw(tree),
+        tuple((p % (i + 2), q % (i + 2)) for i, (p, q) in enumerate(dag)),
+        (draw(lengths), draw(lengths)),
+        draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def ways(draw: st.DrawFn, decides: bool = False) -> Way:
+    """How a program is run; `decides` says whether it decides on computed values."""
+    return Way(
+        draw(st.sampled_from([name for name, x in RUNS.items() if not decides or x.eager])),
+        draw(st.sampled_from(GRANULARITIES)),
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from([None, True, False])),
+        draw(st.sampled_from(EXECUTORS)),
+        draw(st.sampled_from(sorted(POLICIES))),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
+    """A program, its instances, and a way to run it."""
+    program = draw(programs(decides))
+    some = draw(st.lists(instances(), min_size=1, max_size=5))
+    return Case(program, tuple(some), draw(ways(program.decides)), draw(st.integers(0, 9)))
