@@ -15,8 +15,8 @@ it is kept: two neighbouring numbers in the state of the thread, the frames that
 fall by one with every call, and the limit. If they are not found, the `RecursionError` stands.
 
 What the thread of the caller is set to is taken along: its context variables, what JAX is
-configured to be by `with` blocks, its mesh, and the trace that operations go to. Not taken along
-are locks, the names of mapped axes, and whatever else keeps state per thread.
+configured to be by `with` blocks, its mesh, and who gets operations and calls of cells. Locks, the
+names of mapped axes and whatever else is kept per thread are not.
 
 Frames of Python functions need no C stack. What recurses through much else, such as `jax.jit`, does
 not run again: JAX takes time in proportion to the depth for every frame that an error passes.
@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import set_current_trace, take_current_trace
 
+from jedbatch._cell import recording
 from jedbatch._restored import Restored
 
 T = TypeVar("T")
@@ -86,13 +87,22 @@ def deeply(work: Callable[[], T]) -> T:
         if not _worth_it(error):
             raise
         first = error
-    problem, result = _Thread(work).run() or (first, None)
+    outcome = _Thread(work).run()
+    if not outcome:
+        first.add_note(
+            "Here there can be no thread with a larger stack, on which recursion may be deeper: "
+            "memory is limited, or threads are greenlets. `sys.setrecursionlimit` allows more."
+        )
+    elif isinstance(outcome[0], RecursionError):
+        first.add_note(f"Nor did it end on a thread for up to {STACKS[0] // FRAME} frames.")
+        outcome = ()
+    problem, result = outcome or (first, None)
     try:
         if problem is not None:
-            raise first if isinstance(problem, RecursionError) else problem
+            raise problem
         return result
     finally:
-        del problem, first  # they hold on to the frames that they went through
+        del outcome, problem, first  # they hold on to the frames that they went through
 
 
 def _worth_it(error: RecursionError) -> bool:
@@ -119,6 +129,7 @@ class _Thread:
         with take_current_trace() as trace:
             pass
         self._trace = trace
+        self._recorder = recording.recorder
         self._mesh = jax.sharding.get_abstract_mesh()
         self._caller = _state()
         self._outcome: tuple[Any, ...] = ()
@@ -180,6 +191,7 @@ class _Thread:
                     stack.enter_context(getattr(jax, name)(value))
             if not self._mesh.empty:
                 stack.enter_context(jax.sharding.use_abstract_mesh(self._mesh))
+            recording.recorder = self._recorder
             with set_current_trace(self._trace):
                 return self._context.run(self._work)
 

@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.core import set_current_trace
 
 from jedbatch._adaptive import Adaptive
 from jedbatch._calls import Watched
@@ -69,7 +69,7 @@ from jedbatch._schedule import Policy
 from jedbatch._session import Memory, Session
 from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
-from jedbatch._trace import Record, begin_recording, ending, finish
+from jedbatch._trace import Record, begin_recording, ending, finish, trace_of_caller
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
@@ -490,8 +490,7 @@ class Lazy:
     @contextlib.contextmanager
     def _scope(self, place: Hashable) -> Iterator[Scope]:
         """A scope that is opened at a place in the source."""
-        with take_current_trace() as caller:
-            pass
+        caller = trace_of_caller()
         outer = recording.recorder
         if outer is not None and caller is outer:
             yield outer.scope if isinstance(outer, LazyRecorder) else Scope()

@@ -46,7 +46,7 @@ from jedbatch._rows import results_from, rows_of_inputs
 from jedbatch._session import Session, shared_values
 from jedbatch._stored import is_key
 from jedbatch._symbols import Shared, Symbol
-from jedbatch._trace import begin_recording, cut_inputs, ending
+from jedbatch._trace import begin_recording, cut_inputs, ending, trace_of_caller
 from jedbatch._types import NodeType
 from jedbatch._workspace import Workspace
 from jedbatch.errors import SymbolicValueError
@@ -257,9 +257,7 @@ class Stepwise:
         self.rounds.clear()
         self._configuration = configuration()
         session = self._session
-        with take_current_trace() as around:
-            pass
-        with set_current_trace(around), jax.ensure_compile_time_eval():
+        with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
             with take_current_trace() as caller:
                 pass
             recorder = Recorder(session.registry, caller)
@@ -310,6 +308,7 @@ class Stepwise:
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self._workspace.recorder
+        recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
         with set_current_trace(recorder):
             recorder.turn_to(self._instances[instance])
             mapped = recorder.symbolic(self._instances[instance], self._arrays[instance])
@@ -359,6 +358,7 @@ class Stepwise:
             pass  # the recorder, or a transformation inside of the function
 
         def run(part: Callable[[], Any]) -> Any:
+            recording.recorder = recorder
             with set_current_trace(trace):
                 recorder.turn_to(instance)
                 return part()

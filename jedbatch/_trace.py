@@ -91,8 +91,7 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
     outputs: list[int] = []
     forms, caching = [], []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
-    with take_current_trace() as caller:
-        pass
+    caller = trace_of_caller()
     recorder = Recorder(registry, caller, grouping)
     recorder.read = read
     end = ending(recorder)
@@ -115,6 +114,24 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
             ends.append(tuple(map(len, counts)))
         del mapped, shared, result, leaves, results, instance
     return recorder, outputs, forms, caching, ends
+
+
+def trace_of_caller() -> Any:
+    """JAX's trace around what is recorded next.
+
+    Raises:
+      RuntimeError: another greenlet records in this thread.
+    """
+    with take_current_trace() as caller:
+        pass
+    if isinstance(caller, Recorder) and recording.recorder is not caller:
+        raise RuntimeError(
+            "a batched function or a lazy scope of another greenlet is being recorded in this "
+            "thread, and JAX keeps its traces per thread; expected one greenlet to record at a "
+            "time. Do not wait for others (`gevent.sleep`, I/O) inside of batched functions and "
+            "lazy scopes, or let them take turns by a lock."
+        )
+    return caller
 
 
 def begin_recording(recorder: Recorder) -> None:

@@ -1,13 +1,18 @@
 """One batched function, called by several threads."""
 
+import sys
 import threading
+import weakref
 
+import greenlet
 import jax.numpy as jnp
 import numpy as np
 import programs
+import pytest
+from helpers import assert_close, loop
 
 import jedbatch
-from jedbatch import _batch
+from jedbatch import _batch, _cell
 
 
 def test_threads_share_a_batched_function():
@@ -51,3 +56,62 @@ def test_the_first_plans_of_two_threads(monkeypatch):
         thread.join()
     for plan in plans:
         np.testing.assert_array_equal(batched.apply(params, plan), np.ones((1, 2)))
+
+
+# --- greenlets ---
+
+
+class PerGreenlet:
+    """What gevent makes of `threading.local` when it patches the standard library."""
+
+    def __init__(self):
+        self.recorders = weakref.WeakKeyDictionary()
+
+    @property
+    def recorder(self):
+        return self.recorders.get(greenlet.getcurrent())
+
+    @recorder.setter
+    def recorder(self, recorder):
+        self.recorders[greenlet.getcurrent()] = recorder
+
+
+@pytest.fixture
+def per_greenlet(monkeypatch):
+    before, after = _cell.recording, PerGreenlet()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jedbatch.") and getattr(module, "recording", None) is before:
+            monkeypatch.setattr(module, "recording", after)
+
+
+@pytest.mark.usefixtures("per_greenlet")
+def test_decisions_where_threads_are_greenlets():
+    step = jedbatch.cell(lambda p, x: jnp.tanh(p * x))
+
+    def fn(p, x):
+        while x.sum() > 0.5:
+            x = step(p, x)
+        return step(p, x)
+
+    params, instances = jnp.float32(0.8), [np.float32([1, 2]), np.float32([0, 0])]
+    expected = loop(fn, params, instances)
+    assert_close(jedbatch.batch(fn)(params, instances), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("per_greenlet")
+def test_greenlets_that_record_at_the_same_time():
+    """The one that comes second is refused; the first goes on as if nothing had been."""
+    double = jedbatch.cell(lambda p, x: p * x)
+    params = jnp.ones(2)
+
+    def second():
+        with pytest.raises(RuntimeError, match="another greenlet"), jedbatch.lazy():
+            pass
+        with pytest.raises(RuntimeError, match="another greenlet"):
+            jedbatch.batch(double).plan(params, [params])
+
+    with jedbatch.lazy():
+        h = double(params, 2.0)
+        greenlet.greenlet(second).switch()
+        h = double(params, h)
+    assert_close(jnp.asarray(h), jnp.full(2, 2.0), 1e-6)
