@@ -171,6 +171,7 @@ class RoundsTrial:
         placed: Placed,
         signature: Signature,
         reverse: tuple[ReverseSignature, np.ndarray] | None = None,
+        wanted: Sequence[np.ndarray] | None = None,
     ) -> None:
         """What ran is a plan of the whole, lane for lane, and its reverse, if any, too."""
         assert self.trial is not None
@@ -184,5 +185,8 @@ class RoundsTrial:
             mine = {i: lane.symbol for i, lane in whole.lanes[k].items()}
             its = {i: lane.symbol for i, lane in self.trial.lanes[before].items()}
             require(mine == its, f"rounds compute other lanes of {kernel.node_type}")
+        for kind, some in zip(placed.arenas, wanted or (), strict=False):
+            a = signature.arenas.index(kind)
+            outputs[a] = [i for i in outputs[a] if some[i]]
         if reverse is not None:
             ReverseTrial(whole, reverse[0]).run((lowered.table, reverse[1]), outputs)

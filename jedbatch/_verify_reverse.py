@@ -6,11 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._cells import differentiable
+from jedbatch._cells import Kernel
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import BLOCKS, COARSE
+from jedbatch._types import ValueType
 from jedbatch._verify import Trial, check_apart, chunks_of, require
+
+
+def differentiable(value_type: ValueType) -> bool:
+    """Whether values of a type have a cotangent."""
+    return has_gradient(value_type.dtype)
+
+
+def flow(kernel: Kernel) -> list[set[int]]:
+    """For each operand, the results that send it a cotangent."""
+    return [set(some) for some in kernel.reverse.flow]  # type: ignore[attr-defined]
+
 
 Sender = tuple[Any, ...]  # ("lane", kernel, operand, lane) or ("output", position)
 
@@ -32,6 +44,7 @@ class ReverseTrial:
         self.rows: list[dict[int, list[Sender]]] = []
         self.received: dict[tuple[int, int], list[Sender]] = {}  # by (arena, row)
         self._done: set[tuple[int, int]] = set()
+        self._tells = hasattr(signature, "refused")  # who is alive: others send nothing
         self._check_signature()
         for a in range(len(signature.forward.arenas)):
             mine: dict[int, list[Sender]] = {signature.zero[a]: []}
@@ -142,35 +155,66 @@ class ReverseTrial:
             must <= seen.keys(), f"no value gets the cotangent of {sorted(must - seen.keys())[:1]}"
         )
         self._check_padding(seen)
+        if self._tells:
+            self._check_alive(seen, readers)
 
     def _check_padding(self, seen: collections.Counter[Sender]) -> None:
-        """A lane sends all of its cotangents or, if it is padding, none."""
+        """Padding sends nothing, and repeats a lane that may."""
         forward, signature = self.forward, self.signature.forward
         for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
             moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             live = {i for i in lanes if any(("lane", k, j, i) in seen for j in moving)}
+            if self._tells or not moving:
+                continue
             name = kernel.node_type
             for i in live:
                 lost = [j for j in moving if ("lane", k, j, i) not in seen]
                 require(not lost, f"lane {i} of {name} sends no cotangent to operand {lost[:1]}")
             own = {(lanes[i].chunk, lanes[i].symbol) for i in live}
-            for i in lanes.keys() - live if moving else ():
+            for i in lanes.keys() - live:
                 repeats = (lanes[i].chunk, lanes[i].symbol) in own
                 require(repeats, f"lane {i} of {name} sends nothing and repeats no other")
                 for s, t in enumerate(kernel.results):
                     place = signature.arena(t), signature.bases[k][s] + i
                     require(not self.received.get(place), f"padding, lane {i} of {name}, is read")
-            if forward.goal is not None and moving:
+            if forward.goal is not None:
                 computed = {lane.symbol for lane in lanes.values()}
                 nodes = sum(n for s, n in forward.goal.nodes.items() if s in computed)
                 require(len(live) == nodes, f"{len(live)} lanes for {nodes} nodes of {name}")
+
+    def _check_alive(
+        self,
+        seen: collections.Counter[Sender],
+        readers: dict[tuple[int, int], set[Sender]],
+    ) -> None:
+        """Who sends is who gets something from a result that is alive: returned, or read by such.
+
+        Lanes that nobody reads for this, padding among them, send nothing.
+        """
+        forward, signature = self.forward, self.signature.forward
+        flows = [flow(kernel) for kernel in signature.kernels]
+        wanted = {sender for sender in seen if sender[0] == "output"}
+        order = [
+            (lane.chunk, k, i) for k, mine in enumerate(forward.lanes) for i, lane in mine.items()
+        ]
+        for _, k, i in sorted(order, reverse=True):
+            kernel = signature.kernels[k]
+            alive = set()
+            for s, t in enumerate(kernel.results):
+                place = signature.arena(t), signature.bases[k][s] + i
+                if differentiable(t) and readers.get(place, set()) & wanted:
+                    alive.add(s)
+            wanted |= {("lane", k, j, i) for j, some in enumerate(flows[k]) if some & alive}
+        lost, more = wanted - seen.keys(), seen.keys() - wanted
+        require(not lost, f"no value gets the cotangent of {sorted(lost)[:1]}")
+        require(not more, f"{sorted(more)[:1]} sends a cotangent, and gets none")
 
     def _check_blocks(self, table: np.ndarray) -> None:
         """Weight gradients run over all lanes that ran."""
         form, forward = self.signature.form, self.signature.forward
         for k, lanes in enumerate(self.forward.lanes):
-            used = int(form.view(table, "used", k)[0])
             need = max(lanes, default=-1) + 1
+            used = int(form.view(table, "used", k)[0]) if ("used", k) in form.places else need
             name = str(forward.kernels[k].node_type)
             require(need <= used, f"weight gradients of {used} of the {need} lanes of {name}")
             check_cover(form.view(table, "blocks", k), used, forward.lanes[k], f"lanes of {name}")

@@ -263,6 +263,8 @@ def test_what_is_wrong_in_reverse_is_said(made, part, change, match):
     plan = made[2]
     reverse = plan.static.reverse
     table = plan.reverse_table.copy()
+    if part not in {name[0] for name in reverse.form.places}:
+        pytest.skip(f"the table does not say {part}")
     for name in reverse.form.places:
         if name[0] == part:
             view = reverse.form.view(table, *name)
