@@ -127,8 +127,7 @@ class _Thread:
         self._context = contextvars.copy_context()
         self._settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
         with take_current_trace() as trace:
-            pass
-        self._trace = trace
+            self._trace = trace
         self._recorder = recording.recorder
         self._mesh = jax.sharding.get_abstract_mesh()
         self._caller = _state()

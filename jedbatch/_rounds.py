@@ -254,33 +254,36 @@ class Stepwise:
 
     def _compute_alone(self, leaves, arrays, tracers, saving: bool) -> Any:
         """The same, with recursion as deep as this thread allows."""
-        self.rounds.clear()
-        self._configuration = configuration()
-        session = self._session
         with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
-            with take_current_trace() as caller:
-                pass
-            recorder = Recorder(session.registry, caller)
-            recorder.tracers = list(self._tracers)
-            self._leaves, self._arrays, self._primals = leaves, arrays, tracers
-            self._workspace = Workspace(
-                session,
-                recorder,
-                arrays,
-                self._policy,
-                lambda closed_over: shared_values(session, closed_over, leaves, tracers),
-                saving,
-            )
-            self._known: dict[Any, np.ndarray] = {}
-            self._outcomes: list[Any] = [None] * len(self._instances)
-            self._fibers = Fibers(self._record, len(self._instances))
-            recorder.read = self._read
-            recorder.together = self._together
+            recorder = self._begin(leaves, arrays, tracers, saving)
             end = ending(recorder)
             with Restored(end), Restored(end), set_current_trace(recorder):
                 begin_recording(recorder)
                 begun = self._turns()
             return self._last(begun)
+
+    def _begin(self, leaves, arrays, tracers, saving: bool) -> Recorder:
+        """Forgets all rounds; returns who records those to come."""
+        self.rounds.clear()
+        self._configuration = configuration()
+        session = self._session
+        recorder = Recorder(session.registry, trace_of_caller())
+        recorder.tracers = list(self._tracers)
+        self._leaves, self._arrays, self._primals = leaves, arrays, tracers
+        self._workspace = Workspace(
+            session,
+            recorder,
+            arrays,
+            self._policy,
+            lambda closed_over: shared_values(session, closed_over, leaves, tracers),
+            saving,
+        )
+        self._known: dict[Any, np.ndarray] = {}
+        self._outcomes: list[Any] = [None] * len(self._instances)
+        self._fibers = Fibers(self._record, len(self._instances))
+        recorder.read = self._read
+        recorder.together = self._together
+        return recorder
 
     def _turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""
@@ -354,8 +357,8 @@ class Stepwise:
         """What parts of an instance return, which wait for values each on its own."""
         recorder = self._workspace.recorder
         instance = recorder._instance
-        with take_current_trace() as trace:
-            pass  # the recorder, or a transformation inside of the function
+        with take_current_trace() as current:
+            trace = current  # the recorder, or a transformation inside of the function
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder

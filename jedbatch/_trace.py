@@ -88,32 +88,35 @@ def trace(
 
 def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
-    outputs: list[int] = []
-    forms, caching = [], []
-    ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, grouping)
     recorder.read = read
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)
-        shared = recorder.share()
-        for i, instance in enumerate(instances):
-            mapped = recorder.begin(instance, arrays[i], types and types[i])
-            try:
-                result = fn(*arrange(shared, mapped))
-                leaves, structure = flatten(result, "the result of the function")
-                results = [recorder.output(leaf) for leaf in leaves]
-            except Exception as error:
-                error.add_note(f"This happened while instance {i} was recorded.")
-                raise
-            outputs += [index for index, _ in results]
-            forms.append((structure, tuple([kind for _, kind in results])))
-            caching.append(recorder.caching)
-            counts = recorder.callees, recorder.references, recorder.input_group, outputs
-            ends.append(tuple(map(len, counts)))
-        del mapped, shared, result, leaves, results, instance
-    return recorder, outputs, forms, caching, ends
+        return recorder, *_record_all(fn, recorder, instances, arrays, arrange, types)
+
+
+def _record_all(fn, recorder, instances, arrays, arrange, types):
+    outputs: list[int] = []
+    forms, caching = [], []
+    ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
+    shared = recorder.share()
+    for i, instance in enumerate(instances):
+        mapped = recorder.begin(instance, arrays[i], types and types[i])
+        try:
+            result = fn(*arrange(shared, mapped))
+            leaves, structure = flatten(result, "the result of the function")
+            results = [recorder.output(leaf) for leaf in leaves]
+        except Exception as error:
+            error.add_note(f"This happened while instance {i} was recorded.")
+            raise
+        outputs += [index for index, _ in results]
+        forms.append((structure, tuple([kind for _, kind in results])))
+        caching.append(recorder.caching)
+        counts = recorder.callees, recorder.references, recorder.input_group, outputs
+        ends.append(tuple(map(len, counts)))
+    return outputs, forms, caching, ends
 
 
 def trace_of_caller() -> Any:
@@ -122,8 +125,8 @@ def trace_of_caller() -> Any:
     Raises:
       RuntimeError: another greenlet records in this thread.
     """
-    with take_current_trace() as caller:
-        pass
+    with take_current_trace() as trace:
+        caller = trace
     if isinstance(caller, Recorder) and recording.recorder is not caller:
         raise RuntimeError(
             "a batched function or a lazy scope of another greenlet is being recorded in this "
