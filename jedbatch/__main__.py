@@ -87,10 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "measure instances per second, against the loop over single instances",
         sizes | {"minibatches": (8, "minibatches never seen before, to plan")},
     )
-    benching.add_argument(
-        "--policy", metavar="FILE", help="a saved policy; the model's own by default"
-    )
-    command(
+    policy = "a saved policy; the model's own by default"
+    benching.add_argument("--policy", metavar="FILE", help=policy)
+    fuzzing = command(
         fuzz,
         "compare random programs with the loop over instances; needs `pip install hypothesis`",
         {
@@ -98,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "shrink": (60, "seconds in which each new failure is made small"),
         },
     )
+    fuzzing.add_argument("--plans", action="store_true", help="only plan, and check the plans")
     args = parser.parse_args(argv)
     for name in args.sizes:
         if not 1 <= getattr(args, name) <= MOST:
@@ -275,7 +275,7 @@ def fuzz(args: argparse.Namespace) -> int:
     """Prints what random programs came to; the status is 1 if some failed."""
     from jedbatch.testing.fuzz import run
 
-    report = run(args.programs, args.seed, shrink=args.shrink)
+    report = run(args.programs, args.seed, shrink=args.shrink, plans=args.plans)
     print(report)
     return int(bool(report.failures))
 

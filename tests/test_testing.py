@@ -376,6 +376,11 @@ def test_random_programs_are_programs(case):
         jax.eval_shape(lambda p: fn(p, *first), case.params)
 
 
+def test_plans_of_random_programs():
+    report = Fuzz(shrink=0, plans=True).run(programs=12, seed=5)
+    assert not report.failures, str(report)
+
+
 def test_failures_become_small(monkeypatch):
     """A fault in one operation comes out as a program of that operation."""
 

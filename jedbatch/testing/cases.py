@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch.testing.judges import assert_close, stacked, weighted_sum
+from jedbatch.testing.judges import assert_close, check_plan, stacked, weighted_sum
 from jedbatch.testing.programs import Instance, Program, make_params
 
 GRANULARITIES = ("cell", "cell", "op", "auto")
@@ -121,6 +121,19 @@ class Case:
             if not self._is_clear(fn, expected):
                 raise UnclearError from error
             raise
+
+    def check_plans(self) -> None:
+        """Plans the program for training, for inference and in another order; computes nothing.
+
+        Raises:
+          AssertionError: the tables of a plan are wrong (see `check_plan`).
+        """
+        run = Run(self, self.program.function(), stacks=False)
+        for gradient in (True, False):
+            check_plan(run.plan(gradient=gradient))
+        order = [*range(len(self.instances))[::-1], 0]
+        run.columns = [[column[i] for i in order] for column in run.columns]
+        check_plan(run.plan())
 
     def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
         """Whether the loop gives nearly the same when parameters are moved a little."""

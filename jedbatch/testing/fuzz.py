@@ -80,11 +80,15 @@ class Fuzz:
     """A search for programs that fail.
 
     Every new way to fail is made small at once, for at most `shrink` seconds; then the search goes
-    on. With 0 seconds, the smallest program that is found is all.
+    on. With 0 seconds, the smallest program that is found is all. With `plans`, programs are only
+    planned, and the plans checked: no program decides on values, and nothing is compiled.
     """
 
-    def __init__(self, shrink: float = SHRINK, tell: Callable[[str], None] = print):
+    def __init__(
+        self, shrink: float = SHRINK, tell: Callable[[str], None] = print, plans: bool = False
+    ):
         self.report = Report()
+        self.plans = plans
         self.shrink = shrink
         self.tell = tell
         self._current: str | None = None  # what is being made small
@@ -124,7 +128,7 @@ class Fuzz:
             phases=phases,
             report_multiple_bugs=False,
         )
-        found = hypothesis.given(cases())(self._one)
+        found = hypothesis.given(cases(False if self.plans else None))(self._one)
         hypothesis.seed(seed)(options(found))()
 
     def _one(self, case: Case) -> None:
@@ -137,7 +141,7 @@ class Fuzz:
         elif time.perf_counter() > self._until:
             error = None
         else:
-            error = self._outcomes[case] = attempt(case)
+            error = self._outcomes[case] = self._attempt(case)
         if error is not None and kind_of(error) == self._current:
             failure = self.report.failures[self._current]
             if len(str(case)) < len(str(failure.case)):
@@ -152,7 +156,7 @@ class Fuzz:
         if report.programs % 20 == 0:
             failed = sum(f.count for f in report.failures.values())
             self.tell(f"{report.programs} programs, {failed} failed, {report.unclear} unclear")
-        error = attempt(case)
+        error = self._attempt(case)
         if isinstance(error, UnclearError):
             report.unclear += 1
         elif error is not None:
@@ -170,17 +174,16 @@ class Fuzz:
                 raise error
             self.tell(f"== {kind}\n{failure}\n")
 
+    def _attempt(self, case: Case) -> Exception | None:
+        """What a case raises."""
+        try:
+            case.check_plans() if self.plans else case.check()
+        except Exception as error:
+            return error
+        return None
 
-def attempt(case: Case) -> Exception | None:
-    """What a case raises."""
-    try:
-        case.check()
-    except Exception as error:
-        return error
-    return None
 
-
-def run(programs: int, seed: int, shrink: float = SHRINK) -> Report:
+def run(programs: int, seed: int, shrink: float = SHRINK, plans: bool = False) -> Report:
     """Runs random programs.
 
     Args:
@@ -188,8 +191,9 @@ def run(programs: int, seed: int, shrink: float = SHRINK) -> Report:
       seed: of the random choices; the same seed gives the same programs in one version of
         Hypothesis.
       shrink: seconds in which a new failure is made small.
+      plans: whether programs are only planned, and the plans checked; much faster.
 
     Returns:
       What came out; print it.
     """
-    return Fuzz(shrink).run(programs, seed)
+    return Fuzz(shrink, plans=plans).run(programs, seed)
