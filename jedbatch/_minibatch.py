@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jedbatch import checks
 from jedbatch._executors import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph
+from jedbatch._indices import check_rows
 from jedbatch._instances import is_array
 from jedbatch._layout import assign_lanes
 from jedbatch._orders import checked_order
@@ -28,7 +29,7 @@ from jedbatch._program import Placed
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
-from jedbatch._stored import Kind
+from jedbatch._stored import Kind, stored
 from jedbatch._trace import Record
 from jedbatch._transfers import handed_over
 from jedbatch._verify import is_wanted
@@ -108,6 +109,7 @@ def make_plan(
     signature, table = lowered.signature, lowered.table
     reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
     inputs = assemble(signature, records, arrays)
+    check_rows(session.registry, graph, placed, functools.partial(_known_rows, inputs))
     prelude = None
     if calls:
         stages = [session.stage(mine) for mine in calls]
@@ -123,6 +125,12 @@ def make_plan(
     if is_wanted():
         verify(plan)
     return plan
+
+
+def _known_rows(inputs: Mapping[str, Any], kind: Any) -> np.ndarray | None:
+    """The inputs of a value type, if they are known."""
+    rows = inputs.get(input_name(stored(kind)))
+    return rows if isinstance(rows, np.ndarray) else None
 
 
 def run_plan(

@@ -1,12 +1,15 @@
 """Bad input: what came, what was expected, what to write instead."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, check
 
 import jedbatch
+from jedbatch import Graph
 from jedbatch.errors import EscapedValueError, NothingReadyError, SymbolicValueError
 
 P = jnp.ones(3)
@@ -220,6 +223,49 @@ def test_indices_out_of_bounds():
         jedbatch.batch(lambda p, x: p[3])(P, [X])
     with pytest.raises(IndexError, match="index -4 is out of bounds"):
         jedbatch.batch(lambda p, x: x[-4])(P, [X])
+
+
+TABLE = jnp.arange(15.0).reshape(5, 3)
+row = jedbatch.cell(lambda p, w: p[w], name="row")
+LOOK_UPS = {
+    "a number": (row, 5, 4),
+    "from the end": (row, -6, -5),
+    "an array": (row, np.array([0, 5]), np.array([0, -5])),
+    "a part of an array": (lambda p, w: row(p, w[1]), np.array([9, 7]), np.array([9, 0])),
+    "two axes": (lambda p, w: jedbatch.cell(lambda p, i, k: p[i, k])(p, *w), (1, 3), (1, -3)),
+    "a column": (jedbatch.cell(lambda p, w: p[:, w]), 3, -3),
+    "a graph": (
+        lambda p, w: jedbatch.evaluate(
+            Graph.from_dag([0], [[-1]], names=["row"], inputs=[np.array([w], np.int32)]),
+            {"row": functools.partial(lambda p, w: p[w])},
+            p,
+        )[0],
+        5,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "bad", "good"), LOOK_UPS.values(), ids=list(LOOK_UPS))
+def test_rows_of_a_table_that_are_not_there(fn, bad, good):
+    batched = jedbatch.batch(fn)
+    batched.plan(TABLE, [good, good])
+    with pytest.raises(IndexError, match=r"of instance 1 looks up row .* of a table of [35] rows"):
+        batched.plan(TABLE, [good, bad])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, w: jnp.where(w < 5, p[w], -1.0),
+        lambda p, w: jnp.take(p, w, axis=0, mode="clip"),
+        lambda p, w: p[jnp.clip(w, 0, 4)],
+        lambda p, w: (2 * p)[w],
+        lambda p, w: p[w] * w,
+    ],
+)
+def test_rows_that_are_masked_or_clipped_are_left_alone(fn):
+    check(jedbatch.cell(fn), TABLE, [7, 2], gradients=False)
 
 
 # --- policies, plans, transformations ---

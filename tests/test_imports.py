@@ -85,6 +85,7 @@ ORDER = [
     "_forms",
     "_session",
     "_recording",
+    "_indices",
     "_minibatch",
     "_fibers",
     "_workspace",

@@ -1,0 +1,134 @@
+"""Numbers that do nothing in a cell but name a row of a table, and whether there is such a row.
+
+JAX clamps an index that is out of bounds, since it does not know values while it traces. Numbers of
+an instance are known when it is planned. If one of them only looks up rows of an array that all
+instances share, `params["embedding"][word]`, and there is no such row, it is a mistake, most often
+of a vocabulary. Where a number has another use too, such as a mask, what it means is left alone,
+and so are `jnp.take` and `jax.lax.dynamic_index_in_dim`, which say what they do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from jedbatch._graph import Graph
+from jedbatch._registry import Registry
+from jedbatch._types import NodeType
+
+SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy")
+# What a variable is: ("raw", k), ("negative", k), ("from the end", k, n) or ("index", k, n).
+State = tuple
+
+
+def table_rows(node_type: NodeType) -> dict[int, int]:
+    """For operands that only look up rows of shared tables, by position: the rows there are."""
+    operation: Any = node_type.operation
+    program = operation.jaxpr.jaxpr
+    first = len(program.invars) - len(node_type.operands)
+    tables = set(program.invars[:first])
+    states: dict[Any, State] = {
+        var: ("raw", k)
+        for k, var in enumerate(program.invars[first:])
+        if np.issubdtype(var.aval.dtype, np.integer)
+    }
+    found: dict[int, int] = {}
+    others: set[int] = set()
+    for eqn in program.eqns if states else ():
+        read = [states.get(x) if isinstance(x, Var) else None for x in eqn.invars]
+        if not any(read):
+            continue
+        state = _next(eqn, read)
+        if state is not None:
+            states[eqn.outvars[0]] = state
+            continue
+        used = _looked_up(eqn, read) if eqn.invars[0] in tables else {}
+        for k, n in used.items():
+            found[k] = min(n, found.get(k, n))
+        others |= {x[1] for x in read if x is not None} - used.keys()
+    others |= {states[x][1] for x in program.outvars if isinstance(x, Var) and x in states}
+    return {k: n for k, n in found.items() if k not in others}
+
+
+def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
+    """What a step from a number to an index makes; None of any other equation."""
+    name, first = eqn.primitive.name, read[0]
+    if name in SAME:
+        return first
+    if name == "convert_element_type" and np.issubdtype(eqn.params["new_dtype"], np.integer):
+        return first
+    constant = eqn.invars[-1].val if isinstance(eqn.invars[-1], Literal) else None
+    if first is not None and first[0] == "raw" and constant is not None:
+        if name == "lt" and constant == 0:
+            return "negative", first[1]
+        if name == "add":
+            return "from the end", first[1], int(constant)
+    if name == "select_n" and [x and x[0] for x in read] == ["negative", "raw", "from the end"]:
+        assert read[2] is not None
+        return "index", *read[2][1:]
+    return None
+
+
+def _looked_up(eqn: Any, read: Sequence[State | None]) -> dict[int, int]:
+    """Rows of the table that an equation reads, by the operand that names the row."""
+    shape = eqn.invars[0].aval.shape
+    if eqn.primitive.name == "dynamic_slice":
+        axes: list[int] = list(range(len(shape)))
+    elif eqn.primitive.name == "gather" and (
+        eqn.params["mode"] == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    ):
+        axes = list(eqn.params["dimension_numbers"].start_index_map)
+        if len(axes) != 1:
+            return {}
+    else:
+        return {}
+    return {
+        x[1]: x[2]
+        for axis, x in zip(axes, read[1:], strict=False)
+        if x is not None
+        and x[0] == "index"
+        and x[2] == shape[axis]
+        and eqn.params["slice_sizes"][axis] == 1
+    }
+
+
+def check_rows(registry: Registry, graph: Graph, placed: Any, rows_of: Callable) -> None:
+    """Raises an `IndexError` if a number of an instance names a row that is not there.
+
+    Args:
+      registry: of the node types.
+      graph: what is planned.
+      placed: has the row of every input in its arena, `input_row`.
+      rows_of: gives the inputs of a value type as an array; None if they are not known.
+    """
+    for t in placed.type_ids:
+        limits = _limits(registry, t)
+        for k, n in limits.items():
+            kind = graph.types[t].operands[k]
+            rows = rows_of(kind)
+            if rows is None or not rows.size or (rows.min() >= -n and rows.max() < n):
+                continue
+            nodes = np.flatnonzero(graph.node_type == t)
+            read = graph.operand[graph.operand_ptr[nodes] + k]
+            given = np.flatnonzero(read < 0)
+            found = rows[placed.input_row[-1 - read[given]]].reshape(len(given), -1)
+            bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
+            if len(bad):
+                node = nodes[given[bad[0]]]
+                value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
+                instance = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
+                raise IndexError(
+                    f"`{graph.types[t].name}` of instance {instance} looks up row {value} of "
+                    f"a table of {n} rows; expected a number from 0 to {n - 1}. JAX would take the "
+                    "nearest row that there is. Where that is meant, write "
+                    '`jnp.take(table, word, axis=0, mode="clip")`.'
+                )
+
+
+def _limits(registry: Registry, t: int) -> Mapping[int, int]:
+    known = registry.table_rows
+    if t not in known:
+        known[t] = table_rows(registry.node_types[t])
+    return known[t]
