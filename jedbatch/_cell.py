@@ -66,6 +66,10 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
       TypeError: `fn` is not callable. When the cell is recorded: it returns something other than
         arrays, has side effects, or gets an argument that is neither array nor number.
 
+    Rounding:
+      Calls that run together are computed to the same precision as alone, but sums and matrix
+      products may differ in their last bits (see `jedbatch.batch`).
+
     Identity:
       Two cells are the same if their functions have the same code, defaults and closed-over
       values. A cell made inside the batched function is therefore the same at every call,

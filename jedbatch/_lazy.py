@@ -418,6 +418,9 @@ class Lazy:
     a computed future into an array that does not, and that functions take which want no tracer,
     such as `jax.device_put`.
 
+    What is recorded beside an operation changes its result in the last bits at most, where sums and
+    matrix products are involved (see `jedbatch.batch`).
+
     A scope inside of another belongs to it; at its end, too, all is computed. Inside of a batched
     function a scope does nothing, since all is recorded anyway. A scope left by an exception
     computes nothing, and its futures have no value. Each thread has its own scopes.
