@@ -32,7 +32,7 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
     states: dict[Any, State] = {
         var: ("raw", k)
         for k, var in enumerate(program.invars[first:])
-        if np.issubdtype(var.aval.dtype, np.integer)
+        if jax.dtypes.issubdtype(var.aval.dtype, np.integer)
     }
     found: dict[int, int] = {}
     others: set[int] = set()
@@ -44,7 +44,8 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
         if state is not None:
             states[eqn.outvars[0]] = state
             continue
-        used = _looked_up(eqn, read) if eqn.invars[0] in tables else {}
+        of_table = isinstance(eqn.invars[0], Var) and eqn.invars[0] in tables
+        used = _looked_up(eqn, read) if of_table else {}
         for k, n in used.items():
             found[k] = min(n, found.get(k, n))
         others |= {x[1] for x in read if x is not None} - used.keys()
@@ -57,7 +58,9 @@ def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
     name, first = eqn.primitive.name, read[0]
     if name in SAME:
         return first
-    if name == "convert_element_type" and np.issubdtype(eqn.params["new_dtype"], np.integer):
+    if name == "convert_element_type" and jax.dtypes.issubdtype(
+        eqn.params["new_dtype"], np.integer
+    ):
         return first
     constant = eqn.invars[-1].val if isinstance(eqn.invars[-1], Literal) else None
     if first is not None and first[0] == "raw" and constant is not None:
