@@ -48,6 +48,7 @@ from jedbatch._cell import (
     static_options,
     with_free_values,
 )
+from jedbatch._extents import as_number
 from jedbatch._identity import Same, tree_key, typed_or_same
 from jedbatch._instances import (
     array_type,
@@ -306,6 +307,7 @@ class Recorder(Trace):
         options = static_options(cell, static)
         captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
         leaves, tree = flatten((args, captured), f"an argument of cell `{cell.name}`")
+        leaves = [as_number(leaf) for leaf in leaves]
         if self._foreign(leaves):
             return None
         slots: list[Hashable] = []
@@ -520,6 +522,7 @@ class Recorder(Trace):
 
     def output(self, leaf: Any) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
+        leaf = as_number(leaf)
         if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
             raise TypeError(
                 f"the function returned {checks.shown(leaf)}; expected an "

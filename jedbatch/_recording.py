@@ -10,9 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jedbatch._extents import Questions, noting_questions
 from jedbatch._instances import array_type, immutable, instance_key
+from jedbatch._lengths import Given
+from jedbatch._regions import Cut
 from jedbatch._session import Session
-from jedbatch._trace import trace
+from jedbatch._trace import Record, trace
 
 
 class LengthsMatterError(Exception):
@@ -99,27 +102,80 @@ class Recording:
         record = functools.partial(trace, self.fn, session.registry, instances, arrays, self.join)
         if not any(given):
             return record(session.grouping, read)
+        attempt = Attempt(session, arrays, given)
         try:
-            made, keep, tracers = record(types=[g and g.types for g in given])
-            cuts = [
-                g and session.regions.cut(x, len(mine), g.symbols)
-                for g, x, mine in zip(given, made, arrays, strict=True)
-            ]
-            for cut in filter(None, cuts):
-                cut.note()
-            if session.numbers_differ():
-                raise LengthsMatterError
-            made = [cut.result() if cut else x for cut, x in zip(cuts, made, strict=True)]
+            made, keep, tracers = attempt.record(record)
         except LengthsMatterError:
             raise
         except Exception as error:
-            if not session.bind():
+            if not attempt.relate(error) and not session.bind():
                 record(session.grouping, read)  # complains if lengths are not the reason
-                session.lengths.give_up(error)
+                session.lengths.give_up(error, attempt.given[attempt.number])
             raise LengthsMatterError from None
-        agree = True
-        for g, made_of, mine in zip(given, made, arrays, strict=True):
-            agree &= g is None or session.lengths.learn(g, made_of, mine)
-        if not agree:
+        return made, keep, tracers
+
+
+class Attempt:
+    """Recording instances for all lengths at once.
+
+    Attributes:
+      session: what is kept from call to call.
+      arrays, given: of the instances, and how these are recorded.
+      number: the instance at hand.
+      asked: what was asked about lengths while each instance was recorded.
+    """
+
+    def __init__(self, session: Session, arrays: Sequence[Any], given: Sequence[Given | None]):
+        self.session = session
+        self.arrays = arrays
+        self.given = given
+        self.number = 0
+        self.asked: dict[int, Questions] = {}
+
+    def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
+        """What `record` returns, with ragged parts taken out of the graphs.
+
+        Raises `LengthsMatterError` if instances must be looked at again, and other errors if the
+        instance at hand cannot be recorded for all lengths.
+        """
+        session = self.session
+        with noting_questions() as begin:
+
+            def types(i: int) -> Any:
+                self.number = i
+                self.asked[i] = begin()
+                given = self.given[i]
+                return given and given.types
+
+            made, keep, tracers = record(types=types)
+        cuts: list[Cut | None] = []
+        for i, (given, mine) in enumerate(zip(self.given, self.arrays, strict=True)):
+            self.number = i
+            self.asked[i].check()
+            cuts.append(given and session.regions.cut(made[i], len(mine), given.symbols))
+        for cut in cuts:
+            if cut is not None:
+                cut.note()
+        if session.numbers_differ():
+            raise LengthsMatterError
+        for i, cut in enumerate(cuts):
+            self.number = i
+            if cut is not None:
+                made[i] = cut.result()
+        compared = [i for i in range(len(cuts)) if self._compared(i)]
+        if compared:
             raise LengthsMatterError
         return made, keep, tracers
+
+    def relate(self, error: Exception) -> bool:
+        """Whether to record again, since the error was that lengths are not known to be equal."""
+        given = self.given[self.number]
+        asked = self.asked.get(self.number)
+        if given is None or asked is None:
+            return False
+        return self.session.lengths.relate(given, asked, error)
+
+    def _compared(self, i: int) -> bool:
+        """Whether lengths of an instance have been compared that it is not yet told apart by."""
+        given = self.given[i]
+        return given is not None and self.session.lengths.relate(given, self.asked[i], None)

@@ -9,7 +9,10 @@ first of all. So a recorded graph is cut in two:
     everything else                       →  a graph, for which results of regions are inputs
 
 A *region* is a connected part of the first kind, as a program. Calls of one region, in whatever
-instances and however many in each (the sentences at the leaves of a tree), run together.
+instances and however many in each (the sentences at the leaves of a tree), run together. Arrays
+have symbols of their own, so that what is done to two sentences of a tree is recorded with n for
+one and m for the other: parts that differ in the names of symbols only are calls of one region (see
+`_renaming`).
 """
 
 import functools
@@ -21,13 +24,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._along import CannotMergeError
 from jedbatch._extents import is_ragged, symbols_in
 from jedbatch._graph import Graph, InputRows
 from jedbatch._packed import Packed
 from jedbatch._paths import pointers
 from jedbatch._phases import find_phases
 from jedbatch._registry import Registry
+from jedbatch._renaming import Renaming, written_type
 from jedbatch._stored import is_key
 from jedbatch._trace import Record
 from jedbatch._types import ValueType
@@ -41,10 +44,12 @@ class Region:
       shared: ids of the shared values it reads, its first arguments.
       operands, results: value types of a call.
       packed: how it is run.
+      order: for each symbol of the program, its number among those of a call.
     """
 
-    def __init__(self, id: int, shared: Sequence[int], operands, results, packed: Packed):
+    def __init__(self, id: int, shared: Sequence[int], operands, results, packed: Packed, order):
         self.id = id
+        self.order: tuple[int, ...] = tuple(order)
         self.shared = tuple(shared)
         self.operands: tuple[ValueType, ...] = tuple(operands)
         self.results: tuple[ValueType, ...] = tuple(results)
@@ -63,16 +68,16 @@ class Call:
     Attributes:
       region: what is called.
       operands: where each operand comes from, one row each.
-      leaves: for each symbol, the arrays of the instance whose length it is.
+      leaves: for each symbol, an array of the instance whose length it is.
     """
 
     region: Region
     operands: tuple[InputRows, ...]
-    leaves: tuple[tuple[int, ...], ...]
+    leaves: tuple[int, ...]
 
     def lengths(self, arrays: Sequence[Any]) -> list[int]:
         """The value of every symbol, for the arrays of an instance."""
-        return [len(arrays[mine[0]]) for mine in self.leaves]
+        return [len(arrays[leaf]) for leaf in self.leaves]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +114,8 @@ class Regions:
         self.regions: list[Region] = []
         self._ids: dict[Hashable, Region] = {}
         self._ragged: dict[int, bool] = {}
+        self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
         self.changed = False
 
@@ -122,6 +129,14 @@ class Regions:
             ) or bool(symbols_in(operation.jaxpr))
         return self._ragged[type_id]
 
+    def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
+        """(a number equal for node types that differ in the names of symbols only, these)."""
+        if type_id not in self._renamed:
+            written, symbols = written_type(self.registry, type_id)
+            number = self._canonical.setdefault(written, len(self._canonical))
+            self._renamed[type_id] = number, symbols
+        return self._renamed[type_id]
+
     def cut(
         self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
     ) -> "Cut | None":
@@ -133,7 +148,8 @@ class Regions:
           leaf_of: those whose length each symbol is.
         """
         graph = Graph.select([(record.whole, record.index)])
-        if not any(map(self.is_ragged, set(graph.node_type.tolist()))):
+        returned = any(is_ragged(shape) for shape, _ in record.types)
+        if not (returned or any(map(self.is_ragged, set(graph.node_type.tolist())))):
             return None
         return Cut(self, graph, record, num_arrays, leaf_of)
 
@@ -150,15 +166,19 @@ class Regions:
         numbers = form.numbers.items()
         return {k: x for k, x in numbers if self._numbers[form.key, k] is not None}
 
-    def region(self, key: Hashable, make: Any) -> Region:
-        """The region of a key; `make()` gives its (shared, operands, results, program)."""
+    def region(self, key: Hashable, symbols: Sequence[str], make: Any) -> Region:
+        """The region of a key; `make()` gives its (shared, operands, program).
+
+        `symbols` are those of the call, in the order of their numbers.
+        """
         found = self._ids.get(key)
         if found is None:
             shared, operands, closed = make()
             packed = Packed(find_phases(closed, len(shared)))
             packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
-            found = Region(len(self.regions), shared, operands, results, packed)
+            order = map(list(symbols).index, packed.phased.symbols)
+            found = Region(len(self.regions), shared, operands, results, packed, order)
             self._ids[key] = found
             self.regions.append(found)
         return found
@@ -171,22 +191,21 @@ class _CallForm:
     Attributes:
       nodes: (type, what it reads) of each: operands by number, results by (node, number).
       sources: where operands come from.
-      returned: (node, number) of the results.
+      returned: the results: (node, number), or the number of an operand.
+      symbols: in the order in which they come up.
+      key: equal for calls that differ in values and in the names of symbols alone.
     """
 
     nodes: tuple[tuple[int, tuple[Any, ...]], ...]
     sources: tuple[InputRows, ...]
-    returned: tuple[tuple[int, int], ...]
+    returned: tuple[Any, ...]
+    symbols: tuple[str, ...]
+    key: Hashable
 
     @property
     def kinds(self) -> tuple[ValueType, ...]:
         """The value types of operands."""
         return tuple(source.type for source in self.sources)
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for calls that differ in values alone."""
-        return self.nodes, self.kinds, self.returned
 
     @functools.cached_property
     def numbers(self) -> dict[int, np.ndarray]:
@@ -220,7 +239,14 @@ class Cut:
         self.outputs = graph.outputs.tolist()
         self.parts = self._parts()
         self.leaving = self._leaving()
-        self.forms = [self._form(*pair) for pair in zip(self.parts, self.leaving, strict=True)]
+        # Arrays of the instance that are returned as they are, each by a part without nodes.
+        own = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
+        self.leaving += [[v] for v in own]
+        parts = [*self.parts, *([] for _ in own)]
+        self.forms = [self._form(*pair) for pair in zip(parts, self.leaving, strict=True)]
+
+    def _is_ragged_input(self, value: int) -> bool:
+        return is_ragged(self.inputs[-1 - value].type.shape)
 
     def _parts(self) -> list[list[int]]:
         """Connected nodes that are ragged or that ragged ones depend on."""
@@ -305,8 +331,6 @@ class Cut:
         for position, v in enumerate(self.outputs):
             if v in given and is_ragged(calls[given[v][0]].region.results[given[v][1]].shape):
                 ragged.append((position, *given[v]))
-            elif v < 0 and is_ragged(self.inputs[-1 - v].type.shape):
-                raise CannotMergeError("an array of the instance is returned as it came")
             else:
                 outputs.append(renumbered(v))
         flat = [v for read in operands for v in read]
@@ -337,18 +361,32 @@ class Cut:
     def _form(self, part: list[int], leaving: list[int]) -> _CallForm:
         """A connected part as a call."""
         graph = self.graph
-        place: dict[int, tuple[int, int]] = {}  # (node, result) by value
+        place: dict[int, Any] = {}  # (node, result) by value
         operand: dict[int, int] = {}  # position by input
-        key: list[tuple[int, tuple]] = []
+        number: dict[str, int] = {}  # of symbols
+        nodes: list[tuple[int, tuple]] = []
+        key: list[Hashable] = []
+        renamed = self.regions.renamed
         for i, node in enumerate(part):
-            refs: list[Any] = []
-            for v in self.reads[node]:
-                refs.append(place[v] if v >= 0 else operand.setdefault(v, len(operand)))
-            key.append((self.types[node], tuple(refs)))
+            refs = tuple(
+                [
+                    place[v] if v >= 0 else operand.setdefault(v, len(operand))
+                    for v in self.reads[node]
+                ]
+            )
+            nodes.append((self.types[node], refs))
+            same, symbols = renamed(self.types[node])
+            key.append((same, refs, *[number.setdefault(s, len(number)) for s in symbols]))
             a, b = graph.value_ptr[node : node + 2].tolist()
             place.update((v, (i, v - a)) for v in range(a, b))
+        if not part:
+            operand.update((v, k) for k, v in enumerate(leaving))
+            kinds = [self.inputs[-1 - v].type for v in leaving]
+            key += [Renaming(number).written((t.shape, t.dtype, t.weak)) for t in kinds]
         sources = tuple(self.inputs[-1 - v] for v in operand)
-        return _CallForm(tuple(key), sources, tuple(place[v] for v in leaving))
+        returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
+        written = tuple(key), returned
+        return _CallForm(tuple(nodes), sources, returned, tuple(number), written)
 
     def _call(self, form: _CallForm) -> Call:
         """A connected part as a call of a region."""
@@ -372,7 +410,7 @@ class Cut:
                     operation: Any = node_type.operation
                     closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
-                return [made[i][k] for i, k in form.returned]
+                return [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in form.returned]
 
             avals = [registry.shared[s].aval for s in shared]
             mine = [kinds[k] for k in moving]
@@ -380,13 +418,8 @@ class Cut:
             return shared, mine, jax.make_jaxpr(compute)(avals, operands)
 
         written = tuple((k, x.tobytes()) for k, x in fixed.items())
-        region = self.regions.region((form.key, written), make)
-        mine: dict[str, dict[int, None]] = {}
-        for source in sources:
-            for s in symbols_in(source.type.shape):
-                assert source.leaf is not None
-                mine.setdefault(s, {})[source.leaf] = None
-        leaves = tuple(tuple(mine.get(s, self.leaf_of[s])) for s in region.symbols)
+        region = self.regions.region((form.key, written), form.symbols, make)
+        leaves = tuple(self.leaf_of[form.symbols[k]][0] for k in region.order)
         return Call(region, tuple(sources[k] for k in moving), leaves)
 
 

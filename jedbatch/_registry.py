@@ -20,10 +20,11 @@ from jax.extend.core import Literal
 
 from jedbatch import checks
 from jedbatch._cell import function_identity, pause
-from jedbatch._extents import symbols_in
+from jedbatch._extents import extents_in, numbered, shape_at, symbol_of, symbols_in, watched_shape
 from jedbatch._identity import Same, typed_or_same
 from jedbatch._instances import flatten, is_array
 from jedbatch._jaxpr import one_by_one
+from jedbatch._operations import Alike, Callee, Operation, PrimitiveKey
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
@@ -34,17 +35,6 @@ MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 END = None  # where a description of a call ends
 
 NUMBERS = (int, float, complex, np.generic)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What the nodes of a type compute; compared by `key` alone.
-
-    `jaxpr` maps the shared values and then the operands to the results.
-    """
-
-    key: Hashable
-    jaxpr: Any = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,46 +60,6 @@ class SharedValue:
 def owned(const: Any) -> Any:
     """A constant that nobody else can change."""
     return const.copy() if isinstance(const, np.ndarray) else const
-
-
-class PrimitiveKey:
-    """A primitive with its parameters; one object for equal ones, so hashing it is fast.
-
-    Attributes:
-      written: the primitive and what its parameters are told apart by.
-      is_ragged: whether they name extents that differ from instance to instance.
-    """
-
-    __slots__ = ("is_ragged", "written")
-
-    def __init__(self, written: Hashable, is_ragged: bool):
-        self.written = written
-        self.is_ragged = is_ragged
-
-
-class Callee:
-    """How a kind of call is recorded.
-
-    Attributes:
-      id: position among the callees.
-      node_type: id of the type of its nodes.
-      widths: operands that each reference stands for.
-      results: value type ids of its results.
-      tree: pytree structure of what it returns; None if that is one array.
-      unit: token of a result that is a flat tuple, else None.
-      parts: (position, token, first result) of flat tuples inside of a result that is none.
-    """
-
-    __slots__ = ("id", "node_type", "parts", "results", "tree", "unit", "widths")
-
-    def __init__(self, id, node_type, widths, results, tree, unit, parts):
-        self.id = id
-        self.node_type = node_type
-        self.widths = widths
-        self.results = results
-        self.tree = tree
-        self.unit = unit
-        self.parts = parts
 
 
 class Registry:
@@ -145,6 +95,7 @@ class Registry:
         self.operators: dict[tuple, Any] = {}
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = {}
         self._single: dict[int, Callee] = {}
+        self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
@@ -177,7 +128,7 @@ class Registry:
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
         while len(self.avals) <= index:
             new = self.value_types[len(self.avals)]
-            self.avals.append(ShapedArray(new.shape, new.dtype, weak_type=new.weak))
+            self.avals.append(ShapedArray(watched_shape(new.shape), new.dtype, weak_type=new.weak))
         return index
 
     def unit(self, value_types: tuple[int, ...]) -> int:
@@ -208,6 +159,8 @@ class Registry:
         """
         full = (key, shared, operands)
         found = self._ids.get(full)
+        if found is None and user_code:
+            found = self._like_another(full, name, call, static)
         if found is None:
             jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
@@ -227,6 +180,67 @@ class Registry:
                 None if tree == jax.tree.structure(0) else tree,
                 self.unit(results) if flat else None,
             )
+            if user_code and not extra:
+                self._note_symbols(full, found, jaxpr)
+        return found
+
+    def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
+        """(how to record calls but for the names of symbols in their operands, these names)."""
+        key, shared, operands = full
+        numbers: dict[str, int] = {}
+        types = [self.value_types[v] for v in operands]
+        written = [(*(numbered(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types]
+        return ("like", key, shared, *written), tuple(numbers)
+
+    def _note_symbols(self, full: tuple, callee: Callee, jaxpr: Any) -> None:
+        """Calls like two that were traced need not be, if these differ in the names of symbols.
+
+        The second one is traced to make sure: a static argument may hold an extent, too.
+        """
+        like, symbols = self._numbered(full)
+        if not symbols or not symbols_in(jaxpr) <= set(symbols):
+            return
+        numbers = {s: k for k, s in enumerate(symbols)}
+        extents = [numbered(d, numbers) for d in extents_in(jaxpr)]
+        first = self._alike.setdefault(like, Alike(callee, symbols, extents))
+        if first.callee is not callee and first.sure is None:
+            first.sure = first.extents == extents
+
+    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> Callee | None:
+        """How to record calls that differ in the names of symbols from known ones; None if none."""
+        like, symbols = self._numbered(full)
+        alike = self._alike.get(like) if symbols else None
+        if alike is None or not alike.sure:
+            return None
+        first, theirs = alike.callee, alike.symbols
+        _, shared, operands = full
+        every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
+        named = {t: symbol_of(every[s], s) for t, s in zip(theirs, symbols, strict=True)}
+        results = []
+        for aval in (self.avals[v] for v in first.results):
+            shape = shape_at(aval.shape, named)
+            results.append(self.value_type(shape, aval.dtype, aval.weak_type))
+        known = self.node_types[first.node_type]
+        operation: Any = known.operation
+        node_type = NodeType(
+            name,
+            Operation(
+                operation.key,
+                lambda: self._trace(name, call, shared, operands, False)[0],
+                (first.node_type, symbols),
+            ),
+            tuple(self.value_types[v] for v in operands),
+            known.shared,
+            tuple(self.value_types[v] for v in results),
+            self._label(name, static, operands, shared),
+        )
+        found = self._ids[full] = self.add_callee(
+            self._intern(self.node_types, node_type),
+            first.widths,
+            tuple(results),
+            first.tree,
+            None if first.unit is None else self.unit(tuple(results)),
+        )
         return found
 
     def _label(self, name: str, static: str, operands, shared) -> str:

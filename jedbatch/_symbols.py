@@ -4,12 +4,14 @@ What they are part of, and what becomes of an operation on them, their recorder 
 """
 
 import operator
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 from jax.core import Tracer
 
+from jedbatch._extents import is_ragged, refuse_iteration, refuse_writing
 from jedbatch.errors import SymbolicValueError
 
 
@@ -73,6 +75,8 @@ class Symbol(Tracer):
         return self._type()
 
     def __repr__(self):
+        if not self._type().shape:
+            refuse_writing(sys._getframe(1))
         return f"symbolic {self._type().str_short()}"
 
 
@@ -95,6 +99,8 @@ class Value(Symbol):
     def __iter__(self):
         if not self.shape:
             raise TypeError("a symbolic array with no dimensions cannot be iterated over")
+        if is_ragged(self.shape[:1]):
+            refuse_iteration(sys._getframe(1))
         return (self[i] for i in range(self.shape[0]))
 
 

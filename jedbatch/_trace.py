@@ -49,7 +49,7 @@ def trace(
     arrange: Callable,
     grouping: Any = None,
     read: Callable | None = None,
-    types: Sequence[Any] | None = None,
+    types: Callable[[int], Any] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -61,7 +61,8 @@ def trace(
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
       grouping: merges nodes or takes them apart, one of `GRANULARITIES`.
       read: called with a symbol whose value is needed; by default that is an error.
-      types: (shape, dtype, weak) of the arrays of each instance, if extents are not to be known.
+      types: called with the number of an instance that is about to be recorded, gives (shape,
+        dtype, weak) of its arrays; None, or given none, if extents are to be known.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -103,7 +104,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     for i, instance in enumerate(instances):
-        mapped = recorder.begin(instance, arrays[i], types and types[i])
+        mapped = recorder.begin(instance, arrays[i], types and types(i))
         try:
             result = fn(*arrange(shared, mapped))
             leaves, structure = flatten(result, "the result of the function")

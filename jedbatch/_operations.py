@@ -1,0 +1,83 @@
+"""What a node computes, and how calls of it are recorded: the records that a `Registry` interns."""
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the nodes of a type compute; compared by `key` alone.
+
+    Attributes:
+      key: equal for operations that are equal.
+      program: maps the shared values and then the operands to the results; or makes what does.
+      like: (type, symbols) if this is the operation of another type with these symbols for its own.
+    """
+
+    key: Hashable
+    program: Any = field(compare=False, repr=False)
+    like: tuple[int, tuple[str, ...]] | None = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The program."""
+        return self.program if self.like is None else self.program()
+
+
+class PrimitiveKey:
+    """A primitive with its parameters; one object for equal ones, so hashing it is fast.
+
+    Attributes:
+      written: the primitive and what its parameters are told apart by.
+      is_ragged: whether they name extents that differ from instance to instance.
+    """
+
+    __slots__ = ("is_ragged", "written")
+
+    def __init__(self, written: Hashable, is_ragged: bool):
+        self.written = written
+        self.is_ragged = is_ragged
+
+
+class Callee:
+    """How a kind of call is recorded.
+
+    Attributes:
+      id: position among the callees.
+      node_type: id of the type of its nodes.
+      widths: operands that each reference stands for.
+      results: value type ids of its results.
+      tree: pytree structure of what it returns; None if that is one array.
+      unit: token of a result that is a flat tuple, else None.
+      parts: (position, token, first result) of flat tuples inside of a result that is none.
+    """
+
+    __slots__ = ("id", "node_type", "parts", "results", "tree", "unit", "widths")
+
+    def __init__(self, id, node_type, widths, results, tree, unit, parts):
+        self.id = id
+        self.node_type = node_type
+        self.widths = widths
+        self.results = results
+        self.tree = tree
+        self.unit = unit
+        self.parts = parts
+
+
+@dataclass(eq=False)
+class Alike:
+    """Calls that differ in the names of symbols only, as far as their operands show.
+
+    Attributes:
+      callee: how the first of them is recorded.
+      symbols: in its operands, in order.
+      extents: in its program, with numbers for symbols.
+      sure: whether the program of another was the same; None as long as there was no other.
+    """
+
+    callee: Callee
+    symbols: tuple[str, ...]
+    extents: list[Hashable]
+    sure: bool | None = None
