@@ -4,6 +4,12 @@ In reverse every operand of every lane has a row for the cotangent it sends to
 the value it reads, and so has every output. A value's cotangent is the sum of the rows of its
 readers, which a table lists, at most `MAX_READERS`; more readers are first summed, four rows at
 a time, by steps of their own. One row of each arena is zero, for readers that do not exist.
+
+A reader counts only if something comes back from it: if a result of its node is alive (read by
+somebody who counts, or returned) from which the operand gets a cotangent at all. So a value without
+readers is one that nobody differentiates, and the program can tell (see `_zeros`). If not all that
+is returned is differentiated, the program must also know which results a value leads to: the table
+has them as bits, so that one table will do whichever they are.
 """
 
 import functools
@@ -12,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jedbatch._cells import differentiable
+from jedbatch._alive import Alive, Refused, find_leads, find_refused
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature, TableForm, capacity
+from jedbatch._reverse import differentiable
 from jedbatch._stretches import find_stretches
 
 MAX_READERS = 4
@@ -32,6 +39,8 @@ class ReverseSignature:
       input_readers: readers listed per input, for each arena.
       sums: capacity of the rows that sum up readers, for each arena.
       stretches: capacity of stretches.
+      tells: whether the table says to which results values lead (see `Alive.leads_to`).
+      refused: results of kernels that cannot be differentiated and would have to be.
     """
 
     forward: Signature
@@ -39,6 +48,8 @@ class ReverseSignature:
     input_readers: tuple[int, ...]
     sums: tuple[int, ...]
     stretches: int
+    tells: bool
+    refused: tuple[Refused, ...]
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
@@ -61,10 +72,11 @@ class ReverseSignature:
         form.add(("num_stretches",), 1)
         form.add(("stretches",), self.stretches, 3)
         for k, lanes in enumerate(forward.lanes):
-            form.add(("used", k), 1)
             form.add(("blocks", k), len(BLOCKS.widths))
             for s, readers in enumerate(self.readers[k]):
                 form.add(("readers", k, s), readers, lanes)
+                if self.tells:
+                    form.add(("leads_to", k, s), lanes)
         for a, rows in enumerate(forward.inputs):
             form.add(("input_readers", a), self.input_readers[a], rows)
             form.add(("sums", a), MAX_READERS, self.sums[a])
@@ -93,32 +105,55 @@ class Readers:
       sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
       stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
         whose cotangents are summed up.
+      leads_to: int32[V], the results that each value leads to, as bits; None if they are not
+        told apart.
+      refused: see `ReverseSignature`.
     """
 
     columns: list[np.ndarray]
     sums: list[np.ndarray]
     stretches: np.ndarray
+    leads_to: np.ndarray | None
+    refused: tuple[Refused, ...]
 
 
-def find_readers(placed: Placed, signature: Signature) -> Readers:
-    """Lists the readers of every value."""
+def find_readers(
+    placed: Placed,
+    signature: Signature,
+    leaves: Sequence[np.ndarray] | None = None,
+    wanted: Sequence[np.ndarray] | None = None,
+) -> Readers:
+    """Lists the readers of every value.
+
+    Args:
+      placed: the minibatch.
+      signature: its program.
+      leaves: for each arena, int[outputs]: the number of the result that each row returned belongs
+        to, if results are to be told apart.
+      wanted: for each arena, bool[outputs]: what is differentiated; None if all is.
+    """
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    alive = Alive.find(placed, wanted)
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
     bases, sum_bases = _cotangent_rows(signature)
     size = graph.num_values + graph.num_inputs
     targets, rows, arenas = [], [], []
-    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
+    for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
         if has_gradient(kind[1]):
-            targets.append(outputs)
-            rows.append(np.arange(len(outputs)))
-            arenas.append(np.full(len(outputs), signature._arena_ids[kind]))
+            some = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
+            targets.append(outputs[some])
+            rows.append(some)
+            arenas.append(np.full(len(some), signature._arena_ids[kind]))
     for t, k in zip(placed.type_ids, place, strict=True):
         nodes = np.flatnonzero(graph.node_type == t)
         for j, value_type in enumerate(signature.kernels[k].operands):
             if differentiable(value_type):
-                targets.append(graph.operand[graph.operand_ptr[nodes] + j])
-                rows.append(bases[k][j] + layout.lane[nodes])
-                arenas.append(np.full(len(nodes), signature.arena(value_type)))
+                some = nodes
+                if alive.reads is not None:
+                    some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
+                targets.append(graph.operand[graph.operand_ptr[some] + j])
+                rows.append(bases[k][j] + layout.lane[some])
+                arenas.append(np.full(len(some), signature.arena(value_type)))
     target, row, arena = (
         np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows, arenas)
     )
@@ -157,7 +192,9 @@ def find_readers(placed: Placed, signature: Signature) -> Readers:
     kernels = signature.kernels
     sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
     stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], kernels, reverse=True)
-    return Readers(columns, sums, stretches)
+    leads_to = None if leaves is None else find_leads(placed, leaves)
+    refused = find_refused(placed, alive, leads_to, signature)
+    return Readers(columns, sums, stretches, leads_to, refused)
 
 
 def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
@@ -260,7 +297,13 @@ def make_reverse_signature(
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
         stretches = max(stretches, model.stretches)
     return ReverseSignature(
-        forward, tuple(map(tuple, listed)), tuple(inputs), tuple(sums), stretches
+        forward,
+        tuple(map(tuple, listed)),
+        tuple(inputs),
+        tuple(sums),
+        stretches,
+        readers.leads_to is not None,
+        readers.refused,
     )
 
 
@@ -282,6 +325,7 @@ def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
         and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
         and needed.stretches <= signature.stretches
+        and (needed.tells, needed.refused) == (signature.tells, signature.refused)
     )
 
 
@@ -301,14 +345,16 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
 
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
-        used = int(layout.lanes[t])
-        form.view(table, "used", k)[0] = used
+        used = layout.lanes[t]
         form.view(table, "blocks", k)[:] = BLOCKS.cover(np.array([used]))[0]
         nodes = np.flatnonzero(graph.node_type == t)
         for s, value_type in enumerate(kernel.results):
             zero = signature.zero[forward.arena(value_type)]
             view = form.view(table, "readers", k, s)
-            fill(view, graph.value_ptr[nodes] + s, layout.lane[nodes], zero)
+            values = graph.value_ptr[nodes] + s
+            fill(view, values, layout.lane[nodes], zero)
+            if readers.leads_to is not None:
+                form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
     for a, kind in enumerate(placed.arenas):
         b = forward._arena_ids[kind]
         found = np.flatnonzero(placed.input_arena == a)

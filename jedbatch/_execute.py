@@ -31,12 +31,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._cells import Tap, differentiable
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
 from jedbatch._reads import BROADCAST, GATHER, SLICE, STRIDE, Reading, extent
+from jedbatch._reverse import Tap, differentiable
+from jedbatch._zeros import where_alive
 
 GROUP = 4  # loops in a row before they are nested
 
@@ -234,7 +235,8 @@ class Reverse:
 
     Its state is `(cotangents, rooms)`: for each arena a row per operand of every lane; and for
     each kernel what was saved, which the rows that weight gradients are made of replace as the
-    sweep goes.
+    sweep goes. Its tables are that of the forward half, its own, and, if the program tells results
+    apart, int32[1]: which of them are differentiated, as bits.
     """
 
     def __init__(self, signature: ReverseSignature):
@@ -275,6 +277,20 @@ class Reverse:
         kernels = self.signature.forward.kernels
         return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
 
+    def alive(self, k: int, s: int, tables: Any, start: Any = 0, size: int = 0) -> Any:
+        """bool[size]: whether result s of lanes of kernel k has a cotangent."""
+        signature, form = self.signature, self.signature.form
+        if signature.tells:
+            leads_to = row(form, tables[1], ("leads_to", k, s), start=start, size=size)
+            return (leads_to & tables[2]) != 0
+        zero = signature.zero[signature.forward.arena(signature.forward.kernels[k].results[s])]
+        return row(form, tables[1], ("readers", k, s), 0, start=start, size=size) != zero
+
+    def alive_by(self, k: int, tables: Any, sources: Collection[int], start: Any, size: int) -> Any:
+        """bool[size]: whether any of some results has a cotangent."""
+        flags = [self.alive(k, s, tables, start, size) for s in sorted(sources)]
+        return functools.reduce(jnp.logical_or, flags)
+
     def chunk(self, k, width, consts, tables, arenas, state, lane):
         """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
         signature, forward = self.signature, self.signature.forward
@@ -290,18 +306,26 @@ class Reverse:
             again = s in back.results_read
             results.append(cut(arenas[a], forward.bases[k][s] + lane, width) if again else None)
             name = ("readers", k, s)
-            moving = differentiable(t)
+            moving = s in back.returned
             given.append(
                 self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
             )
         kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
+        alive = {
+            s: self.alive(k, s, tables, lane, width)
+            for s in back.returned
+            if back.is_guarded or signature.tells
+        }
 
         def write(lane, state):
             cotangents, rooms = list(state[0]), list(state[1])
-            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(*consts[k], operands, results, kept, given)
+            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(*consts[k], operands, results, kept, given, alive)
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
+                if signature.tells and back.flow[j]:  # else nobody reads what is not alive
+                    flags = [alive[s] for s in sorted(back.flow[j])]
+                    out = where_alive(spread(functools.reduce(jnp.logical_or, flags), out), out)
                 a = forward.arena(kernel.operands[j])
                 cotangents[a] = put(cotangents[a], out, signature.bases[k][j] + lane)
             mine = list(rooms[k])
@@ -326,15 +350,31 @@ class Reverse:
             for a, cotangents in enumerate(state[0])
         )
 
-    def consts(self, consts: Any, tables: Any, arenas: Any, state: Any) -> list[list[Any]]:
-        """Gradients of the consts of every kernel, from the rows the sweep left behind."""
-        gradients = []
+    def consts(
+        self, consts: Any, tables: Any, arenas: Any, state: Any
+    ) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Gradients of the consts of every kernel, from the rows the sweep left behind.
+
+        None for those that have none. And for each, bool[], whether it comes from any lane.
+        """
+        gradients, alive = [], []
         for k, kernel in enumerate(self.signature.forward.kernels):
-            total = [jnp.zeros(*kind) for kind in kernel.const_kinds]
-            for tap in kernel.reverse.taps:
+            taps = kernel.reverse.taps
+            sources: dict[int, set[int]] = {}
+            for tap in taps:
+                for c in tap.consts:
+                    sources.setdefault(c, set()).update(*tap.sources)
+            kinds = enumerate(kernel.const_kinds)
+            total = [jnp.zeros(*kind) if c in sources else None for c, kind in kinds]
+            for tap in taps:
                 total = self._tap(k, tap, consts[k], tables, arenas, state[1][k], total)
             gradients.append(total)
-        return gradients
+            flags = [
+                self.alive_by(k, tables, sources[c], 0, 0).any() if c in sources else None
+                for c in range(kernel.num_consts)
+            ]
+            alive.append(flags)
+        return gradients, alive
 
     def _tap(self, k, tap, consts, tables, arenas, rooms, total):
         """Adds what one tapped operation contributes to the gradients of its consts."""
@@ -350,9 +390,12 @@ class Reverse:
         def cotangents_of(lane, width):
             return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
 
-        used, trips = row(form, tables[1], ("used", k)), row(form, tables[1], ("blocks", k))
+        def alive_of(lane, width):
+            return [self.alive_by(k, tables, some, lane, width) for some in tap.sources]
+
+        trips = row(form, tables[1], ("blocks", k))
         return tap_gradient(
-            tap, consts, rows_of, cotangents_of, forward.lanes[k], used, trips, total
+            tap, consts, rows_of, cotangents_of, alive_of, forward.lanes[k], trips, total
         )
 
 
@@ -361,26 +404,34 @@ def tap_gradient(
     consts: Sequence[Any],
     rows_of: Callable,
     cotangents_of: Callable,
+    alive_of: Callable,
     lanes: int,
-    used: Any,
     trips: Any,
     total: Sequence[Any],
 ) -> list[Any]:
     """Adds what a tapped operation contributes to the gradients of its consts.
 
-    `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, of
-    which the first `used` lanes ran, in blocks (see `BLOCKS`) of which there are so many `trips`.
+    `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, in
+    blocks (see `BLOCKS`) of which there are so many `trips`; `alive_of(lane, width)` says in which
+    lanes each cotangent exists. Where it does not, rows and cotangents may be anything.
     """
+    everywhere = None
+    if not tap.linear:  # a row of zeros might not give zero; that of a lane that is alive will do
+        everywhere = functools.reduce(jnp.logical_or, alive_of(0, lanes))
+        first = rows_of(jnp.argmax(everywhere), 1)
 
     def block(width, lane, total):
+        alive = alive_of(lane, width)
+        pairs = zip(alive, cotangents_of(lane, width), strict=True)
+        given = [where_alive(spread(flags, x), x) for flags, x in pairs]
+        live = functools.reduce(jnp.logical_or, alive)
         rows = rows_of(lane, width)
-        if not tap.linear:  # lanes that never ran hold zeros; the first lane will do
-            live = lane + jnp.arange(width) < used
-            first = rows_of(0, 1)
-            rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, first, strict=True)]
+        others = [jnp.zeros_like(x) for x in rows] if tap.linear else first
+        rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, others, strict=True)]
         total = list(total)
-        given = cotangents_of(lane, width)
         for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
+            if everywhere is not None:
+                gradient = where_alive(everywhere.any(), gradient)
             total[c] = total[c] + gradient
         return total
 
@@ -511,7 +562,7 @@ def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any,
 
 
 def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outputs: Any):
-    """(gradients of the consts of each kernel, cotangents of the inputs of each arena)."""
+    """(gradients of the consts of each kernel, which exist, cotangents of inputs by arena)."""
     arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward
     prepared = reverse.prepare(consts)
@@ -531,5 +582,5 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
         widths = [w for w in COARSE.widths if w <= rows]
         bodies += bodies_of(len(forward.kernels) + a, widths, sums(a), True)
     state = sweep(signature.form, tables[1], bodies, reverse.start(outputs, saved))
-    gradients = reverse.consts(consts, tables, arenas, state)
-    return gradients, reverse.inputs(tables[1], state)
+    gradients, alive = reverse.consts(consts, tables, arenas, state)
+    return gradients, alive, reverse.inputs(tables[1], state)

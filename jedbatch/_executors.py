@@ -11,6 +11,7 @@ too, for as long as calls bring the very same arrays.
 """
 
 import collections
+import itertools
 import operator
 import time
 import weakref
@@ -18,10 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jax.extend.core import take_current_trace
 
+from jedbatch._alive import SLOTS
 from jedbatch._execute import (
     Forward,
     Reverse,
@@ -34,8 +38,10 @@ from jedbatch._execute import (
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
+from jedbatch._returned import joined, split
 from jedbatch._stored import row_bytes
 from jedbatch._transfers import handed_over
+from jedbatch._zeros import guarded, sources_of, where_alive
 
 with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
     pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
@@ -179,9 +185,10 @@ class Fused:
 
     def _reverse(self, signature, shared, tables, values, outputs):
         self.compiled("reverse")
-        consts, pull_back = jax.vjp(self.prepare, shared)
-        gradients, inputs = fused_reverse(Reverse(signature), consts, tables, values, outputs)
-        return pull_back(_cotangents_like(consts, gradients))[0], inputs
+        consts = self.prepare(shared)
+        reverse = Reverse(signature)
+        gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)
+        return pulled_back(self.prepare, shared, gradients, alive), inputs
 
 
 class Dispatch:
@@ -283,10 +290,9 @@ class Dispatch:
                 state = self._call(key, sums, tables[1], state, lane, donate=1)
 
         def finish(shared, tables, arenas, state):
-            consts, pull_back = jax.vjp(self.prepare, shared)
-            gradients = reverse.consts(consts, tables, arenas, state)
-            pulled = pull_back(_cotangents_like(consts, gradients))[0]
-            return pulled, reverse.inputs(tables[1], state)
+            gradients, alive = reverse.consts(self.prepare(shared), tables, arenas, state)
+            of_shared = pulled_back(self.prepare, shared, gradients, alive)
+            return of_shared, reverse.inputs(tables[1], state)
 
         return self._call(("finish", signature), finish, shared, tables, arenas, state)
 
@@ -337,51 +343,99 @@ def finds_faults() -> bool:
     return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
 
 
-def _cotangents_like(values: Any, cotangents: Any) -> Any:
-    """The cotangents, with what JAX wants in place of those of integers."""
-    return jax.tree.map(
-        lambda x, ct: ct if has_gradient(x.dtype) else np.zeros(x.shape, jax.dtypes.float0),
-        values,
-        cotangents,
-    )
+def pulled_back(
+    prepare: Callable, shared: Sequence[Any], gradients: Sequence[Any], alive: Sequence[Any]
+) -> list[Any]:
+    """Cotangents of the shared values from those of what `prepare` makes of them.
+
+    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do.
+    Again None for what gets nothing.
+    """
+    moving = [i for i, x in enumerate(shared) if has_gradient(x.dtype)]
+
+    def prepared(values):
+        full = list(shared)
+        for i, x in zip(moving, values, strict=True):
+            full[i] = x
+        made = itertools.chain(*prepare(full))
+        return [x for x, g in zip(made, every, strict=True) if g is not None]
+
+    every = list(itertools.chain(*gradients))
+    flags = [x for x in itertools.chain(*alive) if x is not None]
+    given = [x for x in every if x is not None]
+    _, pull_back = jax.vjp(prepared, [shared[i] for i in moving])
+    back = jax.make_jaxpr(lambda given: pull_back(given)[0])(given)
+    sources = sources_of(back.jaxpr, back.jaxpr.invars)
+    closed = guarded(back.jaxpr, back.consts, back.jaxpr.invars)
+    made = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given, *flags)
+    found: list[Any] = [None] * len(shared)
+    for i, x, some in zip(moving, made, sources, strict=True):
+        if some:
+            found[i] = where_alive(jnp.stack([flags[s] for s in sorted(some)]).any(), x)
+    return found
 
 
 EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
 
 
-def differentiable_run(executor_of: Callable, permit: Callable, reverse_of: Callable) -> Callable:
+def differentiable_run(
+    executor_of: Callable,
+    signature: Signature,
+    batch: int | None,
+    permit: Callable,
+    reverse_of: Callable,
+) -> Callable:
     """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
 
-    `executor_of(values)` is who runs it on these values, which may be traced or not; `permit()`
-    raises an error if it must not be differentiated; `reverse_of(reverse_table)` gives the reverse
-    signature and table when they are needed.
+    It returns pieces (see `_returned`).
+
+    Args:
+      executor_of: who runs it on some values, which may be traced or not.
+      signature: the program.
+      batch: rows of a piece; None if each row is one.
+      permit: raises an error if it must not be differentiated.
+      reverse_of: from the reverse table, for each arena bool[pieces] that have a cotangent, and
+        what it is differentiated with respect to (see `Refused.origins`), to the reverse signature
+        and its tables, when they are needed.
     """
+    moving = [0]
 
     @jax.custom_vjp
     def run(shared, inputs, table, reverse_table):
         given = shared, inputs, table
-        return executor_of(given).infer(*given)
+        return split(executor_of(given).infer(*given), batch)
 
-    def forwards(shared, inputs, table, reverse_table):
+    def forwards(*primals):
         permit()
-        given = shared, inputs, table
+        moving[0] = origins_of(*primals[:2])
+        *given, reverse_table = custom_vjp_primal_tree_values(primals)
+        shared, _, table = given
         outputs, values = executor_of(given).save(*given)
-        return outputs, (shared, table, reverse_table, values)
+        return split(outputs, batch), (shared, table, reverse_table, values)
 
-    def backwards(residuals, outputs):
+    def backwards(residuals, cotangents):
         shared, table, reverse_table, values = residuals
-        signature, reverse_table = reverse_of(reverse_table)
-        outputs = tuple(
-            x if has_gradient(kind[1]) else None
-            for x, kind in zip(outputs, signature.forward.arenas, strict=True)
-        )
-        tables = (table, reverse_table)
+        outputs, exist = joined(signature.arenas, signature.outputs, cotangents, batch)
+        reverse, *reverse_tables = reverse_of(reverse_table, exist, moving[0])
+        tables = (table, *reverse_tables)
         executor = executor_of((shared, tables, values, outputs))
-        of_shared, of_inputs = executor.reverse(signature, shared, tables, values, outputs)
-        return [x if has_gradient(x.dtype) else None for x in of_shared], of_inputs, None, None
+        of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
+        return of_shared, of_inputs, None, None
 
-    run.defvjp(forwards, backwards)
+    run.defvjp(forwards, backwards, symbolic_zeros=True)
     return run
+
+
+def origins_of(shared: Any, inputs: Sequence[Any]) -> int:
+    """What is differentiated, as `Refused.origins` says it."""
+    origins = int(any(x.perturbed for x in jax.tree.leaves(shared, is_leaf=_is_primal)))
+    for a, x in enumerate(inputs):
+        origins |= x.perturbed << 1 + min(a, SLOTS - 1)
+    return origins
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
 
 
 def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:

@@ -551,7 +551,8 @@ class Lazy:
             )
             assert plan.host is not None
             plan.host.tracers = held
-            outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope")
+            outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope", whole=True)
+            outputs = [x[0] if isinstance(x, list) else x for x in outputs]
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)
             return len(plan.host.placed.schedule), dict(arenas)
 

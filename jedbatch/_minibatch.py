@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._cotangents import ReverseSignature
 from jedbatch._executors import EXECUTORS, differentiable_run
 from jedbatch._graph import Graph
 from jedbatch._indices import check_rows
@@ -26,6 +27,8 @@ from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._prelude import Calls, make_prelude
 from jedbatch._program import Placed
+from jedbatch._returned import WHOLE, bits_of, leaf_numbers, rows_wanted
+from jedbatch._reverse import Reverse
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
@@ -107,7 +110,11 @@ def make_plan(
 
     lowered = session.lower(placed, brought)
     signature, table = lowered.signature, lowered.table
-    reverse, reverse_table = session.reverse(placed, signature) if gradient else (None, None)
+    reverse = reverse_table = None
+    if gradient:
+        numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+        tells = max(int(x.max(initial=0)) for x in numbers) > 0
+        reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, functools.partial(_known_rows, inputs))
     prelude = None
@@ -134,9 +141,9 @@ def _known_rows(inputs: Mapping[str, Any], kind: Any) -> np.ndarray | None:
 
 
 def run_plan(
-    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
+    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str, whole: bool = False
 ) -> tuple[Any, Any]:
-    """(rows returned from each arena, results of regions).
+    """(rows returned from each arena, or pieces of them if traced; results of regions).
 
     Differentiable in the leaves and the inputs.
 
@@ -145,6 +152,7 @@ def run_plan(
       leaves: of the shared arguments.
       inputs: rows for the arenas, as `plan.inputs` has them.
       name: what is run, for messages.
+      whole: whether what an arena returns is one piece.
     """
     static, session = plan.static, plan.static.session
     signature = static.signature
@@ -171,14 +179,23 @@ def run_plan(
 
     placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
 
-    def reverse_of(table):
+    batch = WHOLE if whole else static.results.batch
+
+    def reverse_of(table, exist, moving):
         if static.reverse is not None:
-            return static.reverse, table
-        assert placed is not None
-        return handed_over(session.reverse(placed, signature))
+            bits = None
+            if static.reverse.tells:
+                bits = bits_of(leaf_numbers(static.results, signature.arenas), exist)
+            refuse(static.reverse, bits, moving, name)
+            return static.reverse, table, handed_over(bits)
+        assert placed
+        wanted = rows_wanted(placed, signature.arenas, exist, batch)
+        reverse, table = session.reverse(placed, signature, wanted=wanted)
+        refuse(reverse, None, moving, name)
+        return reverse, handed_over(table), None
 
     executor_of = functools.partial(session.executor, signature)
-    run = differentiable_run(executor_of, permit, reverse_of)
+    run = differentiable_run(executor_of, signature, batch, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*given, handed_over(plan.reverse_table)), packed
 
@@ -214,6 +231,28 @@ def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
                 "go into the same rows; for other instances make another plan."
             )
     return inputs
+
+
+def refuse(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:
+    """Raises the error of JAX if something is differentiated that it cannot differentiate.
+
+    `bits` says which results are (see `bits_of`), None if all that have a cotangent; `moving` with
+    respect to what, as `Refused.origins` does.
+    """
+    for refused in signature.refused:
+        wanted = bits is None or refused.leads_to & int(bits[0])
+        if not wanted or not refused.origins & moving:
+            continue
+        kernel = signature.forward.kernels[refused.kernel]
+        try:
+            Reverse(kernel, [refused.result])
+        except Exception as error:
+            error.add_note(
+                f"This happened while {name} was differentiated: it depends on "
+                f"result {refused.result} of `{kernel.node_type}`. If no gradient is wanted "
+                "through it, write `jax.lax.stop_gradient` around it."
+            )
+            raise
 
 
 @contextlib.contextmanager

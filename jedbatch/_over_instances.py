@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jedbatch._along import CUMULATIVE
 from jedbatch._execute import spread, take
@@ -126,14 +127,15 @@ class OverInstances:
         def run(shared, operands, table):
             return self._forward(here.reading(table), shared, operands)
 
-        def save(shared, operands, table):
-            return run(shared, operands, table), (shared, operands, table)
+        def save(*primals):
+            primals = custom_vjp_primal_tree_values(primals)
+            return run(*primals), primals
 
         def reverse(kept, given):
             shared, operands, table = kept
             return *self._reverse(here.reading(table), shared, operands, given), None
 
-        run.defvjp(save, reverse)
+        run.defvjp(save, reverse, symbolic_zeros=True)
         return run(shared, operands, here.table)
 
     def _forward(self, here: Here, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -152,6 +154,7 @@ class OverInstances:
     def _reverse(self, here: Here, shared, operands, given) -> tuple[list[Any], list[Any]]:
         """Cotangents of the shared values and of the operands."""
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
+        returned = [i for i in self._returned if not isinstance(given[i], SymbolicZero)]
 
         def body(group, sums):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
@@ -159,12 +162,12 @@ class OverInstances:
             def forward(some_shared, some_blocks):
                 all_shared = _replaced(shared, moving_shared, some_shared)
                 made = self._lanes(group, all_shared, _replaced(blocks, moving, some_blocks))
-                return [made[i] for i in self._returned]
+                return [made[i] for i in returned]
 
             _, pull_back = jax.vjp(
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
             )
-            cotangents = [group.cotangents(phase.writes[i], given[i]) for i in self._returned]
+            cotangents = [group.cotangents(phase.writes[i], given[i]) for i in returned]
             of_shared, of_blocks = pull_back(cotangents)
             return (
                 [a + b for a, b in zip(sums[0], of_shared, strict=True)],

@@ -12,18 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jedbatch._along import is_look_up
-from jedbatch._cells import Kernel, differentiable
+from jedbatch._cells import Kernel
 from jedbatch._execute import cut, each_block, put, spread, take, tap_gradient
 from jedbatch._extents import extent_at
-from jedbatch._jaxpr import has_gradient, value_of
+from jedbatch._jaxpr import value_of
 from jedbatch._ladder import BLOCKS
 from jedbatch._lanes import run_row
 from jedbatch._phases import Phase
 from jedbatch._registry import Operation
+from jedbatch._reverse import Reverse, differentiable
 from jedbatch._rooms import Here, ragged_axis, row_shape
 from jedbatch._types import NodeType, ValueType
+from jedbatch._zeros import where_alive
 
 
 class OverRows:
@@ -124,17 +127,22 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
 
     @jax.custom_vjp
     def run(consts, operands, call, total, trips):
-        return forwards(consts, operands, call, total, trips, False)[0]
+        return forwards(consts, operands, call, total, trips, saving=False)[0]
 
-    def save(consts, operands, call, total, trips):
-        results, saved = forwards(consts, operands, call, total, trips, True)
-        return results, (consts, operands, call, total, trips, results, saved)
+    def save(*primals):
+        primals = custom_vjp_primal_tree_values(primals)
+        consts, operands, call, total, trips = primals
+        results, saved = forwards(consts, operands, call, total, trips, saving=True)
+        return results, (*primals, results, saved)
 
     def reverse(kept, given):
         consts, operands, call, total, trips, results, saved = kept
         back = kernel.reverse
         prepared = back.prepare(consts)
         moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+        exists = [not isinstance(x, SymbolicZero) for x in given]
+        if any(exists[s] for s in back.refused):
+            Reverse(kernel, list(back.refused))  # raises the error of JAX
 
         def block(width, lane, state):
             sums, rooms = list(state[0]), list(state[1])
@@ -142,13 +150,18 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
             mine = operands_of(operands, call, total, lane, width)
             made = [cut(x, lane, width) for x in results]
             old = [cut(x, lane, width) for x in rooms[: len(back.saved)]]
-            cotangents = []
-            for t, x in zip(kernel.results, given, strict=True):
-                x = cut(x, lane, width) if differentiable(t) else None
-                cotangents.append(x if x is None else jnp.where(spread(there, x), x, 0))
-            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(consts, prepared, mine, made, old, cotangents)
+            cotangents: list[Any] = [None] * len(given)
+            alive = {}
+            for s in back.returned:
+                alive[s] = there & exists[s]
+                x = cut(given[s], lane, width) if exists[s] else zeros_of(s, width)
+                cotangents[s] = where_alive(spread(alive[s], x), x)
+            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(consts, prepared, mine, made, old, cotangents, alive)
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
+                if not any(exists[s] for s in back.flow[j]):
+                    continue
+                x = where_alive(spread(there, x), x)
                 if by_row[j]:
                     sums[k] = put(sums[k], x, lane)
                 else:
@@ -157,11 +170,19 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
                 rooms[place] = put(rooms[place], x, lane)
             return sums, rooms
 
+        def zeros_of(s, width):
+            return jnp.zeros((width, *kernel.results[s].shape), kernel.results[s].dtype)
+
         sums = [jnp.zeros_like(operands[j]) for j in moving]
         rooms = [*saved, *(jnp.zeros((room, *shape), dtype) for shape, dtype in back.extra)]
         sums, rooms = each_block(BLOCKS, room, trips, block, (sums, rooms))
-        gradients = [jnp.zeros(*kind) for kind in kernel.const_kinds]
+        gradients: list[Any] = [None] * kernel.num_consts
         for tap in back.taps:
+            if not any(exists[s] for some in tap.sources for s in some):
+                continue
+            for c in tap.consts:
+                if gradients[c] is None:
+                    gradients[c] = jnp.zeros(*kernel.const_kinds[c])
 
             def rows_of(lane, width, tap=tap):
                 mine = operands_of(operands, call, total, lane, width)
@@ -171,14 +192,17 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
             def cotangents_of(lane, width, tap=tap):
                 return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
 
+            def alive_of(lane, width, tap=tap):
+                there = lane + jnp.arange(width) < total
+                return [there & any(exists[s] for s in some) for some in tap.sources]
+
             gradients = tap_gradient(
-                tap, consts, rows_of, cotangents_of, room, total, trips, gradients
+                tap, consts, rows_of, cotangents_of, alive_of, room, trips, gradients
             )
         of_operands: list[Any] = [None] * len(operands)
         for j, x in zip(moving, sums, strict=True):
-            of_operands[j] = x
-        of_consts = [x if has_gradient(x.dtype) else None for x in gradients]
-        return of_consts, of_operands, None, None, None
+            of_operands[j] = x if any(exists[s] for s in back.flow[j]) else None
+        return gradients, of_operands, None, None, None
 
-    run.defvjp(save, reverse)
+    run.defvjp(save, reverse, symbolic_zeros=True)
     return run

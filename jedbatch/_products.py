@@ -84,6 +84,8 @@ class Product(NamedTuple):
         if eqn.primitive.name != "dot_general":
             return None
         sides = list(zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True))
+        if not all(isinstance(v, Var) for v in eqn.invars):
+            return None
         weight_first = eqn.invars[0] in shared
         (weight, weight_dims), (row, row_dims) = sides if weight_first else sides[::-1]
         result = eqn.outvars[0]

@@ -30,18 +30,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
 from jedbatch._deep import deeply
 from jedbatch._fibers import Fibers
 from jedbatch._instances import flatten
-from jedbatch._jaxpr import has_gradient
 from jedbatch._layout import Layout
+from jedbatch._minibatch import refuse
 from jedbatch._plan import ResultForm
 from jedbatch._program import lower
 from jedbatch._recorder import Recorder
 from jedbatch._restored import Restored
+from jedbatch._returned import joined, rows_wanted, split
 from jedbatch._rows import results_from, rows_of_inputs
 from jedbatch._session import Session, shared_values
 from jedbatch._stored import is_key
@@ -202,34 +204,36 @@ class Stepwise:
     def _differentiable(self) -> Callable:
         @jax.custom_vjp
         def run(leaves, arrays, tracers):
-            return self._compute(leaves, arrays, tracers, saving=False)
+            outputs = self._compute(leaves, arrays, tracers, saving=False)
+            return split(outputs, self._form.batch)
 
-        def forwards(leaves, arrays, tracers):
+        def forwards(*primals):
+            leaves, arrays, tracers = custom_vjp_primal_tree_values(primals)
             outputs = self._compute(leaves, arrays, tracers, saving=True)
-            return outputs, (leaves, arrays, tracers, self._workspace.state)
+            residuals = leaves, arrays, tracers, self._workspace.state
+            return split(outputs, self._form.batch), residuals
 
-        run.defvjp(forwards, self._backwards)
+        run.defvjp(forwards, self._backwards, symbolic_zeros=True)
         return run
 
     def _backwards(self, residuals, cotangents):
         leaves, arrays, tracers, values = residuals
         workspace, session = self._workspace, self._session
-        placed, signature = workspace.whole(self._returned, self._form.batch is not None)
+        batch = self._form.batch
+        placed, signature = workspace.whole(self._returned, batch is not None)
         lowered = lower(placed, signature)
         assert lowered is not None
-        reverse, reverse_table = session.reverse(placed, signature)
-        if workspace.trial is not None:
+        outputs, exist = joined(signature.arenas, signature.outputs, cotangents, batch)
+        wanted = rows_wanted(placed, signature.arenas, exist, batch)
+        reverse, reverse_table = session.reverse(placed, signature, wanted=wanted)
+        refuse(reverse, None, -1, "a batched function")
+        if workspace.trial is not None and wanted is None:
             workspace.trial.finish(placed, signature, (reverse, reverse_table))
         closed_over = session.program(signature)[1]
         shared = shared_values(session, closed_over, leaves, tracers)
-        outputs = tuple(
-            x if has_gradient(kind[1]) else None
-            for x, kind in zip(cotangents, signature.arenas, strict=True)
-        )
         executor = session.executor(signature, (shared, values, outputs))
-        tables = lowered.table, reverse_table
+        tables = lowered.table, reverse_table, None
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
-        of_shared = [x if has_gradient(x.dtype) else None for x in of_shared]
         of_tracers: list[Any] = [None] * len(tracers)
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
             position = session.registry.shared[index].tracer

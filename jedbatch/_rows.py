@@ -13,12 +13,10 @@ from jax.core import Tracer
 from jedbatch._graph import InputRows
 from jedbatch._plan import ResultForm, Slice, input_name
 from jedbatch._program import Signature
+from jedbatch._returned import split
 from jedbatch._stored import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._trace import Record
-from jedbatch._transfers import handed_over
 from jedbatch._types import ValueType
-
-BLOCK = 64  # results taken out of an array at a time
 
 
 def assemble(
@@ -83,13 +81,18 @@ def results_from(
     outputs: Sequence[Any],
     packed: Sequence[Sequence[Any]] = (),
 ) -> Any:
-    """The rows returned from each arena, and packed results of regions, as results."""
+    """What is returned from each arena, and packed results of regions, as results.
+
+    Arenas return rows or, already, pieces of them (see `_returned`).
+    """
+    if not any(isinstance(x, list) for x in outputs):
+        outputs = split(outputs, form.batch)
     on_host = functools.cache(lambda stage, result: _on_host(packed[stage][result]))
 
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
             return cut_out(place)
-        return from_stored(found[kind][place], ValueType(*kind))
+        return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
 
     def cut_out(place: Slice) -> Any:
         rows = on_host(place.stage, place.result)
@@ -105,13 +108,9 @@ def results_from(
             if isinstance(first, tuple):
                 leaves.append(jnp.stack(list(map(cut_out, first))))
                 continue
-            rows = arena[stored_kind(kind)]
-            if len(rows) != form.batch:  # `rows[a:b]` costs three times as much outside of jit
-                rows = jax.lax.slice_in_dim(rows, first, first + form.batch)
+            rows = arena[stored_kind(kind)][first // form.batch]
             leaves.append(from_stored(rows, ValueType(*kind)))
         return jax.tree.unflatten(structure, leaves)
-    used = {kind for places in form.places for kind, i in places if not isinstance(i, Slice)}
-    found = {kind: _unstacked(arena[stored_kind(kind)]) for kind in used}
     return [
         jax.tree.unflatten(
             structure,
@@ -124,20 +123,3 @@ def results_from(
 def _on_host(rows: Any) -> Any:
     """Rows where any number of them is taken out without compiling anything, if they are known."""
     return rows if isinstance(rows, Tracer) else np.asarray(rows)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
-    """`count` rows of an array from `start` on, one by one."""
-    some = jax.lax.dynamic_slice_in_dim(rows, start, count)
-    return [some[i] for i in range(count)]
-
-
-def _unstacked(rows: Any) -> list[Any]:
-    """The rows of an array one by one, by programs that serve arrays of any length."""
-    block = min(BLOCK, len(rows))
-    found: list[Any] = []
-    for start in range(0, len(rows), block):
-        start = min(start, len(rows) - block)
-        found[start:] = some_rows(rows, handed_over(np.int32(start)), block)
-    return found

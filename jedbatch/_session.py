@@ -124,9 +124,11 @@ class Session:
         assert lowered is not None
         return lowered
 
-    def reverse(self, placed: Placed, forward: Signature) -> tuple[ReverseSignature, Any]:
-        """What to compile for the reverse of a minibatch, and its table."""
-        readers = find_readers(placed, forward)
+    def reverse(
+        self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
+    ) -> tuple[ReverseSignature, Any]:
+        """What to compile for the reverse of a minibatch, and its table; see `find_readers`."""
+        readers = find_readers(placed, forward, leaves, wanted)
         needed = make_reverse_signature(placed, readers, forward, None)
         signature = next((s for s in self._reverses if reverse_fits(needed, s)), None)
         if signature is None:

@@ -21,7 +21,7 @@ def differentiable(value_type: ValueType) -> bool:
 
 def flow(kernel: Kernel) -> list[set[int]]:
     """For each operand, the results that send it a cotangent."""
-    return [set(some) for some in kernel.reverse.flow]  # type: ignore[attr-defined]
+    return [set(some) for some in kernel.reverse.flow]
 
 
 Sender = tuple[Any, ...]  # ("lane", kernel, operand, lane) or ("output", position)
