@@ -462,6 +462,10 @@ def batch(
     Numbers of an instance that name rows of a shared array, `params["embedding"][word]`, must name
     rows that exist: that is checked when instances are planned.
 
+    Recursion may be tens of thousands of frames deep. What is deeper than Python's limit is
+    recorded once more, on a thread of its own with a larger stack, so that what `fn` does besides
+    computing, such as printing, may happen twice.
+
     Args:
       fn: a pure function of one instance. Arrays in the instance are symbolic while it is
         recorded; numbers, strings, lists and objects reach it as they are.

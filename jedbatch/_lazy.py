@@ -423,7 +423,8 @@ class Lazy:
 
     A scope inside of another belongs to it; at its end, too, all is computed. Inside of a batched
     function a scope does nothing, since all is recorded anyway. A scope left by an exception
-    computes nothing, and its futures have no value. Each thread has its own scopes.
+    computes nothing, and its futures have no value. Each thread has its own scopes. Recursion is as
+    deep as Python allows, which `sys.setrecursionlimit` changes.
 
     Under `jax.jit` the end of a scope becomes part of the program that is traced, which is
     compiled again for every topology; `if` and `print` of a value raise a `SymbolicValueError`.
