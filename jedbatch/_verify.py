@@ -186,7 +186,7 @@ class Trial:
         ladders = [
             signature.kernels[k].ladder.widths[: signature.widest[k]] for k, _ in signature.bodies
         ]
-        for body, width, lane in chunks_of(table, form, ladders):
+        for body, width, lane in chunks_of(table, signature, ladders):
             k, reading = signature.bodies[body]
             self._chunk(table, k, width, lane, reading, keeps)
             self.chunks += 1
@@ -293,20 +293,29 @@ def check_apart(spans: list[tuple[int, int, str]], rows: int, what: str) -> None
 
 
 def chunks_of(
-    table: np.ndarray, form: Any, widths: Sequence[Sequence[int]], *, backwards: bool = False
+    table: np.ndarray, signature: Any, widths: Sequence[Sequence[int]], *, backwards: bool = False
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (number, width, first lane) of all chunks of a table in the order they run in.
 
     `widths` are those of every number.
     """
+    form = signature.form
     count = int(form.view(table, "num_stretches")[0])
     stretches = form.view(table, "stretches")
     require(0 <= count <= len(stretches), f"{count} stretches in room for {len(stretches)}")
-    for what, lane, trips in stretches[:count].tolist():
+
+    def width_of(what: int) -> tuple[int, int]:
         number, column = divmod(what, NUM_WIDTHS)
         known = 0 <= number < len(widths) and column < len(widths[number])
         require(known, f"a stretch of kind {what}, which is not compiled")
+        return number, widths[number][column]
+
+    if hasattr(signature, "instructions"):
+        for what, lane in signature.instructions.chunks(stretches[:count]):
+            yield *width_of(what), lane
+        return
+    for what, lane, trips in stretches[:count].tolist():
+        number, width = width_of(what)
         require(trips > 0, f"a stretch of {trips} chunks")
-        width = widths[number][column]
         for step in range(trips)[:: -1 if backwards else 1]:
             yield number, width, lane + step * width

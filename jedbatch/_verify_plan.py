@@ -13,7 +13,7 @@ from jedbatch._prelude import Stage
 from jedbatch._program import Placed, Signature, lower
 from jedbatch._stored import stored_kind
 from jedbatch._verify import Goal, Symbols, Trial, require
-from jedbatch._verify_reverse import ReverseTrial, check_cover
+from jedbatch._verify_reverse import ReverseTrial, blocks_of, check_cover
 
 
 def check_stages(
@@ -65,10 +65,11 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
             owner[start : start + count] = c
         require((call[:total] == owner).all(), "a packed row is said to be that of another call")
         require(((call >= 0) & (call < room.calls)).all(), "a packed row belongs to no call")
-        check_cover(form.view(table, "blocks", e), total, room.rows[e], f"rows of {extent}")
+        trips = form.view(table, "blocks", e)
+        check_cover(trips, blocks_of(room), total, room.rows[e], f"rows of {extent}")
     order, first, seen = form.view(table, "order"), 0, []
-    trips = form.view(table, "trips").tolist()
-    for most, group, n in zip(room.lengths, room.together, trips, strict=True):
+    groups = form.view(table, "trips").tolist()
+    for most, group, n in zip(room.lengths, room.together, groups, strict=True):
         mine = [c for c in order[first : first + n * group].tolist() if c != room.calls]
         require(all(0 <= c < calls for c in mine), "a call that does not exist is computed")
         require(all(longest[c] <= most for c in mine), f"a call is longer than {most} rows")

@@ -9,7 +9,7 @@ import numpy as np
 from jedbatch._cells import Kernel
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import BLOCKS, COARSE
+from jedbatch._ladder import COARSE, Ladder
 from jedbatch._types import ValueType
 from jedbatch._verify import Trial, check_apart, chunks_of, require
 
@@ -72,8 +72,9 @@ class ReverseTrial:
         table = np.asarray(tables[1])
         require(table.shape == (signature.form.size,), "a reverse table of another size")
         widths = [k.ladder.widths[:n] for k, n in zip(forward.kernels, forward.widest, strict=True)]
-        widths += [tuple(w for w in COARSE.widths if w <= rows) for rows in signature.sums]
-        for number, width, lane in chunks_of(table, signature.form, widths, backwards=True):
+        sums = getattr(getattr(forward, "target", None), "sums", COARSE)
+        widths += [tuple(w for w in sums.widths if w <= rows) for rows in signature.sums]
+        for number, width, lane in chunks_of(table, signature, widths, backwards=True):
             if number < len(forward.kernels):
                 self._chunk(table, number, width, lane)
             else:
@@ -217,13 +218,19 @@ class ReverseTrial:
             used = int(form.view(table, "used", k)[0]) if ("used", k) in form.places else need
             name = str(forward.kernels[k].node_type)
             require(need <= used, f"weight gradients of {used} of the {need} lanes of {name}")
-            check_cover(form.view(table, "blocks", k), used, forward.lanes[k], f"lanes of {name}")
+            blocks = form.view(table, "blocks", k)
+            check_cover(blocks, blocks_of(forward), used, forward.lanes[k], f"lanes of {name}")
 
 
-def check_cover(trips: np.ndarray, used: int, room: int, what: str) -> None:
+def blocks_of(made: Any) -> Ladder:
+    """The blocks in which a program, or a room for packed rows, runs over all that there is."""
+    return getattr(getattr(made, "target", None), "blocks", COARSE)
+
+
+def check_cover(trips: np.ndarray, blocks: Ladder, used: int, room: int, what: str) -> None:
     """Blocks cover all that is used, and stay inside of the room."""
     covered = 0
-    for n, width in zip(trips.tolist(), BLOCKS.widths, strict=True):
+    for n, width in zip(trips.tolist(), blocks.widths, strict=True):
         require(not n or width <= room, f"blocks for {what} that are wider than there is room")
         covered += n * width
     require(used <= covered <= max(room, used), f"blocks of {covered} for {used} {what}")
