@@ -7,7 +7,7 @@ of a vocabulary. Where a number has another use too, such as a mask, what it mea
 and so are `jnp.take` and `jax.lax.dynamic_index_in_dim`, which say what they do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jedbatch._graph import Graph
+from jedbatch._plan import input_name
 from jedbatch._registry import Registry
+from jedbatch._stored import stored
 from jedbatch._types import NodeType
 
 SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy")
@@ -97,41 +99,50 @@ def _looked_up(eqn: Any, read: Sequence[State | None]) -> dict[int, int]:
     }
 
 
-def check_rows(registry: Registry, graph: Graph, placed: Any, rows_of: Callable) -> None:
+def check_rows(
+    registry: Registry, graph: Graph, placed: Any, inputs: Mapping[str, np.ndarray | Any]
+) -> None:
     """Raises an `IndexError` if a number of an instance names a row that is not there.
 
     Args:
       registry: of the node types.
       graph: what is planned.
       placed: has the row of every input in its arena, `input_row`.
-      rows_of: gives the inputs of a value type as an array; None if they are not known.
+      inputs: the rows, by the name of their arena; tracers are not looked at.
     """
-    for t in placed.type_ids:
-        limits = _limits(registry, t)
-        for k, n in limits.items():
-            kind = graph.types[t].operands[k]
-            rows = rows_of(kind)
-            if rows is None or not rows.size or (rows.min() >= -n and rows.max() < n):
-                continue
-            nodes = np.flatnonzero(graph.node_type == t)
-            read = graph.operand[graph.operand_ptr[nodes] + k]
-            given = np.flatnonzero(read < 0)
-            found = rows[placed.input_row[-1 - read[given]]].reshape(len(given), -1)
-            bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
-            if len(bad):
-                node = nodes[given[bad[0]]]
-                value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
-                instance = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
-                raise IndexError(
-                    f"`{graph.types[t].name}` of instance {instance} looks up row {value} of "
-                    f"a table of {n} rows; expected a number from 0 to {n - 1}. JAX would take the "
-                    "nearest row that there is. Where that is meant, write "
-                    '`jnp.take(table, word, axis=0, mode="clip")`.'
-                )
-
-
-def _limits(registry: Registry, t: int) -> Mapping[int, int]:
     known = registry.table_rows
-    if t not in known:
-        known[t] = table_rows(registry.node_types[t])
-    return known[t]
+    for t in placed.type_ids:
+        if t not in known:
+            node_type = registry.node_types[t]
+            known[t] = tuple(
+                (k, n, input_name(stored(node_type.operands[k])))
+                for k, n in table_rows(node_type).items()
+            )
+        for k, n, name in known[t]:
+            rows = inputs.get(name)
+            if type(rows) is np.ndarray and rows.size and not _all_below(rows, n):
+                _check_rows(graph, t, k, n, rows, placed.input_row)
+
+
+def _all_below(rows: np.ndarray, n: int) -> bool:
+    """Whether all are from 0 to n - 1, at a glance."""
+    return bool(rows.view(f"u{rows.dtype.itemsize}").max() < n)
+
+
+def _check_rows(
+    graph: Graph, t: int, k: int, n: int, rows: np.ndarray, input_row: np.ndarray
+) -> None:
+    nodes = np.flatnonzero(graph.node_type == t)
+    read = graph.operand[graph.operand_ptr[nodes] + k]
+    given = np.flatnonzero(read < 0)
+    found = rows[input_row[-1 - read[given]]].reshape(len(given), -1)
+    bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
+    if len(bad):
+        node = nodes[given[bad[0]]]
+        value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
+        instance = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
+        raise IndexError(
+            f"`{graph.types[t].name}` of instance {instance} looks up row {value} of a table of "
+            f"{n} rows; expected a number from 0 to {n - 1}. JAX would take the nearest row that "
+            'there is. Where that is meant, write `jnp.take(table, word, axis=0, mode="clip")`.'
+        )

@@ -32,7 +32,7 @@ from jedbatch._reverse import Reverse
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
-from jedbatch._stored import Kind, stored
+from jedbatch._stored import Kind
 from jedbatch._trace import Record
 from jedbatch._transfers import handed_over
 from jedbatch._verify import is_wanted
@@ -116,7 +116,7 @@ def make_plan(
         tells = max(int(x.max(initial=0)) for x in numbers) > 0
         reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
     inputs = assemble(signature, records, arrays)
-    check_rows(session.registry, graph, placed, functools.partial(_known_rows, inputs))
+    check_rows(session.registry, graph, placed, inputs)
     prelude = None
     if calls:
         stages = [session.stage(mine) for mine in calls]
@@ -132,12 +132,6 @@ def make_plan(
     if is_wanted():
         verify(plan)
     return plan
-
-
-def _known_rows(inputs: Mapping[str, Any], kind: Any) -> np.ndarray | None:
-    """The inputs of a value type, if they are known."""
-    rows = inputs.get(input_name(stored(kind)))
-    return rows if isinstance(rows, np.ndarray) else None
 
 
 def run_plan(

@@ -100,7 +100,7 @@ class Registry:
         self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
         self.num_varying = 0
-        self.table_rows: dict[int, dict[int, int]] = {}  # by node type, see `_indices`
+        self.table_rows: dict[int, tuple] = {}  # by node type, see `_indices`
         self._types: tuple[NodeType, ...] = ()
 
     @property
