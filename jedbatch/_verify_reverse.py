@@ -44,7 +44,6 @@ class ReverseTrial:
         self.rows: list[dict[int, list[Sender]]] = []
         self.received: dict[tuple[int, int], list[Sender]] = {}  # by (arena, row)
         self._done: set[tuple[int, int]] = set()
-        self._tells = hasattr(signature, "refused")  # who is alive: others send nothing
         self._check_signature()
         for a in range(len(signature.forward.arenas)):
             mine: dict[int, list[Sender]] = {signature.zero[a]: []}
@@ -155,33 +154,7 @@ class ReverseTrial:
         require(
             must <= seen.keys(), f"no value gets the cotangent of {sorted(must - seen.keys())[:1]}"
         )
-        self._check_padding(seen)
-        if self._tells:
-            self._check_alive(seen, readers)
-
-    def _check_padding(self, seen: collections.Counter[Sender]) -> None:
-        """Padding sends nothing, and repeats a lane that may."""
-        forward, signature = self.forward, self.signature.forward
-        for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
-            moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-            live = {i for i in lanes if any(("lane", k, j, i) in seen for j in moving)}
-            if self._tells or not moving:
-                continue
-            name = kernel.node_type
-            for i in live:
-                lost = [j for j in moving if ("lane", k, j, i) not in seen]
-                require(not lost, f"lane {i} of {name} sends no cotangent to operand {lost[:1]}")
-            own = {(lanes[i].chunk, lanes[i].symbol) for i in live}
-            for i in lanes.keys() - live:
-                repeats = (lanes[i].chunk, lanes[i].symbol) in own
-                require(repeats, f"lane {i} of {name} sends nothing and repeats no other")
-                for s, t in enumerate(kernel.results):
-                    place = signature.arena(t), signature.bases[k][s] + i
-                    require(not self.received.get(place), f"padding, lane {i} of {name}, is read")
-            if forward.goal is not None:
-                computed = {lane.symbol for lane in lanes.values()}
-                nodes = sum(n for s, n in forward.goal.nodes.items() if s in computed)
-                require(len(live) == nodes, f"{len(live)} lanes for {nodes} nodes of {name}")
+        self._check_alive(seen, readers)
 
     def _check_alive(
         self,
@@ -215,11 +188,9 @@ class ReverseTrial:
         form, forward = self.signature.form, self.signature.forward
         for k, lanes in enumerate(self.forward.lanes):
             need = max(lanes, default=-1) + 1
-            used = int(form.view(table, "used", k)[0]) if ("used", k) in form.places else need
             name = str(forward.kernels[k].node_type)
-            require(need <= used, f"weight gradients of {used} of the {need} lanes of {name}")
             blocks = form.view(table, "blocks", k)
-            check_cover(blocks, blocks_of(forward), used, forward.lanes[k], f"lanes of {name}")
+            check_cover(blocks, blocks_of(forward), need, forward.lanes[k], f"lanes of {name}")
 
 
 def blocks_of(made: Any) -> Ladder:
