@@ -289,7 +289,8 @@ class Reverse:
     def alive_by(self, k: int, tables: Any, sources: Collection[int], start: Any, size: int) -> Any:
         """bool[size]: whether any of some results has a cotangent."""
         flags = [self.alive(k, s, tables, start, size) for s in sorted(sources)]
-        return functools.reduce(jnp.logical_or, flags)
+        nobody = jnp.zeros(size or self.signature.forward.lanes[k], bool)
+        return functools.reduce(jnp.logical_or, flags, nobody)
 
     def chunk(self, k, width, consts, tables, arenas, state, lane):
         """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""

@@ -351,7 +351,7 @@ class Reverse:
         self.results_read = {i for name, i in self._sources if name == "result"}
         self._forward = jaxpr.replace(outvars=[*results, *room])
         self._forward_consts = forward.consts
-        fixed = [eqn for eqn in jaxpr.eqns if not moving.intersection(eqn.outvars)]
+        fixed = [e for e in jaxpr.eqns if not moving.intersection((*reads(e), *e.outvars))]
         self._derived = jaxpr.replace(invars=consts, outvars=list(derived), eqns=fixed)
         self._backward, self._backward_consts = backward.jaxpr, backward.consts
         self._turn_weights()
