@@ -21,7 +21,9 @@ from jax.core import ShapedArray, Tracer
 from jedbatch import checks
 from jedbatch._adaptive import Adaptive
 from jedbatch._blocks import GRANULARITIES
+from jedbatch._caches import Memory
 from jedbatch._cell import recording
+from jedbatch._environment import Environment
 from jedbatch._executors import median_seconds
 from jedbatch._forms import check_stack, form_of_results
 from jedbatch._fsm import FSM
@@ -52,6 +54,8 @@ from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
 
+SESSIONS = 16  # structures of shared arguments, before the one not used for longest is forgotten
+
 
 class Batched:
     """A function of many instances, made by `batch`.
@@ -65,29 +69,45 @@ class Batched:
     """
 
     def __init__(
-        self, fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse, granularity
+        self, fn: Callable, in_axes: Any, out_axes: int | None, policy: Any, options: dict[str, Any]
     ):
         functools.update_wrapper(self, fn, updated=())
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
+        self._options = options
         self._in_axes = in_axes
         self._out_axes = out_axes
         self._policy: Any = Adaptive() if policy is None else policy
-        self._executor = executor
-        self._key = key
-        self._recording = Recording(fn, self._join_arguments, key)
-        self._cache_size = cache_size
-        self._layout = layout
-        self._reuse = reuse
+        self._executor = options["executor"]
+        self._key = options["key"]
+        self._environment = Environment(fn)
+        self._recording = Recording(fn, self._join_arguments, self._key)
+        self._cache_size = options["cache_size"]
+        self._cache_bytes = options["cache_bytes"]
+        self._layout = options["layout"]
+        self._reuse = options["reuse"]
         self.last_rounds = Rounds()
-        self._granularity = granularity
-        self._sessions: dict[Hashable, Session] = {}
+        self._granularity = options["granularity"]
+        self._sessions: Memory = Memory(SESSIONS)
+        self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
+        self._keeping = threading.Lock()
 
     @property
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
-        return sum(sum(s.compilations.values()) for s in self._sessions.values())
+        return self._compiled_before + _programs_of(self._sessions)
+
+    def clear(self) -> None:
+        """Forgets everything that is cached: graphs of instances, programs, what was met.
+
+        The batched function goes on working, and records and compiles again. The policy stays, and
+        plans made before can still be applied.
+        """
+        with self._planning:
+            self._compiled_before = self.compilations
+            self._sessions.clear()
+            self._environment.clear()
 
     @property
     def policy(self) -> Policy | None:
@@ -107,18 +127,7 @@ class Batched:
 
     def _twin(self) -> "Batched":
         """The same function, with nothing kept yet, nothing to learn and a list for its result."""
-        return Batched(
-            self._fn,
-            self._in_axes,
-            None,
-            agenda,
-            self._executor,
-            self._key,
-            self._cache_size,
-            self._layout,
-            self._reuse,
-            self._granularity,
-        )
+        return Batched(self._fn, self._in_axes, None, agenda, self._options)
 
     def learn(self, *args: Any, **options: Any) -> FSM:
         """Learns a policy from instances and uses it for the plans made from then on.
@@ -134,7 +143,7 @@ class Batched:
         shared, instances = self._arguments(args)
         session, _ = self._session(shared)
         with self._planning:
-            records, *_ = self._recording.find(session, instances)
+            records, *_ = self._records(session, instances)
             graph = Graph.select([(r.whole, r.index) for r in records])
         self.policy = policy = learn(graph, **options)
         return policy
@@ -204,11 +213,15 @@ class Batched:
             self._results,
         )
         with self._planning:
+            reached = self._environment.look()
             try:
+                session.read(reached)
                 with reverse_mode_only(f"the batched `{self._name}`"):
-                    return call.run(leaves, arrays)
+                    return call.run(leaves, arrays, reached)
             finally:
                 self.last_rounds = Rounds(call.rounds)
+                session.nothing_to_read()
+                self._environment.settle(reached)
 
     def plan(self, *args: Any, gradient: bool = True) -> Plan:
         """Host work only: what to compute for these instances, and in what order.
@@ -225,7 +238,7 @@ class Batched:
         session, _ = self._session(shared)
         plan = self._plan(session, instances, gradient)
         assert plan.host is not None
-        if plan.host.tracers:
+        if plan.host.tracers or session.reads_tracers(plan.static.signature):
             raise ValueError(
                 f"`{self._name}` closes over a traced value of an outer transformation, which a "
                 "plan cannot keep; make it a shared argument (`in_axes` None), or call the "
@@ -260,7 +273,8 @@ class Batched:
                 "`batched.apply(params, batched.plan(params, instances))`."
             )
         session, leaves = self._session(tuple(shared))
-        if session is not plan.static.session:
+        of_plan = plan.static.session  # which may have been forgotten
+        if of_plan.key != session.key or of_plan.environment is not self._environment:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."
@@ -349,12 +363,32 @@ class Batched:
                 )
         types = tuple(map(array_type, leaves))
         key = tree_key(structure), types, *configuration()
-        session = self._sessions.get(key)
-        if session is None:
+        session = self._sessions.use(key)
+        if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session(avals, structure, self._executor, self._cache_size, self._granularity)
-            session = self._sessions.setdefault(key, session)  # of threads, one is first
+            session = Session(
+                avals,
+                structure,
+                self._executor,
+                self._cache_size,
+                self._granularity,
+                self._environment,
+                limit_bytes=self._cache_bytes,
+                key=key,
+            )
+            session = self._keep(key, session)
         return session, leaves
+
+    def _keep(self, key: Hashable, new: Session) -> Session:
+        """Keeps a new session in place of one that is full, unless another thread was first."""
+        with self._keeping:
+            session = self._sessions.get(key)
+            if session is not None and not session.is_full:
+                return session
+            before = self.compilations
+            self._sessions[key] = new
+            self._compiled_before = before - _programs_of(self._sessions)
+            return new
 
     # --- planning ---
 
@@ -372,9 +406,9 @@ class Batched:
 
     def _plan_alone(self, session: Session, instances, gradient: bool, leaves, read) -> Plan:
         start = time.perf_counter()
-        records, arrays, tracers, num_known = self._recording.find(session, instances, read)
+        records, arrays, tracers, num_known, reached = self._records(session, instances, read)
         seconds = {"trace": time.perf_counter() - start}
-        values = itertools.chain(leaves, *arrays)
+        values = itertools.chain(leaves, reached.arrays, *arrays)
         traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
         keeps = gradient or traced
         plan = self._plan_records(session, records, arrays, self._policy, gradient, keeps)
@@ -382,6 +416,19 @@ class Batched:
         plan.host.seconds = seconds | plan.host.seconds
         plan.host.num_known, plan.host.tracers = num_known, tracers
         return plan
+
+    def _records(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
+        """What `Recording.find` gives, and what the function reads beside its arguments."""
+        reached = self._environment.look()
+        num_known = 0
+        try:
+            session.read(reached)
+            records, arrays, tracers, num_known = self._recording.find(session, instances, read)
+        finally:
+            session.nothing_to_read()
+            if num_known < len(instances):  # else the function was not called
+                self._environment.settle(reached)
+        return records, arrays, tracers, num_known, reached
 
     def _plan_records(
         self, session: Session, records, arrays, policy, gradient: bool, keeps: bool
@@ -427,6 +474,10 @@ def is_zero(axis: Any) -> bool:
     return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
 
 
+def _programs_of(sessions: Memory) -> int:
+    return sum(sum(s.compilations.values()) for s in list(sessions.values()))
+
+
 def batch(
     fn: Callable,
     in_axes: int | Sequence[int | None] = (None, 0),
@@ -436,6 +487,7 @@ def batch(
     executor: str | None = None,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
+    cache_bytes: int = 1 << 30,
     layout: str = "auto",
     reuse: bool | None = None,
     granularity: str = "cell",
@@ -482,6 +534,8 @@ def batch(
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are
         made of tuples, lists, dicts, frozen dataclasses, numbers, strings and arrays.
+      cache_bytes: how many bytes these may take, about; those that came first are forgotten first.
+        `Batched.clear` forgets all.
       layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
         what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
         in `jedbatch.layout`.
@@ -544,6 +598,13 @@ def batch(
         checks.function("batch", "key", key, expected, "It gives something hashable.")
     cache_size = checks.whole("batch", "cache_size", cache_size)
     in_axes = in_axes if isinstance(in_axes, int) else axes
-    return Batched(
-        fn, in_axes, out_axes, policy, executor, key, cache_size, layout, reuse, granularity
-    )
+    options = {
+        "executor": executor,
+        "key": key,
+        "cache_size": cache_size,
+        "cache_bytes": cache_bytes,
+        "layout": layout,
+        "reuse": reuse,
+        "granularity": granularity,
+    }
+    return Batched(fn, in_axes, out_axes, policy, options)

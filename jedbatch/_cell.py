@@ -9,7 +9,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch import checks
-from jedbatch._identity import Same, typed, typed_or_same
+from jedbatch._identity import Same, attribute_names, is_frozen, typed, typed_or_same
 from jedbatch._instances import flatten, is_array
 
 
@@ -71,11 +71,12 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
       products may differ in their last bits (see `jedbatch.batch`).
 
     Identity:
-      Two cells are the same if their functions have the same code, defaults and closed-over
-      values. A cell made inside the batched function is therefore the same at every call,
-      unless it closes over something new each time (`RecompilationWarning`). Symbolic values it
-      closes over directly become operands. Objects it closes over are compared as `==` does or
-      else by identity; that they do not change is taken for granted, as `jax.jit` does.
+      Two cells are the same if their functions have the same code, globals, defaults and
+      closed-over values, compared by content where it can be written out and else by identity. A
+      cell made inside the batched function is therefore the same at every call, unless it closes
+      over something new each time (`RecompilationWarning`). Symbolic values it closes over
+      directly become operands. If what it closes over changes, weights of a module for instance,
+      it is recorded again (see `jedbatch.batch`).
 
     Example:
       >>> import jax.numpy as jnp, jedbatch
@@ -148,11 +149,16 @@ def free_values(fn: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def function_identity(fn: Any) -> Hashable:
-    """Equal for functions that compute the same: code, defaults and closed-over values."""
+def function_identity(
+    fn: Any, ways: Mapping[int, Hashable] = types.MappingProxyType({})
+) -> Hashable:
+    """Equal for functions that compute the same: code, globals, defaults and closed-over values.
+
+    `ways` names arrays, by their ids, that are told apart by name.
+    """
     direct = free_values(getattr(getattr(fn, "cell", None), "fn", fn))
-    operands = {id(x) for x in direct if isinstance(x, Tracer)}
-    return _identity(fn, operands, [])
+    operands = {id(x): "operand" for x in direct if isinstance(x, Tracer)}
+    return _identity(fn, operands, ways, [])
 
 
 def spelled(static: dict) -> str:
@@ -185,7 +191,9 @@ _RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
+def _identity(
+    value: Any, operands: Mapping[int, str], ways: Mapping[int, Hashable], path: list[int]
+) -> Hashable:
     """What a function or something it leads to is told apart by.
 
     Tracers it closes over directly become operands. Elsewhere, values that all instances share
@@ -197,13 +205,18 @@ def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
     path = [*path, id(value)]
 
     def each(parts: Any) -> tuple[Hashable, ...]:
-        return tuple(_identity(x, operands, path) for x in parts)
+        return tuple(_identity(x, operands, ways, path) for x in parts)
 
     if isinstance(value, Tracer):
         if len(path) == 2 and id(value) in operands:
             return "operand"
         shared = getattr(value, "shared_index", None)
-        return Same(value) if shared is None else ("shared", shared)
+        if shared is not None:
+            return "shared", shared
+    if id(value) in ways:
+        return ways[id(value)]
+    if isinstance(value, Tracer):
+        return Same(value)
     if isinstance(value, functools.partial):
         return "partial", *each((value.func, *value.args, *sorted(value.keywords.items())))
     if isinstance(value, types.MethodType):
@@ -220,6 +233,10 @@ def _identity(value: Any, operands: set[int], path: list[int]) -> Hashable:
         return dict, *each(value.items())
     if isinstance(value, np.ndarray):
         return "array", value.dtype, value.shape, value.tobytes()
+    if is_frozen(value):
+        kind: Any = type(value)
+        names = attribute_names(value)
+        return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
 
 

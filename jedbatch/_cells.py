@@ -40,6 +40,7 @@ class Kernel:
     Attributes:
       node_type: whose program it is.
       transient: whether it reads a tracer, which will be gone at the next call.
+      reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       transposed: positions of consts that are the transpose of a shared matrix.
@@ -49,9 +50,10 @@ class Kernel:
         no index, and in no loop that might not end or call of Python.
     """
 
-    def __init__(self, node_type: NodeType, transient: bool = False):
+    def __init__(self, node_type: NodeType, transient: bool = False, reached: bool = False):
         self.node_type = node_type
         self.transient = transient
+        self.reached = reached
         self.operands = node_type.operands
         self.results = node_type.results
         operation: Any = node_type.operation

@@ -74,6 +74,13 @@ class Graph:
     input_ptr: np.ndarray = None  # type: ignore[assignment]
     output_ptr: np.ndarray = None  # type: ignore[assignment]
 
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        rows = [chunk.rows for chunk in self.inputs if chunk.rows is not None]
+        held = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
+        return sum(x.nbytes for x in (*held, *rows))
+
     def __post_init__(self) -> None:
         if self.node_ptr is None:
             object.__setattr__(self, "node_ptr", np.array([0, len(self.node_type)]))

@@ -83,7 +83,7 @@ def typed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     hash(value)
     if kind.__module__.partition(".")[0] in _TRUSTED:
         return kind, value
-    if is_frozen(value) or (kind.__eq__ is not object.__eq__ and _is_all_python(kind)):
+    if is_frozen(value) or (kind.__eq__ is not object.__eq__ and is_all_python(kind)):
         return kind, *attributes(value, above)
     return Same(value)
 
@@ -219,7 +219,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _is_all_python(kind: type) -> bool:
+def is_all_python(kind: type) -> bool:
     """Whether objects of a class have attributes and nothing else, which C code might keep."""
     extra = (kind.__weakrefoffset__ > 0) + (kind.__dictoffset__ > 0)
     size = object.__basicsize__ + _POINTER * (len(_slots(kind)) + extra)

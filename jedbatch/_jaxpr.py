@@ -67,12 +67,18 @@ def performs(program: Any, *names: str) -> bool:
     )
 
 
-def one_by_one(program: Any) -> Any:
-    """The program, its calls of Python made one by one under `vmap` where they do not say how.
+_OTHER_NUMBERS = (("key<urbg>",), ("key<rbg>", "key<urbg>"))  # of other draws, and of bits
+_DRAWS = ("random_bits", "random_split", "random_fold_in", "rng_bit_generator")
 
-    `jax.pure_callback` has no rule for `vmap` unless it is given a `vmap_method`.
+
+def one_by_one(program: Any) -> Any:
+    """The program, with what `vmap` cannot do for many at a time done one by one.
+
+    `jax.pure_callback` has no rule for `vmap` unless it is given a `vmap_method`. Random numbers
+    by the generators of XLA (keys of the kinds "rbg" and "unsafe_rbg") are others under `vmap`
+    than one by one.
     """
-    if not performs(program, "pure_callback"):
+    if not performs(program, "pure_callback", *_DRAWS):
         return program
 
     def through(x: Any) -> Any:
@@ -86,9 +92,27 @@ def one_by_one(program: Any) -> Any:
         params = {name: through(x) for name, x in eqn.params.items()}
         if eqn.primitive.name == "pure_callback" and params["vmap_method"] is None:
             params["vmap_method"] = "sequential"
-        eqns.append(eqn.replace(params=params))
+        eqn = eqn.replace(params=params)
+        eqns.append(_apart(eqn) if _depends_on_lanes(eqn) else eqn)
     inner = inner.replace(eqns=eqns)
     return inner if program is getattr(program, "jaxpr", program) else program.replace(jaxpr=inner)
+
+
+def _depends_on_lanes(eqn: Any) -> bool:
+    """Whether `vmap` of an operation gives other random numbers than the operation."""
+    name = eqn.primitive.name
+    if name not in _DRAWS:
+        return False
+    kind = str(eqn.invars[0].aval.dtype)
+    return name == "rng_bit_generator" or kind in _OTHER_NUMBERS[name == "random_bits"]
+
+
+def _apart(eqn: Any) -> Any:
+    """The operation, done for one lane after the other."""
+    call = jax.custom_batching.sequential_vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
+    traced = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
+    (other,) = traced.eqns
+    return eqn.replace(primitive=other.primitive, params=other.params)
 
 
 def work(eqn: Any) -> int:

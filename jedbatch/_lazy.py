@@ -53,6 +53,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch._adaptive import Adaptive
+from jedbatch._caches import Memory
 from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
 from jedbatch._futures import Awaited, Future, Outcome, Returned, SharedFuture
@@ -66,7 +67,7 @@ from jedbatch._registry import Registry
 from jedbatch._restored import Restored
 from jedbatch._rounds import configuration
 from jedbatch._schedule import Policy
-from jedbatch._session import Memory, Session
+from jedbatch._session import Session
 from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
 from jedbatch._trace import Record, begin_recording, ending, finish, trace_of_caller

@@ -59,6 +59,7 @@ from jedbatch._instances import (
     parts_of,
     replace_arrays,
 )
+from jedbatch._jaxpr import has_gradient
 from jedbatch._operators import (
     index_shared,
     index_value,
@@ -69,8 +70,6 @@ from jedbatch._operators import (
 from jedbatch._registry import NUMBERS, Callee, Registry
 from jedbatch._symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
-
-MANY_CONSTANTS = 10_000  # kept, before all are forgotten
 
 
 class Recorder(Trace):
@@ -218,6 +217,8 @@ class Recorder(Trace):
                 x._trace.is_valid()
             if x._trace is self:
                 return x
+            if (way := self.registry.reached.get(id(x))) is not None:
+                return Shared(self, self.registry.outer(way, jax.typeof(x)))
             self.caching = False  # a tracer of an outer transformation: here today, gone tomorrow
             position = next((k for k, t in enumerate(self.tracers) if t is x), len(self.tracers))
             if position == len(self.tracers):
@@ -230,12 +231,44 @@ class Recorder(Trace):
             kind, index = self.known[id(x)]
             assert index is not None
             return Value(self, index, kind)
-        if isinstance(x, jax.Array) and x.ndim:
-            if self._owned is None:
-                self._owned = owned_arrays(self._instance)
-            if id(x) not in self._owned:
+        if isinstance(x, jax.Array) and x.ndim and not self._is_owned(x):
+            self.trust(x)
+            way = self.registry.reached.get(id(x))
+            if way is None:
                 return Shared(self, self.registry.closed_over(x))
+            return Shared(self, self.registry.outer(way, jax.typeof(x)))
+        self.trust(x)
         return self.input(x)
+
+    def _is_owned(self, x: Any) -> bool:
+        """Whether an array is part of the instance."""
+        if self._owned is None:
+            self._owned = owned_arrays(self._instance)
+        return id(x) in self._owned
+
+    def _is_weight_reached(self, x: Any) -> bool:
+        """True of arrays that the function reaches and that programs read: all but numbers."""
+        if id(x) not in self.registry.reached or not isinstance(x, jax.Array):
+            return False
+        return x.ndim > 0 and has_gradient(x.dtype) and not self._is_owned(x)
+
+    def value_reached(self, symbol: Symbol) -> np.ndarray | None:
+        """The value of a symbol that depends on arrays which the function reaches and no more."""
+        registry = self.registry
+        if not isinstance(symbol, Shared) or not registry.is_reached(symbol.index):
+            return None
+        compute, closed_over = registry.prologue([[symbol.index]])
+        values = [registry.arrays_reached[registry.shared[i].tracer] for i in closed_over]
+        if any(isinstance(x, Tracer) for x in values):
+            return None
+        with pause(), jax.ensure_compile_time_eval():
+            return np.asarray(compute([*[None] * registry.num_leaves, *values])[0][0])
+
+    def trust(self, x: Any) -> None:
+        """Notes that an instance reads an array; another one may be read the next time."""
+        if isinstance(x, jax.Array) and self.caching:
+            known = id(x) in self._made or id(x) in self.registry.reached
+            self.caching = known or self._is_owned(x)
 
     # --- door 1: cells ---
 
@@ -294,7 +327,7 @@ class Recorder(Trace):
             return cell.fn(*args, **static)
         callee, references = found
         way = self.description(cell, args, static)
-        if way is not None:
+        if way is not None and self.registry.is_proven(callee):
             self.registry.remember(
                 way, callee, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
             )
@@ -332,7 +365,7 @@ class Recorder(Trace):
                 )
             slots.append(("fixed", typed_or_same(leaf)))
             fixed.append(leaf)
-        identity = function_identity(fn)
+        identity = function_identity(fn, self.registry.reached)
         if hasattr(fn, "__code__"):
             self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
 
@@ -362,6 +395,7 @@ class Recorder(Trace):
                 "keyword arguments are static."
             )
             raise
+        self.caching &= self.registry.is_proven(callee)
         if self.grouping is not None and self.grouping.met is not None:
             self.grouping.met((identity, options, *shared), callee, call)
         return callee, [v.index for v in operands]
@@ -380,7 +414,7 @@ class Recorder(Trace):
     operate = operate
 
     def process_primitive(self, primitive, tracers, params, /):
-        key = self.registry.primitive_key(primitive, params)
+        key = self.registry.keys.primitive_key(primitive, params)
         known = known_operation(self, key, tracers)
         if known is not None:
             out = self.record(known)
@@ -433,7 +467,8 @@ class Recorder(Trace):
             return call(*values)
 
         name = getattr(fun, "__name__", "custom")
-        key = ("custom", *map(function_identity, functions))
+        ways = self.registry.reached
+        key = ("custom", *(function_identity(part, ways) for part in functions))
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
             self.registry.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
@@ -462,6 +497,8 @@ class Recorder(Trace):
 
         What `is_ragged` depends on the extent of an array of the instance.
         """
+        if self.registry.reached:
+            args = [self.symbol(x) if self._is_weight_reached(x) else x for x in args]
         if not is_ragged and not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
@@ -489,14 +526,14 @@ class Recorder(Trace):
 
     def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
         """Computes an operation on concrete values, or finds what it gave before."""
+        for x in args:
+            self.trust(x)
         constants = self.registry.constants
         full = (key, *map(_identity_of_constant, args))
         out = constants.get(full)
         if out is None:
             with pause(), jax.ensure_compile_time_eval():
                 out = list(call(*args))
-            if len(constants) > MANY_CONSTANTS:
-                constants.clear()
             constants[full] = out
         self._made.update((id(x), x) for x in out)
         return out
@@ -528,7 +565,11 @@ class Recorder(Trace):
                 f"the function returned {checks.shown(leaf)}; expected an "
                 "array, a number or a pytree of them."
             )
-        symbol = self.symbol(leaf) if isinstance(leaf, Tracer) else self.input(leaf)
+        if isinstance(leaf, Tracer) or self._is_weight_reached(leaf):
+            symbol = self.symbol(leaf)
+        else:
+            self.trust(leaf)
+            symbol = self.input(leaf)
         if isinstance(symbol, Shared):
             shared = (symbol.index,)
             symbol = self.node("shared", "identity", lambda shared, _: shared[0], shared, [])

@@ -9,22 +9,24 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Literal
 
 from jedbatch import checks
-from jedbatch._cell import function_identity, pause
+from jedbatch._caches import Memory
+from jedbatch._cell import pause
+from jedbatch._environment import Reached, Way
 from jedbatch._extents import extents_in, numbered, shape_at, symbol_of, symbols_in, watched_shape
-from jedbatch._identity import Same, typed_or_same
+from jedbatch._identity import Same, tree_key
 from jedbatch._instances import flatten, is_array
 from jedbatch._jaxpr import one_by_one
-from jedbatch._operations import Alike, Callee, Operation, PrimitiveKey
+from jedbatch._keys import Keys
+from jedbatch._operations import Alike, Callee, Operation
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
@@ -32,6 +34,9 @@ FEW = 4  # numbers that an operation on shared values meets, or repetitions, tha
 MANY = 32  # variants of one cell, or closed-over arrays, before we warn
 
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
+MANY_CONSTANTS = 10_000  # kept
+CONSTANT_BYTES = 1 << 26
+STATES = 4  # of what the function reads beside its arguments, of which records are kept
 END = None  # where a description of a call ends
 
 NUMBERS = (int, float, complex, np.generic)
@@ -42,9 +47,9 @@ class SharedValue:
     """A value that does not depend on the instance.
 
     It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
-    or a tracer of an outer transformation, known as number `tracer`, which it closes over too, or
-    whatever a lazy scope read from outside, by its name `tracer`; or result `result` of
-    `call(*args)` on earlier shared values.
+    or what is read from outside as `tracer`: a tracer of an outer transformation by its number, an
+    array that the function reaches by the way to it, a weight of a lazy scope by its name; or
+    result `result` of `call(*args)` on earlier shared values.
     """
 
     aval: ShapedArray
@@ -62,6 +67,10 @@ def owned(const: Any) -> Any:
     return const.copy() if isinstance(const, np.ndarray) else const
 
 
+def _bytes_of_constant(key: Any, results: list[Any]) -> int:
+    return 100 * len(key) + sum(8 * x.size for x in results)
+
+
 class Registry:
     """All that has been met while recording for one structure of shared arguments.
 
@@ -73,6 +82,9 @@ class Registry:
       calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
+      reached: the way to arrays by which they are known, by their ids (see `_environment`).
+      arrays_reached: these arrays, by the way to them.
+      keys: what operations are told apart by.
       operations, operators: how operations and Python's operators on symbols were recorded.
     """
 
@@ -89,19 +101,33 @@ class Registry:
         self.calls: dict[Hashable, Any] = {}
         self._num_calls = 0
         self._kept: list[Any] = []
-        self.constants: dict[Hashable, list[Any]] = {}
+        self.constants: dict[Hashable, list[Any]] = Memory(
+            MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant
+        )
         self._ids: dict[Hashable, Any] = {}
+        self.keys = Keys()
+        self._of_states: dict[int, dict[Hashable, Callee]] = Memory(STATES)
+        self._of_user: dict[Hashable, Callee] = self._of_states.setdefault(0, {})
         self.operations: dict[tuple, Callee] = {}
         self.operators: dict[tuple, Any] = {}
-        self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = {}
         self._single: dict[int, Callee] = {}
         self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
+        self.reached: Mapping[int, Way] = {}
+        self.arrays_reached: Mapping[Any, Any] = {}
+        self._number = 0
+        self._unproven: set[int] = set()
         self.num_varying = 0
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_indices`
         self._types: tuple[NodeType, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How much has been met, in entries."""
+        known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
+        return known + len(self.operations) + len(self.operators)
 
     @property
     def types(self) -> tuple[NodeType, ...]:
@@ -158,29 +184,34 @@ class Registry:
           static: the static arguments, for people.
         """
         full = (key, shared, operands)
-        found = self._ids.get(full)
+        known: dict[Hashable, Callee] = self._of_user if user_code else self._ids
+        found = known.get(full)
         if found is None and user_code:
             found = self._like_another(full, name, call, static)
         if found is None:
             jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
+            written = self.keys.jaxpr_key(jaxpr) if user_code else None
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
                 name,
-                Operation((key, tree), jaxpr),
+                Operation((key, tree_key(tree), written), jaxpr),
                 tuple(self.value_types[v] for v in operands),
                 (*extra, *shared),
                 tuple(self.value_types[v] for v in results),
                 self._label(name, static, operands, shared),
             )
             flat = tree == jax.tree.structure((0,) * len(results))
-            found = self._ids[full] = self.add_callee(
+            found = known[full] = self.add_callee(
                 self._intern(self.node_types, node_type),
                 (1,) * len(operands),
                 results,
                 None if tree == jax.tree.structure(0) else tree,
                 self.unit(results) if flat else None,
             )
-            if user_code and not extra:
+            if user_code and not self._is_proven(key, jaxpr):
+                self._unproven.add(found.id)
+                del known[full]
+            elif user_code and not extra:
                 self._note_symbols(full, found, jaxpr)
         return found
 
@@ -190,7 +221,7 @@ class Registry:
         numbers: dict[str, int] = {}
         types = [self.value_types[v] for v in operands]
         written = [(*(numbered(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types]
-        return ("like", key, shared, *written), tuple(numbers)
+        return ("like", self._number, key, shared, *written), tuple(numbers)
 
     def _note_symbols(self, full: tuple, callee: Callee, jaxpr: Any) -> None:
         """Calls like two that were traced need not be, if these differ in the names of symbols.
@@ -234,7 +265,7 @@ class Registry:
             tuple(self.value_types[v] for v in results),
             self._label(name, static, operands, shared),
         )
-        found = self._ids[full] = self.add_callee(
+        found = self._of_user[full] = self.add_callee(
             self._intern(self.node_types, node_type),
             first.widths,
             tuple(results),
@@ -242,6 +273,43 @@ class Registry:
             None if first.unit is None else self.unit(tuple(results)),
         )
         return found
+
+    def is_proven(self, callee: Callee) -> bool:
+        """Whether everything that a call reads was found where changes are seen."""
+        return callee.id not in self._unproven
+
+    def _is_proven(self, key: Hashable, jaxpr: Any) -> bool:
+        consts = {id(c) for c in jaxpr.consts if isinstance(c, jax.Array)}
+        stack = [key]
+        while stack and consts:
+            part = stack.pop()
+            if isinstance(part, Same):
+                consts.discard(id(part.value))
+            elif isinstance(part, tuple | frozenset):
+                stack += part
+        return not consts
+
+    def read(self, reached: Reached) -> None:
+        """What is recorded from now on reads this beside its arguments."""
+        if reached.number != self._number:
+            self.forget_calls()
+            self._number = reached.number
+            self._of_user = self._of_states.setdefault(reached.number, {})
+        self.reached = self.keys.reached = reached.ways
+        self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
+
+    def is_reached(self, index: int) -> bool:
+        """Whether a shared value depends on arrays that the function reaches and no more."""
+        value = self.shared[index]
+        if value.call is not None:
+            return all(map(self.is_reached, value.args))
+        return value.tracer in self.arrays_reached
+
+    def forget_calls(self) -> None:
+        """Forgets the descriptions of calls."""
+        self.calls.clear()
+        self._kept.clear()
+        self._num_calls = 0
 
     def _label(self, name: str, static: str, operands, shared) -> str:
         """A type in words that do not depend on what was met before."""
@@ -270,10 +338,14 @@ class Registry:
         return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
     def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
-        """A new way of recording nodes of a type."""
+        """A way of recording nodes of a type; what it returns depends on the type."""
+        key = ("callee", node_type, widths)
+        if (known := self._ids.get(key)) is not None:
+            return known
         parts = () if tree is None or unit is not None else self._parts(tree, results)
         callee = Callee(len(self.callees), node_type, widths, results, tree, unit, parts)
         self.callees.append(callee)
+        self._ids[key] = callee
         return callee
 
     def singly(self, callee: Callee) -> Callee:
@@ -308,9 +380,7 @@ class Registry:
     def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
         """Files a callee under the description of a call; `keep` is described by its id."""
         if self._num_calls > MANY_CALLS:
-            self.calls.clear()
-            self._kept.clear()
-            self._num_calls = 0
+            self.forget_calls()
         place = self.calls
         for token in way[:-1]:
             place = place.setdefault(token, {})
@@ -370,8 +440,11 @@ class Registry:
     def _closed(self, name, jaxpr, tree):
         """Makes shared values among the constants of a jaxpr its leading arguments."""
         extra = []
-        for const in jaxpr.consts:
-            if isinstance(const, Tracer):
+        lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
+        for const in itertools.compress(jaxpr.consts, lifted):
+            if id(const) in self.reached:
+                extra.append(self.outer(self.reached[id(const)], jax.typeof(const)))
+            else:
                 index = getattr(const, "shared_index", None)
                 if index is None:
                     raise SymbolicValueError(
@@ -386,7 +459,8 @@ class Registry:
 
         def call(leading, args):
             leading = iter(leading)
-            consts = [next(leading) if isinstance(c, Tracer) else owned(c) for c in jaxpr.consts]
+            pairs = zip(jaxpr.consts, lifted, strict=True)
+            consts = [next(leading) if is_lifted else owned(c) for c, is_lifted in pairs]
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
 
         avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
@@ -430,6 +504,8 @@ class Registry:
         key = ("tracer", name, aval)
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(aval, tracer=name))
+            if isinstance(name, Way):
+                self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
     def _share(self, value: SharedValue) -> int:
@@ -481,72 +557,6 @@ class Registry:
             self._known_transient[index] = found
         return self._known_transient[index]
 
-    # --- keys ---
-
-    def primitive_key(self, primitive: Any, params: dict[str, Any]) -> "PrimitiveKey":
-        """A primitive and its parameters as one object.
-
-        JAX hands us the same parameters whenever a jit-ted function meets the same types, so
-        those are known by identity.
-        """
-        same = None
-        if "jaxpr" in params:
-            same = (primitive, *params, *map(id, params.values()))
-            found = self._by_identity.get(same)
-            if found is not None:
-                return found[0]
-        written = primitive, self.params_key(params)
-        key = self._ids.get(("primitive", written))
-        if key is None:
-            is_ragged = bool(symbols_in(params))
-            key = self._ids["primitive", written] = PrimitiveKey(written, is_ragged)
-        if same is not None:
-            if len(self._by_identity) > MANY_CALLS:
-                self._by_identity.clear()
-            self._by_identity[same] = key, params  # ids are good while this is alive
-        return key
-
-    def params_key(self, value: Any) -> Hashable:
-        """The parameters of a primitive as something hashable; unequal if in doubt."""
-        kind = type(value)
-        if kind is int or kind is str or kind is bool or value is None:
-            return kind, value
-        if kind is tuple:
-            return kind, *map(self.params_key, value)
-        if hasattr(value, "eqns"):
-            return self._jaxpr_key(value)
-        if isinstance(value, dict):
-            return dict, *((k, self.params_key(v)) for k, v in sorted(value.items()))
-        if isinstance(value, tuple | list):
-            return type(value), *map(self.params_key, value)
-        return function_identity(value) if callable(value) else typed_or_same(value)
-
-    def _jaxpr_key(self, jaxpr: Any) -> Hashable:
-        """Equal for programs that are equal up to the names of their variables."""
-        same = ("jaxpr", Same(jaxpr))
-        key = self._ids.get(same)
-        if key is None:
-            written = ("written", self._write(jaxpr))
-            key = self._ids[same] = self._ids.setdefault(written, ("jaxpr", len(self._ids)))
-        return key
-
-    def _write(self, jaxpr: Any) -> Hashable:
-        """A jaxpr as nested tuples, variables numbered by first appearance."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        numbers: dict[Any, int] = {}
-
-        def atom(x: Any) -> Hashable:
-            if isinstance(x, Literal):
-                return "literal", np.asarray(x.val).tobytes(), str(x.aval)
-            return numbers.setdefault(x, len(numbers)), str(x.aval)
-
-        parts: list[Hashable] = [Same(c) for c in getattr(jaxpr, "consts", ())]
-        parts += map(atom, (*inner.constvars, *inner.invars))
-        for eqn in inner.eqns:
-            parts += eqn.primitive, self.params_key(eqn.params)
-            parts += map(atom, (*eqn.invars, *eqn.outvars))
-        return (*parts, *map(atom, inner.outvars))
-
     def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
         """Whether an operation on shared values depends on the instance after all.
 
@@ -564,6 +574,8 @@ class Registry:
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something has been met in many variants."""
         seen = self._variants.setdefault(of, set())
+        if len(seen) == MANY or variant in seen:
+            return
         seen.add(variant)
         if len(seen) == MANY:
             warnings.warn(

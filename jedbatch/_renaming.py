@@ -77,7 +77,7 @@ class Renaming:
             return type(value), *map(self._params, value)
         if isinstance(value, Base):
             return self.written(value)
-        return self.registry.params_key(value)
+        return self.registry.keys.params_key(value)
 
     def _rule(self, jaxpr: Any, eqn: Any) -> Hashable:
         """A call of a function with a derivative rule: both, as JAX traces them.

@@ -23,7 +23,7 @@ recorded when one value is read, which ends batching; waiting in turns does not.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
 from jedbatch._deep import deeply
+from jedbatch._environment import Reached, Way
 from jedbatch._fibers import Fibers
 from jedbatch._instances import flatten
 from jedbatch._layout import Layout
@@ -184,16 +185,21 @@ class Stepwise:
         self._tracers: Sequence[Any] = ()
         self._moving = False  # whether arrays of instances are traced
 
-    def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]]) -> Any:
-        """The results; `leaves` of the shared arguments and the instances' arrays may be traced."""
+    def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Reached) -> Any:
+        """The results.
+
+        The `leaves` of the shared arguments, the instances' arrays and those that the function
+        reads beside may be traced.
+        """
+        self._ways = reached.names
         while True:
             try:
-                return self._attempt(leaves, arrays)
+                return self._attempt(leaves, arrays, reached.arrays)
             except TracersMet as met:
                 self._tracers = met.args[0]
 
-    def _attempt(self, leaves, arrays) -> Any:
-        given = list(leaves), [list(x) for x in arrays], list(self._tracers)
+    def _attempt(self, leaves, arrays, reached) -> Any:
+        given = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
         self._moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             outputs = self._compute(*given, saving=False)
@@ -203,21 +209,21 @@ class Stepwise:
 
     def _differentiable(self) -> Callable:
         @jax.custom_vjp
-        def run(leaves, arrays, tracers):
-            outputs = self._compute(leaves, arrays, tracers, saving=False)
+        def run(leaves, arrays, tracers, reached):
+            outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
             return split(outputs, self._form.batch)
 
         def forwards(*primals):
-            leaves, arrays, tracers = custom_vjp_primal_tree_values(primals)
-            outputs = self._compute(leaves, arrays, tracers, saving=True)
-            residuals = leaves, arrays, tracers, self._workspace.state
+            leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
+            outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
+            residuals = leaves, arrays, tracers, reached, self._workspace.state
             return split(outputs, self._form.batch), residuals
 
         run.defvjp(forwards, self._backwards, symbolic_zeros=True)
         return run
 
     def _backwards(self, residuals, cotangents):
-        leaves, arrays, tracers, values = residuals
+        leaves, arrays, tracers, reached, values = residuals
         workspace, session = self._workspace, self._session
         batch = self._form.batch
         placed, signature = workspace.whole(self._returned, batch is not None)
@@ -230,23 +236,31 @@ class Stepwise:
         if workspace.trial is not None and wanted is None:
             workspace.trial.finish(placed, signature, (reverse, reverse_table))
         closed_over = session.program(signature)[1]
-        shared = shared_values(session, closed_over, leaves, tracers)
+        shared = shared_values(session, closed_over, leaves, self._outside(tracers, reached))
         executor = session.executor(signature, (shared, values, outputs))
         tables = lowered.table, reverse_table, None
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
         of_tracers: list[Any] = [None] * len(tracers)
+        of_reached: list[Any] = [None] * len(reached)
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
             position = session.registry.shared[index].tracer
             if isinstance(position, int):
                 of_tracers[position] = cotangent
+            elif isinstance(position, Way):
+                of_reached[self._ways.index(position)] = cotangent
         of_arrays = workspace.pull_back(arrays, of_inputs) if self._moving else None
-        return of_shared[: len(leaves)], of_arrays, of_tracers
+        return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached
+
+    def _outside(self, tracers: Sequence[Any], reached: Sequence[Any]) -> dict[Hashable, Any]:
+        """What is read from outside, by name (see `SharedValue`)."""
+        return dict(enumerate(tracers)) | dict(zip(self._ways, reached, strict=True))
 
     # --- rounds ---
 
-    def _compute(self, leaves, arrays, tracers, saving: bool) -> Any:
+    def _compute(self, leaves, arrays, tracers, reached, saving: bool) -> Any:
         """Runs all rounds; returns the rows that are returned from each arena."""
-        given = leaves, arrays, tracers
+        given = leaves, arrays, tracers, reached
+        self._beside = self._outside(tracers, reached)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             raise SymbolicValueError(
                 "a batched function decides on the value of an array (`if`, `while`, `int()`, "
@@ -279,7 +293,7 @@ class Stepwise:
             recorder,
             arrays,
             self._policy,
-            lambda closed_over: shared_values(session, closed_over, leaves, tracers),
+            lambda closed_over: shared_values(session, closed_over, leaves, self._beside),
             saving,
         )
         self._known: dict[Any, np.ndarray] = {}
@@ -378,7 +392,7 @@ class Stepwise:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
         with pause():
-            values = shared_values(self._session, closed_over, self._leaves, self._primals)
+            values = shared_values(self._session, closed_over, self._leaves, self._beside)
             return np.asarray(compute(values)[0][0])
 
     def _input_value(self, index: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._blocks import GRANULARITIES
+from jedbatch._caches import Memory
 from jedbatch._cells import Kernel
 from jedbatch._cotangents import (
     ReverseSignature,
@@ -16,6 +17,7 @@ from jedbatch._cotangents import (
     reverse_fits,
     reverse_table,
 )
+from jedbatch._environment import NOWHERE, Environment, Reached, Way
 from jedbatch._executors import EXECUTORS
 from jedbatch._layout import Layout
 from jedbatch._lengths import Given, Lengths
@@ -31,24 +33,16 @@ from jedbatch._program import (
     resembles,
 )
 from jedbatch._regions import RaggedRecord, Region, Regions
-from jedbatch._registry import Registry
+from jedbatch._registry import STATES, Registry
 from jedbatch._rooms import Room
 from jedbatch._trace import Record
 
 ROUNDS = 512  # layouts of rounds that are kept
-
-
-class Memory(collections.OrderedDict):
-    """A dict that forgets what was put in first once it holds more than `limit`."""
-
-    def __init__(self, limit: int):
-        super().__init__()
-        self.limit = limit
-
-    def __setitem__(self, key: Hashable, value: Any) -> None:
-        super().__setitem__(key, value)
-        while len(self) > self.limit:
-            self.popitem(last=False)
+ROUND_BYTES = 1 << 28  # of these
+PROGRAMS = 64  # compiled for one structure of shared arguments
+ROOMS = 16  # for the calls of a region
+MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
+BYTES_PER_NODE = 100  # of an instance, estimated
 
 
 class Session:
@@ -73,34 +67,91 @@ class Session:
         executor: str | None,
         limit: int,
         granularity: str,
+        environment: Environment | None = None,
+        *,
+        limit_bytes: int = 1 << 30,
+        key: Hashable = None,
     ):
         self.registry = Registry(avals, structure)
         self.grouping = GRANULARITIES[granularity](self.registry)
-        self.records: dict[Hashable, Record] = Memory(limit)
-        self.seen: dict[int, tuple[Any, Record]] = Memory(limit)
+        self.environment = environment
+        self.key = key
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._known: dict[int, tuple[Memory, Memory]] = Memory(STATES)
+        self.records: dict[Hashable, Record]
+        self.seen: dict[int, tuple[Any, Record]]
+        self._number = -1
+        self.read(NOWHERE)
         self.decides = False
-        self.rounds: dict[Hashable, Layout] = Memory(ROUNDS)
-        self.workspaces: dict[int, Signature] = {}
+        self.rounds: dict[Hashable, Layout] = Memory(ROUNDS, ROUND_BYTES, _bytes_of_round)
+        self.workspaces: dict[int, Signature] = Memory(PROGRAMS)
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = executor
         self._signatures: list[Signature] = []
         self._reverses: list[ReverseSignature] = []
         self._kernels: dict[int, Kernel] = {}
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
+        self._latest: Signature | None = None
+        self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[Any, Any] = {}
         self._statics: dict[Static, Static] = Memory(ROUNDS)
         apart = None if self.grouping is None else f"granularity is {granularity!r}"
-        self.lengths = Lengths(apart, Memory(limit))
+        self.lengths = Lengths(apart, Memory(limit, limit_bytes // 4, _bytes_of_form))
         self.regions = Regions(self.registry)
         self._rooms: dict[Region, list[Room]] = collections.defaultdict(list)
-        self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = {}
+        self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(PROGRAMS)
+
+    def read(self, reached: Reached) -> None:
+        """What is recorded reads this beside its arguments, until there is `nothing_to_read`."""
+        self.registry.read(reached)
+        if reached.number == self._number:
+            return
+        if reached.number not in self._known:
+            half = self._limit_bytes // 2
+            self._known[reached.number] = (
+                Memory(self._limit, half, _bytes_of_record),
+                Memory(self._limit, half, _bytes_of_seen),
+            )
+        self._number = reached.number
+        self.records, self.seen = self._known[reached.number]
+        while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
+            others = [number for number in self._known if number != reached.number]
+            if not others:
+                break
+            del self._known[others[0]]
+
+    def nothing_to_read(self) -> None:
+        """What is recorded from now on reads its arguments alone; arrays are let go."""
+        self.registry.read(NOWHERE._replace(number=self._number))
+
+    def reach(self, index: int) -> Any:
+        """The array that the function closes over and that is a shared value.
+
+        Raises `ValueError` if it is not where it was, or another one.
+        """
+        found, aval = self._found(index), self.registry.shared[index].aval
+        if not _fits(found, aval):
+            raise ValueError(
+                f"a plan reads an array {aval.str_short()} that the function closes over, "
+                f"and found {found!r} in its place; make a new plan when such arrays change in "
+                "shape or are moved, or pass them as shared arguments."
+            )
+        return found
+
+    def reads_tracers(self, signature: Signature) -> bool:
+        """Whether a program reads values of an outer transformation that the function reaches."""
+        shared = self.registry.shared
+        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, Way)]
+        return any(isinstance(self.reach(i), Tracer) for i in reads)
 
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
         if type_id not in self._kernels:
             node_type = self.registry.node_types[type_id]
             transient = any(map(self.registry.is_transient, node_type.shared))
-            self._kernels[type_id] = Kernel(node_type, transient)
+            _, read = self.registry.prologue([node_type.shared])
+            reached = any(isinstance(self.registry.shared[i].tracer, Way) for i in read)
+            self._kernels[type_id] = Kernel(node_type, transient, reached)
         return self._kernels[type_id]
 
     def static(self, *parts: Any) -> Static:
@@ -114,15 +165,58 @@ class Session:
         A program is used, or grown, only if what it reads from outside is `brought`.
         """
         usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
+        usable = [s for s in usable if self.can_read(s, placed.kernels)]
         for signature in sorted(usable, key=lambda s: sum(s.lanes)):
             if fits(placed, signature) and (lowered := lower(placed, signature)) is not None:
+                self._use(signature)
                 return lowered
         similar = (s for s in reversed(usable) if resembles(placed, s))
         signature = make_signature(placed, next(similar, None))
         self._signatures.append(signature)
+        self._use(signature)
         lowered = lower(placed, signature)
         assert lowered is not None
         return lowered
+
+    def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
+        """Whether what a program reads is there, but for what these kernels read anyway.
+
+        A kernel that does not run must not read what has gone, such as a tracer.
+        """
+        return all(k in kernels or not k.reached or self._has(k) for k in signature.kernels)
+
+    def _has(self, kernel: Kernel) -> bool:
+        shared = self.registry.shared
+        reads = self.registry.prologue([kernel.node_type.shared])[1]
+        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, Way)]
+        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
+
+    def _found(self, index: int) -> Any:
+        """What is found by now on the way to a shared value."""
+        way = self.registry.shared[index].tracer
+        return self.environment.follow(way) if self.environment and isinstance(way, Way) else None
+
+    def _use(self, signature: Signature) -> None:
+        """Notes that a program is used; the one that was not for longest is forgotten."""
+        if signature is self._latest:
+            return
+        self._latest = signature
+        self._used.pop(signature, None)
+        self._used[signature] = None
+        if len(self._used) <= PROGRAMS:
+            return
+        oldest = next(iter(self._used))
+        del self._used[oldest]
+        self._signatures = [s for s in self._signatures if s != oldest]
+        self._reverses = [r for r in self._reverses if r.forward != oldest]
+        self._programs.pop(oldest, None)
+        for key in [key for key in list(self._executors) if key[0] == oldest]:
+            del self._executors[key]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much has been met that it is better to begin again."""
+        return self.registry.size > MANY_ENTRIES
 
     def reverse(
         self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
@@ -139,7 +233,8 @@ class Session:
 
     def program(self, signature: Signature) -> tuple[Callable, list[int]]:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
-        if signature not in self._programs:
+        found = self._programs.get(signature)
+        if found is None:
             wanted = [kernel.node_type.shared for kernel in signature.kernels]
             compute, closed_over = self.registry.prologue(wanted)
 
@@ -147,8 +242,8 @@ class Session:
                 values = compute(shared)
                 return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
 
-            self._programs[signature] = prepare, closed_over
-        return self._programs[signature]
+            found = self._programs[signature] = prepare, closed_over
+        return found
 
     def _reads(self, signature: Signature) -> set[Any]:
         """Names of the values from outside that a program reads."""
@@ -159,12 +254,13 @@ class Session:
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
         key = signature, name
-        if key not in self._executors:
+        found = self._executors.get(key)
+        if found is None:
             prepare, _ = self.program(signature)
-            for other in self._executors.values():  # they may never be used again
+            for other in list(self._executors.values()):  # they may never be used again
                 other.release()
-            self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
-        return self._executors[key]
+            found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+        return found
 
     def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
         """How instances are recorded (see `Lengths.look`)."""
@@ -202,26 +298,55 @@ class Session:
         room, is_new = make_room(calls, rooms)
         if is_new:
             rooms.append(room)
+            del rooms[:-ROOMS]
         return Stage(calls.region, room)
 
     def prelude(
         self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
     ) -> Any:
         """Runs regions: (inputs of the graph, results of each region); see `run_prelude`."""
-        if stages not in self._preludes:
+        found = self._preludes.get(stages)
+        if found is None:
             compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
 
             def run(shared, tables, targets, inputs):
                 self._count("ragged")
                 return run_prelude(stages, compute(shared), tables, targets, inputs)
 
-            self._preludes[stages] = jax.jit(run), closed_over
-        run, closed_over = self._preludes[stages]
+            found = self._preludes[stages] = jax.jit(run), closed_over
+        run, closed_over = found
         shared = shared_values(self, closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
 
     def _count(self, kind: str) -> None:
         self.compilations[kind] += 1
+
+
+def _fits(x: Any, aval: Any) -> bool:
+    return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
+
+
+def _bytes_of_record(key: Any, record: Record) -> int:
+    """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
+    whole = record.whole
+    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(whole, whole.nbytes)
+
+
+def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
+    whole = known[1].whole
+    return _share(whole, BYTES_PER_NODE * len(whole.node_type))
+
+
+def _share(graph: Any, total: int) -> int:
+    return total // max(1, graph.num_instances)
+
+
+def _bytes_of_round(key: Any, layout: Layout) -> int:
+    return 8 * sum(len(part) for part in key if isinstance(part, bytes))
+
+
+def _bytes_of_form(key: Any, _: Any) -> int:
+    return 64 * len(key) if isinstance(key, tuple) else 64
 
 
 def shared_values(
@@ -231,5 +356,10 @@ def shared_values(
     found = list(leaves)
     for index in closed_over:
         value = session.registry.shared[index]
-        found.append(value.array if value.tracer is None else tracers[value.tracer])
+        if value.tracer is None:
+            found.append(value.array)
+        elif isinstance(value.tracer, Way) and not isinstance(tracers, dict):
+            found.append(session.reach(index))
+        else:
+            found.append(tracers[value.tracer])
     return found

@@ -19,6 +19,9 @@ def _by_value(what: str, convert: Callable) -> Callable:
     """A method that needs the value: the recorder's to give, or else an error."""
 
     def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
+        value = self._trace.value_reached(self)
+        if value is not None:
+            return convert(value, *args, **kwargs)
         read = self._trace.read
         if read is None:
             raise SymbolicValueError(

@@ -187,6 +187,8 @@ class Workspace:
         self.state: Any = None
         self.size = len(arrays).bit_length()
         self.signature: Signature | None = session.workspaces.get(self.size)
+        if self.signature is not None and not session.can_read(self.signature):
+            self.signature = None
         self._turn_nodes: list[tuple[int, int]] = []  # (instance, nodes in all at its end)
         self._turn_inputs: list[tuple[int, int]] = []
         self._num_references = 0

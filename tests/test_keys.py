@@ -17,6 +17,7 @@ import jedbatch
 from jedbatch._cell import function_identity
 from jedbatch._identity import tree_key, typed
 from jedbatch._instances import instance_key, replace_arrays
+from jedbatch._jaxpr import one_by_one
 
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)
@@ -293,3 +294,25 @@ def test_rules_over_numbers_of_the_instance_warn():
     batched = jedbatch.batch(fn)
     with pytest.warns(jedbatch.errors.RecompilationWarning, match="derivative rule"):
         batched.plan(P, [float(n) for n in range(40)])
+
+
+# --- random keys ---
+
+
+def draws(key):
+    """Draws of every sort, in a loop too."""
+    step = lambda x, k: (x + jax.random.normal(jax.random.fold_in(key, k), (2,)), None)  # noqa: E731
+    return jax.lax.scan(step, jax.random.uniform(jax.random.split(key)[0], (2,)), jnp.arange(2))[0]
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("threefry2x32", 0), ("rbg", 2), ("unsafe_rbg", 4)])
+def test_generators_whose_numbers_depend_on_how_many_run(kind, apart):
+    """`vmap` draws other numbers with some of them, so these run one by one, however deep."""
+    program = one_by_one(jax.make_jaxpr(draws)(jax.random.key(0, impl=kind)))
+    assert str(program).count("custom_vmap_call[") == apart
+
+
+def test_random_numbers_are_those_of_the_loop():
+    draw = jedbatch.cell(lambda p, k: p * jax.random.uniform(k, (2,)))
+    keys = [jax.random.key(i, impl="rbg") for i in range(3)]
+    np.testing.assert_allclose(jedbatch.batch(draw)(P, keys), loop(draw, P, keys), rtol=1e-6)

@@ -1,0 +1,55 @@
+"""Dictionaries that forget: every cache has a bound, in entries or in bytes."""
+
+import collections
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class Memory(collections.OrderedDict):
+    """A dict that forgets what was put in first once it holds too much.
+
+    Attributes:
+      limit: most entries.
+      most: most bytes, as `weigh(key, value)` counts them; one entry is kept whatever it weighs.
+      bytes: of all entries.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        most: int | None = None,
+        weigh: Callable[[Any, Any], int] | None = None,
+    ):
+        super().__init__()
+        self.limit = limit
+        self.most = most
+        self.bytes = 0
+        self._weigh = weigh
+        self._weights: dict[Hashable, int] = {}
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if self._weigh is not None:
+            weight = self._weigh(key, value)
+            self.bytes += weight - self._weights.get(key, 0)
+            self._weights[key] = weight
+        super().__setitem__(key, value)
+        while len(self) > self.limit or (
+            self.most is not None and self.bytes > self.most and len(self) > 1
+        ):
+            del self[next(iter(self))]
+
+    def __delitem__(self, key: Hashable) -> None:
+        super().__delitem__(key)
+        self.bytes -= self._weights.pop(key, 0)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        super().clear()
+        self._weights.clear()
+        self.bytes = 0
+
+    def use(self, key: Hashable) -> Any:
+        """What is kept under a key, which is then forgotten last; None if there is nothing."""
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
