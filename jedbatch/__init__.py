@@ -8,6 +8,7 @@
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
 - `layout`, `Layout`: where values are kept, and how they are read.
 - `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
+- `Target`, `compiler_options`: what programs are made for, and what `jax.jit` should know of it.
 - `ragged`: operations between the rows of an instance, whose number varies: attention.
 - `viz`: pictures of graphs, batches, time and memory.
 - `errors`: what can go wrong, each with a page of help.
@@ -28,8 +29,12 @@ from jedbatch._layout import Layout, layout
 from jedbatch._lazy import Lazy, lazy
 from jedbatch._learn import learn
 from jedbatch._schedule import Schedule, lower_bound, schedule
+from jedbatch._target import Target, compiler_options
 
-__version__ = importlib.metadata.version("jedbatch")
+try:
+    __version__ = importlib.metadata.version("jedbatch")
+except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+source"
 
 __all__ = [
     "Batched",
@@ -39,9 +44,11 @@ __all__ = [
     "Lazy",
     "Plan",
     "Schedule",
+    "Target",
     "batch",
     "calibrate",
     "cell",
+    "compiler_options",
     "errors",
     "evaluate",
     "layout",

@@ -53,6 +53,7 @@ from jedbatch._rounds import (
 from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy
 from jedbatch._session import Session
+from jedbatch._target import Target, checked_target, target_of
 
 SESSIONS = 16  # structures of shared arguments, before the one not used for longest is forgotten
 
@@ -88,6 +89,7 @@ class Batched:
         self._reuse = options["reuse"]
         self.last_rounds = Rounds()
         self._granularity = options["granularity"]
+        self._target: Target | None = options["target"]
         self._sessions: Memory = Memory(SESSIONS)
         self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
@@ -362,7 +364,8 @@ class Batched:
                     "configuration, or bind it with `functools.partial`."
                 )
         types = tuple(map(array_type, leaves))
-        key = tree_key(structure), types, *configuration()
+        target = self._target or target_of(leaves)
+        key = tree_key(structure), types, target, *configuration()
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
@@ -372,6 +375,7 @@ class Batched:
                 self._executor,
                 self._cache_size,
                 self._granularity,
+                target,
                 self._environment,
                 limit_bytes=self._cache_bytes,
                 key=key,
@@ -491,6 +495,7 @@ def batch(
     layout: str = "auto",
     reuse: bool | None = None,
     granularity: str = "cell",
+    target: str | Target | None = None,
 ) -> Batched:
     """`jax.vmap` for functions whose computation depends on the instance.
 
@@ -548,6 +553,9 @@ def batch(
         without any `cell` runs like one with cells; cells stay whole, except those with variants
         (operands of several types) that have matrix products in common. Functions that decide on
         values run as they are recorded, as with "cell".
+      target: the kind of device to make programs for, "cpu" or "gpu", or a `jedbatch.Target`. None
+        takes that of the shared arguments, if they are bound to a device, or else JAX's default.
+        A program for another kind of device gives the same results, more slowly.
 
     Returns:
       The batched function; `Batched.plan` and `Batched.apply` are its two halves.
@@ -606,5 +614,6 @@ def batch(
         "layout": layout,
         "reuse": reuse,
         "granularity": granularity,
+        "target": checked_target(target, "`batch`"),
     }
     return Batched(fn, in_axes, out_axes, policy, options)

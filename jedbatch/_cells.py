@@ -27,10 +27,10 @@ from jax.extend.core import Var
 
 from jedbatch._fusion import fused
 from jedbatch._jaxpr import cares_for_padding, inlined, reads, run_equation, value_of, work
-from jedbatch._ladder import ladder_for
 from jedbatch._products import is_lopsided
 from jedbatch._reverse import PRODUCT, PRODUCTS, Reverse, differentiable, tap
 from jedbatch._stored import from_stored, row_bytes, stored, to_stored
+from jedbatch._target import CPU, Target
 from jedbatch._types import NodeType
 
 
@@ -50,7 +50,13 @@ class Kernel:
         no index, and in no loop that might not end or call of Python.
     """
 
-    def __init__(self, node_type: NodeType, transient: bool = False, reached: bool = False):
+    def __init__(
+        self,
+        node_type: NodeType,
+        target: Target = CPU,
+        transient: bool = False,
+        reached: bool = False,
+    ):
         self.node_type = node_type
         self.transient = transient
         self.reached = reached
@@ -82,7 +88,7 @@ class Kernel:
         }
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
-        self.ladder = ladder_for(sum(map(work, self.body)), operand_bytes + self.result_bytes)
+        self.ladder = target.ladder(sum(map(work, self.body)), operand_bytes + self.result_bytes)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 

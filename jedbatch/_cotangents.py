@@ -14,17 +14,18 @@ has them as bits, so that one table will do whichever they are.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jedbatch._alive import Alive, Refused, find_leads, find_refused
+from jedbatch._instructions import Branch, InstructionSet
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS
+from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature, TableForm, capacity
 from jedbatch._reverse import differentiable
-from jedbatch._stretches import find_stretches
+from jedbatch._stretches import find_stretches, widths_of
 
 MAX_READERS = 4
 
@@ -41,6 +42,7 @@ class ReverseSignature:
       stretches: capacity of stretches.
       tells: whether the table says to which results values lead (see `Alive.leads_to`).
       refused: results of kernels that cannot be differentiated and would have to be.
+      branches: of several opcodes, or in a loop (see `_instructions`).
     """
 
     forward: Signature
@@ -50,6 +52,7 @@ class ReverseSignature:
     stretches: int
     tells: bool
     refused: tuple[Refused, ...]
+    branches: tuple[Branch, ...] = ()
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
@@ -67,12 +70,36 @@ class ReverseSignature:
         return tuple(a + b for a, b in zip(self.sum_bases, self.sums, strict=True))
 
     @functools.cached_property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """The widths compiled for each kernel, then for the sums of each arena."""
+        sums = self.forward.target.sums.widths
+        return *self.forward.widths, *(tuple(w for w in sums if w <= rows) for rows in self.sums)
+
+    @functools.cached_property
+    def instructions(self) -> InstructionSet:
+        """How chunks become instructions."""
+        single = [
+            Branch((kind * NUM_WIDTHS + i,))
+            for kind, widths in enumerate(self.widths)
+            for i in range(len(widths))
+        ]
+        *kernels, sums = widths_of(self.forward.kernels, self.forward.target)
+        widths = np.concatenate([*kernels, *[sums] * len(self.sums)])
+        return InstructionSet(
+            self.forward.target.control,
+            (*single, *self.branches),
+            np.arange(len(widths)) // NUM_WIDTHS,
+            widths,
+            reverse=True,
+        )
+
+    @functools.cached_property
     def form(self) -> TableForm:
         forward, form = self.forward, TableForm()
         form.add(("num_stretches",), 1)
-        form.add(("stretches",), self.stretches, 3)
+        form.add(("stretches",), self.stretches, self.instructions.columns)
         for k, lanes in enumerate(forward.lanes):
-            form.add(("blocks", k), len(BLOCKS.widths))
+            form.add(("blocks", k), len(forward.target.blocks.widths))
             for s, readers in enumerate(self.readers[k]):
                 form.add(("readers", k, s), readers, lanes)
                 if self.tells:
@@ -191,7 +218,9 @@ def find_readers(
         steps = steps[order]
     kernels = signature.kernels
     sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
-    stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], kernels, reverse=True)
+    stretches = find_stretches(
+        sources, steps[:, 1], steps[:, 2:], kernels, signature.target, reverse=True
+    )
     leads_to = None if leaves is None else find_leads(placed, leaves)
     refused = find_refused(placed, alive, leads_to, signature)
     return Readers(columns, sums, stretches, leads_to, refused)
@@ -243,12 +272,12 @@ def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
     lane_of = np.empty(num_made, np.int64)
     for group in np.split(order, change[1:]):
         a = int(where[group[0]])
-        trips = COARSE.cover(np.array([len(group)]))[0]
+        trips = placed.target.sums.cover(np.array([len(group)]))[0]
         lane_of[group] = lanes[a] + np.arange(len(group))
         final[group] = sum_bases[a] + lane_of[group]
         row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
         steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
-        lanes[a] += int(COARSE.lanes(trips))
+        lanes[a] += int(placed.target.sums.lanes(trips))
 
     def resolve(rows):
         return np.where(rows <= -2, final[np.maximum(0, -2 - rows)], rows)
@@ -286,8 +315,6 @@ def make_reverse_signature(
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
     sums = [placed.capacity(x.shape[1]) for x in readers.sums]
-    more = len(readers.stretches) - len(placed.stretches)
-    stretches = forward.stretches + capacity(2 * more)
     if model is not None:
         listed = [
             [max(a, b) for a, b in zip(x, y, strict=True)]
@@ -295,16 +322,28 @@ def make_reverse_signature(
         ]
         inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
-        stretches = max(stretches, model.stretches)
+    more = len(readers.stretches) - len(placed.stretches)
+    stretches = forward.stretches + capacity(2 * more) if forward.target.control == "loops" else 0
     return ReverseSignature(
         forward,
         tuple(map(tuple, listed)),
         tuple(inputs),
         tuple(sums),
-        stretches,
+        max(stretches, model.stretches if model else 0),
         readers.leads_to is not None,
         readers.refused,
     )
+
+
+def learn_instructions(signature: ReverseSignature, readers: Readers) -> ReverseSignature:
+    """The signature with branches of its own, and room for instructions, if its target has them."""
+    target = signature.forward.target
+    if target.control == "loops":
+        return signature
+    found = signature.instructions.learn(readers.stretches, target.superinstruction)
+    made = replace(signature, branches=found)
+    needed = capacity(2 * len(made.instructions.encode(readers.stretches)))
+    return replace(made, stretches=max(needed, signature.stretches))
 
 
 def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
@@ -313,8 +352,8 @@ def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
     return 1 << (used[-1]).bit_length() if used else 0
 
 
-def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
-    """Whether a program lists enough readers for a minibatch."""
+def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseSignature) -> bool:
+    """Whether a program lists enough readers for a minibatch, and has room for its instructions."""
     return (
         needed.forward == signature.forward
         and all(
@@ -326,6 +365,7 @@ def reverse_fits(needed: ReverseSignature, signature: ReverseSignature) -> bool:
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
         and needed.stretches <= signature.stretches
         and (needed.tells, needed.refused) == (signature.tells, signature.refused)
+        and len(signature.instructions.encode(readers.stretches)) <= signature.stretches
     )
 
 
@@ -334,8 +374,9 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
     graph, layout, forward = placed.graph, placed.layout, signature.forward
     form = signature.form
     table = np.zeros(form.size, np.int32)
-    form.view(table, "num_stretches")[0] = len(readers.stretches)
-    form.view(table, "stretches")[: len(readers.stretches)] = readers.stretches
+    instructions = signature.instructions.encode(readers.stretches)
+    form.view(table, "num_stretches")[0] = len(instructions)
+    form.view(table, "stretches")[: len(instructions)] = instructions
 
     def fill(view, values, places, zero):
         view[:] = zero
@@ -345,8 +386,8 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
 
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
-        used = layout.lanes[t]
-        form.view(table, "blocks", k)[:] = BLOCKS.cover(np.array([used]))[0]
+        used = int(layout.lanes[t])
+        form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
         nodes = np.flatnonzero(graph.node_type == t)
         for s, value_type in enumerate(kernel.results):
             zero = signature.zero[forward.arena(value_type)]

@@ -33,7 +33,6 @@ from jedbatch._plan import Plan, input_name, size
 from jedbatch._program import Placed, operand_rows
 from jedbatch._reads import GATHER
 from jedbatch._stored import row_bytes, stored
-from jedbatch._stretches import widths_of
 
 LEFT = MARGIN + 58.0  # where rows begin, right of their numbers
 RECTANGLES = 700  # drawn, the largest
@@ -161,13 +160,11 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     layout, signature = placed.layout, lowered.signature
     space, within = layout.values
     row = np.append(begin[space] + within, placed.input_row[::-1])
-    widths = widths_of(signature.kernels)
     modes = [np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types(placed)]
     position = {kernel: p for p, kernel in enumerate(placed.kernels)}
     for what, lane, trips in lowered.stretches.tolist():
-        body, column = divmod(what, NUM_WIDTHS)
-        k, reading = signature.bodies[body]
-        end = lane + trips * widths[k, column]
+        k, reading = signature.bodies[what // NUM_WIDTHS]
+        end = lane + trips * signature.instructions.width_of[what]
         p = position[signature.kernels[k]]
         modes[p][:, lane:end] = np.array(reading, int)[:, None]
     parts = [np.zeros((4, 0), np.int64)]

@@ -32,11 +32,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._cotangents import ReverseSignature
+from jedbatch._instructions import InstructionSet
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import BLOCKS, COARSE, NUM_WIDTHS, Ladder
+from jedbatch._ladder import NUM_WIDTHS, Ladder
 from jedbatch._program import Signature, TableForm
 from jedbatch._reads import BROADCAST, GATHER, SLICE, STRIDE, Reading, extent
 from jedbatch._reverse import Tap, differentiable
+from jedbatch._target import Target
 from jedbatch._zeros import where_alive
 
 GROUP = 4  # loops in a row before they are nested
@@ -82,15 +84,18 @@ def read(arena: Any, first: Any, mode: int, width: int) -> Any:
     return cut(arena, first, STRIDE * width)[::STRIDE]
 
 
-def isolated(lane: Any, write: Callable, state: Any) -> Any:
-    """`write(lane, state)` in a loop of its own, of one trip.
+def isolated(target: Target, lane: Any, read: Any, write: Callable, state: Any) -> Any:
+    """`write(lane, read, state)`, apart from what has been read.
 
-    Otherwise XLA fuses reading rows with writing them and copies the arena to be able to.
+    Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU
+    does so unless writing is a loop of its own, of one trip; XLA:GPU minds a barrier.
     """
+    if target.control == "switch":
+        return write(lane, lax.optimization_barrier(read), state)
 
     def once(carry):
         at, state = carry
-        return at + 1, write(at, state)
+        return at + 1, write(at, read, state)
 
     return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
 
@@ -194,7 +199,8 @@ class Forward:
         operands = self.operands(k, table, state[0], lane, width, reading)
         places = self.results(k, table, lane)
 
-        def write(lane, state):
+        def write(lane, read, state):
+            operands, places = read
             arenas, saved = list(state[0]), list(state[1])
             if self.saving:
                 save = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
@@ -210,7 +216,7 @@ class Forward:
                 arenas[a] = put(arenas[a], rows, first)
             return tuple(arenas), tuple(saved)
 
-        return isolated(lane, write, state)
+        return isolated(signature.target, lane, (operands, places), write, state)
 
     def results(self, k: int, table: Any, lane: Any) -> list[Any]:
         """The first row of each result of the chunk of kernel k that begins in a lane."""
@@ -318,7 +324,8 @@ class Reverse:
             if back.is_guarded or signature.tells
         }
 
-        def write(lane, state):
+        def write(lane, read, state):
+            operands, results, kept, given = read
             cotangents, rooms = list(state[0]), list(state[1])
             run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(*consts[k], operands, results, kept, given, alive)
@@ -335,12 +342,15 @@ class Reverse:
             rooms[k] = tuple(mine)
             return tuple(cotangents), tuple(rooms)
 
-        return isolated(lane, write, state)
+        read = operands, results, kept, given
+        return isolated(forward.target, lane, read, write, state)
 
     def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
         cotangents = list(state[0])
         rows = self.gather(("sums", a), table, cotangents[a], lane, width)
+        if self.signature.forward.target.control == "switch":
+            rows = lax.optimization_barrier(rows)
         cotangents[a] = put(cotangents[a], rows, self.signature.sum_bases[a] + lane)
         return tuple(cotangents), state[1]
 
@@ -395,8 +405,9 @@ class Reverse:
             return [self.alive_by(k, tables, some, lane, width) for some in tap.sources]
 
         trips = row(form, tables[1], ("blocks", k))
+        blocks, lanes = forward.target.blocks, forward.lanes[k]
         return tap_gradient(
-            tap, consts, rows_of, cotangents_of, alive_of, forward.lanes[k], trips, total
+            tap, consts, rows_of, cotangents_of, alive_of, blocks, lanes, trips, total
         )
 
 
@@ -406,6 +417,7 @@ def tap_gradient(
     rows_of: Callable,
     cotangents_of: Callable,
     alive_of: Callable,
+    blocks: Ladder,
     lanes: int,
     trips: Any,
     total: Sequence[Any],
@@ -413,8 +425,8 @@ def tap_gradient(
     """Adds what a tapped operation contributes to the gradients of its consts.
 
     `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, in
-    blocks (see `BLOCKS`) of which there are so many `trips`; `alive_of(lane, width)` says in which
-    lanes each cotangent exists. Where it does not, rows and cotangents may be anything.
+    `blocks` of which there are so many `trips`; `alive_of(lane, width)` says in which lanes each
+    cotangent exists. Where it does not, rows and cotangents may be anything.
     """
     everywhere = None
     if not tap.linear:  # a row of zeros might not give zero; that of a lane that is alive will do
@@ -438,7 +450,7 @@ def tap_gradient(
 
     if tap.look_up:
         return block(lanes, 0, total)
-    return each_block(BLOCKS, lanes, trips, block, list(total))
+    return each_block(blocks, lanes, trips, block, list(total))
 
 
 def each_block(ladder: Ladder, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
@@ -524,8 +536,46 @@ def run_chunks(body: Body, carry: Any) -> Any:
     return lax.while_loop(more, run, carry)
 
 
-def sweep(form: TableForm, table: Any, bodies: Sequence[Body], state: Any) -> Any:
-    """Runs the stretches of a table."""
+def run_branches(
+    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+) -> Any:
+    """Runs the instructions of a table one by one, each in a branch of a `lax.switch`.
+
+    The barrier keeps arenas that a branch does not write from being copied (XLA of JAX 0.11).
+    """
+    body_of = {body.kind: body for body in bodies}
+
+    def branch(opcodes: Sequence[int], repeated: bool) -> Callable:
+        steps = instructions.steps(tuple(opcodes))
+
+        def once(trip, lanes, state):
+            for position, (opcode, step) in enumerate(zip(opcodes, steps, strict=True)):
+                body = body_of[opcode]
+                state = body.chunk(body.width, state, lanes[position] + trip * step)
+                state = lax.optimization_barrier(state)
+            return state
+
+        def run(trips, lanes, state):
+            if not repeated:
+                return once(0, lanes, state)
+            return lax.fori_loop(0, trips, lambda trip, state: once(trip, lanes, state), state)
+
+        return run
+
+    branches = [branch(*b) for b in instructions.branches]
+
+    def step(i, state):
+        offset, (_, columns) = form.places["stretches",]
+        number, trips, *lanes = cut(table, offset + i * columns, columns)
+        return lax.switch(number, branches, trips, lanes, state)
+
+    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], step, state)
+
+
+def sweep(
+    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+) -> Any:
+    """Runs the instructions of a table."""
 
     def stretch(i, state):
         offset, (_, columns) = form.places["stretches",]
@@ -534,6 +584,8 @@ def sweep(form: TableForm, table: Any, bodies: Sequence[Body], state: Any) -> An
 
     if not bodies:  # nothing to do but to return inputs
         return state
+    if instructions.control == "switch":
+        return run_branches(form, table, bodies, instructions, state)
     return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], stretch, state)
 
 
@@ -558,7 +610,7 @@ def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any,
         for number, (k, reading) in enumerate(signature.bodies)
         for b in bodies_of(number, signature.widths[k], chunk(k, reading))
     ]
-    state = sweep(signature.form, table, bodies, state)
+    state = sweep(signature.form, table, bodies, signature.instructions, state)
     return forward.finish(table, state), state
 
 
@@ -576,12 +628,13 @@ def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outpu
     def sums(a):
         return lambda width, state, lane: reverse.sum_chunk(a, width, tables[1], state, lane)
 
+    runs = [*map(chunk, range(len(forward.kernels))), *map(sums, range(len(signature.sums)))]
     bodies = [
-        b for k, widths in enumerate(forward.widths) for b in bodies_of(k, widths, chunk(k), True)
+        b
+        for kind, (widths, run) in enumerate(zip(signature.widths, runs, strict=True))
+        for b in bodies_of(kind, widths, run, True)
     ]
-    for a, rows in enumerate(signature.sums):
-        widths = [w for w in COARSE.widths if w <= rows]
-        bodies += bodies_of(len(forward.kernels) + a, widths, sums(a), True)
-    state = sweep(signature.form, tables[1], bodies, reverse.start(outputs, saved))
+    start = reverse.start(outputs, saved)
+    state = sweep(signature.form, tables[1], bodies, signature.instructions, start)
     gradients, alive = reverse.consts(consts, tables, arenas, state)
     return gradients, alive, reverse.inputs(tables[1], state)

@@ -11,6 +11,7 @@ too, for as long as calls bring the very same arrays.
 """
 
 import collections
+import functools
 import itertools
 import operator
 import time
@@ -26,6 +27,7 @@ from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_value
 from jax.extend.core import take_current_trace
 
 from jedbatch._alive import SLOTS
+from jedbatch._cotangents import ReverseSignature
 from jedbatch._execute import (
     Forward,
     Reverse,
@@ -36,10 +38,11 @@ from jedbatch._execute import (
     take,
 )
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import COARSE, NUM_WIDTHS, Ladder
-from jedbatch._program import Signature, TableForm
+from jedbatch._ladder import NUM_WIDTHS
+from jedbatch._program import Signature
 from jedbatch._returned import joined, split
 from jedbatch._stored import row_bytes
+from jedbatch._target import Target
 from jedbatch._transfers import handed_over
 from jedbatch._zeros import guarded, sources_of, where_alive
 
@@ -65,6 +68,23 @@ def is_lasting(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
 
 
+def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
+    """`jax.jit` with the compiler options of a target, where there is a program to compile.
+
+    Inside of another `jax.jit` they are its own to give (see `compiler_options`).
+    """
+    plain = jax.jit(function, **options)
+    compiler_options = target.compiler_options()
+    if not compiler_options:
+        return plain
+    tuned = jax.jit(function, compiler_options=compiler_options, **options)
+
+    def call(*args: Any) -> Any:
+        return (plain if is_staging() else tuned)(*args)
+
+    return call
+
+
 class Fused:
     """Each half of a program as one XLA program.
 
@@ -86,14 +106,15 @@ class Fused:
         self.is_large = size > LARGE
         self._packed: Packed | None = None
         self._prologue: bool | None = None  # whether there is one, once it is known
+        compiled_for = functools.partial(jit_for, signature.target)
         self.pack = jax.jit(self._pack)
-        self.once = jax.jit(self._once)
-        self.again = jax.jit(self._again, donate_argnums=3)
-        self.save = jax.jit(self._save)
-        self.reverse = jax.jit(self._reverse, static_argnums=0)
+        self.once = compiled_for(self._once)
+        self.again = compiled_for(self._again, donate_argnums=3)
+        self.save = compiled_for(self._save)
+        self.reverse = compiled_for(self._reverse, static_argnums=0)
         self.fresh = jax.jit(self._fresh, static_argnums=0)
         self.move = jax.jit(self._move, static_argnums=(0, 1))
-        self.round = jax.jit(self._round, static_argnums=0, donate_argnums=4)
+        self.round = compiled_for(self._round, static_argnums=0, donate_argnums=4)
         self.pick = jax.jit(pick)
 
     def infer(self, shared, inputs, table):
@@ -251,8 +272,7 @@ class Dispatch:
         saving = forward.saving
         consts = self._call("prepare", self.prepare, shared)
         bodies = self.signature.bodies
-        ladders = [self.signature.kernels[k].ladder for k, _ in bodies]
-        for body, width, lane in _host_chunks(ladders, self.signature.form, table):
+        for body, width, lane in _host_chunks(self.signature, table):
             k, reading = bodies[body]
 
             def chunk(consts_k, table, state, lane, k=k, width=width, reading=reading):
@@ -270,9 +290,7 @@ class Dispatch:
         consts = self._call(("prepare", signature), reverse.prepare, consts)
         arenas, saved = values
         state = self._call(("start", signature), reverse.start, outputs, saved)
-        ladders = [kernel.ladder for kernel in signature.forward.kernels]
-        ladders += [COARSE] * len(signature.forward.arenas)
-        for k, width, lane in _host_chunks(ladders, signature.form, tables[1], -1):
+        for k, width, lane in _host_chunks(signature, tables[1]):
             if k < kinds:
 
                 def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
@@ -307,15 +325,12 @@ def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(take(arena, some) for arena, some in zip(state[0], rows, strict=True))
 
 
-def _host_chunks(ladders: Sequence[Ladder], form: TableForm, table: Any, sign: int = 1) -> Any:
+def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
     """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
-    table = np.asarray(table)
+    form, instructions, table = signature.form, signature.instructions, np.asarray(table)
     count = int(form.view(table, "num_stretches")[0])
-    for what, lane, trips in form.view(table, "stretches")[:count].tolist():
-        kind, i = divmod(what, NUM_WIDTHS)
-        width = ladders[kind].widths[i]
-        for step in range(trips)[::sign]:
-            yield kind, width, np.int32(lane + step * width)
+    for opcode, lane in instructions.chunks(form.view(table, "stretches")[:count]):
+        yield opcode // NUM_WIDTHS, int(instructions.width_of[opcode]), np.int32(lane)
 
 
 def devices_of(values: Any) -> tuple[Any, ...] | None:

@@ -1,9 +1,9 @@
 """Widths: into which chunks a batch is cut.
 
 XLA compiles kernels of fixed width, batches have any number of nodes. Each batch is therefore
-cut into chunks whose widths come from the short ladder of its type, as few and as narrow as what
-a chunk costs to start suggests; what is left over is padding, lanes that repeat a live one. How
-a batch is cut depends on its size alone, never on what was compiled before.
+cut into chunks whose widths come from the short ladder of its type (see `_target`), as few and as
+narrow as what a chunk costs to start suggests; what is left over is padding, lanes that repeat a
+live one. How a batch is cut depends on its size alone, never on what was compiled before.
 """
 
 import functools
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK = 9e5  # floating-point operations a core does while a chunk is started
-WORKING_SET = 16 << 20  # bytes read and written by a chunk, so that caches hold them
+NUM_WIDTHS = 5  # of the longest ladder
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,3 @@ class Ladder:
 
 FINE = Ladder((2, 8, 24, 64, 256))
 COARSE = Ladder((8, 64, 512), 64)
-BLOCKS = Ladder((8, 64, 512))  # of lanes whose weight gradients are computed together
-NUM_WIDTHS = len(FINE.widths)  # of the longest ladder
-
-
-@functools.cache
-def ladder_for(work: int, row_bytes: int) -> Ladder:
-    """The ladder for a lane of so many floating-point operations that reads and writes rows.
-
-    Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long rows,
-    such as matrices, only the widths that fit into `WORKING_SET` are left, but two at least.
-    """
-    overhead = 8
-    while overhead < 64 and overhead * work < CHUNK:
-        overhead *= 2
-    widths = FINE.widths if overhead <= 16 else COARSE.widths
-    fitting = sum(width * row_bytes <= WORKING_SET for width in widths)
-    return Ladder(widths[: max(2, fitting)], overhead)

@@ -70,6 +70,7 @@ from jedbatch._schedule import Policy
 from jedbatch._session import Session
 from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
+from jedbatch._target import target_of
 from jedbatch._trace import Record, begin_recording, ending, finish, trace_of_caller
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
@@ -531,7 +532,14 @@ class Lazy:
                 free.append(kept)
 
     def _new_session(self) -> Session:
-        return Session((), jax.tree.structure(()), self._executor, limit=0, granularity="cell")
+        return Session(
+            (),
+            jax.tree.structure(()),
+            self._executor,
+            limit=0,
+            granularity="cell",
+            target=target_of(()),
+        )
 
     def _compute_with(self, kept: "Kept") -> Callable:
         """How a recorder has a graph computed."""

@@ -105,6 +105,7 @@ def make_plan(
         stacked=form.batch is not None,
         keeps=keeps,
         reuse=reuse,
+        target=session.target,
     )
     clock.append(time.perf_counter())
 

@@ -1,8 +1,8 @@
 """Phases over rows: what is done to every row alike, for the rows of all instances.
 
 Such a phase is a kernel whose lanes are rows (see `_cells`), so that its weights' gradients are
-taken from all rows at once. It runs in blocks of 512, 64 and 8 rows; how many of each there are is
-data, so at most seven rows are computed that nobody reads.
+taken from all rows at once. It runs in blocks of a few widths (`Target.blocks`: 512, 64 and 8 rows
+on a CPU); how many of each there are is data, so few rows are computed that nobody reads.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jedbatch._cells import Kernel
 from jedbatch._execute import cut, each_block, put, spread, take, tap_gradient
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import value_of
-from jedbatch._ladder import BLOCKS
+from jedbatch._ladder import Ladder
 from jedbatch._lanes import run_row
 from jedbatch._phases import Phase
 from jedbatch._registry import Operation
@@ -84,17 +84,19 @@ class OverRows:
             operands.append(here.positions(e))
             by_row.append(True)
         consts = self.kernel.prologue([env[v] for v in phase.shared])
-        return rows_function(self.kernel, here.room.rows[e], tuple(by_row))(
+        room = here.room
+        return rows_function(self.kernel, room.rows[e], room.target.blocks, tuple(by_row))(
             consts, operands, here.get("call", e), here.total(e), here.get("blocks", e)
         )
 
 
-def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
+def rows_function(kernel: Kernel, room: int, blocks: Ladder, by_row: tuple[bool, ...]) -> Any:
     """`run(consts, operands, call, total, trips)`: the results of a kernel for every row.
 
     Args:
       kernel: its lanes are rows.
       room: capacity of rows, R.
+      blocks: how rows are cut into blocks.
       by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
     """
 
@@ -122,7 +124,7 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
             return [put(x, y, lane) for x, y in zip(state, rows, strict=True)]
 
         empty = [jnp.zeros((room, *shape), dtype) for shape, dtype in kinds]
-        state = each_block(BLOCKS, room, trips, block, empty)
+        state = each_block(blocks, room, trips, block, empty)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
     @jax.custom_vjp
@@ -175,7 +177,7 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
 
         sums = [jnp.zeros_like(operands[j]) for j in moving]
         rooms = [*saved, *(jnp.zeros((room, *shape), dtype) for shape, dtype in back.extra)]
-        sums, rooms = each_block(BLOCKS, room, trips, block, (sums, rooms))
+        sums, rooms = each_block(blocks, room, trips, block, (sums, rooms))
         gradients: list[Any] = [None] * kernel.num_consts
         for tap in back.taps:
             if not any(exists[s] for some in tap.sources for s in some):
@@ -197,7 +199,7 @@ def rows_function(kernel: Kernel, room: int, by_row: tuple[bool, ...]) -> Any:
                 return [there & any(exists[s] for s in some) for some in tap.sources]
 
             gradients = tap_gradient(
-                tap, consts, rows_of, cotangents_of, alive_of, room, trips, gradients
+                tap, consts, rows_of, cotangents_of, alive_of, blocks, room, trips, gradients
             )
         of_operands: list[Any] = [None] * len(operands)
         for j, x in zip(moving, sums, strict=True):

@@ -17,15 +17,13 @@ from jax.extend.core import Var
 
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import has_gradient, value_of
-from jedbatch._ladder import BLOCKS
 from jedbatch._over_instances import OverInstances
 from jedbatch._over_rows import OverRows
 from jedbatch._phases import Phased
 from jedbatch._program import TableForm
-from jedbatch._rooms import SHORTEST, Here, Room, ragged_axis, row_shape, table_form
+from jedbatch._rooms import Here, Room, ragged_axis, row_shape, table_form
+from jedbatch._target import CPU
 from jedbatch._tiles import TILE
-
-WIDEST = BLOCKS.widths[-1]
 
 
 class Packed:
@@ -82,7 +80,7 @@ class Packed:
             call[:total] = np.repeat(np.arange(calls), counts)
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
-            form.view(table, "blocks", e)[:] = BLOCKS.cover(np.array([total]))[0]
+            form.view(table, "blocks", e)[:] = room.target.blocks.cover(np.array([total]))[0]
         return table
 
     def try_out(self, shared: Sequence[Any]) -> None:
@@ -90,11 +88,12 @@ class Packed:
 
         `shared` are the shapes of what all calls share.
         """
-        room = Room(2, (WIDEST,) * len(self.extents), (SHORTEST, 2 * TILE), True)
+        widest = CPU.blocks.widths[-1]
+        room = Room(2, (widest,) * len(self.extents), (CPU.shortest, 2 * TILE), True, CPU)
         table = jax.ShapeDtypeStruct((self.form(room).size,), np.int32)
         operands = []
         for v in self.phased.operands:
-            lead = room.calls if ragged_axis(v) is None else WIDEST
+            lead = room.calls if ragged_axis(v) is None else widest
             operands.append(jax.ShapeDtypeStruct((lead, *row_shape(v)), v.aval.dtype))
 
         def slope(shared, operands, table):

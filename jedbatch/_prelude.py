@@ -13,14 +13,13 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
-from jedbatch._ladder import BLOCKS
-from jedbatch._packed import WIDEST
 from jedbatch._plan import Slice, input_name
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._regions import Call, RaggedRecord, Region
-from jedbatch._rooms import SHORTEST, Room
+from jedbatch._rooms import Room
 from jedbatch._rows import rows_of_inputs
 from jedbatch._stored import from_stored, stored
+from jedbatch._target import Target
 from jedbatch._trace import Record
 
 HEADROOM = 1.1  # least room for rows over those there are
@@ -137,8 +136,9 @@ def find_slices(calls: Sequence[Calls], records: Sequence[Record]) -> list[dict[
     return found
 
 
-def make_room(calls: Calls, rooms: Sequence[Room]) -> tuple[Room, bool]:
+def make_room(calls: Calls, rooms: Sequence[Room], target: Target) -> tuple[Room, bool]:
     """(what to compile a region for, whether it is new); `rooms` are those compiled already."""
+    widest = target.blocks.widths[-1]
     count = len(calls.calls)
     rows = [int(n.sum()) for n in calls.counts]
     longest = max(int(x.max()) for x in calls.lengths.values())
@@ -146,25 +146,25 @@ def make_room(calls: Calls, rooms: Sequence[Room]) -> tuple[Room, bool]:
     for room in rooms:
         enough = count <= room.calls and longest <= room.longest and guarded <= room.guarded
         fits = all(a <= b for a, b in zip(rows, room.rows, strict=True))
-        small = _near(rows, room) and room.calls <= max(64, SLACK * count)
+        small = _near(rows, room, widest) and room.calls <= max(64, SLACK * count)
         if enough and fits and small:
             return room, False
-    needed = [-(-capacity(n * HEADROOM) // WIDEST) * WIDEST for n in rows]
-    most = SHORTEST
+    needed = [-(-capacity(n * HEADROOM) // widest) * widest for n in rows]
+    most = target.shortest
     if rooms:
         most = rooms[-1].longest
-        if _near(needed, rooms[-1]):
+        if _near(needed, rooms[-1], widest):
             needed = list(map(max, needed, rooms[-1].rows))
     while most < LONGER * longest and not (rooms and longest <= most):
         most *= 2
-    steps = (most // SHORTEST).bit_length()
-    lengths = tuple(SHORTEST << i for i in range(steps))
-    return Room(capacity(count), tuple(needed), lengths, guarded), True
+    steps = (most // target.shortest).bit_length()
+    lengths = tuple(target.shortest << i for i in range(steps))
+    return Room(capacity(count), tuple(needed), lengths, guarded, target), True
 
 
-def _near(rows: Sequence[int], room: Room) -> bool:
-    """Whether a room is not much too large for so many rows."""
-    return all(b <= SLACK * max(WIDEST, a) for a, b in zip(rows, room.rows, strict=True))
+def _near(rows: Sequence[int], room: Room, widest: int) -> bool:
+    """Whether a room is not much too large for so many rows, in blocks of up to `widest`."""
+    return all(b <= SLACK * max(widest, a) for a, b in zip(rows, room.rows, strict=True))
 
 
 def make_prelude(
@@ -194,7 +194,8 @@ def make_prelude(
             if any(phase.extent == extent for phase in packed.phased.phases):
                 total = int(mine.counts[e].sum())
                 exist += total
-                computed += int(BLOCKS.lanes(BLOCKS.cover(np.array([total]))[0]))
+                blocks = stage.room.target.blocks
+                computed += int(blocks.lanes(blocks.cover(np.array([total]))[0]))
         for k, kind in enumerate(mine.region.operands):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]

@@ -25,13 +25,15 @@ import numpy as np
 
 from jedbatch._cells import Kernel
 from jedbatch._graph import Graph
-from jedbatch._ladder import BLOCKS, NUM_WIDTHS
+from jedbatch._instructions import Branch, InstructionSet
+from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._layout import Layout, share_rows
 from jedbatch._paths import ranges
 from jedbatch._reads import GATHER, Reading, choose_reading, extent, find_modes, usable
 from jedbatch._schedule import Schedule
 from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_runs, find_stretches, merged, widths_of
+from jedbatch._target import Target
 
 HEADROOM = 1.1  # least capacity over need, before rounding up
 DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
@@ -74,6 +76,8 @@ class Signature:
       shared_rows: capacity of the rows that results share, for each arena; None if every lane has
         rows of its own.
       readings: how operands are read other than by gathering them all, for each kernel.
+      target: the kind of device it is made for.
+      branches: of several opcodes, or in a loop (see `_instructions`).
     """
 
     kernels: tuple[Kernel, ...]
@@ -85,11 +89,14 @@ class Signature:
     stretches: int
     shared_rows: tuple[int, ...] | None
     readings: tuple[tuple[Reading, ...], ...]
+    target: Target
+    branches: tuple[Branch, ...] = ()
 
     @functools.cached_property
     def _hash(self) -> int:
         parts = (self.lanes, self.widest, self.inputs, self.outputs, self.stretches)
-        return hash((self.kernels, self.arenas, parts, self.shared_rows, self.readings))
+        control = self.target, self.branches
+        return hash((self.kernels, self.arenas, parts, self.shared_rows, self.readings, control))
 
     def __hash__(self) -> int:
         return self._hash
@@ -148,10 +155,27 @@ class Signature:
         return tuple(map(kernels.index, range(len(self.kernels))))
 
     @functools.cached_property
+    def instructions(self) -> InstructionSet:
+        """How chunks become instructions."""
+        widths = self.widths
+        single = [
+            Branch((number * NUM_WIDTHS + i,))
+            for number, (k, _) in enumerate(self.bodies)
+            for i in range(len(widths[k]))
+        ]
+        kernels = [k for k, _ in self.bodies]
+        return InstructionSet(
+            self.target.control,
+            (*single, *self.branches),
+            np.repeat(kernels, NUM_WIDTHS),
+            widths_of(self.kernels, self.target)[kernels].ravel(),
+        )
+
+    @functools.cached_property
     def form(self) -> TableForm:
         form = TableForm()
         form.add(("num_stretches",), 1)
-        form.add(("stretches",), self.stretches, 3)
+        form.add(("stretches",), self.stretches, self.instructions.columns)
         for k, kernel in enumerate(self.kernels):
             form.add(("operands", k), len(kernel.operands), self.lanes[k])
             if self.shared_rows is not None:
@@ -185,6 +209,7 @@ class Placed:
       stacked: whether exactly these rows must be returned; otherwise more may be.
       keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.
+      target: what to make a program for.
     """
 
     layout: Layout
@@ -197,6 +222,7 @@ class Placed:
     stacked: bool
     keeps: bool
     reuse: bool
+    target: Target
 
     @staticmethod
     def find(
@@ -208,6 +234,7 @@ class Placed:
         stacked: bool,
         keeps: bool,
         reuse: bool | None,
+        target: Target,
     ) -> "Placed":
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
@@ -251,6 +278,7 @@ class Placed:
             stacked,
             keeps,
             reuse,
+            target,
         )
 
     @property
@@ -265,7 +293,7 @@ class Placed:
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
         lanes = self.layout.lanes[list(self.type_ids)]
-        blocks = BLOCKS.lanes(BLOCKS.cover(lanes))
+        blocks = self.target.blocks.lanes(self.target.blocks.cover(lanes))
         return tuple(np.maximum(lanes, blocks).tolist())
 
     @property
@@ -276,7 +304,8 @@ class Placed:
     @functools.cached_property
     def stretches(self) -> np.ndarray:
         """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
-        return find_stretches(self._kind, self.layout.start, self.layout.trips, self.kernels)
+        start, trips = self.layout.start, self.layout.trips
+        return find_stretches(self._kind, start, trips, self.kernels, self.target)
 
     @functools.cached_property
     def _kind(self) -> np.ndarray:
@@ -290,9 +319,9 @@ class Placed:
         """All chunks, in the order in which they run."""
         layout, schedule = self.layout, self.schedule
         step, column, lane, _, trips = find_runs(
-            self._kind, layout.start, layout.trips, self.kernels
+            self._kind, layout.start, layout.trips, self.kernels, self.target
         )
-        widths = widths_of(self.kernels)
+        widths = widths_of(self.kernels, self.target)
         which = np.repeat(np.arange(len(step)), trips)
         kernel, column = self._kind[step][which], column[which]
         width = widths[kernel, column]
@@ -359,7 +388,8 @@ def fits(placed: Placed, signature: Signature) -> bool:
     mine = [place[kernel] for kernel in placed.kernels]
     arena_ids = [arenas[kind] for kind in placed.arenas]
     return (
-        resembles(placed, signature)
+        placed.target == signature.target
+        and resembles(placed, signature)
         and all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
         and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
         and all(
@@ -438,6 +468,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         stretches,
         tuple(shared.get(kind, 0) for kind in inputs) if placed.reuse else None,
         tuple(readings.get(kernel, ()) for kernel in lanes),
+        placed.target,
     )
     rows = operand_rows(placed, value_rows(placed, made)[0])
     modes = find_all_modes(placed, made, rows)
@@ -445,7 +476,10 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
         readings.setdefault(kernel, choose_reading(found, live > 1))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
-    needed_stretches = len(body_stretches(placed, made, modes))
+    found_stretches = body_stretches(placed, made, modes)
+    longest = placed.target.superinstruction
+    made = replace(made, branches=made.instructions.learn(found_stretches, longest))
+    needed_stretches = len(made.instructions.encode(found_stretches))
     # Depths vary more than sums over instances.
     return replace(made, stretches=max(stretches, capacity(2 * needed_stretches)))
 
@@ -530,9 +564,8 @@ class Lowered:
     def body_lanes(self) -> np.ndarray:
         """int64[bodies], lanes that each body runs."""
         signature = self.signature
-        number, column = np.divmod(self.stretches[:, 0], NUM_WIDTHS)
-        lanes = widths_of(signature.kernels)[[k for k, _ in signature.bodies]][number, column]
-        lanes *= self.stretches[:, 2]
+        number = self.stretches[:, 0] // NUM_WIDTHS
+        lanes = signature.instructions.width_of[self.stretches[:, 0]] * self.stretches[:, 2]
         return np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
 
     @property
@@ -563,16 +596,17 @@ def lower(placed: Placed, signature: Signature) -> Lowered | None:
     if any(signature.readings):
         modes = find_all_modes(placed, signature, rows)
         stretches = body_stretches(placed, signature, modes)
-        if len(stretches) > signature.stretches:
-            return None
     else:
         stretches = placed.stretches.copy()
         kernel, width = np.divmod(stretches[:, 0], NUM_WIDTHS)
         stretches[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
 
+    instructions = signature.instructions.encode(stretches)
+    if len(instructions) > signature.stretches:
+        return None
     table = np.zeros(form.size, np.int32)
-    form.view(table, "num_stretches")[0] = len(stretches)
-    form.view(table, "stretches")[: len(stretches)] = stretches
+    form.view(table, "num_stretches")[0] = len(instructions)
+    form.view(table, "stretches")[: len(instructions)] = instructions
     for t, k, mine in zip(placed.type_ids, place, rows, strict=True):
         places = form.view(table, "operands", k)
         places[:, : mine.shape[1]] = mine

@@ -18,12 +18,10 @@ import jax.numpy as jnp
 
 from jedbatch._execute import row, take
 from jedbatch._extents import ragged_axes
-from jedbatch._ladder import BLOCKS
 from jedbatch._program import TableForm
+from jedbatch._target import Target
 
-TOGETHER = 256  # padded rows of the instances that run at the same time
 FRACTION = 4  # no more of the instances than one in so many run at the same time
-SHORTEST = 8  # the least room for the rows of an instance
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,14 @@ class Room:
       rows: capacity of rows, for each extent of the program.
       lengths: the rooms for the rows of an instance, ascending.
       guarded: whether a length may be 0.
+      target: the kind of device it is made for.
     """
 
     calls: int
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     guarded: bool
+    target: Target
 
     @property
     def longest(self) -> int:
@@ -54,7 +54,7 @@ class Room:
         Of few instances there are still fewer of one length.
         """
         few = -(-self.calls // FRACTION)
-        return tuple(min(max(1, TOGETHER // n), few) for n in self.lengths)
+        return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 
 def table_form(room: Room, num_symbols: int) -> TableForm:
@@ -68,7 +68,7 @@ def table_form(room: Room, num_symbols: int) -> TableForm:
         form.add(("starts", e), room.calls)
         form.add(("call", e), rows)
         form.add(("total", e), 1)
-        form.add(("blocks", e), len(BLOCKS.widths))
+        form.add(("blocks", e), len(room.target.blocks.widths))
     return form
 
 

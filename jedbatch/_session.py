@@ -13,6 +13,7 @@ from jedbatch._cells import Kernel
 from jedbatch._cotangents import (
     ReverseSignature,
     find_readers,
+    learn_instructions,
     make_reverse_signature,
     reverse_fits,
     reverse_table,
@@ -35,6 +36,7 @@ from jedbatch._program import (
 from jedbatch._regions import RaggedRecord, Region, Regions
 from jedbatch._registry import STATES, Registry
 from jedbatch._rooms import Room
+from jedbatch._target import Target
 from jedbatch._trace import Record
 
 ROUNDS = 512  # layouts of rounds that are kept
@@ -58,6 +60,7 @@ class Session:
         largest program in use by the number of instances.
       lengths, regions: of arrays whose length differs, and what is done to them.
       compilations: XLA programs built, counted by kind.
+      target: what programs are made for.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Session:
         executor: str | None,
         limit: int,
         granularity: str,
+        target: Target,
         environment: Environment | None = None,
         *,
         limit_bytes: int = 1 << 30,
         key: Hashable = None,
     ):
+        self.target = target
         self.registry = Registry(avals, structure)
         self.grouping = GRANULARITIES[granularity](self.registry)
         self.environment = environment
@@ -151,7 +156,7 @@ class Session:
             transient = any(map(self.registry.is_transient, node_type.shared))
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, Way) for i in read)
-            self._kernels[type_id] = Kernel(node_type, transient, reached)
+            self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
         return self._kernels[type_id]
 
     def static(self, *parts: Any) -> Static:
@@ -224,10 +229,12 @@ class Session:
         """What to compile for the reverse of a minibatch, and its table; see `find_readers`."""
         readers = find_readers(placed, forward, leaves, wanted)
         needed = make_reverse_signature(placed, readers, forward, None)
-        signature = next((s for s in self._reverses if reverse_fits(needed, s)), None)
+        fitting = (s for s in self._reverses if reverse_fits(needed, readers, s))
+        signature = next(fitting, None)
         if signature is None:
             model = next((s for s in reversed(self._reverses) if s.forward == forward), None)
             signature = make_reverse_signature(placed, readers, forward, model)
+            signature = learn_instructions(signature, readers)
             self._reverses.append(signature)
         return signature, reverse_table(placed, readers, signature)
 
@@ -295,7 +302,7 @@ class Session:
     def stage(self, calls: Calls) -> Stage:
         """What the calls of a region in a minibatch are compiled for."""
         rooms = self._rooms[calls.region]
-        room, is_new = make_room(calls, rooms)
+        room, is_new = make_room(calls, rooms, self.target)
         if is_new:
             rooms.append(room)
             del rooms[:-ROOMS]

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jedbatch._cells import Kernel
-from jedbatch._ladder import COARSE, NUM_WIDTHS
+from jedbatch._ladder import NUM_WIDTHS
+from jedbatch._target import Target
 
 
-def widths_of(kernels: Sequence[Kernel]) -> np.ndarray:
+def widths_of(kernels: Sequence[Kernel], target: Target) -> np.ndarray:
     """int64[K + 1, NUM_WIDTHS]: the widths of each kernel, and those of sums of cotangents."""
-    ladders = [*(kernel.ladder for kernel in kernels), COARSE]
+    ladders = [*(kernel.ladder for kernel in kernels), target.sums]
     widths = np.zeros((len(ladders), NUM_WIDTHS), np.int64)
     for row, ladder in zip(widths, ladders, strict=True):
         row[: len(ladder.widths)] = ladder.widths
@@ -27,6 +28,7 @@ def find_runs(
     start: np.ndarray,
     trips: np.ndarray,
     kernels: Sequence[Kernel],
+    target: Target,
     *,
     reverse: bool = False,
 ) -> tuple[np.ndarray, ...]:
@@ -35,7 +37,7 @@ def find_runs(
     A batch has its widest chunks first, in reverse last, and begins in lane `start` of its kind,
     the position of a kernel or, beyond them, sums of cotangents.
     """
-    sizes = (trips * widths_of(kernels)[np.minimum(kind, len(kernels))])[:, ::-1]
+    sizes = (trips * widths_of(kernels, target)[np.minimum(kind, len(kernels))])[:, ::-1]
     first = start[:, None] + sizes.cumsum(axis=1) - sizes
     columns = np.arange(NUM_WIDTHS)[::-1]
     trips = trips[:, ::-1]
@@ -50,11 +52,14 @@ def find_stretches(
     start: np.ndarray,
     trips: np.ndarray,
     kernels: Sequence[Kernel],
+    target: Target,
     *,
     reverse: bool = False,
 ) -> np.ndarray:
     """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every stretch."""
-    step, column, lane, size, count = find_runs(kind, start, trips, kernels, reverse=reverse)
+    step, column, lane, size, count = find_runs(
+        kind, start, trips, kernels, target, reverse=reverse
+    )
     return merged(kind[step] * NUM_WIDTHS + column, lane, size, count, reverse=reverse)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jedbatch._cells import Kernel
 from jedbatch._graph import Graph, InputRows
 from jedbatch._identity import Same
-from jedbatch._ladder import BLOCKS, Ladder
+from jedbatch._ladder import Ladder
 from jedbatch._layout import Layout, assign_lanes
 from jedbatch._paths import distinct, pointers, ranges
 from jedbatch._program import Placed, Signature, capacity
@@ -37,6 +37,7 @@ from jedbatch._schedule import Policy, Schedule, schedule
 from jedbatch._session import Session
 from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_stretches
+from jedbatch._target import Target
 from jedbatch._trace import cut_inputs, find_operands
 from jedbatch._verify import is_wanted
 from jedbatch._verify_plan import RoundsTrial
@@ -106,7 +107,7 @@ class Room:
     def _tables(self) -> tuple[dict[Any, int], ...]:
         return self.lanes, self.widest, self.inputs, self.wanted
 
-    def extended(self, needed: "Room") -> Signature:
+    def extended(self, needed: "Room", target: Target) -> Signature:
         """A program with the room there is here, and more where more is needed."""
 
         def larger(mine: dict[Any, int], its: dict[Any, int], grown: Callable) -> dict[Any, int]:
@@ -142,13 +143,14 @@ class Room:
             stretches,
             None,
             ((),) * len(lanes),
+            target,
         )
 
 
 @functools.lru_cache(4096)
-def in_blocks(lanes: int) -> int:
+def in_blocks(lanes: int, blocks: Ladder) -> int:
     """Lanes in whole blocks, as weight gradients run over them."""
-    return max(lanes, int(BLOCKS.lanes(BLOCKS.cover(np.array([lanes])))[0]))
+    return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))
 
 
 @functools.lru_cache(4096)
@@ -374,7 +376,9 @@ class Workspace:
         There must be room for what is known to come later, too: types that were recorded and have
         not run. Otherwise each would need a new program when its time has come.
         """
-        needed = Room(stretches=int(np.count_nonzero(layout.trips)) + 1)
+        target = self.session.target
+        chunks = layout.trips if target.control == "switch" else layout.trips > 0
+        needed = Room(stretches=int(chunks.sum()) + 1)
         needed.inputs = dict(self._num_inputs)
         needed.wanted = {kind: len(some) for kind, some in wanted.items()}
         schedule = layout.schedule
@@ -386,12 +390,12 @@ class Workspace:
             self._lanes.setdefault(t, 0)
         for t, used in self._lanes.items():
             kernel = self.session.kernel(t)
-            needed.lanes[kernel] = in_blocks(max(1, used))
+            needed.lanes[kernel] = in_blocks(max(1, used), target.blocks)
             most = sizes[t] if used else min(waiting[t], MANY * len(self.arrays))
             needed.widest[kernel] = num_widths(kernel.ladder, capacity(max(1, int(most))))
         room = Room() if self.signature is None else Room.of(self.signature)
         if self.signature is None or not room.holds(needed):
-            before, self.signature = self.signature, room.extended(needed)
+            before, self.signature = self.signature, room.extended(needed, target)
             if not any(kernel.transient for kernel in self.signature.kernels):
                 self.session.workspaces[self.size] = self.signature
             if self.state is not None:
@@ -447,9 +451,11 @@ class Workspace:
             layout.start + offset[batch_type],
             layout.trips,
             signature.kernels,
+            signature.target,
         )
-        form.view(table, "num_stretches")[0] = len(stretches)
-        form.view(table, "stretches")[: len(stretches)] = stretches
+        instructions = signature.instructions.encode(stretches)
+        form.view(table, "num_stretches")[0] = len(instructions)
+        form.view(table, "stretches")[: len(instructions)] = instructions
         for kind, some in wanted.items():
             view = form.view(table, "outputs", signature._arena_ids[kind])
             view[: len(some)] = self.rows(some)
@@ -570,7 +576,14 @@ class Workspace:
         assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
         outputs = {kind: moved(np.array(some)).tolist() for kind, some in returned.items()}
         placed = Placed.find(
-            layout, kernels, type_ids, outputs, stacked=stacked, keeps=True, reuse=False
+            layout,
+            kernels,
+            type_ids,
+            outputs,
+            stacked=stacked,
+            keeps=True,
+            reuse=False,
+            target=self.session.target,
         )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
         signature = replace(

@@ -62,6 +62,8 @@ ORDER = [
     "_memory",
     "_reads",
     "_layout",
+    "_target",
+    "_instructions",
     "_products",
     "_rectangles",
     "_fusion",

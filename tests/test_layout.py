@@ -10,7 +10,8 @@ from chains import HIDDEN, embed, encode, make_params, sentences, step
 from helpers import assert_close, check, loop, number, random_dag
 
 import jedbatch
-from jedbatch._ladder import COARSE, FINE, WORKING_SET
+from jedbatch._ladder import COARSE, FINE, NUM_WIDTHS
+from jedbatch._target import CPU
 from jedbatch._layout import assign_lanes, last_reads
 from jedbatch._orders import ORDERS
 from jedbatch._reads import (
@@ -38,7 +39,7 @@ def physical_reads(plan):
     form = signature.form
     count = int(form.view(plan.table, "num_stretches")[0])
     for what, lane, trips in form.view(plan.table, "stretches")[:count].tolist():
-        number, column = divmod(what, len(FINE.widths))
+        number, column = divmod(what, NUM_WIDTHS)
         k, reading = signature.bodies[number]
         width = signature.kernels[k].ladder.widths[column]
         assert signature.kernels[k] in placed.kernels
@@ -423,4 +424,4 @@ def test_chunks_of_long_rows_are_narrow():
         k for k in batched.plan(1.0, list(xs)).static.signature.kernels if k.node_type.name == "mix"
     ]
     chunk = kernel.ladder.widths[-1] * 3 * 4 * n * n  # two matrices are read, one is written
-    assert chunk <= WORKING_SET < 512 * 3 * 4 * n * n
+    assert chunk <= CPU.chunk_bytes < 512 * 3 * 4 * n * n
