@@ -11,7 +11,6 @@ from helpers import assert_close, check, loop, number, random_dag
 
 import jedbatch
 from jedbatch._ladder import COARSE, FINE, NUM_WIDTHS
-from jedbatch._target import CPU
 from jedbatch._layout import assign_lanes, last_reads
 from jedbatch._orders import ORDERS
 from jedbatch._reads import (
@@ -24,6 +23,7 @@ from jedbatch._reads import (
     find_modes,
     usable,
 )
+from jedbatch._target import CPU
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
