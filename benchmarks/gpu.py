@@ -29,6 +29,7 @@ import argparse
 import dataclasses
 import faulthandler
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -82,9 +83,9 @@ VARIANTS: dict[str, jedbatch.Target] = {
     "loops for a switch": dataclasses.replace(
         jedbatch.Target.named("cpu"), name="loops", command_buffers=GPU.command_buffers
     ),
-    "widths × 2": with_widths("widths × 2", (64, 128, 256, 512, 1024)),
+    "widths × 2": with_widths("widths × 2", (128, 256, 512, 1024, 2048)),
     "widths × 8": with_widths("widths × 8", (32, 256, 2048)),
-    "wide only": with_widths("wide only", (256, 2048)),
+    "wide only": with_widths("wide only", (512, 4096)),
     "start 5e8": variant("start 5e8", chunk_work=5e8),
     "start 8e9": variant("start 8e9", chunk_work=8e9),
     "autotuned": variant("autotuned"),
@@ -112,8 +113,9 @@ def cases(part: str, tiny: bool) -> list[Case]:
     if part == "checks":
         return [Case("checks", "models", 0, 0, "f32", "training")]
     if tiny:
-        sizes: dict[str, Any] = {"models": ["treelstm", "transformer"], "grid": [(4, 32)]}
-        return list(_grid(part, sizes["models"], sizes["grid"], ["f32"]))
+        found = list(_grid(part, ["treelstm", "transformer"], [(4, 32)], ["f32"]))
+        others = [found[0]._replace(variant=v) for v in VARIANTS if v != "gpu"]
+        return found + (others if part == "variants" else [])
     trees, others = ["treelstm"], ["bilstm", "lattice_lstm"]
     if part == "throughput":
         chosen = [
@@ -419,6 +421,10 @@ def checks(tiny: bool) -> dict[str, Any]:
     """Runs the tests marked `device`, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "device"]
     command += ["-o", "addopts=--strict-markers --import-mode=importlib"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
+    if importlib.util.find_spec("pytest_benchmark"):  # warns where tests run side by side
+        command += ["-p", "no:benchmark"]
     command += ["-k", "treelstm-"] if tiny else []
     command += [str(ROOT / "tests" / "test_device.py")]
     environment = os.environ | {

@@ -7,6 +7,7 @@ live one. How a batch is cut depends on its size alone, never on what was compil
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,19 @@ class Ladder:
     overhead: int = 8
 
     @functools.cached_property
+    def _unit(self) -> int:
+        """The lanes that all widths are multiples of."""
+        return math.gcd(*self.widths)
+
+    @functools.cached_property
     def _cheapest(self) -> np.ndarray:
-        """int32[2 * widest + 1, widths]: chunks that cover n lanes at least cost."""
-        most = 2 * self.widths[-1]
+        """int32[2 * widest / unit + 1, widths]: the cheapest chunks that cover n units of lanes."""
+        units = [width // self._unit for width in self.widths]
+        most = 2 * units[-1]
         cost = np.zeros(most + 1)
-        trips = np.zeros((most + 1, len(self.widths)), np.int32)
+        trips = np.zeros((most + 1, len(units)), np.int32)
         for n in range(1, most + 1):
-            left = [max(0, n - w) for w in self.widths]
+            left = [max(0, n - unit) for unit in units]
             costs = [cost[k] + self.overhead + w for k, w in zip(left, self.widths, strict=True)]
             best = int(np.argmin(costs))
             cost[n] = costs[best]
@@ -45,7 +52,7 @@ class Ladder:
         """int32[len(sizes), widths]: chunks of each width that a batch of each size takes."""
         widest = self.widths[-1]
         full = np.maximum(0, (sizes - widest) // widest)
-        trips = self._cheapest[sizes - full * widest]
+        trips = self._cheapest[-(-(sizes - full * widest) // self._unit)]
         trips[:, -1] += full.astype(np.int32)
         return trips
 

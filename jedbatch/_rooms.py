@@ -21,8 +21,6 @@ from jedbatch._extents import ragged_axes
 from jedbatch._program import TableForm
 from jedbatch._target import Target
 
-FRACTION = 4  # no more of the instances than one in so many run at the same time
-
 
 @dataclass(frozen=True)
 class Room:
@@ -53,7 +51,7 @@ class Room:
 
         Of few instances there are still fewer of one length.
         """
-        few = -(-self.calls // FRACTION)
+        few = -(-self.calls // self.target.together)
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 

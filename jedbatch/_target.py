@@ -54,6 +54,7 @@ class Target:
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of lanes whose weight gradients are computed together, and of ragged rows.
       rows_together: padded rows of the ragged instances that run at the same time.
+      together: no more of the ragged instances than one in so many run at the same time.
       shortest: the least room for the rows of a ragged instance.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
@@ -70,6 +71,7 @@ class Target:
     sums: Ladder = COARSE
     blocks: Ladder = BLOCKS
     rows_together: int = 256
+    together: int = 4
     shortest: int = 8
     control: str = "loops"
     superinstruction: int = 1
@@ -111,14 +113,15 @@ def _ladder(target: Target, work: int, row_bytes: int) -> Ladder:
 CPU = Target("cpu")
 GPU = Target(
     "gpu",
-    heavy=(32, 128, 256, 512, 2048),
-    light=(32, 128, 256, 512, 2048),
-    chunk_work=1.5e9,
-    longest_start=2048,
+    heavy=(32, 128, 512, 2048, 8192),
+    light=(32, 128, 512, 2048, 8192),
+    chunk_work=2e9,
+    longest_start=8192,
     chunk_bytes=1 << 30,
     sums=Ladder((256, 2048), 1024),
-    blocks=Ladder((256, 4096), 1024),
+    blocks=Ladder((512, 2048), 512),
     rows_together=8192,
+    together=1,
     shortest=32,
     control="switch",
     superinstruction=8,

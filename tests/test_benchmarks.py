@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import json
 import sys
 import time
 import types
@@ -21,6 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import by_hand  # noqa: E402
 import encoder  # noqa: E402
+import gpu  # noqa: E402
 import padding  # noqa: E402
 import report  # noqa: E402
 import suite  # noqa: E402
@@ -252,3 +254,49 @@ def test_sentences_are_read_from_a_file(tmp_path):
     first, last = sorted(padding.load(str(path), 2, seed=0), key=lambda s: len(s[0]))
     assert (len(first[0]), len(last[0])) == (1, 3)
     assert last[0][0] == last[0][2] == first[0][0] != last[0][1]
+
+
+# --- the run on a GPU ---
+
+
+def test_a_run_on_a_gpu_goes_on_where_it_was(tmp_path, capsys):
+    arguments = ["--tiny", "--out", str(tmp_path), "--part", "throughput"]
+    arguments += ["--only", "treelstm 4 32 f32 inference"]
+    gpu.main(arguments)
+    first = (tmp_path / "results.jsonl").read_text()
+    (row,) = map(json.loads, first.splitlines())
+    assert {"jedbatch", "by hand", "unrolled", "unseen"} <= row["found"].keys()
+    assert all("error" not in side for side in row["found"].values() if isinstance(side, dict))
+    gpu.main(arguments)  # nothing is left to measure
+    assert (tmp_path / "results.jsonl").read_text() == first
+    assert "| treelstm | 4 | 32 | f32 | inference | gpu |" in (tmp_path / "report.md").read_text()
+
+
+def test_cases_of_a_gpu():
+    for part in gpu.PARTS:
+        for tiny in (False, True):
+            cases = gpu.cases(part, tiny)
+            assert cases
+            assert len(set(cases)) == len(cases)
+            assert all(case.variant in gpu.VARIANTS for case in cases)
+
+
+def test_profile_of_a_gpu():
+    """Two runs of two kernels with 2 µs between them, the second also copies."""
+
+    def event(name, start, duration):
+        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
+
+    kernels = [event("dot", 0, 1e6), event("add", 1.002e6, 1e6), event("MemcpyD2D", 3e6, 5e5)]
+    stream = types.SimpleNamespace(name="Stream #7", events=kernels)
+    calls = types.SimpleNamespace(name="host", events=[event("cuGraphLaunch", 0, 1e5)])
+    planes = [
+        types.SimpleNamespace(name="/device:GPU:0", lines=[stream]),
+        types.SimpleNamespace(name="/host:CPU", lines=[calls]),
+    ]
+    found = gpu.summarized(planes, 2)
+    assert found["kernels per run"] == 1.5
+    assert found["busy ms per run"] == pytest.approx(1.25)
+    assert found["idle ms per run"] == pytest.approx(0.5)
+    assert found["copies per run"] == {"MemcpyD2D": 0.5}
+    assert found["host per run"] == {"cuGraphLaunch": [0.5, pytest.approx(0.05)]}

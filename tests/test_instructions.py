@@ -1,0 +1,86 @@
+"""Instructions run exactly the chunks they were made of, in order."""
+
+import numpy as np
+import pytest
+
+from jedbatch._instructions import Branch, InstructionSet
+
+KINDS, WIDTHS = 3, (2, 8)
+
+
+def instruction_set(branches=(), reverse=False):
+    opcodes = range(KINDS * len(WIDTHS))
+    return InstructionSet(
+        "switch",
+        (*(Branch((x,)) for x in opcodes), *branches),
+        np.repeat(np.arange(KINDS), len(WIDTHS)),
+        np.tile(WIDTHS, KINDS),
+        reverse,
+    )
+
+
+def stretches_of(opcodes, reverse=False):
+    """One stretch a chunk; the lanes of every kind follow one another."""
+    lanes = [0] * KINDS
+    rows = []
+    for opcode in opcodes:
+        kind, column = divmod(opcode, len(WIDTHS))
+        rows.append((opcode, lanes[kind], 1))
+        lanes[kind] += WIDTHS[column]
+    return np.array(rows[::-1] if reverse else rows, np.int64).reshape(-1, 3)
+
+
+def chunks(stretches):
+    return [(opcode, lane) for opcode, lane, _ in stretches.tolist()]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_decoded_is_what_was_encoded(reverse):
+    """With branches learned from one sequence, for it and for others."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        motif = rng.integers(0, 6, rng.integers(1, 5)).tolist()
+        seen = motif * 6 + rng.integers(0, 6, 20).tolist() + [3] * 9
+        learned = instruction_set(reverse=reverse).learn(stretches_of(seen, reverse), 8)
+        made = instruction_set(learned, reverse)
+        for sequence in (seen, rng.integers(0, 6, 40).tolist(), motif * 3, []):
+            stretches = stretches_of(sequence, reverse)
+            rows = made.encode(stretches)
+            assert rows.shape[1] == made.columns
+            assert made.chunks(rows) == chunks(stretches)
+
+
+def test_stretches_of_several_chunks():
+    stretches = np.array([(1, 0, 3), (0, 24, 2), (2, 0, 1)])
+    expected = [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26), (2, 0)]
+    made = instruction_set()
+    assert made.chunks(made.encode(stretches)) == expected
+    backwards = instruction_set(reverse=True)
+    expected = [(1, 16), (1, 8), (1, 0), (0, 26), (0, 24), (2, 0)]
+    assert backwards.chunks(backwards.encode(stretches)) == expected
+
+
+def test_runs_become_loops_and_patterns_superinstructions():
+    runs = stretches_of([1] * 40)
+    (loop, *_) = instruction_set().learn(runs, 8)
+    assert loop == Branch((1,), True)
+    assert len(instruction_set([Branch((1,), True)]).encode(runs)) == 1
+    pattern = stretches_of([0, 2, 5] * 30)
+    learned = instruction_set().learn(pattern, 8)
+    assert any(len(branch.opcodes) > 1 for branch in learned)
+    assert len(instruction_set(learned).encode(pattern)) < 30
+    assert max(len(branch.opcodes) for branch in learned) <= 8
+
+
+def test_what_occurs_once_is_not_compiled_twice():
+    assert instruction_set().learn(stretches_of(range(6)), 8) == ()
+    assert instruction_set().learn(stretches_of([1] * 40), 1)[0] == Branch((1,), True)
+
+
+def test_loops_are_stretches():
+    made = InstructionSet("loops", (), np.zeros(2, int), np.array([2, 8]))
+    stretches = np.array([(1, 0, 3), (0, 24, 2)])
+    assert made.encode(stretches) is stretches
+    assert made.columns == 3
+    assert made.learn(stretches, 8) == ()
+    assert made.chunks(stretches) == [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26)]
