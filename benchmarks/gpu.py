@@ -472,7 +472,7 @@ def run_part(part: str, results: Results, args: argparse.Namespace) -> None:
         if time.monotonic() > end:
             print(f"{part}: {args.minutes} minutes are over; run it again to go on")
             return
-        faulthandler.dump_traceback_later(args.patience, exit=True)  # a compiler that hangs
+        faulthandler.dump_traceback_later(args.patience, exit=True, file=sys.__stderr__)
         start = time.monotonic()
         try:
             found = checks(args.tiny) if part == "checks" else measure(case, args.seconds)

@@ -293,29 +293,36 @@ def check_apart(spans: list[tuple[int, int, str]], rows: int, what: str) -> None
 
 
 def chunks_of(
-    table: np.ndarray, signature: Any, widths: Sequence[Sequence[int]], *, backwards: bool = False
+    table: np.ndarray, signature: Any, widths: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (number, width, first lane) of all chunks of a table in the order they run in.
 
     `widths` are those of every number.
     """
-    form = signature.form
+    form, instructions = signature.form, signature.instructions
     count = int(form.view(table, "num_stretches")[0])
-    stretches = form.view(table, "stretches")
-    require(0 <= count <= len(stretches), f"{count} stretches in room for {len(stretches)}")
+    rows = form.view(table, "stretches")
+    require(0 <= count <= len(rows), f"{count} instructions in room for {len(rows)}")
 
-    def width_of(what: int) -> tuple[int, int]:
+    def chunk(what: int, lane: int) -> tuple[int, int, int]:
         number, column = divmod(what, NUM_WIDTHS)
         known = 0 <= number < len(widths) and column < len(widths[number])
-        require(known, f"a stretch of kind {what}, which is not compiled")
-        return number, widths[number][column]
+        require(known, f"an instruction of kind {what}, which is not compiled")
+        return number, widths[number][column], lane
 
-    if hasattr(signature, "instructions"):
-        for what, lane in signature.instructions.chunks(stretches[:count]):
-            yield *width_of(what), lane
+    if instructions.control == "switch":
+        branches = instructions.branches
+        for branch, trips, *lanes in rows[:count].tolist():
+            require(0 <= branch < len(branches), f"an instruction for branch {branch}")
+            opcodes, repeated = branches[branch]
+            require(trips > 0 and (repeated or trips == 1), f"branch {branch} runs {trips} times")
+            steps = instructions.steps(opcodes)
+            for trip in range(trips):
+                for opcode, lane, step in zip(opcodes, lanes, steps, strict=False):
+                    yield chunk(opcode, lane + trip * step)
         return
-    for what, lane, trips in stretches[:count].tolist():
-        number, width = width_of(what)
+    for what, lane, trips in rows[:count].tolist():
         require(trips > 0, f"a stretch of {trips} chunks")
-        for step in range(trips)[:: -1 if backwards else 1]:
-            yield number, width, lane + step * width
+        width = chunk(what, lane)[1]
+        for step in range(trips)[:: -1 if instructions.reverse else 1]:
+            yield chunk(what, lane + step * width)

@@ -13,7 +13,7 @@ from jedbatch._prelude import Stage
 from jedbatch._program import Placed, Signature, lower
 from jedbatch._stored import stored_kind
 from jedbatch._verify import Goal, Symbols, Trial, require
-from jedbatch._verify_reverse import ReverseTrial, blocks_of, check_cover
+from jedbatch._verify_reverse import ReverseTrial, check_cover
 
 
 def check_stages(
@@ -66,7 +66,7 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
         require((call[:total] == owner).all(), "a packed row is said to be that of another call")
         require(((call >= 0) & (call < room.calls)).all(), "a packed row belongs to no call")
         trips = form.view(table, "blocks", e)
-        check_cover(trips, blocks_of(room), total, room.rows[e], f"rows of {extent}")
+        check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
     order, first, seen = form.view(table, "order"), 0, []
     groups = form.view(table, "trips").tolist()
     for most, group, n in zip(room.lengths, room.together, groups, strict=True):

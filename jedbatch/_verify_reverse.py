@@ -9,7 +9,7 @@ import numpy as np
 from jedbatch._cells import Kernel
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import COARSE, Ladder
+from jedbatch._ladder import Ladder
 from jedbatch._types import ValueType
 from jedbatch._verify import Trial, check_apart, chunks_of, require
 
@@ -71,9 +71,9 @@ class ReverseTrial:
         table = np.asarray(tables[1])
         require(table.shape == (signature.form.size,), "a reverse table of another size")
         widths = [k.ladder.widths[:n] for k, n in zip(forward.kernels, forward.widest, strict=True)]
-        sums = getattr(getattr(forward, "target", None), "sums", COARSE)
-        widths += [tuple(w for w in sums.widths if w <= rows) for rows in signature.sums]
-        for number, width, lane in chunks_of(table, signature, widths, backwards=True):
+        of_sums = forward.target.sums.widths
+        widths += [tuple(w for w in of_sums if w <= rows) for rows in signature.sums]
+        for number, width, lane in chunks_of(table, signature, widths):
             if number < len(forward.kernels):
                 self._chunk(table, number, width, lane)
             else:
@@ -189,13 +189,8 @@ class ReverseTrial:
         for k, lanes in enumerate(self.forward.lanes):
             need = max(lanes, default=-1) + 1
             name = str(forward.kernels[k].node_type)
-            blocks = form.view(table, "blocks", k)
-            check_cover(blocks, blocks_of(forward), need, forward.lanes[k], f"lanes of {name}")
-
-
-def blocks_of(made: Any) -> Ladder:
-    """The blocks in which a program, or a room for packed rows, runs over all that there is."""
-    return getattr(getattr(made, "target", None), "blocks", COARSE)
+            trips, blocks = form.view(table, "blocks", k), forward.target.blocks
+            check_cover(trips, blocks, need, forward.lanes[k], f"lanes of {name}")
 
 
 def check_cover(trips: np.ndarray, blocks: Ladder, used: int, room: int, what: str) -> None:

@@ -57,7 +57,8 @@ def trees(seed, count):
     return [kinds(random_tree(rng, n, lambda: float(rng.normal()))) for n in sizes]
 
 
-def test_values_and_gradients_are_the_loops(params):
+def test_values_and_gradients_are_the_loops(params, monkeypatch):
+    monkeypatch.setenv("JEDBATCH_CHECK", "1")  # every table is verified, too
     check(encode, params, trees(0, 6), target="gpu", thorough=True)
 
 
