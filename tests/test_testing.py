@@ -230,7 +230,7 @@ def backwards(stretches):
         (0, ("outputs", 0), lambda x: x[::-1], "is another value"),
         (0, ("stretches",), backwards, "which has not been written"),
         (0, ("num_stretches",), lambda x: x - 1, "nodes are in no lane"),
-        (0, ("num_stretches",), lambda x: x + 10**6, "stretches in room for"),
+        (0, ("num_stretches",), lambda x: x + 10**6, "instructions in room for"),
         (1, ("results", 1), lambda x: x[:, :1] + 0 * x, "which has not been written"),
         (0, ("operands", 1), lambda x: x[:, :1] + 0 * x, "what no node does|in no lane"),
         (0, ("operands", 1), lambda x: x + 10**6, "rows outside of"),
