@@ -23,9 +23,10 @@ from jedbatch._instructions import Branch, InstructionSet
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
-from jedbatch._program import Placed, Signature, TableForm, capacity
+from jedbatch._program import Placed, Signature, capacity
 from jedbatch._reverse import differentiable
 from jedbatch._stretches import find_stretches, widths_of
+from jedbatch._tables import TableForm
 
 MAX_READERS = 4
 

@@ -1,12 +1,10 @@
 """Running a program: one XLA program for every topology.
 
 The table of a program is data, so XLA compiles once per signature. The arenas are the carry
-of a loop over batches, and XLA updates them in place only as long as they never pass through
-the result of a conditional. What to run is therefore chosen by loops whose trip counts are
-read from the table:
+of a loop over batches, which XLA updates in place (see `_sweep` for how it finds the next):
 
     for each stretch (kernel and width, first lane, number of chunks):
-        for each kernel and width:      # as many trips as the stretch has chunks, or none
+        for each chunk of it:
             read operands, run the kernel under vmap, write consecutive rows
 
 A kernel may have two bodies for each width: one gathers its operands row by row, the other reads
@@ -21,9 +19,7 @@ sweep, from all lanes at once (see `_cells`).
 Source: ED-Batch for batches over contiguous arenas; the forms of the loop were measured.
 """
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -31,79 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._arenas import cut, empty, isolated, put, read, row, spread, take
 from jedbatch._cotangents import ReverseSignature
-from jedbatch._instructions import InstructionSet
 from jedbatch._jaxpr import has_gradient
-from jedbatch._ladder import NUM_WIDTHS, Ladder
-from jedbatch._program import Signature, TableForm
-from jedbatch._reads import BROADCAST, GATHER, SLICE, STRIDE, Reading, extent
+from jedbatch._ladder import Ladder
+from jedbatch._program import Signature
+from jedbatch._reads import GATHER, Reading, extent
 from jedbatch._reverse import Tap, differentiable
-from jedbatch._target import Target
+from jedbatch._sweep import bodies_of, sweep
 from jedbatch._zeros import where_alive
-
-GROUP = 4  # loops in a row before they are nested
-
-
-def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
-    """`table[name][*index, start : start + size]`; to the end of the row without a size."""
-    offset, shape = form.places[name]
-    stride = math.prod(shape)
-    for i, length in zip(index, shape, strict=False):
-        stride //= length
-        offset = offset + i * stride
-    return cut(table, offset + start, size or shape[-1])
-
-
-def take(arena: Any, rows: Any) -> Any:
-    """Rows of an arena, known to exist."""
-    return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
-def cut(arena: Any, start: Any, size: int) -> Any:
-    """Consecutive rows of an arena."""
-    return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
-
-
-def put(arena: Any, rows: Any, start: Any) -> Any:
-    """The arena with consecutive rows replaced."""
-    rows = rows.astype(arena.dtype)
-    return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
-
-
-def spread(flags: Any, x: Any) -> Any:
-    """Flags of the leading axes of x, in as many dimensions as x has."""
-    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
-
-
-def read(arena: Any, first: Any, mode: int, width: int) -> Any:
-    """Rows of an arena from the first one on, as many as there are lanes (see `_reads`)."""
-    if mode == SLICE:
-        return cut(arena, first, width)
-    if mode == BROADCAST:
-        return jnp.broadcast_to(cut(arena, first, 1), (width, *arena.shape[1:]))
-    return cut(arena, first, STRIDE * width)[::STRIDE]
-
-
-def isolated(target: Target, lane: Any, read: Any, write: Callable, state: Any) -> Any:
-    """`write(lane, read, state)`, apart from what has been read.
-
-    Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU
-    does so unless writing is a loop of its own, of one trip; XLA:GPU minds a barrier.
-    """
-    if target.control == "switch":
-        return write(lane, lax.optimization_barrier(read), state)
-
-    def once(carry):
-        at, state = carry
-        return at + 1, write(at, read, state)
-
-    return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
-
-
-def empty(rows: int, kind: tuple[tuple[int, ...], Any]) -> Any:
-    """An arena of zeros."""
-    shape, dtype = kind
-    return jnp.zeros((rows, *shape), dtype)
 
 
 class Forward:
@@ -470,123 +402,6 @@ def each_block(ladder: Ladder, lanes: int, trips: Any, block: Callable, state: A
 
 
 # --- all of it as one program --------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """What runs the chunks of one kernel and width.
-
-    Attributes:
-      kind: number in the table.
-      width: lanes of a chunk.
-      chunk: `chunk(width, state, lane)` runs one.
-      backwards: whether the last chunk of a stretch comes first.
-    """
-
-    kind: int
-    width: int
-    chunk: Callable
-    backwards: bool = False
-
-
-def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False) -> list[Body]:
-    """What runs the chunks of a kernel."""
-    numbered = enumerate(widths, kind * NUM_WIDTHS)
-    return [Body(number, width, chunk, backwards) for number, width in numbered]
-
-
-def choose(bodies: Sequence[Body], carry: Any) -> Any:
-    """Runs the chunks of one stretch, by loops of which all but one make no trips.
-
-    `carry` is (chunks run, stretch, state). A `lax.switch` would copy every array that its
-    branches return. XLA runs short sequences of operations one by one and long ones on several
-    threads, which costs more than these operations take, so a loop is all there is for each body:
-    it counts on where the last one stopped.
-    """
-    size = 1 if len(bodies) <= GROUP else math.ceil(len(bodies) / GROUP)
-    for i in range(0, len(bodies), size):
-        group = bodies[i : i + size]
-        if len(group) == 1:
-            carry = run_chunks(group[0], carry)
-            continue
-        first, last = group[0].kind, group[-1].kind
-
-        def inside(carry, first=first, last=last):
-            done, (kind, _, _), _ = carry
-            return (done == 0) & (kind >= first) & (kind <= last)
-
-        carry = lax.while_loop(inside, functools.partial(choose, group), carry)
-    return carry
-
-
-def run_chunks(body: Body, carry: Any) -> Any:
-    """Runs the chunks of a stretch if it is of the kind of the body."""
-
-    def more(carry):
-        done, (kind, _, trips), _ = carry
-        return (kind == body.kind) & (done < trips)
-
-    def run(carry):
-        done, stretch, state = carry
-        _, lane, trips = stretch
-        lane += body.width * (trips - 1 - done if body.backwards else done)
-        state = lax.optimization_barrier(body.chunk(body.width, state, lane))
-        return done + 1, stretch, state
-
-    return lax.while_loop(more, run, carry)
-
-
-def run_branches(
-    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
-) -> Any:
-    """Runs the instructions of a table one by one, each in a branch of a `lax.switch`.
-
-    The barrier keeps arenas that a branch does not write from being copied (XLA of JAX 0.11).
-    """
-    body_of = {body.kind: body for body in bodies}
-
-    def branch(opcodes: Sequence[int], repeated: bool) -> Callable:
-        steps = instructions.steps(tuple(opcodes))
-
-        def once(trip, lanes, state):
-            for position, (opcode, step) in enumerate(zip(opcodes, steps, strict=True)):
-                body = body_of[opcode]
-                state = body.chunk(body.width, state, lanes[position] + trip * step)
-                state = lax.optimization_barrier(state)
-            return state
-
-        def run(trips, lanes, state):
-            if not repeated:
-                return once(0, lanes, state)
-            return lax.fori_loop(0, trips, lambda trip, state: once(trip, lanes, state), state)
-
-        return run
-
-    branches = [branch(*b) for b in instructions.branches]
-
-    def step(i, state):
-        offset, (_, columns) = form.places["stretches",]
-        number, trips, *lanes = cut(table, offset + i * columns, columns)
-        return lax.switch(number, branches, trips, lanes, state)
-
-    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], step, state)
-
-
-def sweep(
-    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
-) -> Any:
-    """Runs the instructions of a table."""
-
-    def stretch(i, state):
-        offset, (_, columns) = form.places["stretches",]
-        found = cut(table, offset + i * columns, columns)
-        return choose(bodies, (jnp.int32(0), found, state))[2]
-
-    if not bodies:  # nothing to do but to return inputs
-        return state
-    if instructions.control == "switch":
-        return run_branches(form, table, bodies, instructions, state)
-    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], stretch, state)
 
 
 def fused_forward(

@@ -27,16 +27,9 @@ from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_value
 from jax.extend.core import take_current_trace
 
 from jedbatch._alive import SLOTS
+from jedbatch._arenas import empty, take
 from jedbatch._cotangents import ReverseSignature
-from jedbatch._execute import (
-    Forward,
-    Reverse,
-    advance,
-    empty,
-    fused_forward,
-    fused_reverse,
-    take,
-)
+from jedbatch._execute import Forward, Reverse, advance, fused_forward, fused_reverse
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._program import Signature

@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jedbatch._along import CUMULATIVE
-from jedbatch._execute import spread, take
+from jedbatch._arenas import spread, take
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._lanes import Padded

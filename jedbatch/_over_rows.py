@@ -15,8 +15,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jedbatch._along import is_look_up
+from jedbatch._arenas import cut, put, spread, take
 from jedbatch._cells import Kernel
-from jedbatch._execute import cut, each_block, put, spread, take, tap_gradient
+from jedbatch._execute import each_block, tap_gradient
 from jedbatch._extents import extent_at
 from jedbatch._jaxpr import value_of
 from jedbatch._ladder import Ladder

@@ -20,8 +20,8 @@ from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._over_instances import OverInstances
 from jedbatch._over_rows import OverRows
 from jedbatch._phases import Phased
-from jedbatch._program import TableForm
 from jedbatch._rooms import Here, Room, ragged_axis, row_shape, table_form
+from jedbatch._tables import TableForm
 from jedbatch._target import CPU
 from jedbatch._tiles import TILE
 

@@ -33,6 +33,7 @@ from jedbatch._reads import GATHER, Reading, choose_reading, extent, find_modes,
 from jedbatch._schedule import Schedule
 from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_runs, find_stretches, merged, widths_of
+from jedbatch._tables import TableForm
 from jedbatch._target import Target
 
 HEADROOM = 1.1  # least capacity over need, before rounding up
@@ -42,23 +43,6 @@ SLACK = 4  # a program is used for minibatches down to a quarter of its size
 CHEAP = 1 << 15  # bytes of results that every type may have at least
 WORTH_SHARING = 1 << 25  # bytes of results; for fewer, sharing rows saves less than it takes
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
-
-
-class TableForm:
-    """Where things are in a flat int32 table: one large argument dispatches fastest."""
-
-    def __init__(self) -> None:
-        self.places: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        self.size = 0
-
-    def add(self, name: Any, *shape: int) -> None:
-        self.places[name] = (self.size, shape)
-        self.size += math.prod(shape)
-
-    def view(self, table: np.ndarray, *name: Any) -> np.ndarray:
-        """One part of a NumPy table, for writing."""
-        offset, shape = self.places[name]
-        return table[offset : offset + math.prod(shape)].reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jedbatch._execute import row, take
+from jedbatch._arenas import row, take
 from jedbatch._extents import ragged_axes
-from jedbatch._program import TableForm
+from jedbatch._tables import TableForm
 from jedbatch._target import Target
 
 
