@@ -1,9 +1,9 @@
 """Finding the next instruction of a table and running it, again and again, on the device.
 
-Two forms of control (see `_target`). XLA:CPU updates arenas in place only as long as they never pass
-through the result of a conditional, so the opcode is chosen by loops whose trip counts are read from
-the table, of which all but one make no trips. XLA:GPU runs a `lax.switch` whose branches are one
-opcode or several. What a chunk does is not known here (see `_execute`).
+Two forms of control (see `_target`). XLA:CPU updates arenas in place only as long as they never
+pass through the result of a conditional, so the opcode is chosen by loops whose trip counts are
+read from the table, of which all but one make no trips. XLA:GPU runs a `lax.switch` whose branches
+are one opcode or several. What a chunk does is not known here (see `_execute`).
 """
 
 import dataclasses
