@@ -94,7 +94,7 @@ VARIANTS: dict[str, jedbatch.Target] = {
 
 
 class Case(NamedTuple):
-    """What is measured at once."""
+    """The settings of one measurement."""
 
     part: str
     workload: str
@@ -193,7 +193,7 @@ class Bench:
 
     @functools.cached_property
     def target(self) -> jedbatch.Target:
-        """What programs are made for."""
+        """The target that programs are compiled for."""
         return VARIANTS[self.case.variant]
 
     @functools.cached_property
@@ -308,7 +308,7 @@ def unrolled(plan: jedbatch.Plan) -> Callable[[Any, Any], jax.Array]:
 
 
 def measure(case: Case, seconds: float) -> dict[str, Any]:
-    """What there is to say of a case."""
+    """Returns the measurements of a case."""
     with jax.default_matmul_precision(PRECISIONS[case.precision]):
         bench = Bench.of(case)
         found: dict[str, Any] = {}
@@ -445,7 +445,7 @@ def checks(tiny: bool) -> dict[str, Any]:
 
 
 class Results:
-    """What has been measured: lines of a file that later runs read."""
+    """The measurements made so far: lines of a file that later runs read."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -21,7 +21,7 @@ SLOTS = 62  # results of a node told apart; further ones are always alive
 
 @dataclass(frozen=True, eq=False)
 class Alive:
-    """What has a cotangent.
+    """The results that have a cotangent, and the operands that receive one.
 
     Attributes:
       results: int64[N], the results of each node that are alive, as bits.
@@ -33,7 +33,7 @@ class Alive:
 
     @staticmethod
     def find(placed: Placed, wanted: Sequence[np.ndarray] | None = None) -> "Alive":
-        """What is alive; `wanted`, bool[outputs] for each arena, is what is differentiated."""
+        """Computes what is alive; `wanted`, bool[outputs] by arena, has what is differentiated."""
         graph = placed.graph
         needs, inexact = _bits(placed)
         if wanted is None and _all_alive(placed):

@@ -422,7 +422,7 @@ class Batched:
         return plan
 
     def _records(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
-        """What `Recording.find` gives, and what the function reads beside its arguments."""
+        """Returns what `Recording.find` does, and what the function reads besides its arguments."""
         reached = self._environment.look()
         num_known = 0
         try:

@@ -49,7 +49,7 @@ class Memory(collections.OrderedDict):
         self.bytes = 0
 
     def use(self, key: Hashable) -> Any:
-        """What is kept under a key, which is then forgotten last; None if there is nothing."""
+        """Returns the value of a key and makes it the most recently used; None if there is none."""
         if key in self:
             self.move_to_end(key)
         return self.get(key)

@@ -80,7 +80,7 @@ class Stopped(SystemExit):
 
 
 def deeply(work: Callable[[], T]) -> T:
-    """What `work()` returns, which may recurse deep; it may be called twice."""
+    """Returns `work()`, called again on a thread with a larger stack if it recurses too deep."""
     try:
         return work()
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments, and whether it has changed.
+"""The values that a function reads besides its arguments, and detection of changes to them.
 
 A batched function remembers what it recorded, and a pure function does the same again whenever it
 is called. But it may close over things that change between two calls: the weights of a module that
@@ -76,10 +76,10 @@ class _Weakly:
 
 
 class _Guard(NamedTuple):
-    """What a look at something gave; arrays are held weakly.
+    """The objects found by one read of a subject; arrays are held weakly.
 
     Attributes:
-      read: gives it again.
+      read: gives them again.
       subject: where it was read.
       found: the things.
       weak: whether there are arrays among them.
@@ -112,7 +112,7 @@ class _Guard(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What a function reads beside its arguments, at one time.
+    """A snapshot of what a function reads besides its arguments.
 
     Attributes:
       number: equal for times between which nothing has changed.
@@ -140,7 +140,7 @@ NOWHERE = Reached(0, (), ())
 
 
 class Environment:
-    """What a function reads beside its arguments."""
+    """The values that a function reads besides its arguments, watched for changes."""
 
     def __init__(self, fn: Any):
         self._fn = fn
@@ -152,7 +152,7 @@ class Environment:
         self._number = 0
 
     def look(self) -> Reached:
-        """What the function reads by now."""
+        """Returns a snapshot of what the function reads now."""
         if not self._is_same():
             text, arrays = self._read()
             self._number = self._numbers.pop(text, 0) or next(self._count)
@@ -162,7 +162,7 @@ class Environment:
         return Reached(self._number, arrays, self._names)
 
     def follow(self, way: Way) -> Any:
-        """What is found on the way to an array by now; None if the way has ended."""
+        """Returns the object that is now at the end of a way; None if a step of it fails."""
         x = self._fn
         try:
             for how, key in way.steps:
@@ -321,7 +321,7 @@ class _Walk:
     def _visit_names(
         self, thing: _Thing, how: str, held: dict[str, Any], names: frozenset[str]
     ) -> None:
-        """What code reads by name from a module."""
+        """Visits the entries of a module's namespace that code reads by name."""
         _, known = self._named.setdefault(id(held), (held, {}))
         here = sorted(name for name in names if name in held)
         self._text += here

@@ -435,7 +435,7 @@ def differentiable_run(
 
 
 def origins_of(shared: Any, inputs: Sequence[Any]) -> int:
-    """What is differentiated, as `Refused.origins` says it."""
+    """Returns which primals are perturbed, as the bits of `Refused.origins`."""
     origins = int(any(x.perturbed for x in jax.tree.leaves(shared, is_leaf=_is_primal)))
     for a, x in enumerate(inputs):
         origins |= x.perturbed << 1 + min(a, SLOTS - 1)

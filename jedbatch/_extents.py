@@ -60,7 +60,7 @@ class LengthNeededError(LengthDecisionError, TypeError):
 
 
 class Questions:
-    """What is asked about lengths while an instance is recorded.
+    """The questions about lengths that are asked while an instance is recorded.
 
     Attributes:
       refused: what Python has decided on, in words. The function may have caught the errors.
@@ -104,7 +104,10 @@ def noting_questions() -> Iterator[Callable[[], Questions]]:
 
 @functools.cache
 def _role(module: str) -> str:
-    """Who a module is: "jax" and "us" may ask about extents, a "helper" asks for its caller."""
+    """Returns the role of a module: "jax", "us", "helper" or "user".
+
+    "jax" and "us" may ask about extents; a "helper" asks for its caller.
+    """
     top = module.partition(".")[0]
     if module.startswith("jedbatch._") or module == "jedbatch.ragged":
         return "us"

@@ -157,7 +157,7 @@ def tree_key(structure: Any) -> Hashable:
 
 
 def node_key(structure: Any) -> Hashable:
-    """What a container of a pytree carries; `structure` is that of the container alone.
+    """Returns a key for a pytree container's auxiliary data; `structure` is of it alone.
 
     Raises `TypeError` if it carries what may change and cannot be looked into.
     """

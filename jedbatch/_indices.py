@@ -56,7 +56,7 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
 
 
 def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
-    """What a step from a number to an index makes; None of any other equation."""
+    """Returns the state after a step from an integer to an index; None for any other equation."""
     name, first = eqn.primitive.name, read[0]
     if name in SAME:
         return first

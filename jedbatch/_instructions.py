@@ -52,7 +52,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InstructionSet:
-    """What the rows of a table of instructions mean.
+    """The meaning of the rows of an instruction table.
 
     Attributes:
       control: "loops" or "switch" (see `_target`).

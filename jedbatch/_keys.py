@@ -1,4 +1,4 @@
-"""What operations of JAX are told apart by: primitives, their parameters, programs."""
+"""Keys that tell operations of JAX apart: keys of primitives, their parameters and jaxprs."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any

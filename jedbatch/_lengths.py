@@ -302,7 +302,7 @@ def _length(array: ArrayType) -> int:
 
 
 def _kind(form: Form, i: int) -> tuple:
-    """What an array of a form is apart from its length."""
+    """Returns the type of array `i` of a form without its length."""
     shape, dtype, weak = form.types[i]
     return shape[1:], dtype, weak
 

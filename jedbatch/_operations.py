@@ -1,4 +1,4 @@
-"""What a node computes, and how calls of it are recorded: the records that a `Registry` interns."""
+"""The operations of nodes, and how their calls are recorded: records that a `Registry` interns."""
 
 import functools
 from collections.abc import Hashable
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Operation:
-    """What the nodes of a type compute; compared by `key` alone.
+    """The operation that the nodes of a type compute; compared by `key` alone.
 
     Attributes:
       key: equal for operations that are equal.

@@ -133,7 +133,7 @@ class Attempt:
         self.asked: dict[int, Questions] = {}
 
     def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
-        """What `record` returns, with ragged parts taken out of the graphs.
+        """Returns the result of `record`, with ragged parts cut out of the graphs.
 
         Raises `LengthsMatterError` if instances must be looked at again, and other errors if the
         instance at hand cannot be recorded for all lengths.

@@ -290,7 +290,7 @@ class Registry:
         return not consts
 
     def read(self, reached: Reached) -> None:
-        """What is recorded from now on reads this beside its arguments."""
+        """Sets the values that recordings from now on read besides their arguments."""
         if reached.number != self._number:
             self.forget_calls()
             self._number = reached.number

@@ -1,4 +1,4 @@
-"""What a program returns, in pieces that are differentiated or not.
+"""The values that a program returns, in pieces that are differentiated or not.
 
 A program returns rows of each arena. A loss may read some results and not others, and JAX tells us
 which, as long as they reach it one by one: as pieces, which are a row for each instance, or single

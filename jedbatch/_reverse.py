@@ -509,7 +509,7 @@ class Reverse:
         return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
 
     def prepare(self, consts: Sequence[Any]) -> tuple[list, list]:
-        """What `backward` reads that depends on consts only; once per program."""
+        """Computes what `backward` reads and that depends on consts only; once per program."""
         derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
         return derived, [jnp.transpose(consts[i]) for i in self._turned]
 

@@ -252,7 +252,7 @@ class Stepwise:
         return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached
 
     def _outside(self, tracers: Sequence[Any], reached: Sequence[Any]) -> dict[Hashable, Any]:
-        """What is read from outside, by name (see `SharedValue`)."""
+        """Returns the values that programs read from outside, by name (see `SharedValue`)."""
         return dict(enumerate(tracers)) | dict(zip(self._ways, reached, strict=True))
 
     # --- rounds ---

@@ -81,7 +81,7 @@ def results_from(
     outputs: Sequence[Any],
     packed: Sequence[Sequence[Any]] = (),
 ) -> Any:
-    """What is returned from each arena, and packed results of regions, as results.
+    """Returns results made of the outputs of each arena and the packed results of regions.
 
     Arenas return rows or, already, pieces of them (see `_returned`).
     """

@@ -107,7 +107,7 @@ class Session:
         self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(PROGRAMS)
 
     def read(self, reached: Reached) -> None:
-        """What is recorded reads this beside its arguments, until there is `nothing_to_read`."""
+        """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
         self.registry.read(reached)
         if reached.number == self._number:
             return
@@ -126,7 +126,7 @@ class Session:
             del self._known[others[0]]
 
     def nothing_to_read(self) -> None:
-        """What is recorded from now on reads its arguments alone; arrays are let go."""
+        """Makes recordings from now on read their arguments alone; releases the arrays."""
         self.registry.read(NOWHERE._replace(number=self._number))
 
     def reach(self, index: int) -> Any:
@@ -197,7 +197,7 @@ class Session:
         return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
 
     def _found(self, index: int) -> Any:
-        """What is found by now on the way to a shared value."""
+        """Returns the object now at the end of a shared value's way; None if there is none."""
         way = self.registry.shared[index].tracer
         return self.environment.follow(way) if self.environment and isinstance(way, Way) else None
 
@@ -226,7 +226,7 @@ class Session:
     def reverse(
         self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
-        """What to compile for the reverse of a minibatch, and its table; see `find_readers`."""
+        """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
         readers = find_readers(placed, forward, leaves, wanted)
         needed = make_reverse_signature(placed, readers, forward, None)
         fitting = (s for s in self._reverses if reverse_fits(needed, readers, s))

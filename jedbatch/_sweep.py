@@ -25,7 +25,7 @@ GROUP = 4  # loops in a row before they are nested
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """What runs the chunks of one kernel and width.
+    """The loop body that runs the chunks of one kernel and width.
 
     Attributes:
       kind: number in the table.
@@ -41,7 +41,7 @@ class Body:
 
 
 def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False) -> list[Body]:
-    """What runs the chunks of a kernel."""
+    """Returns the loop bodies that run the chunks of a kernel, one for each width."""
     numbered = enumerate(widths, kind * NUM_WIDTHS)
     return [Body(number, width, chunk, backwards) for number, width in numbered]
 

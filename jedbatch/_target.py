@@ -1,4 +1,4 @@
-"""What programs are made for: the constants that differ between kinds of devices, in one place.
+"""The targets of compilation: constants that differ between kinds of devices, in one place.
 
 A CPU starts an operation in no time and pays for every row; a GPU takes some 20 µs to start the
 kernels of a chunk, as long as it takes for some hundred rows, and a loop whose trip count only the
@@ -166,7 +166,7 @@ def target_of(values: Iterable[Any]) -> Target:
 
 
 def _target_of_platform(platform: str) -> Target:
-    """What is not a GPU is programmed like a CPU."""
+    """Returns the target for a platform: `GPU` for GPUs, `CPU` for all others."""
     return GPU if platform in ("gpu", "cuda", "rocm") else CPU
 
 

@@ -56,7 +56,7 @@ class Symbols:
 
 @dataclass
 class Goal:
-    """What a graph computes, in symbols.
+    """The computation of a graph, in symbols.
 
     Attributes:
       nodes: how many nodes compute each symbol.
@@ -99,7 +99,7 @@ class Goal:
 
 @dataclass
 class Lane:
-    """What a lane did.
+    """The computation of one lane.
 
     Attributes:
       symbol: of what it computed.
@@ -268,7 +268,7 @@ class Trial:
         return row
 
     def check_output(self, table: np.ndarray, arena: int, position: int, expected: int | None):
-        """What is returned at some position is what is expected, or at least something."""
+        """Raises unless `expected`, or any value if that is None, is returned at a position."""
         found = int(self.arenas[arena][self.output(table, arena, position)])
         kind = self.signature.arenas[arena]
         require(found != NOTHING, f"result {position} of {kind} has not been computed")

@@ -108,7 +108,7 @@ def verify(plan: Plan) -> None:
 
 
 def check_returned(trial: Trial, placed: Placed, table: np.ndarray) -> list[Sequence[int]]:
-    """What a program returns is what was asked for: the positions in use, by arena."""
+    """Raises unless a program returns the outputs asked for; returns their positions, by arena."""
     signature = trial.signature
     outputs: list[Sequence[int]] = [()] * len(signature.arenas)
     assert trial.goal is not None
@@ -174,7 +174,7 @@ class RoundsTrial:
         reverse: tuple[ReverseSignature, np.ndarray] | None = None,
         wanted: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """What ran is a plan of the whole, lane for lane, and its reverse, if any, too."""
+        """Raises unless the rounds ran a plan of the whole, lane for lane, with a valid reverse."""
         assert self.trial is not None
         lowered = lower(placed, signature)
         assert lowered is not None

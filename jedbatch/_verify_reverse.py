@@ -89,7 +89,7 @@ class ReverseTrial:
         self._check_blocks(table)
 
     def _gather(self, a: int, listed: np.ndarray) -> list[Sender]:
-        """Who sent the rows in a column of a table."""
+        """Returns the senders of the rows in a column of a table."""
         found: list[Sender] = []
         for row in listed.tolist():
             require(
@@ -161,9 +161,10 @@ class ReverseTrial:
         seen: collections.Counter[Sender],
         readers: dict[tuple[int, int], set[Sender]],
     ) -> None:
-        """Who sends is who gets something from a result that is alive: returned, or read by such.
+        """Raises unless exactly the operands that get a cotangent from an alive result send one.
 
-        Lanes that nobody reads for this, padding among them, send nothing.
+        A result is alive if it is returned, or if such an operand reads it. Lanes that nobody reads
+        for this, padding among them, send nothing.
         """
         forward, signature = self.forward, self.signature.forward
         flows = [flow(kernel) for kernel in signature.kernels]

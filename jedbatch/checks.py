@@ -29,7 +29,7 @@ _reprs.maxlevel = 3
 
 
 def shown(x: Any) -> str:
-    """What came, in few words: `'adam' of type str`."""
+    """Returns a short description of a value and its type: `'adam' of type str`."""
     return f"{brief(x)} of type {type(x).__name__}"
 
 
@@ -124,7 +124,7 @@ def function(who: str, name: str, value: Any, expected: str, instead: str = "") 
 
 
 def items(who: str, name: str, value: Any, expected: str) -> list[Any]:
-    """What can be iterated over and is no text, as a list."""
+    """Returns an iterable as a list; raises `TypeError` for other values, str, bytes and dict."""
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
         raise TypeError(wrong(who, f"{name}={brief(value)}", expected))
     return list(value)

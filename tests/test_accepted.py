@@ -1,4 +1,4 @@
-"""What the plain loop accepts, a batched function accepts."""
+"""A batched function accepts everything that the plain loop accepts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a function reads beside its arguments, and that changes of it are seen."""
+"""Changes to the values that a function reads besides its arguments are detected."""
 
 import dataclasses
 import functools

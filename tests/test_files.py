@@ -1,4 +1,4 @@
-"""What is saved is there whole or not at all."""
+"""A file is saved completely or not at all."""
 
 import errno
 import os

@@ -35,14 +35,14 @@ TREES = [(1.0, np.ones(2, np.float32)), 2.0]
 
 
 def recorded(batched):
-    """What is planned for the trees, in words."""
+    """Returns the types, operands and outputs of the graph planned for the trees."""
     graph = batched.plan(P, TREES, gradient=False).graph
     names = [str(graph.types[t]) for t in graph.node_type.tolist()]
     return names, graph.operand.tolist(), graph.outputs.tolist()
 
 
 def changed():
-    """What is not as it should be between two calls."""
+    """Returns descriptions of global state that is wrong between two calls."""
     with take_current_trace() as trace:
         pass
     state = {

@@ -239,7 +239,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_looks_at_lengths_are_grouped_by_shape(look):
-    """What is recorded is that of the loop, for every instance; nothing is compiled here."""
+    """Every instance is recorded as the loop computes it; nothing is compiled here."""
     seen = []
 
     def fn(weight, pair):

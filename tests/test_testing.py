@@ -314,7 +314,7 @@ def test_all_plans_are_checked_if_wanted(monkeypatch):
 
 
 def test_rounds_are_checked_if_wanted(monkeypatch):
-    """What is computed a few values at a time, and the reverse of it all."""
+    """Valid rounds and their reverse pass the checks; a corrupted table does not."""
     monkeypatch.setenv("JEDBATCH_CHECK", "1")
     fn, params, instances = values.data_dependent_recursion(5, seed=1)
     batched = jedbatch.batch(fn)
@@ -363,7 +363,7 @@ def test_random_programs(decides, monkeypatch):
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(strategies.cases())
 def test_random_programs_are_programs(case):
-    """What they read is there, and the source says all there is."""
+    """Sources are complete, and programs that decide on no value can be traced."""
     fn = case.program.function()
     assert str(case).startswith(case.program.source)
     assert all(line in case.program.source for line in case.program.lines)

@@ -62,7 +62,7 @@ def test_the_first_plans_of_two_threads(monkeypatch):
 
 
 class PerGreenlet:
-    """What gevent makes of `threading.local` when it patches the standard library."""
+    """A stand-in for `threading.local` as patched by gevent: one recorder for each greenlet."""
 
     def __init__(self):
         self.recorders = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What functions of many records have in common: which record is wrong, and which vocabulary."""
+"""Helpers of functions of many records: errors that name the record, checks of vocabularies."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ Made = TypeVar("Made")
 
 
 def each(who: str, records: Any, make: Callable[..., Made], expected: str) -> list[Made]:
-    """What is made of every record; raises a `TypeError` that names the one that is none.
+    """Returns `make(record)` for every record; raises a `TypeError` that names an invalid one.
 
     Args:
       who: the public function, for messages.

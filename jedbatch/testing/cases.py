@@ -150,7 +150,7 @@ class Case:
 
 
 class Expected(NamedTuple):
-    """What the loop gives.
+    """The results and the gradient of the plain loop.
 
     Attributes:
       results: of every instance.

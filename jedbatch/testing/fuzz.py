@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What came out.
+    """The outcome of a run.
 
     Attributes:
       programs: how many ran.
@@ -175,7 +175,7 @@ class Fuzz:
             self.tell(f"== {kind}\n{failure}\n")
 
     def _attempt(self, case: Case) -> Exception | None:
-        """What a case raises."""
+        """Returns the exception that checking a case raises; None if it passes."""
         try:
             case.check_plans() if self.plans else case.check()
         except Exception as error:

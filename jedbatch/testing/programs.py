@@ -37,7 +37,7 @@ Statement = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a statement computes.
+    """An operation that a statement computes.
 
     Attributes:
       result: the kind of the register that is written.
@@ -258,7 +258,7 @@ class Program:
         return f'{{{pairs}, "b": params["b"], "more": [{self.returned[-1]}, 3]}}'
 
     def _initial(self, lines: list[str]) -> list[str]:
-        """What registers hold at the start, of those that are read before they are written."""
+        """Returns initial assignments of registers that are read before being written."""
         found = []
         for register, value in INITIAL.items():
             first = next((line for line in lines if register in _names(line)), "")
@@ -392,7 +392,7 @@ def _lines(kind: str, *rest: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """What differs from instance to instance in Python; arrays are drawn from a seed.
+    """The Python values that differ between instances; arrays are drawn from a seed.
 
     Attributes:
       n: how often loops run.
