@@ -34,7 +34,7 @@ class ReverseTrial:
       forward: what ran forwards.
       signature: of the reverse program.
       rows: who sent what is in each row of cotangents, by arena.
-      sent: who has been received so far, and how often.
+      received: the senders whose cotangents each (arena, row) has got so far.
     """
 
     def __init__(self, forward: Trial, signature: ReverseSignature):
