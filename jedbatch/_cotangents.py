@@ -85,7 +85,7 @@ class ReverseSignature:
             for i in range(len(widths))
         ]
         *kernels, sums = widths_of(self.forward.kernels, self.forward.target)
-        widths = np.concatenate([*kernels, *[sums] * len(self.sums)])
+        widths = np.array([*kernels, *[sums] * len(self.sums)], np.int64).ravel()
         return InstructionSet(
             self.forward.target.control,
             (*single, *self.branches),

@@ -406,17 +406,18 @@ def differentiable_run(
         what it is differentiated with respect to (see `Refused.origins`), to the reverse signature
         and its tables, when they are needed.
     """
-    moving = [0]
+    moving = [EVERYWHERE]
 
-    @jax.custom_vjp
     def run(shared, inputs, table, reverse_table):
         given = shared, inputs, table
         return split(executor_of(given).infer(*given), batch)
 
     def forwards(*primals):
         permit()
-        moving[0] = origins_of(*primals[:2])
-        *given, reverse_table = custom_vjp_primal_tree_values(primals)
+        if any(map(_is_primal, jax.tree.leaves(primals, is_leaf=_is_primal))):
+            moving[0] = origins_of(*primals[:2])
+            primals = custom_vjp_primal_tree_values(primals)
+        *given, reverse_table = primals
         shared, _, table = given
         outputs, values = executor_of(given).save(*given)
         return split(outputs, batch), (shared, table, reverse_table, values)
@@ -430,8 +431,22 @@ def differentiable_run(
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
         return of_shared, of_inputs, None, None
 
-    run.defvjp(forwards, backwards, symbolic_zeros=True)
-    return run
+    exact, dense = jax.custom_vjp(run), jax.custom_vjp(run)
+    exact.defvjp(forwards, backwards, symbolic_zeros=True)
+    dense.defvjp(forwards, backwards)
+
+    def call(*args: Any) -> Any:
+        try:
+            return exact(*args)
+        except NotImplementedError as error:  # inside of `jax.shard_map`, JAX has no such zeros
+            if "symbolic_zeros" not in str(error):
+                raise
+            return dense(*args)
+
+    return call
+
+
+EVERYWHERE = (1 << 1 + SLOTS) - 1  # all that may be perturbed, as `origins_of` says it
 
 
 def origins_of(shared: Any, inputs: Sequence[Any]) -> int:

@@ -114,7 +114,7 @@ def make_plan(
     reverse = reverse_table = None
     if gradient:
         numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
-        tells = max(int(x.max(initial=0)) for x in numbers) > 0
+        tells = any(x.any() for x in numbers)
         reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)

@@ -269,6 +269,9 @@ class Reverse:
         cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
         kinds = [(kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places]
         structure = []
+        # Some rules (of `pure_callback`) refuse to be differentiated whatever comes of it.
+        refused = [self.refused.get(s, frozenset()) for s in self.returned]
+        hopeless = functools.reduce(frozenset.intersection, refused) if refused else frozenset()
 
         def save(consts, operands):
             def run(moving, deltas):
@@ -276,7 +279,10 @@ class Reverse:
                 for j, x in zip(self._moving, moving, strict=True):
                     full[j] = x
                 moved = dict(zip(places, deltas, strict=True))
-                results, env = kernel.evaluate(consts, full, moved)
+                apart = [
+                    jax.lax.stop_gradient(x) if j in hopeless else x for j, x in enumerate(full)
+                ]
+                results, env = kernel.evaluate(consts, apart, {} if CONSTS in hopeless else moved)
                 out = [
                     self._stopped(s, consts, full, moved) if s in self.refused else results[s]
                     for s in self.returned

@@ -151,5 +151,5 @@ def test_integers_and_scales_that_are_no_numbers():
     x = jnp.ones((3, 4))
     with pytest.raises(TypeError, match=r"got v of int32.*`v.astype"):
         ragged.attention(x, x, x.astype(jnp.int32))
-    with pytest.raises(TypeError, match=r"expected a number.*scale=1.0"):
+    with pytest.raises(TypeError, match=r"expected a finite number.*scale=1.0"):
         ragged.attention(x, x, x, scale=jnp.ones(()))

@@ -39,9 +39,9 @@ def test_the_first_plans_of_two_threads(monkeypatch):
     both = threading.Barrier(2)
 
     class Slow(_batch.Session):
-        def __init__(self, *args):
+        def __init__(self, *args, **options):
             both.wait(timeout=60)
-            super().__init__(*args)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(_batch, "Session", Slow)
     batched = jedbatch.batch(jedbatch.cell(lambda p, x: p * x))
