@@ -9,11 +9,11 @@ depends on how a target finds the next one (see `_target`):
               7       2      64 128 0 192   *superinstruction*, once or in a loop
 
 On a GPU, finding the next instruction takes about as long as half a chunk, and every trip of a loop
-a third. But to launch a CUDA graph takes the longer the larger it is, whatever of it runs; so what
-is compiled must pay. Candidates are loops over one opcode, a few chunks in a trip, and sequences
-found as byte pair encoding finds words: the pair of neighbours that occurs most becomes one, time
-and again. Of these are taken those that shorten the minibatch that a program is made for. What
-other minibatches run is covered by the same branches as far as it contains them, and by single
+half of that. But to launch a CUDA graph takes the longer the larger it is, whatever of it runs; so
+what is compiled must pay. Candidates are loops over one opcode, a few chunks in a trip, and
+sequences found as byte pair encoding finds words: the pair of neighbours that occurs most becomes
+one, time and again. Of these are taken those that shorten the minibatch that a program is made for.
+What other minibatches run is covered by the same branches as far as it contains them, and by single
 opcodes elsewhere.
 
 Sources: Ertl & Gregg, The structure and performance of efficient interpreters, 2003, for
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Microseconds on an H100 that it takes to find the next instruction, for a trip of a loop, and to
-# launch a CUDA graph with one more chunk in it, run or not.
+# Microseconds to find the next instruction, for a trip of a loop, and to launch a CUDA
+# graph with one more chunk in it, run or not; estimated from runs on an H100.
 SWITCH, TRIP, LAUNCH = 15.0, 8.0, 20.0
 UNROLLED = (1, 4, 8)  # chunks in a trip of a loop over one opcode
 HEAD = 2  # columns before the first lanes

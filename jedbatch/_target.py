@@ -11,8 +11,8 @@ what starting one costs, and how a program finds its next instruction:
               superinstructions (see `_instructions`). XLA:GPU runs such a program from CUDA graphs
               without asking the host, provided that command buffers are enabled for `while`.
 
-The figures of "gpu" were measured on an H100; `benchmarks/gpu.py` measures them again, and what it
-compares them with.
+The figures of "gpu" were chosen by runs on an H100; `benchmarks/gpu.py` measures them again, and
+what it compares them with.
 """
 
 import functools
