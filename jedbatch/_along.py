@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jedbatch._extents import is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr import inner_programs
+from jedbatch._jaxpr import inner_programs, scan_parts
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -73,9 +73,8 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
 
 def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The axes that a loop runs along."""
-    params = eqn.params
-    first = params["num_consts"] + params["num_carry"]
-    if symbols_in(params["jaxpr"]) or any(i < first or a for i, a in ragged):
+    first = sum(scan_parts(eqn))
+    if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
         raise CannotMergeError("`scan` over arrays that have another ragged axis too")
     return ragged or [(0, 0)]
 

@@ -49,6 +49,24 @@ def inner_programs(eqn: Any) -> list[Any]:
     return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
 
 
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """How many constants and how many carried values a `scan` has.
+
+    Parameters say so under another name in every other version of JAX. What is scanned has one
+    axis more outside than in the body; constants and what is carried have as many.
+    """
+    body = eqn.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+
+    def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(
+            len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)
+        )
+
+    carried = whole(eqn.outvars, body.outvars)
+    return whole(eqn.invars, body.invars) - carried, carried
+
+
 def cares_for_padding(eqn: Any) -> bool:
     """True of what must not run on arbitrary values, even where nobody reads its results.
 

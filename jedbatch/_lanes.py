@@ -11,6 +11,7 @@ An equation on arrays of n rows can be run in two ways without knowing n:
 A user's code never sees the room: it asks for n by `x.shape[0]`, and gets the instance's own.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jedbatch._along import (
     mixed_axes,
 )
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, substituted
-from jedbatch._jaxpr import value_of
+from jedbatch._jaxpr import scan_parts, value_of
 from jedbatch._tiles import SHAPED, TILE, Axes
 
 Number = Callable[[Any], int]  # what to take for an extent
@@ -385,7 +386,7 @@ class Padded:
 
     def _scan(self, eqn, values, mixed):
         params, closed = eqn.params, eqn.params["jaxpr"]
-        cuts = params["num_consts"], params["num_consts"] + params["num_carry"]
+        cuts = tuple(itertools.accumulate(scan_parts(eqn)))
         consts, init, xs = values[: cuts[0]], values[cuts[0] : cuts[1]], values[cuts[1] :]
         length = self.length(params["length"])
         first = [x[length - 1 if params["reverse"] else 0] for x in xs]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr import reads, run_equation, shape_of, value_of
+from jedbatch._jaxpr import reads, run_equation, scan_parts, shape_of, value_of
 
 Sources = frozenset[int]
 NONE: Sources = frozenset()
@@ -42,7 +42,7 @@ def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
 def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
     body = eqn.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, count = scan_parts(eqn)
     while True:
         found = find_sources(body, dict(zip(body.invars, operands, strict=True)))
         results = [NONE if isinstance(v, Literal) else found.get(v, NONE) for v in body.outvars]
