@@ -511,6 +511,8 @@ def batch(
     cannot decide on: a function that does is run for each length by itself, and so is one that does
     to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
     sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+    What Python gives no say in tells nothing about lengths: `n is m`, `type(n)`, and, inside of
+    cells and of jit-ted functions, whether `jax.typeof(x) == jax.typeof(y)`; compare `n == m`.
 
     The same minibatch gives the same bits every time. Which other instances are in it changes no
     value, but may change its last bits: sums and matrix products add up in an order that depends on

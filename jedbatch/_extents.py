@@ -9,8 +9,14 @@ it is the extent of.
 A symbol has no value for Python to decide on. JAX answers `n == 2` with False where it cannot know,
 and takes every extent to be 1 at least. Here both are errors (`LengthDecisionError`), and so is
 everything else that Python could tell lengths apart by: using one as a key of a dict or set, as an
-index, or writing it. JAX itself may ask: its answer to what it cannot know is what holds for all
-lengths, or an error. Who asks is seen from the frame that does.
+index, or writing it. So it is with types of arrays, of which JAX keeps one object each, to compare
+them by identity: user code gets them as `RaggedType`, which compares its shape. JAX itself may ask:
+its answer to what it cannot know is what holds for all lengths, or an error. Who asks is seen from
+the frame that does.
+
+To user code an extent is an instance of int, as the number is that it stands for. Its `type` is
+not, and `n is m` compares objects: Python lets nobody answer these. Nor are types guarded inside of
+what JAX traces by itself (a cell, a jit-ted function), whose tracers hand out JAX's own.
 
 What is asked while an instance is recorded is noted (see `Questions`), since the function may catch
 errors. Two lengths that JAX has found not to be the same may be the same in this instance; whoever
@@ -33,6 +39,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
 
 ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
@@ -224,12 +231,12 @@ def _known_to_differ(extent: Any, other: Any) -> bool:
 def _writing(write: Callable) -> Callable:
     """A way of writing an extent, for JAX and for us."""
 
-    def method(self: Any, *args: Any) -> str:
+    def method(self: Any, *args: Any, **kwargs: Any) -> str:
         if _asked.questions is not None:
             frame, role = _asker(sys._getframe(1))
             if role not in OURS:
                 refuse("writes the length of an array", frame)
-        return write(self, *args)
+        return write(self, *args, **kwargs)
 
     return method
 
@@ -248,6 +255,10 @@ class Extent(Base):
     """A symbolic dimension on which Python may not decide."""
 
     __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what `isinstance` asks for
+        return type(self) if _asker(sys._getframe(1))[1] in OURS else int
 
     # What follows from a bound above is checked; that there is a row at all is not.
     __eq__ = _deciding(Base.__eq__, lambda found: not found)
@@ -329,6 +340,41 @@ def _watched(extent: Any) -> Any:
 def watched_shape(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """A shape of extents on which Python may not decide."""
     return tuple(map(_watched, shape)) if any(type(d) is Base for d in shape) else shape
+
+
+class RaggedType(ShapedArray):
+    """The type of an array with ragged axes, for user code: equal where type and shape are."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(aval: ShapedArray) -> "RaggedType":
+        """The same type, guarded."""
+        guarded = object.__new__(RaggedType)
+        for name in ShapedArray.__slots__:
+            if name != "__weakref__":
+                object.__setattr__(guarded, name, getattr(aval, name))
+        return guarded
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShapedArray) and (
+            (self.dtype, self.weak_type, self.sharding, self.shape)
+            == (other.dtype, other.weak_type, other.sharding, other.shape)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype, self.weak_type))
+
+    __str__ = _writing(ShapedArray.__str__)
+    __repr__ = _writing(ShapedArray.__repr__)
+    str_short = _writing(ShapedArray.str_short)
+
+
+def asks_for_type(frame: Any) -> bool:
+    """True of frames that ask for the type of an array for user code, maybe by `jax.typeof`."""
+    while _role_of(frame) == "jax" and frame.f_code.co_name in ("typeof", "<lambda>"):
+        frame = frame.f_back
+    return _asker(frame)[1] not in OURS
 
 
 def make_symbol(name: str, scope: Any) -> Any:

@@ -21,7 +21,16 @@ from jedbatch import checks
 from jedbatch._caches import Memory
 from jedbatch._cell import pause
 from jedbatch._environment import Reached, Way
-from jedbatch._extents import extents_in, numbered, shape_at, symbol_of, symbols_in, watched_shape
+from jedbatch._extents import (
+    RaggedType,
+    extents_in,
+    is_ragged,
+    numbered,
+    shape_at,
+    symbol_of,
+    symbols_in,
+    watched_shape,
+)
 from jedbatch._identity import Same, tree_key
 from jedbatch._instances import flatten, is_array
 from jedbatch._jaxpr import one_by_one
@@ -79,6 +88,7 @@ class Registry:
       node_types, value_types, shared, callees, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
       avals: the value types as JAX has them.
+      ragged_types: those of them with ragged axes as user code gets them, by their ids.
       calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
@@ -94,6 +104,7 @@ class Registry:
         self.node_types: list[NodeType] = []
         self.value_types: list[ValueType] = []
         self.avals: list[ShapedArray] = []
+        self.ragged_types: dict[int, RaggedType] = {}
         self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
         self.callees: list[Callee] = []
         self.groups: list[tuple] = []
@@ -154,7 +165,10 @@ class Registry:
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
         while len(self.avals) <= index:
             new = self.value_types[len(self.avals)]
-            self.avals.append(ShapedArray(watched_shape(new.shape), new.dtype, weak_type=new.weak))
+            aval = ShapedArray(watched_shape(new.shape), new.dtype, weak_type=new.weak)
+            if is_ragged(new.shape):
+                self.ragged_types[len(self.avals)] = RaggedType.of(aval)
+            self.avals.append(aval)
         return index
 
     def unit(self, value_types: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._extents import is_ragged, refuse_iteration, refuse_writing
+from jedbatch._extents import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch.errors import SymbolicValueError
 
 
@@ -95,6 +95,13 @@ class Value(Symbol):
 
     def _type(self):
         return self._trace.registry.avals[self.type]
+
+    @property
+    def aval(self):  # type: ignore[override]
+        self._trace.is_valid()
+        registry = self._trace.registry
+        ragged = registry.ragged_types and registry.ragged_types.get(self.type)
+        return ragged if ragged and asks_for_type(sys._getframe(1)) else registry.avals[self.type]
 
     def __getitem__(self, item):
         return self._trace.index_value(self, item)

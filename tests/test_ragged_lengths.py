@@ -3,6 +3,7 @@
 import collections
 import functools
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,11 @@ LOOKS = {
     "numpy": lambda x, y: np.maximum(x.shape[0], y.shape[0]),
     "rows": lambda x, y: sum(1 for _ in x),
     "list": lambda x, y: sum([1, 2, 3, 4, 5, 6, 7][: x.shape[0]]),
+    "equal types": lambda x, y: 1 if jax.typeof(x) == jax.typeof(y) else 2,
+    "unequal types": lambda x, y: 1 if jax.typeof(x) != jax.typeof(y) else 2,
+    "set of types": lambda x, y: len({jax.typeof(x), jax.typeof(y)}),
+    "dict of types": lambda x, y: {jax.typeof(jnp.ones((3, 2))): 2}.get(jax.typeof(x), 1),
+    "written type": lambda x, y: 2 if "[3,2]" in str(jax.typeof(x)) else 1,
     "array_equal": lambda x, y: jnp.where(jnp.array_equal(x, y), 2, 3),
     "caught": caught,
     "bit": lambda x, y: x.shape[0] & 1,
@@ -263,6 +269,36 @@ def test_hashing_by_jax_is_no_look():
 
     plan = jedbatch.batch(fn).plan(WEIGHT, arrays((3, 3), (5, 2), (1, 4)))
     assert plan.host.apart is None
+
+
+def matched(n):
+    match n:
+        case int():
+            return 2.0
+    return 1.0
+
+
+NO_LOOKS = {
+    "int": lambda x, y: 2.0 if isinstance(y.shape[0], int) else 1.0,
+    "not a float": lambda x, y: 2.0 if isinstance(x.shape[0] + 1, float | np.ndarray) else 1.0,
+    "integral": lambda x, y: 2.0 if isinstance(x.shape[0], numbers.Integral) else 1.0,
+    "match": lambda x, y: matched(x.shape[0]),
+    "own type": lambda x, y: 2.0 if jax.typeof(x) == jax.typeof(jnp.sin(x)) else 1.0,
+    "other dtype": lambda x, y: 2.0 if jax.typeof(x) == jax.typeof(y > 0) else 1.0,
+    "weak": lambda x, y: 2.0 if x.aval.weak_type else 1.0,
+    "like": lambda x, y: jnp.ones(jax.typeof(x).shape, y.aval.dtype).sum(),
+    "shape of": lambda x, y: jax.eval_shape(jnp.sin, x).shape[0] * jnp.ones(()),
+}
+
+
+def test_what_holds_for_all_lengths_is_no_look():
+    def fn(pair):
+        return [1.0 * look(*pair) for look in NO_LOOKS.values()]
+
+    pairs = [tuple(map(jnp.asarray, pair)) for pair in arrays((3, 3), (5, 2), (1, 4))]
+    batched = jedbatch.batch(fn, in_axes=0, out_axes=None)
+    assert_close(batched(pairs), [fn(pair) for pair in pairs], 0)
+    assert apart(batched) is None
 
 
 def test_reasons_are_sentences_about_the_program():
