@@ -349,7 +349,7 @@ def tap_gradient(
     rows_of: Callable,
     cotangents_of: Callable,
     alive_of: Callable,
-    blocks: Ladder,
+    blocks: Ladder | None,
     lanes: int,
     trips: Any,
     total: Sequence[Any],
@@ -385,11 +385,14 @@ def tap_gradient(
     return each_block(blocks, lanes, trips, block, list(total))
 
 
-def each_block(ladder: Ladder, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+def each_block(ladder: Ladder | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
     """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
 
-    `trips` says how many there are of each width; `lanes` is their capacity.
+    `trips` says how many there are of each width; `lanes` is their capacity. Without a ladder all
+    lanes are one block.
     """
+    if ladder is None:
+        return block(lanes, 0, state)
     carry = (state, jnp.int32(0))
     for i, width in reversed([(i, w) for i, w in enumerate(ladder.widths) if w <= lanes]):
         carry = lax.fori_loop(

@@ -53,12 +53,25 @@ class Group:
     offset: Any
 
     @staticmethod
+    def all(here: Here) -> list["Group"]:
+        """All instances, where each has a slot (see `_groups`)."""
+        groups, first = [], 0
+        for most, size in zip(*here.room.groups, strict=True):
+            groups.append(Group.at(here, first, size, most, {}, jnp.int32(0)))
+            first += size
+        return groups
+
+    @staticmethod
     def at(here: Here, first: Any, size: int, most: int, tiles: Axes, offset: Any) -> "Group":
         """The instances from a place of the order on."""
         calls = here.get("order", start=first, size=size)
         alive = calls < here.room.calls
-        calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
-        lengths = {s: take(x, calls) for s, x in here.lengths().items()}
+        if here.room.slots:  # the first call exists, and may be longer than a slot
+            calls = jnp.where(alive, calls, 0)
+            lengths = {s: jnp.minimum(take(x, calls), most) for s, x in here.lengths().items()}
+        else:
+            calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
+            lengths = {s: take(x, calls) for s, x in here.lengths().items()}
         return Group(here, most, calls, alive, lengths, tiles, offset)
 
     def rows(self, variable: Any) -> tuple[Any, Any]:
@@ -141,12 +154,18 @@ class OverInstances:
     def _forward(self, here: Here, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         phase = self.phase
 
-        def body(group, written):
+        def made(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
-            made = self._lanes(group, shared, blocks)
+            return self._lanes(group, shared, blocks)
+
+        if here.room.slots:
+            parts = zip(*map(made, Group.all(here)), strict=True)
+            return [_from_slots(here, v, x) for v, x in zip(phase.writes, parts, strict=True)]
+
+        def body(group, written):
             return [
                 group.write(v, x, new)
-                for v, x, new in zip(phase.writes, written, made, strict=True)
+                for v, x, new in zip(phase.writes, written, made(group), strict=True)
             ]
 
         return self._each_group(here, list(map(here.empty, phase.writes)), body)
@@ -156,7 +175,7 @@ class OverInstances:
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
         returned = [i for i in self._returned if not isinstance(given[i], SymbolicZero)]
 
-        def body(group, sums):
+        def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
 
             def forward(some_shared, some_blocks):
@@ -167,8 +186,10 @@ class OverInstances:
             _, pull_back = jax.vjp(
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
             )
-            cotangents = [group.cotangents(phase.writes[i], given[i]) for i in returned]
-            of_shared, of_blocks = pull_back(cotangents)
+            return pull_back([group.cotangents(phase.writes[i], given[i]) for i in returned])
+
+        def body(group, sums):
+            of_shared, of_blocks = pulled(group)
             return (
                 [a + b for a, b in zip(sums[0], of_shared, strict=True)],
                 [
@@ -177,11 +198,20 @@ class OverInstances:
                 ],
             )
 
-        zeros = (
-            [jnp.zeros_like(shared[i]) for i in moving_shared],
-            [jnp.zeros_like(operands[i]) for i in moving],
-        )
-        of_shared, of_operands = self._each_group(here, zeros, body)
+        if here.room.slots:
+            found = list(map(pulled, Group.all(here)))
+            of_shared = [sum(x[1:], x[0]) for x in zip(*(some for some, _ in found), strict=True)]
+            parts = list(zip(*(some for _, some in found), strict=True))
+            of_operands = [
+                _from_slots(here, phase.reads[i], x, rest=0)
+                for i, x in zip(moving, parts, strict=True)
+            ]
+        else:
+            zeros = (
+                [jnp.zeros_like(shared[i]) for i in moving_shared],
+                [jnp.zeros_like(operands[i]) for i in moving],
+            )
+            of_shared, of_operands = self._each_group(here, zeros, body)
         nothing = [None] * len(shared), [None] * len(operands)
         return (
             _replaced(nothing[0], moving_shared, of_shared),
@@ -237,6 +267,22 @@ class OverInstances:
             axis = ragged_axis(v)
             found.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
         return found
+
+
+def _from_slots(here: Here, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
+    """All calls' rows of a variable, or calls', from what each group has in its slots.
+
+    There are rows, or calls, in the room for them that do not exist: `rest`, or anything.
+    """
+    axis = ragged_axis(variable)
+    if axis is None:
+        places, exist = here.get("slot"), jnp.arange(here.room.calls) < here.get("calls")[0]
+    else:
+        e = here.index(variable.aval.shape[axis])
+        places, exist = here.get("place", e), jnp.arange(here.room.rows[e]) < here.total(e)
+        parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
+    found = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
+    return found if rest is None else jnp.where(spread(exist, found), found, rest)
 
 
 def _replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:

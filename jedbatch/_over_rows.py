@@ -86,19 +86,24 @@ class OverRows:
             by_row.append(True)
         consts = self.kernel.prologue([env[v] for v in phase.shared])
         room = here.room
-        return rows_function(self.kernel, room.rows[e], room.target.blocks, tuple(by_row))(
-            consts, operands, here.get("call", e), here.total(e), here.get("blocks", e)
+        return rows_function(self.kernel, room.rows[e], room.blocks, tuple(by_row))(
+            consts, operands, here.get("call", e), here.total(e), here.trips(e)
         )
 
 
-def rows_function(kernel: Kernel, room: int, blocks: Ladder, by_row: tuple[bool, ...]) -> Any:
+def rows_function(
+    kernel: Kernel, room: int, blocks: Ladder | None, by_row: tuple[bool, ...]
+) -> Any:
     """`run(consts, operands, call, total, trips)`: the results of a kernel for every row.
 
     Args:
       kernel: its lanes are rows.
       room: capacity of rows, R.
-      blocks: how rows are cut into blocks.
+      blocks: how rows are cut into blocks; None if they are not.
       by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
+
+    Rows in the room for them that do not exist repeat the last one if they are not cut into blocks,
+    and may be anything otherwise.
     """
 
     def operands_of(operands, call, total, lane, width):
@@ -109,8 +114,10 @@ def rows_function(kernel: Kernel, room: int, blocks: Ladder, by_row: tuple[bool,
             if not rows:
                 found.append(take(x, calls))
                 continue
-            x = cut(x, lane, width)  # the first row of a block exists
-            found.append(jnp.where(spread(there, x), x, x[:1]))
+            x = cut(x, lane, width)
+            if blocks is not None:  # the first row of a block exists
+                x = jnp.where(spread(there, x), x, x[:1])
+            found.append(x)
         return found
 
     def forwards(consts, operands, call, total, trips, saving):

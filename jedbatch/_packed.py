@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from jedbatch._extents import extent_at
+from jedbatch._groups import places_in, slots_of
 from jedbatch._jaxpr import has_gradient, value_of
 from jedbatch._over_instances import OverInstances
 from jedbatch._over_rows import OverRows
@@ -61,17 +62,15 @@ class Packed:
         form.view(table, "lengths")[:, :calls] = stacked
         form.view(table, "lengths")[:, calls:] = stacked[:, :1]
         form.view(table, "calls")[:] = calls
-        order = form.view(table, "order")
-        order[:] = room.calls
         longest = stacked.max(axis=0)
-        first = 0
-        least = (-1, *room.lengths)
-        for c, (most, group) in enumerate(zip(room.lengths, room.together, strict=True)):
-            mine = np.flatnonzero((longest <= most) & (longest > least[c]))
-            trips = -(-len(mine) // group)
-            form.view(table, "trips")[c] = trips
-            order[first : first + len(mine)] = mine
-            first += trips * group
+        slots = slots_of(longest, room.groups) if room.slots else None
+        if slots is not None:
+            form.view(table, "slot")[:calls] = slots
+            form.view(table, "order")[:] = room.calls
+            form.view(table, "order")[slots] = np.arange(calls)
+        else:
+            assert not room.slots  # there is a slot for every call
+            self._write_order(room, longest, form.view(table, "order"), form.view(table, "trips"))
         for e, counts in enumerate(self.row_counts(lengths)):
             total = int(counts.sum())
             starts = np.cumsum(counts) - counts
@@ -80,8 +79,30 @@ class Packed:
             call[:total] = np.repeat(np.arange(calls), counts)
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
-            form.view(table, "blocks", e)[:] = room.target.blocks.cover(np.array([total]))[0]
+            if slots is not None:
+                rooms = [extent_at(self.extents[e], self._padded(n)) for n in room.lengths]
+                places = places_in(slots, rooms, room.slots, counts)
+                places = np.append(places, places[-1] if total else 0)
+                form.view(table, "place", e)[:] = places[np.minimum(np.arange(room.rows[e]), total)]
+            else:
+                form.view(table, "blocks", e)[:] = room.target.blocks.cover(np.array([total]))[0]
         return table
+
+    def _padded(self, length: int) -> dict[str, int]:
+        """The symbols of a call in room for so many rows."""
+        return dict.fromkeys(self.phased.symbols, length)
+
+    @staticmethod
+    def _write_order(room: Room, longest: np.ndarray, order: np.ndarray, trips: np.ndarray) -> None:
+        """Writes which calls run one after the other, by length, and how often they do."""
+        order[:] = room.calls
+        first = 0
+        least = (-1, *room.lengths)
+        for c, (most, group) in enumerate(zip(room.lengths, room.together, strict=True)):
+            mine = np.flatnonzero((longest <= most) & (longest > least[c]))
+            trips[c] = -(-len(mine) // group)
+            order[first : first + len(mine)] = mine
+            first += int(trips[c]) * group
 
     def try_out(self, shared: Sequence[Any]) -> None:
         """Traces a run and its reverse, so that what cannot be run raises its error now.

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
+from jedbatch._groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
 from jedbatch._plan import Slice, input_name
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._regions import Call, RaggedRecord, Region
@@ -141,25 +142,56 @@ def make_room(calls: Calls, rooms: Sequence[Room], target: Target) -> tuple[Room
     widest = target.blocks.widths[-1]
     count = len(calls.calls)
     rows = [int(n.sum()) for n in calls.counts]
-    longest = max(int(x.max()) for x in calls.lengths.values())
+    longest = np.max(list(calls.lengths.values()), axis=0)
+    most = int(longest.max())
     guarded = any(bool((x == 0).any()) for x in calls.lengths.values())
     for room in rooms:
-        enough = count <= room.calls and longest <= room.longest and guarded <= room.guarded
+        enough = count <= room.calls and most <= room.longest and guarded <= room.guarded
         fits = all(a <= b for a, b in zip(rows, room.rows, strict=True))
         small = _near(rows, room, widest) and room.calls <= max(64, SLACK * count)
-        if enough and fits and small:
+        slots = not room.slots or slots_of(longest, room.groups) is not None
+        if enough and fits and small and slots:
             return room, False
+    straight = _straight_room(count, rows, longest, guarded, rooms, target)
+    if straight is not None:
+        return straight, True
     needed = [-(-capacity(n * HEADROOM) // widest) * widest for n in rows]
-    most = target.shortest
-    if rooms:
-        most = rooms[-1].longest
+    reach = target.shortest
+    if rooms and not rooms[-1].slots:
+        reach = rooms[-1].longest
         if _near(needed, rooms[-1], widest):
             needed = list(map(max, needed, rooms[-1].rows))
-    while most < LONGER * longest and not (rooms and longest <= most):
-        most *= 2
-    steps = (most // target.shortest).bit_length()
+    grown = rooms and not rooms[-1].slots
+    while reach < LONGER * most and not (grown and most <= reach):
+        reach *= 2
+    steps = (reach // target.shortest).bit_length()
     lengths = tuple(target.shortest << i for i in range(steps))
     return Room(capacity(count), tuple(needed), lengths, guarded, target), True
+
+
+def _straight_room(
+    count: int,
+    rows: Sequence[int],
+    longest: np.ndarray,
+    guarded: bool,
+    rooms: Sequence[Room],
+    target: Target,
+) -> Room | None:
+    """Room for calls that run without loops; None if that would be too much at once."""
+    unit = target.blocks.widths[0]
+    needed = [-(-capacity(n * HEADROOM) // unit) * unit for n in rows]
+    reach = longest_slot(int(longest.max()))
+    if rooms and rooms[-1].slots:
+        last = rooms[-1]
+        if longest.max() <= last.longest <= LONGER * longest.max():
+            reach = last.longest
+        if _near(needed, last, unit):
+            needed = list(map(max, needed, last.rows))
+    groups = find_groups(longest, reach)
+    if max((*needed, pairs_in(groups) // PAIRS)) > target.straight_rows:
+        return None
+    lengths, slots = groups
+    return Room(capacity(count), tuple(needed), lengths, guarded, target, slots)
 
 
 def _near(rows: Sequence[int], room: Room, widest: int) -> bool:
@@ -195,7 +227,8 @@ def make_prelude(
                 total = int(mine.counts[e].sum())
                 exist += total
                 blocks = stage.room.target.blocks
-                computed += int(blocks.lanes(blocks.cover(np.array([total]))[0]))
+                covered = int(blocks.lanes(blocks.cover(np.array([total]))[0]))
+                computed += stage.room.rows[e] if stage.room.slots else covered
         for k, kind in enumerate(mine.region.operands):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]
@@ -263,15 +296,21 @@ def _columns(
 
 
 def _packed(kind: Any, values: Sequence[Any], packed: Any, room: Room) -> Any:
-    """What calls read as one array: [R, ...] if ragged, or [K, ...]."""
+    """What calls read as one array: [R, ...] if ragged, or [K, ...].
+
+    Behind it, rows repeat the last one, if there is any, where they are not cut into blocks.
+    """
+    mode = "constant"
     xp = jnp if any(isinstance(x, Tracer) for x in values) else np
     if is_ragged(kind.shape):
         rows = xp.concatenate([xp.asarray(x, kind.dtype) for x in values])
         missing = room.rows[packed.extents.index(kind.shape[0])] - len(rows)
+        if room.blocks is None and len(rows):
+            mode = "edge"
     else:
         rows = xp.stack([xp.asarray(x, stored(kind)[1]) for x in values])
         missing = room.calls - len(rows)
-    return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)])
+    return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)], mode=mode)
 
 
 def run_prelude(

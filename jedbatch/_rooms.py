@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from jedbatch._arenas import row, take
 from jedbatch._extents import ragged_axes
+from jedbatch._groups import Groups
+from jedbatch._ladder import Ladder
 from jedbatch._tables import TableForm
 from jedbatch._target import Target
 
@@ -32,6 +34,8 @@ class Room:
       lengths: the rooms for the rows of an instance, ascending.
       guarded: whether a length may be 0.
       target: the kind of device it is made for.
+      slots: how many instances run in each of these rooms, all of them at once (see `_groups`);
+        nothing where instances run a few at a time, in loops.
     """
 
     calls: int
@@ -39,6 +43,17 @@ class Room:
     lengths: tuple[int, ...]
     guarded: bool
     target: Target
+    slots: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of instances that run at once."""
+        return self.lengths, self.slots
+
+    @property
+    def blocks(self) -> Ladder | None:
+        """How rows are cut into blocks; None if all of them are one."""
+        return None if self.slots else self.target.blocks
 
     @property
     def longest(self) -> int:
@@ -51,6 +66,8 @@ class Room:
 
         Of few instances there are still fewer of one length.
         """
+        if self.slots:
+            return self.slots
         few = -(-self.calls // self.target.together)
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
@@ -59,14 +76,21 @@ def table_form(room: Room, num_symbols: int) -> TableForm:
     """Where things are in the table of a minibatch."""
     form = TableForm()
     form.add(("lengths",), num_symbols, room.calls)
-    form.add(("order",), room.calls + sum(g - 1 for g in room.together))
-    form.add(("trips",), len(room.lengths))
+    if room.slots:
+        form.add(("order",), sum(room.slots))
+        form.add(("slot",), room.calls)
+    else:
+        form.add(("order",), room.calls + sum(g - 1 for g in room.together))
+        form.add(("trips",), len(room.lengths))
     form.add(("calls",), 1)
     for e, rows in enumerate(room.rows):
         form.add(("starts", e), room.calls)
         form.add(("call", e), rows)
         form.add(("total", e), 1)
-        form.add(("blocks", e), len(room.target.blocks.widths))
+        if room.slots:
+            form.add(("place", e), rows)
+        else:
+            form.add(("blocks", e), len(room.target.blocks.widths))
     return form
 
 
@@ -96,6 +120,10 @@ class Here:
         """The number of an extent."""
         return self.extents.index(extent)
 
+    def trips(self, e: int) -> Any:
+        """How many blocks of rows of an extent there are of each width; None if all are one."""
+        return None if self.room.slots else self.get("blocks", e)
+
     def total(self, e: int) -> Any:
         """Rows there are of an extent."""
         return self.get("total", e)[0]
@@ -108,9 +136,10 @@ class Here:
         }
 
     def positions(self, e: int) -> Any:
-        """int32[R], the place of every row in its instance."""
+        """int32[R], the place of every row in its instance; those beyond repeat the last one."""
         starts = take(self.get("starts", e), self.get("call", e))
-        return jnp.arange(self.room.rows[e], dtype=jnp.int32) - starts
+        rows = jnp.arange(self.room.rows[e], dtype=jnp.int32)
+        return jnp.minimum(rows, jnp.maximum(self.total(e) - 1, 0)) - starts
 
     def empty(self, variable: Any) -> Any:
         """Zeros for what all calls have of a variable: [R, ...], or [K, ...]."""

@@ -56,6 +56,7 @@ class Target:
       rows_together: padded rows of the ragged instances that run at the same time.
       together: no more of the ragged instances than one in so many run at the same time.
       shortest: the least room for the rows of a ragged instance.
+      straight_rows: packed rows up to which ragged regions run without loops (see `_groups`).
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -73,6 +74,7 @@ class Target:
     rows_together: int = 256
     together: int = 4
     shortest: int = 8
+    straight_rows: int = 0
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
@@ -123,6 +125,7 @@ GPU = Target(
     rows_together=8192,
     together=1,
     shortest=32,
+    straight_rows=1 << 16,
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,

@@ -65,10 +65,11 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
             owner[start : start + count] = c
         require((call[:total] == owner).all(), "a packed row is said to be that of another call")
         require(((call >= 0) & (call < room.calls)).all(), "a packed row belongs to no call")
-        trips = form.view(table, "blocks", e)
-        check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
+        if not room.slots:
+            trips = form.view(table, "blocks", e)
+            check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
     order, first, seen = form.view(table, "order"), 0, []
-    groups = form.view(table, "trips").tolist()
+    groups = [1] * len(room.slots) or form.view(table, "trips").tolist()
     for most, group, n in zip(room.lengths, room.together, groups, strict=True):
         mine = [c for c in order[first : first + n * group].tolist() if c != room.calls]
         require(all(0 <= c < calls for c in mine), "a call that does not exist is computed")
@@ -77,6 +78,31 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
         first += n * group
     require(first <= len(order), "more groups of calls than there is room for")
     require(sorted(seen) == list(range(calls)), f"{len(seen)} of {calls} calls are computed")
+    if room.slots:
+        _check_slots(stage, table)
+
+
+def _check_slots(stage: Stage, table: np.ndarray) -> None:
+    """Every packed row is read from the slot of its call."""
+    packed, room = stage.region.packed, stage.room
+    form = packed.form(room)
+    calls = int(form.view(table, "calls")[0])
+    order, slot = form.view(table, "order"), form.view(table, "slot")
+    require(((slot >= 0) & (slot < len(order))).all(), "a call is in no slot")
+    require((order[slot[:calls]] == np.arange(calls)).all(), "a call is read from another's slot")
+    for e, extent in enumerate(packed.extents):
+        begins: list[int] = []
+        end = 0
+        for length, slots in zip(room.lengths, room.slots, strict=True):
+            size = extent_at(extent, dict.fromkeys(packed.phased.symbols, length))
+            begins += [end + size * i for i in range(slots)]
+            end += size * slots
+        place, total = form.view(table, "place", e), int(form.view(table, "total", e)[0])
+        require(((place >= 0) & (place < max(1, end))).all(), "a row is in no slot")
+        call = form.view(table, "call", e)[:total]
+        within = np.arange(total) - form.view(table, "starts", e)[call]
+        right = place[:total] == np.array(begins)[slot[call]] + within
+        require(right.all(), "a packed row is read from another place")
 
 
 # --- plans ---

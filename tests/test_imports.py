@@ -82,6 +82,7 @@ ORDER = [
     "_sweep",
     "_execute",
     "_executors",
+    "_groups",
     "_rooms",
     "_over_rows",
     "_over_instances",

@@ -1,0 +1,99 @@
+"""Groups: which calls run side by side where a program over packed rows has no loops.
+
+A GPU starts the kernels of a phase in the time in which it computes the attention of hundreds of
+rows, and a loop costs it more than that. So for a target that asks for it (`Target.straight_rows`)
+row-wise phases run on all rows at once, and phases over instances on a few groups of calls, each
+padded to one length and with so many slots:
+
+    lengths     32                    96
+    slots       [a ·] [b b] [· ·]     [c c c c] [· · · ·]
+    packed      a b b c c c c         place of every row among the slots, as data
+
+How long the slots of each group are, and how many there are, is chosen by what they cost for one
+minibatch, and fits others: a call runs in the first group with a slot that is long enough.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+STEP = 16  # lengths are multiples of it
+SLOTS = 8  # numbers of slots are
+MORE = 1.25  # slots over the calls there are, and room over the longest of them
+START = 400_000  # pairs of rows that could be computed while a group is started; estimated
+PAIRS = 128  # pairs of rows for each row that may be computed together
+
+Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of each, ascending
+
+
+def find_groups(longest: np.ndarray, least: int) -> Groups:
+    """The cheapest groups for calls.
+
+    Args:
+      longest: int[K], rows of each call.
+      least: the length of the longest slots at least.
+    """
+    rounded = -(-np.maximum(longest, 1) // STEP) * STEP
+    lengths, counts = np.unique(rounded, return_counts=True)
+    lengths[-1] = max(int(lengths[-1]), least)
+    totals = [0, *np.cumsum(counts).tolist()]
+    best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
+    for end, length in enumerate(lengths.tolist(), 1):
+        options = []
+        for begin in range(end):
+            slots = _slots(totals[end] - totals[begin])
+            cost, groups = best[begin]
+            cost += START + slots * length * length
+            options.append((cost, [*groups, (length, slots)]))
+        best.append(min(options))
+    found = best[-1][1]
+    return tuple(length for length, _ in found), tuple(slots for _, slots in found)
+
+
+def _slots(calls: int) -> int:
+    return -(-int(calls * MORE) // SLOTS) * SLOTS
+
+
+def longest_slot(rows: int) -> int:
+    """The length of the longest slots of a new program, for calls with at most so many rows."""
+    return -(-int(rows * MORE) // STEP) * STEP
+
+
+def pairs_in(groups: Groups) -> int:
+    """Pairs of rows in all slots."""
+    return sum(slots * length * length for length, slots in zip(*groups, strict=True))
+
+
+def slots_of(longest: np.ndarray, groups: Groups) -> np.ndarray | None:
+    """int[K], the slot in which each call runs; None if there are not enough of them."""
+    found = np.full(len(longest), -1)
+    waiting = np.argsort(longest, kind="stable")
+    first = 0
+    for length, slots in zip(*groups, strict=True):
+        fitting = int(np.searchsorted(longest[waiting], length, side="right"))
+        here = waiting[: min(fitting, slots)]
+        found[here] = first + np.arange(len(here))
+        waiting = waiting[len(here) :]
+        first += slots
+    return None if len(waiting) else found
+
+
+def places_in(
+    slots: np.ndarray, rooms: Sequence[int], sizes: Sequence[int], counts: np.ndarray
+) -> np.ndarray:
+    """int[rows], where each packed row is among the rows of all slots.
+
+    Args:
+      slots: int[K], of each call.
+      rooms: rows of a slot of each group.
+      sizes: slots of each group.
+      counts: int[K], rows of each call.
+    """
+    begins = [0, *itertools.accumulate(r * s for r, s in zip(rooms, sizes, strict=True))]
+    firsts = np.array([0, *itertools.accumulate(sizes)])
+    group = np.searchsorted(firsts, slots, side="right") - 1
+    start = np.array(begins)[group] + (slots - firsts[group]) * np.array([*rooms, 0])[group]
+    ends = counts.cumsum()
+    within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    return np.repeat(start, counts) + within
