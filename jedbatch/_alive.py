@@ -13,10 +13,9 @@ import numpy as np
 
 from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature
-from jedbatch._reverse import CONSTS, differentiable
+from jedbatch._reverse import CONSTS, SLOTS
 
 LEAVES = 31  # results told apart; further ones count as the last
-SLOTS = 62  # results of a node told apart; further ones are always alive
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +31,19 @@ class Alive:
     reads: np.ndarray | None
 
     @staticmethod
+    def everything(placed: Placed) -> "Alive":
+        """All results, and all operands."""
+        return Alive(_inexact(placed), None)
+
+    @staticmethod
     def find(placed: Placed, wanted: Sequence[np.ndarray] | None = None) -> "Alive":
         """Computes what is alive; `wanted`, bool[outputs] by arena, has what is differentiated."""
         graph = placed.graph
-        needs, inexact = _bits(placed)
-        if wanted is None and _all_alive(placed):
-            return Alive(inexact[graph.node_type], None)
+        needs = _needs(placed)
         reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))
         position = np.arange(len(graph.operand)) - graph.operand_ptr[reader]
         need = needs[graph.node_type[reader], position]
-        results = inexact[graph.node_type]
+        results = _inexact(placed)
         reads = need != 0
         target = graph.operand
         count = np.bincount(target[reads & (target >= 0)], minlength=graph.num_values)
@@ -67,31 +69,28 @@ class Alive:
         return Alive(results, reads)
 
 
-def _all_alive(placed: Placed) -> bool:
-    """Whether every node is alive, and so is all that it reads, for a reason found quickly."""
+def computes_what_is_read(placed: Placed, is_read: np.ndarray) -> bool:
+    """Whether some result of every node is read or returned; `is_read` says it of each value."""
     graph = placed.graph
-    if not all(kernel.reverse.is_plain for kernel in placed.kernels):
-        return False
-    read = np.zeros(graph.num_values + graph.num_inputs, bool)
-    read[graph.operand] = True
-    for outputs in placed.outputs:
-        read[outputs] = True
-    if not graph.num_values:
-        return True
-    return bool(np.logical_or.reduceat(read[: graph.num_values], graph.value_ptr[:-1]).all())
+    nodes = graph.value_node[np.flatnonzero(~is_read)]
+    unread = np.bincount(nodes, minlength=1)
+    return bool((unread < graph.num_results[: len(unread)]).all()) if len(nodes) else True
 
 
-def _bits(placed: Placed) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[T, J] results that each operand gets something from, int64[T] inexact results)."""
-    num_types = len(placed.graph.types)
+def _inexact(placed: Placed) -> np.ndarray:
+    """int64[N], the results of each node that can have a cotangent, as bits."""
+    bits = np.zeros(len(placed.graph.types), np.int64)
+    bits[list(placed.type_ids)] = [kernel.reverse.inexact_bits for kernel in placed.kernels]
+    return bits[placed.graph.node_type]
+
+
+def _needs(placed: Placed) -> np.ndarray:
+    """int64[T, J]: for each operand the results that it gets something from, as bits."""
     most = max((len(kernel.operands) for kernel in placed.kernels), default=0)
-    needs, inexact = np.zeros((num_types, most), np.int64), np.zeros(num_types, np.int64)
+    needs = np.zeros((len(placed.graph.types), most), np.int64)
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        for j, some in enumerate(kernel.reverse.flow):
-            needs[t, j] = sum({1 << min(s, SLOTS) for s in some})
-        moving = (s for s, kind in enumerate(kernel.results) if differentiable(kind))
-        inexact[t] = sum({1 << min(s, SLOTS) for s in moving})
-    return needs, inexact
+        needs[t, : len(kernel.operands)] = kernel.reverse.flow_bits
+    return needs
 
 
 def find_leads(placed: Placed, leaves: Sequence[np.ndarray]) -> np.ndarray:
@@ -135,7 +134,7 @@ def find_refused(
     origins = None
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         for s, operands in kernel.reverse.refused.items():
-            nodes = np.flatnonzero(graph.node_type == t)
+            nodes = placed.nodes[t]
             nodes = nodes[(alive.results[nodes] >> min(s, SLOTS) & 1) != 0]
             if len(nodes):
                 values = graph.value_ptr[nodes] + s

@@ -50,6 +50,7 @@ class Memory(collections.OrderedDict):
 
     def use(self, key: Hashable) -> Any:
         """Returns the value of a key and makes it the most recently used; None if there is none."""
-        if key in self:
+        value = self.get(key)
+        if value is not None:
             self.move_to_end(key)
-        return self.get(key)
+        return value

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jedbatch._alive import Alive, Refused, find_leads, find_refused
+from jedbatch._alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
 from jedbatch._instructions import Branch, InstructionSet
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._reverse import differentiable
-from jedbatch._stretches import find_stretches, widths_of
+from jedbatch._stretches import find_stretches
 from jedbatch._tables import TableForm
 
 MAX_READERS = 4
@@ -58,12 +58,12 @@ class ReverseSignature:
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
         """The first cotangent row of each operand of each type; -1 if it has none."""
-        return _cotangent_rows(self.forward)[0]
+        return self.forward.cotangent_rows[0]
 
     @functools.cached_property
     def sum_bases(self) -> tuple[int, ...]:
         """The first row of sums of each arena."""
-        return _cotangent_rows(self.forward)[1]
+        return self.forward.cotangent_rows[1]
 
     @property
     def zero(self) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class ReverseSignature:
             for kind, widths in enumerate(self.widths)
             for i in range(len(widths))
         ]
-        *kernels, sums = widths_of(self.forward.kernels, self.forward.target)
+        *kernels, sums = self.forward.kernel_widths
         widths = np.array([*kernels, *[sums] * len(self.sums)], np.int64).ravel()
         return InstructionSet(
             self.forward.target.control,
@@ -109,18 +109,6 @@ class ReverseSignature:
             form.add(("input_readers", a), self.input_readers[a], rows)
             form.add(("sums", a), MAX_READERS, self.sums[a])
         return form
-
-
-def _cotangent_rows(forward: Signature) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    ends = list(forward.outputs)
-    bases = []
-    for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True):
-        mine = []
-        for t in kernel.operands:
-            mine.append(ends[forward.arena(t)] if differentiable(t) else -1)
-            ends[forward.arena(t)] += lanes if differentiable(t) else 0
-        bases.append(tuple(mine))
-    return tuple(bases), tuple(ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,52 +149,37 @@ def find_readers(
       wanted: for each arena, bool[outputs]: what is differentiated; None if all is.
     """
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
-    alive = Alive.find(placed, wanted)
-    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
-    bases, sum_bases = _cotangent_rows(signature)
-    size = graph.num_values + graph.num_inputs
-    targets, rows, arenas = [], [], []
-    for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
-        if has_gradient(kind[1]):
-            some = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
-            targets.append(outputs[some])
-            rows.append(some)
-            arenas.append(np.full(len(some), signature._arena_ids[kind]))
-    for t, k in zip(placed.type_ids, place, strict=True):
-        nodes = np.flatnonzero(graph.node_type == t)
-        for j, value_type in enumerate(signature.kernels[k].operands):
-            if differentiable(value_type):
-                some = nodes
-                if alive.reads is not None:
-                    some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
-                targets.append(graph.operand[graph.operand_ptr[some] + j])
-                rows.append(bases[k][j] + layout.lane[some])
-                arenas.append(np.full(len(some), signature.arena(value_type)))
-    target, row, arena = (
-        np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows, arenas)
-    )
-    target = np.where(target >= 0, target, size + target)
-
-    columns: list[np.ndarray] = []
-    left = np.arange(len(target))
-    while len(left) and len(columns) < MAX_READERS:
-        holder = np.full(size, -1)
-        holder[target[left]] = left  # the last of several stays
-        won = holder[target[left]] == left
-        column = np.full(size, -1, np.int32)
-        column[target[left[won]]] = row[left[won]]
-        columns.append(column)
-        left = left[~won]
+    alive = None
+    if wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels):
+        alive = Alive.everything(placed)
+        target, row, runs = _find_edges(placed, signature, alive, wanted)
+        columns, left = _list_edges(placed, target, row)
+        is_read = np.zeros(graph.num_values, bool)
+        if columns:
+            np.greater_equal(columns[0][: graph.num_values], 0, out=is_read)
+        if not computes_what_is_read(placed, is_read):
+            alive = None
+    if alive is None:
+        alive = Alive.find(placed, wanted)
+        target, row, runs = _find_edges(placed, signature, alive, wanted)
+        columns, left = _list_edges(placed, target, row)
 
     position = np.full(len(graph.types), -1)
-    position[list(placed.type_ids)] = place
+    position[list(placed.type_ids)] = [signature.kernels.index(k) for k in placed.kernels]
     batches = [position[schedule.batch_type], layout.start, layout.trips]
     steps = np.column_stack(batches)[::-1]
     sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
     if len(left):
         busy = np.isin(target, distinct(target[left]))
+        arena = np.repeat(*np.array(runs).T)
         sums, before = _sum_up(
-            target[busy], row[busy], arena[busy], placed, sum_bases, columns, len(sums)
+            target[busy],
+            row[busy],
+            arena[busy],
+            placed,
+            signature.cotangent_rows[1],
+            columns,
+            len(sums),
         )
         batch = np.arange(len(schedule))[::-1]
         steps = np.concatenate([steps, before[:, 2:]])
@@ -219,12 +192,62 @@ def find_readers(
         steps = steps[order]
     kernels = signature.kernels
     sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
-    stretches = find_stretches(
-        sources, steps[:, 1], steps[:, 2:], kernels, signature.target, reverse=True
-    )
+    widths = signature.kernel_widths
+    stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], widths, reverse=True)
     leads_to = None if leaves is None else find_leads(placed, leaves)
     refused = find_refused(placed, alive, leads_to, signature)
     return Readers(columns, sums, stretches, leads_to, refused)
+
+
+def _find_edges(
+    placed: Placed, signature: Signature, alive: Alive, wanted: Sequence[np.ndarray] | None
+) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Returns who sends a cotangent to whom.
+
+    That is int64[edges] the value or input read, int64[edges] the row of the cotangent, and
+    (arena, number of edges) for each run of edges in one arena.
+    """
+    graph, layout = placed.graph, placed.layout
+    bases = signature.cotangent_rows[0]
+    targets, rows, arenas = [], [], []
+    for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
+        if has_gradient(kind[1]):
+            some = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
+            targets.append(outputs[some])
+            rows.append(some)
+            arenas.append((signature._arena_ids[kind], len(some)))
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        nodes = placed.nodes[t]
+        k = signature.kernels.index(kernel)
+        for j, value_type in enumerate(kernel.operands):
+            if differentiable(value_type):
+                some = nodes
+                if alive.reads is not None:
+                    some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
+                targets.append(graph.operand[graph.operand_ptr[some] + j])
+                rows.append(bases[k][j] + layout.lane[some])
+                arenas.append((signature.arena(value_type), len(some)))
+    target, row = (np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows))
+    size = graph.num_values + graph.num_inputs
+    return np.where(target >= 0, target, size + target), row, arenas
+
+
+def _list_edges(
+    placed: Placed, target: np.ndarray, row: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(`Readers.columns`, the edges that do not fit into them)."""
+    size = placed.graph.num_values + placed.graph.num_inputs
+    columns: list[np.ndarray] = []
+    left = np.arange(len(target))
+    while len(left) and len(columns) < MAX_READERS:
+        holder = np.full(size, -1)
+        holder[target[left]] = left  # the last of several stays
+        won = holder[target[left]] == left
+        column = np.full(size, -1, np.int32)
+        column[target[left[won]]] = row[left[won]]
+        columns.append(column)
+        left = left[~won]
+    return columns, left
 
 
 def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
@@ -309,7 +332,7 @@ def make_reverse_signature(
     inputs = [0] * len(forward.arenas)
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
-        first = graph.value_ptr[:-1][graph.node_type == t]
+        first = graph.value_ptr[placed.nodes[t]]
         for s in range(len(kernel.results)):
             listed[k][s] = max(1, _count(readers.columns, first + s))
     for a, kind in enumerate(placed.arenas):
@@ -389,7 +412,7 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
         k = forward.kernels.index(kernel)
         used = int(layout.lanes[t])
         form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
-        nodes = np.flatnonzero(graph.node_type == t)
+        nodes = placed.nodes[t]
         for s, value_type in enumerate(kernel.results):
             zero = signature.zero[forward.arena(value_type)]
             view = form.view(table, "readers", k, s)

@@ -26,7 +26,6 @@ from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jax.extend.core import take_current_trace
 
-from jedbatch._alive import SLOTS
 from jedbatch._arenas import empty, take
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._execute import Forward, Reverse, advance, fused_forward, fused_reverse
@@ -34,6 +33,7 @@ from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._program import Signature
 from jedbatch._returned import joined, split
+from jedbatch._reverse import SLOTS
 from jedbatch._stored import row_bytes
 from jedbatch._target import Target
 from jedbatch._transfers import handed_over

@@ -26,6 +26,7 @@ from jedbatch._paths import longest_chains, longest_paths, pointers
 from jedbatch._types import NodeType, ValueType
 
 MANY_TYPES = 1 << 20  # ids without nodes that a graph may have
+CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to make chains
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,6 +326,24 @@ class Graph:
         maker, reader = self.edges
         ptr = pointers(np.bincount(maker, minlength=len(self.node_type)))
         return ptr, reader[np.argsort(maker, kind="stable")]
+
+    @functools.cached_property
+    def makes_chains(self) -> np.ndarray:
+        """bool[T], the types whose nodes nearly all continue one node of their type, and it alone
+        them.
+
+        Nodes that begin a chain do not count. In a tree, others have two children of their type.
+        """
+        num_types = len(self.types)
+        maker, reader = self.edges
+        same = self.node_type[maker] == self.node_type[reader]
+        maker, reader = maker[same], reader[same]
+        readers = np.bincount(maker, minlength=len(self.node_type))
+        makers_of = np.bincount(reader, minlength=len(self.node_type))
+        only = (readers[maker] == 1) & (makers_of[reader] == 1)
+        edges = np.bincount(self.node_type[reader], minlength=num_types)
+        chained = np.bincount(self.node_type[reader[only]], minlength=num_types)
+        return (chained >= CHAINED * edges) & (edges > 0)
 
     @functools.cached_property
     def rank(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Handling programs of JAX equation by equation, with public names only."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ def value_of(atom: Any, env: dict[Any, Any]) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
+@functools.cache
 def has_gradient(dtype: Any) -> bool:
     """True of the dtypes of real and complex numbers."""
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))

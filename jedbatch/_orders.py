@@ -26,7 +26,6 @@ from jedbatch._arrange import arrange
 from jedbatch._graph import Graph
 from jedbatch._schedule import Schedule
 
-CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to be sorted
 MATTERS = 0.2  # share of all nodes that are of such types, for anything to be sorted
 
 
@@ -42,7 +41,7 @@ def longest(graph: Graph, schedule: Schedule) -> np.ndarray:
 
 def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     """`longest` for types that make chains; what they read in the order in which they read it."""
-    chained = makes_chains(graph)
+    chained = graph.makes_chains
     chains = np.flatnonzero(chained[graph.node_type[schedule.node]])
     if not len(chains) or len(chains) < MATTERS * len(schedule.node):
         return schedule.node
@@ -59,23 +58,6 @@ def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     some = node[others]
     node[others] = some[np.lexsort((read_at[some], schedule.batch[some]))]
     return node
-
-
-def makes_chains(graph: Graph) -> np.ndarray:
-    """bool[T], the types whose nodes nearly all continue one node of their type, and it alone them.
-
-    Nodes that begin a chain do not count. In a tree, others have two children of their type.
-    """
-    num_types = len(graph.types)
-    maker, reader = graph.edges
-    same = graph.node_type[maker] == graph.node_type[reader]
-    maker, reader = maker[same], reader[same]
-    readers = np.bincount(maker, minlength=len(graph.node_type))
-    makers_of = np.bincount(reader, minlength=len(graph.node_type))
-    only = (readers[maker] == 1) & (makers_of[reader] == 1)
-    edges = np.bincount(graph.node_type[reader], minlength=num_types)
-    chained = np.bincount(graph.node_type[reader[only]], minlength=num_types)
-    return (chained >= CHAINED * edges) & (edges > 0)
 
 
 def _by_height(graph: Graph, schedule: Schedule, positions: np.ndarray) -> np.ndarray:

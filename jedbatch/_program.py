@@ -26,6 +26,7 @@ import numpy as np
 from jedbatch._cells import Kernel
 from jedbatch._graph import Graph
 from jedbatch._instructions import Branch, InstructionSet
+from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._layout import Layout, share_rows
 from jedbatch._paths import ranges
@@ -124,6 +125,21 @@ class Signature:
         return self._rows[1]
 
     @functools.cached_property
+    def cotangent_rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Where cotangents are kept in reverse: in its arena, those of each operand of each kernel
+        from some row on, -1 for operands without; and what comes behind them, for each arena.
+        """
+        ends = list(self.outputs)
+        bases = []
+        for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
+            mine = []
+            for t in kernel.operands:
+                mine.append(ends[self.arena(t)] if has_gradient(t.dtype) else -1)
+                ends[self.arena(t)] += lanes if has_gradient(t.dtype) else 0
+            bases.append(tuple(mine))
+        return tuple(bases), tuple(ends)
+
+    @functools.cached_property
     def bodies(self) -> tuple[tuple[int, Reading], ...]:
         """(kernel, how it reads its operands) of every body, the one that gathers all first."""
         return tuple(
@@ -139,6 +155,11 @@ class Signature:
         return tuple(map(kernels.index, range(len(self.kernels))))
 
     @functools.cached_property
+    def kernel_widths(self) -> np.ndarray:
+        """The widths of each kernel, and of sums (see `widths_of`)."""
+        return widths_of(self.kernels, self.target)
+
+    @functools.cached_property
     def instructions(self) -> InstructionSet:
         """How chunks become instructions."""
         widths = self.widths
@@ -152,7 +173,7 @@ class Signature:
             self.target.control,
             (*single, *self.branches),
             np.repeat(kernels, NUM_WIDTHS),
-            widths_of(self.kernels, self.target)[kernels].ravel(),
+            self.kernel_widths[kernels].ravel(),
         )
 
     @functools.cached_property
@@ -286,10 +307,19 @@ class Placed:
         return tuple(self.layout.rows.tolist()) if self.reuse else ()
 
     @functools.cached_property
+    def nodes(self) -> dict[int, np.ndarray]:
+        """The nodes of each type, in order."""
+        return {t: np.flatnonzero(self.graph.node_type == t) for t in self.type_ids}
+
+    @functools.cached_property
+    def widths(self) -> np.ndarray:
+        """The widths of each kernel (see `widths_of`)."""
+        return widths_of(self.kernels, self.target)
+
+    @functools.cached_property
     def stretches(self) -> np.ndarray:
         """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
-        start, trips = self.layout.start, self.layout.trips
-        return find_stretches(self._kind, start, trips, self.kernels, self.target)
+        return find_stretches(self._kind, self.layout.start, self.layout.trips, self.widths)
 
     @functools.cached_property
     def _kind(self) -> np.ndarray:
@@ -303,12 +333,11 @@ class Placed:
         """All chunks, in the order in which they run."""
         layout, schedule = self.layout, self.schedule
         step, column, lane, _, trips = find_runs(
-            self._kind, layout.start, layout.trips, self.kernels, self.target
+            self._kind, layout.start, layout.trips, self.widths
         )
-        widths = widths_of(self.kernels, self.target)
         which = np.repeat(np.arange(len(step)), trips)
         kernel, column = self._kind[step][which], column[which]
-        width = widths[kernel, column]
+        width = self.widths[kernel, column]
         lane = lane[which] + width * ranges(np.zeros_like(trips), trips)
         ends = layout.start + np.diff(schedule.node_ptr)
         return Chunks(kernel, column, lane, width, np.minimum(width, ends[step][which] - lane))
@@ -316,10 +345,10 @@ class Placed:
     @functools.cached_property
     def widest(self) -> tuple[int, ...]:
         """Number of widths needed for each kernel."""
-        trips, batch_type = self.layout.trips, self.schedule.batch_type
-        return tuple(
-            int(np.flatnonzero(trips[batch_type == t].any(axis=0))[-1]) + 1 for t in self.type_ids
-        )
+        of_batch = ((self.layout.trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1)
+        widest = np.zeros(len(self.graph.types), np.int64)
+        np.maximum.at(widest, self.schedule.batch_type, of_batch)
+        return tuple(widest[list(self.type_ids)].tolist())
 
     def capacity(self, need: int) -> int:
         """Room for what minibatches like this one will need.

@@ -66,6 +66,7 @@ STRUCTURAL = frozenset(
 )
 
 CONSTS = -1  # in place of an operand
+SLOTS = 62  # results of a node told apart; further ones are always alive
 PRODUCT = "product"
 keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
@@ -224,6 +225,17 @@ class Reverse:
     def arity(self) -> int:
         """Number of operands."""
         return len(self.kernel.operands)
+
+    @functools.cached_property
+    def flow_bits(self) -> tuple[int, ...]:
+        """`flow` as bits: for each operand, bit s for result s."""
+        return tuple(sum({1 << min(s, SLOTS) for s in some}) for some in self.flow)
+
+    @functools.cached_property
+    def inexact_bits(self) -> int:
+        """The results that can have a cotangent, as bits."""
+        results = enumerate(self.kernel.results)
+        return sum({1 << min(s, SLOTS) for s, kind in results if differentiable(kind)})
 
     @functools.cached_property
     def is_plain(self) -> bool:

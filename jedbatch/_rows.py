@@ -23,12 +23,13 @@ def assemble(
     signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
     """The input rows of each arena, up to capacity."""
+    rows: Any
     parts = collections.defaultdict(list)
     for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
-            parts[stored(chunk.type)].append(rows_of_inputs(chunk, mine, i))
+            rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, mine, i)
+            parts[stored(chunk.type)].append(rows)
     inputs: dict[str, Any] = {}
-    rows: Any
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
         shape, dtype = kind
         found = parts[kind]

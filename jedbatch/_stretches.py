@@ -27,17 +27,16 @@ def find_runs(
     kind: np.ndarray,
     start: np.ndarray,
     trips: np.ndarray,
-    kernels: Sequence[Kernel],
-    target: Target,
+    widths: np.ndarray,
     *,
     reverse: bool = False,
 ) -> tuple[np.ndarray, ...]:
     """Chunks of one batch and one width: (batch, width id, first lane, lanes, chunks), in order.
 
     A batch has its widest chunks first, in reverse last, and begins in lane `start` of its kind,
-    the position of a kernel or, beyond them, sums of cotangents.
+    the position of a kernel or, beyond them, sums of cotangents. `widths` is as from `widths_of`.
     """
-    sizes = (trips * widths_of(kernels, target)[np.minimum(kind, len(kernels))])[:, ::-1]
+    sizes = (trips * widths[np.minimum(kind, len(widths) - 1)])[:, ::-1]
     first = start[:, None] + sizes.cumsum(axis=1) - sizes
     columns = np.arange(NUM_WIDTHS)[::-1]
     trips = trips[:, ::-1]
@@ -51,15 +50,12 @@ def find_stretches(
     kind: np.ndarray,
     start: np.ndarray,
     trips: np.ndarray,
-    kernels: Sequence[Kernel],
-    target: Target,
+    widths: np.ndarray,
     *,
     reverse: bool = False,
 ) -> np.ndarray:
     """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every stretch."""
-    step, column, lane, size, count = find_runs(
-        kind, start, trips, kernels, target, reverse=reverse
-    )
+    step, column, lane, size, count = find_runs(kind, start, trips, widths, reverse=reverse)
     return merged(kind[step] * NUM_WIDTHS + column, lane, size, count, reverse=reverse)
 
 
@@ -73,5 +69,8 @@ def merged(
     begins = np.flatnonzero(new)
     if not len(begins):
         return np.zeros((0, 3), np.int64)
-    total = np.add.reduceat(count, begins)
-    return np.column_stack([what[begins], np.minimum.reduceat(lane, begins), total])
+    found = np.empty((len(begins), 3), np.int64)
+    found[:, 0] = what[begins]
+    np.minimum.reduceat(lane, begins, out=found[:, 1])
+    np.add.reduceat(count, begins, out=found[:, 2])
+    return found

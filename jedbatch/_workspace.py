@@ -450,8 +450,7 @@ class Workspace:
             position[batch_type],
             layout.start + offset[batch_type],
             layout.trips,
-            signature.kernels,
-            signature.target,
+            signature.kernel_widths,
         )
         instructions = signature.instructions.encode(stretches)
         form.view(table, "num_stretches")[0] = len(instructions)
