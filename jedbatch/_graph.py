@@ -418,7 +418,10 @@ class Graph:
         pairs = kind[maker] * len(present) + kind[reader]
         reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
         for _ in range(len(present).bit_length()):
-            reach |= (reach.astype(np.float32) @ reach) > 0
+            further = (reach.astype(np.float32) @ reach) > 0
+            if not (further > reach).any():
+                break
+            reach |= further
         whole = np.zeros((num_types, num_types), bool)
         whole[np.ix_(present, present)] = reach
         return whole

@@ -28,6 +28,11 @@ class Ladder:
     overhead: int = 8
 
     @functools.cached_property
+    def columns(self) -> tuple[int, ...]:
+        """The widths in the columns of a table that has `NUM_WIDTHS`, 0 where there is none."""
+        return (*self.widths, *[0] * (NUM_WIDTHS - len(self.widths)))
+
+    @functools.cached_property
     def _unit(self) -> int:
         """The lanes that all widths are multiples of."""
         return math.gcd(*self.widths)

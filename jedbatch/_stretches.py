@@ -17,10 +17,7 @@ from jedbatch._target import Target
 def widths_of(kernels: Sequence[Kernel], target: Target) -> np.ndarray:
     """int64[K + 1, NUM_WIDTHS]: the widths of each kernel, and those of sums of cotangents."""
     ladders = [*(kernel.ladder for kernel in kernels), target.sums]
-    widths = np.zeros((len(ladders), NUM_WIDTHS), np.int64)
-    for row, ladder in zip(widths, ladders, strict=True):
-        row[: len(ladder.widths)] = ladder.widths
-    return widths
+    return np.array([ladder.columns for ladder in ladders], np.int64)
 
 
 def find_runs(
