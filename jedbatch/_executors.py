@@ -42,8 +42,6 @@ from jedbatch._zeros import guarded, sources_of, where_alive
 with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
     pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
 
-LARGE = 1 << 20  # bytes of arenas; new ones of fewer bytes cost less than handing them on
-
 
 class Packed(NamedTuple):
     """Consts of every kernel, and the shared values they were made of, as long as these live."""
@@ -85,9 +83,11 @@ class Fused:
       arenas: of calls that are done, for later ones to use: a list of arenas for each set of
         devices.
       states: the same for calls that run in rounds.
+      worth_keeping: bytes of arenas; new ones of fewer bytes cost less than handing them on.
     """
 
     name = "fused"
+    worth_keeping = 1 << 20
 
     def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
         self.prepare = prepare
@@ -96,7 +96,7 @@ class Fused:
         self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
         self.states: dict[Any, list[Any]] = collections.defaultdict(list)
         size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
-        self.is_large = size > LARGE
+        self.is_large = size > self.worth_keeping
         self._packed: Packed | None = None
         self._prologue: bool | None = None  # whether there is one, once it is known
         compiled_for = functools.partial(jit_for, signature.target)

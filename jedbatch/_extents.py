@@ -42,6 +42,8 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
 
+from jedbatch._frames import HOLDS_FOR_ALL_LENGTHS, is_private
+
 ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
 OURS = ("us", "jax")
 # These ask on behalf of their callers.
@@ -110,13 +112,13 @@ def noting_questions() -> Iterator[Callable[[], Questions]]:
 
 
 @functools.cache
-def _role(module: str) -> str:
+def _role(module: str, is_general: bool) -> str:
     """Returns the role of a module: "jax", "us", "helper" or "user".
 
     "jax" and "us" may ask about extents; a "helper" asks for its caller.
     """
     top = module.partition(".")[0]
-    if module.startswith("jedbatch._") or module == "jedbatch.ragged":
+    if is_general or is_private(module):
         return "us"
     if top in ASKERS:
         return "jax"
@@ -124,7 +126,8 @@ def _role(module: str) -> str:
 
 
 def _role_of(frame: Any) -> str:
-    return _role(frame.f_globals.get("__name__") or "")
+    names = frame.f_globals
+    return _role(names.get("__name__") or "", HOLDS_FOR_ALL_LENGTHS in names)
 
 
 def is_user_code(frame: Any) -> bool:

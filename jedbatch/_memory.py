@@ -99,18 +99,24 @@ class Allocation:
 
 
 def allocate(
-    size: np.ndarray, first: np.ndarray, last: np.ndarray, *, slack: float = SLACK
+    size: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    *,
+    slack: float = SLACK,
+    most_pairs: int = PAIRS,
 ) -> Allocation:
     """Offsets for blocks of rows such that few rows are needed, fast; see the top of the module.
 
     The peak is within `slack` of the live bound or no higher than that of `by_size`, unless there
-    are more than `MOST` blocks, or `PAIRS` pairs of blocks that are alive at the same step.
+    are more than `MOST` blocks, or `most_pairs` pairs of blocks that are alive at the same step.
 
     Args:
       size: int[N], rows of each block.
       first: int[N], the step that writes it.
       last: int[N], the last step that reads it.
       slack: a peak of `1 + slack` times the live bound is good enough; the larger, the faster.
+      most_pairs: how many edges of the interference graph are worth looking at.
 
     Returns:
       The `Allocation`, the same for the same arguments.
@@ -129,7 +135,7 @@ def allocate(
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
-    if pairs > PAIRS or len(size) > MOST:
+    if pairs > most_pairs or len(size) > MOST:
         return best
     near = _Interference.of(first, last)
     orders = [_by_size(size), *(_by_edges(size, first, last, most) for most in (1, 3))]

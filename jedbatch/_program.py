@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._layout import Layout, share_rows
 from jedbatch._paths import ranges
-from jedbatch._reads import GATHER, Reading, choose_reading, extent, find_modes, usable
+from jedbatch._reads import GATHER, WORTH, Reading, choose_reading, extent, find_modes, usable
 from jedbatch._schedule import Schedule
 from jedbatch._stored import Kind, row_bytes, stored
 from jedbatch._stretches import find_runs, find_stretches, merged, widths_of
@@ -42,7 +42,6 @@ DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 SLACK = 4  # a program is used for minibatches down to a quarter of its size
 CHEAP = 1 << 15  # bytes of results that every type may have at least
-WORTH_SHARING = 1 << 25  # bytes of results; for fewer, sharing rows saves less than it takes
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
@@ -215,7 +214,12 @@ class Placed:
       keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.
       target: what to make a program for.
+      worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
+      worth_slicing: the share of a kernel's operands that another reading must improve.
     """
+
+    worth_sharing: ClassVar[int] = 1 << 25
+    worth_slicing: ClassVar[float] = WORTH
 
     layout: Layout
     kernels: tuple[Kernel, ...]
@@ -266,7 +270,8 @@ class Placed:
         if keeps:
             reuse = False
         elif reuse is None:
-            reuse = result_bytes(kernels, layout.lanes[list(type_ids)].tolist()) > WORTH_SHARING
+            size = result_bytes(kernels, layout.lanes[list(type_ids)].tolist())
+            reuse = size > Placed.worth_sharing
         if reuse:
             arena = np.full(layout.space.shape, -1)
             for type_id, kernel in zip(type_ids, kernels, strict=True):
@@ -487,7 +492,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     modes = find_all_modes(placed, made, rows)
     for kernel, found in zip(placed.kernels, modes, strict=True):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
-        readings.setdefault(kernel, choose_reading(found, live > 1))
+        readings.setdefault(kernel, choose_reading(found, live > 1, placed.worth_slicing))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
     found_stretches = body_stretches(placed, made, modes)
     longest = placed.target.superinstruction

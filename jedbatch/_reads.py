@@ -63,7 +63,9 @@ def usable(reading: Reading, modes: np.ndarray) -> np.ndarray:
     return ((wanted == GATHER) | (wanted == modes)).all(axis=0)
 
 
-def choose_reading(modes: np.ndarray, matters: np.ndarray) -> tuple[Reading, ...]:
+def choose_reading(
+    modes: np.ndarray, matters: np.ndarray, worth: float = WORTH
+) -> tuple[Reading, ...]:
     """The reading beside gathering everything that is worth compiling, if there is one.
 
     What a slice saves over a gather is starting it, which costs the same at every width; so what
@@ -72,6 +74,7 @@ def choose_reading(modes: np.ndarray, matters: np.ndarray) -> tuple[Reading, ...
     Args:
       modes: int8[M, C], how each operand can be read in each chunk.
       matters: bool[C], the chunks of more than one live lane.
+      worth: the share of all operands of all chunks that must become slices.
     """
     found, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
     best, most = (), 0
@@ -81,4 +84,4 @@ def choose_reading(modes: np.ndarray, matters: np.ndarray) -> tuple[Reading, ...
         saved = chunks * sum(mode != GATHER for mode in reading)
         if chunks >= FEWEST and saved > most:
             best, most = reading, saved
-    return (best,) if most >= WORTH * modes.size and most else ()
+    return (best,) if most >= worth * modes.size and most else ()

@@ -20,11 +20,12 @@ import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
 
+from jedbatch._frames import is_private, records_calls
+
 MOST_FRAMES = 256  # of one path
 
 # Functions of these do not recur on the user's behalf; the standard library is one of them.
 LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "numpy", "optax"})
-OUTSIDE = frozenset({"jedbatch._trace", "jedbatch._templates"})  # call what is recorded
 
 _OUTSIDE, _OWN, _LIBRARY, _USER, _RECURSIVE = range(5)
 
@@ -109,9 +110,9 @@ class Sites:
         """What kind of function a frame belongs to that was not met before."""
         module = frame.f_globals.get("__name__") or ""
         root = module.partition(".")[0]
-        if module in OUTSIDE:
+        if records_calls(frame.f_globals):
             kind = _OUTSIDE
-        elif module.startswith("jedbatch._"):
+        elif is_private(module):
             kind = _OWN
         elif root in LIBRARIES or root in sys.stdlib_module_names:
             kind = _LIBRARY

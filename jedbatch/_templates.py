@@ -25,6 +25,8 @@ from jedbatch._recorder import Recorder
 from jedbatch._registry import Callee, Registry
 from jedbatch._symbols import Shared
 
+RECORDS_CALLS = True  # see `_frames`
+
 
 class Template(NamedTuple):
     """What a call does, as nodes.

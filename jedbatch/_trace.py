@@ -24,6 +24,8 @@ from jedbatch._restored import Restored, collector
 from jedbatch._stored import is_key
 from jedbatch._types import ValueType
 
+RECORDS_CALLS = True  # see `_frames`
+
 
 @dataclass(frozen=True, eq=False)
 class Record:

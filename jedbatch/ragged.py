@@ -34,6 +34,8 @@ from jedbatch import checks
 
 __all__ = ["attention"]
 
+HOLDS_FOR_ALL_LENGTHS = True  # see `_frames`
+
 
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
     """Attention of the rows of one instance to those of the same or of another one.

@@ -10,6 +10,7 @@ from chains import HIDDEN, encode, make_params, sentences
 from helpers import assert_close, assert_no_recompile, loop
 
 import jedbatch
+from jedbatch._executors import Fused
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def params():
 @pytest.fixture
 def all_handed_on(monkeypatch):
     """Small arenas too."""
-    monkeypatch.setattr(jedbatch._executors, "LARGE", 0)
+    monkeypatch.setattr(Fused, "worth_keeping", 0)
 
 
 def pools(batched):

@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 import jedbatch
+from jedbatch import _frames, ragged
+from jedbatch._templates import Template
+from jedbatch._trace import trace
 
 PACKAGE = Path(jedbatch.__file__).parent
 ORDER = [
     "errors",
     "checks",
     "_files",
+    "_frames",
     "_paths",
     "_types",
     "_stored_graphs",
@@ -169,3 +173,17 @@ def test_importing_computes_nothing():
         "import jax; jax.config.update('jax_platforms', 'cpu'); print(len(jax.devices()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True).returncode == 0
+
+
+def test_marks_of_frames():
+    """Where functions of users are recorded, and which public modules may ask about lengths."""
+    marked = {name: set() for name in (_frames.RECORDS_CALLS, _frames.HOLDS_FOR_ALL_LENGTHS)}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "jedbatch":
+            for mark in marked:
+                if getattr(module, mark, None) is True:
+                    marked[mark].add(name)
+    assert marked == {
+        _frames.RECORDS_CALLS: {trace.__module__, Template.__module__},
+        _frames.HOLDS_FOR_ALL_LENGTHS: {ragged.__name__},
+    }

@@ -13,6 +13,7 @@ import jedbatch
 from jedbatch._ladder import COARSE, FINE, NUM_WIDTHS
 from jedbatch._layout import assign_lanes, last_reads
 from jedbatch._orders import ORDERS
+from jedbatch._program import Placed
 from jedbatch._reads import (
     BROADCAST,
     GATHER,
@@ -235,7 +236,7 @@ def test_slices_are_slices_in_the_compiled_program(params, monkeypatch):
     bodies, widths = row_slices()
     assert bodies > 2
     assert widths
-    monkeypatch.setattr(jedbatch._reads, "WORTH", 2)  # never worth it
+    monkeypatch.setattr(Placed, "worth_slicing", 2)  # never worth it
     assert row_slices() == (2, set())
 
 
@@ -360,7 +361,7 @@ def test_plans_for_inference_are_not_differentiated(params, reuse):
 
 
 def test_rows_are_shared_where_it_saves_much(params, monkeypatch):
-    monkeypatch.setattr(jedbatch._program, "WORTH_SHARING", 1 << 16)
+    monkeypatch.setattr(Placed, "worth_sharing", 1 << 16)
     batched = jedbatch.batch(encode)
     small = batched.plan(params, sentences(1, 8), gradient=False)
     assert not small.host.placed.reuse

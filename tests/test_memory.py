@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jedbatch import _memory
-from jedbatch._memory import Allocation, allocate, by_size, live_bound
+from jedbatch._memory import SLACK, Allocation, allocate, by_size, live_bound
 
 
 def judge(found, size, first, last):
@@ -131,7 +130,7 @@ def test_families_come_near_the_bound(family, num_blocks):
             x.check(*blocks)
             assert x.peak >= bound
         assert found.peak <= 1.15 * bound
-        assert found.peak <= max(greedy.peak, (1 + _memory.SLACK) * bound)
+        assert found.peak <= max(greedy.peak, (1 + SLACK) * bound)
         np.testing.assert_array_equal(found.offset, allocate(*blocks).offset)
 
 
@@ -217,10 +216,9 @@ def test_steps_are_numbered_at_will(order):
     np.testing.assert_array_equal(found.offset, moved.offset)
 
 
-def test_many_pairs_are_left_to_the_scan(monkeypatch):
-    monkeypatch.setattr(_memory, "PAIRS", 0)
+def test_many_pairs_are_left_to_the_scan():
     blocks = intervals(np.random.default_rng(0), 50)
-    found = allocate(*blocks)
+    found = allocate(*blocks, most_pairs=0)
     judge(found, *blocks)
     assert found.peak <= 1.3 * live_bound(*blocks)
 

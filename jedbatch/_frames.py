@@ -1,0 +1,27 @@
+"""The owners of frames: modules of this package know each other by marks, not by their names.
+
+Where an operation is recorded, and who asks about the length of an array, is seen from the frames
+of Python's stack. A frame has the globals of the module that its function is defined in, and these
+say what there is to know: `__name__`, which begins with the package and an underscore in private
+modules, and the marks below, which modules define.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Defined where functions of users are called in order to record them.
+RECORDS_CALLS = "RECORDS_CALLS"
+# Defined in public modules that ask about lengths as generally as private ones.
+HOLDS_FOR_ALL_LENGTHS = "HOLDS_FOR_ALL_LENGTHS"
+
+_PRIVATE = __name__.partition(".")[0] + "._"
+
+
+def is_private(module: str) -> bool:
+    """Whether a name is that of a private module of this package."""
+    return module.startswith(_PRIVATE)
+
+
+def records_calls(names: Mapping[str, Any]) -> bool:
+    """Whether globals are those of a module that calls what is recorded."""
+    return RECORDS_CALLS in names and is_private(names["__name__"])
