@@ -42,7 +42,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
-from jedbatch._arrange import arrange
 from jedbatch._jaxpr import reads, run_equation
 from jedbatch._products import Product, Program, join, split, taken_apart, total
 from jedbatch._rectangles import Group, Rectangle, Table, cover
@@ -250,8 +249,6 @@ def put_together(closed: Any, num_shared: int) -> Any:
     steps = [_equation_step(program.jaxpr, eqn) for eqn in program.jaxpr.eqns]
     with_constants: set[int] = set()
     for group in packed:
-        order = column_order(group, readers_of(program.jaxpr, sums))
-        group = tuple(Rectangle(r.rows, tuple(r.columns[i] for i in order)) for r in group)
         step = _group_step(grid, group, set(grid.columns_of(group)) - with_constants)
         with_constants.update(grid.columns_of(group))
         steps.append(step)
@@ -339,28 +336,6 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
     needed += [p.weight for p in grid.products_of((first,))]
     needed += [v for found in constants.values() for v in found]
     return Step(needed, [(c, x) for x in group for c in x.columns], run)
-
-
-def readers_of(jaxpr: Any, sums: dict[Any, Sum]) -> dict[Any, set[int]]:
-    """The columns that operations of one kind, such as all logistic functions, read."""
-    found: dict[Any, set[int]] = {}
-    for eqn in jaxpr.eqns:
-        read = {c for v in reads(eqn) if v in sums for c in sums[v].columns}
-        if read:
-            found.setdefault((eqn.primitive.name, str(eqn.params)), set()).update(read)
-    return found
-
-
-def column_order(group: Group, readers: dict[Any, set[int]]) -> tuple[int, ...]:
-    """The order of the columns of a product: what operations of one kind read is adjacent.
-
-    A PQ-tree finds it (see `_arrange`). It tidies the weights, the input, forget and output gates
-    of an LSTM before its update; no order was faster than another, since XLA reads all gates in
-    one kernel, wherever they are.
-    """
-    columns = group[0].columns
-    wanted = [[i for i, c in enumerate(columns) if c in mine] for mine in readers.values()]
-    return arrange(len(columns), [[mine] for mine in wanted if len(mine) > 1]).order
 
 
 def _stack(values: Sequence[Any]) -> Any:

@@ -13,9 +13,8 @@ from helpers import assert_close, loop, number
 
 import jedbatch
 from jedbatch._cells import Kernel
-from jedbatch._fusion import column_order, count_products, fused
+from jedbatch._fusion import count_products, fused
 from jedbatch._jaxpr import inlined
-from jedbatch._rectangles import Rectangle
 from jedbatch._types import NodeType, ValueType
 
 # --- looking at programs ---
@@ -425,14 +424,6 @@ def test_random_cells_batched(x64):
     run = jedbatch.cell(random_cell(np.random.default_rng(100)))
     instances = [(array(k), array(50 + k)) for k in range(4)]
     agrees(lambda p, rows: run(p, *rows), params("W0 W1 W2 W3 W4 W5 b"), instances)
-
-
-def test_gates_of_one_kind_are_adjacent():
-    group = (Rectangle((0, 1), (0, 1, 2, 3)),)
-    order = column_order(group, {"logistic": {0, 1, 3}, "tanh": {2}, "other": {7}})
-    assert sorted(order) == [0, 1, 2, 3]
-    where = sorted(order.index(gate) for gate in (0, 1, 3))
-    assert where == list(range(where[0], where[0] + 3))
 
 
 def test_weights_of_low_precision_are_not_added_up():
