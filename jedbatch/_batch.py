@@ -23,6 +23,7 @@ from jedbatch._adaptive import Adaptive
 from jedbatch._blocks import GRANULARITIES
 from jedbatch._caches import Memory
 from jedbatch._cell import recording
+from jedbatch._configuration import configuration
 from jedbatch._environment import Environment
 from jedbatch._executors import median_seconds
 from jedbatch._forms import check_stack, form_of_results
@@ -48,7 +49,6 @@ from jedbatch._rounds import (
     Stepwise,
     Unexpected,
     ValueNeeded,
-    configuration,
 )
 from jedbatch._rows import results_from
 from jedbatch._schedule import Policy, agenda, checked_policy

@@ -28,9 +28,9 @@ from jedbatch._executors import median_seconds
 from jedbatch._files import write_text
 from jedbatch._fsm import numbers_of
 from jedbatch._graph import Graph, InputRows, checked_graph
+from jedbatch._records import Record
 from jedbatch._schedule import Schedule
 from jedbatch._stored import is_key, row_bytes, stored
-from jedbatch._trace import Record
 
 FORMAT = "jedbatch calibration, version 1"
 COUNTS, WIDTHS = (16, 80), (8, 64)  # batches and nodes in each of the programs that are timed

@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 from jedbatch._fsm import CODES, ENCODINGS, GAPS, packed
 from jedbatch._graph import Graph
-from jedbatch._search import padded, quotient
+from jedbatch._paths import padded
+from jedbatch._search import quotient
 
 SLOTS = 1 << 13  # rows of the table
 KIN = 16  # nearest nodes of the same type looked at to find what could run next

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
-from jax.extend.core import take_current_trace
 
 from jedbatch._arenas import empty, take
+from jedbatch._configuration import devices_of, finds_faults, is_staging
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._execute import Forward, Reverse, advance, fused_forward, fused_reverse
 from jedbatch._jaxpr import has_gradient
@@ -38,9 +38,6 @@ from jedbatch._stored import row_bytes
 from jedbatch._target import Target
 from jedbatch._transfers import handed_over
 from jedbatch._zeros import guarded, sources_of, where_alive
-
-with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
-    pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
 
 
 class Packed(NamedTuple):
@@ -324,31 +321,6 @@ def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
     count = int(form.view(table, "num_stretches")[0])
     for opcode, lane in instructions.chunks(form.view(table, "stretches")[:count]):
         yield opcode // NUM_WIDTHS, int(instructions.width_of[opcode]), np.int32(lane)
-
-
-def devices_of(values: Any) -> tuple[Any, ...] | None:
-    """The device that values are bound to, if to one; None if traced or on several devices."""
-    leaves = jax.tree.leaves(values)
-    if any(isinstance(x, Tracer) for x in leaves):
-        return None
-    arrays = (x for x in leaves if isinstance(x, jax.Array) and x.committed)
-    devices = {
-        device for sharding in {x.sharding for x in arrays} for device in sharding.device_set
-    }
-    if len(devices) > 1:
-        return None
-    return tuple(devices)
-
-
-def is_staging() -> bool:
-    """Whether what is called now goes into a program that is being traced, whatever it is given."""
-    with take_current_trace() as trace:
-        return not isinstance(trace, type(EAGER))
-
-
-def finds_faults() -> bool:
-    """Whether JAX looks for faults in all that a program returns; arenas may hold anything."""
-    return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
 
 
 def pulled_back(

@@ -26,7 +26,7 @@ from jax.core import ShapedArray, Trace, Tracer
 from jax.extend.core import set_current_trace
 
 from jedbatch._cell import recording
-from jedbatch._executors import EAGER
+from jedbatch._configuration import EAGER
 from jedbatch._returned import BLOCK, some_rows
 from jedbatch._stored import from_stored
 from jedbatch._symbols import Shared, Symbol, Value

@@ -56,6 +56,7 @@ from jedbatch._adaptive import Adaptive
 from jedbatch._caches import Memory
 from jedbatch._calls import Watched
 from jedbatch._cell import Cell, pause, recording
+from jedbatch._configuration import configuration
 from jedbatch._futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._instances import array_type, is_array
 from jedbatch._jaxpr import has_gradient
@@ -63,15 +64,15 @@ from jedbatch._minibatch import check_options, make_plan, run_plan
 from jedbatch._pieces import cut_apart, without_unread
 from jedbatch._plan import ResultForm
 from jedbatch._recorder import Recorder
+from jedbatch._records import Record
 from jedbatch._registry import Registry
 from jedbatch._restored import Restored
-from jedbatch._rounds import configuration
 from jedbatch._schedule import Policy
 from jedbatch._session import Session
 from jedbatch._stored import is_key, stored_kind
 from jedbatch._symbols import Shared, Symbol, Value
 from jedbatch._target import target_of
-from jedbatch._trace import Record, begin_recording, ending, finish, trace_of_caller
+from jedbatch._trace import begin_recording, ending, finish, trace_of_caller
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn

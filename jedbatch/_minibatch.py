@@ -27,13 +27,13 @@ from jedbatch._orders import checked_order
 from jedbatch._plan import Host, Plan, ResultForm, input_name
 from jedbatch._prelude import Calls, make_prelude
 from jedbatch._program import Placed
+from jedbatch._records import Record
 from jedbatch._returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._reverse import Reverse
 from jedbatch._rows import assemble
 from jedbatch._schedule import checked_policy, schedule
 from jedbatch._session import Session, shared_values
 from jedbatch._stored import Kind
-from jedbatch._trace import Record
 from jedbatch._transfers import handed_over
 from jedbatch._verify import is_wanted
 from jedbatch._verify_plan import verify

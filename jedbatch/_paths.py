@@ -7,6 +7,8 @@ for deep graphs (lattices, sequences) is several times faster than NumPy level b
 ones of many types go level by level.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 
@@ -98,3 +100,20 @@ def _chains_by_level(kind, num_kinds, level, before, after) -> np.ndarray:
         makers = chain[before[edges]]
         chain[nodes] += np.maximum.reduceat(makers, new[first:last] - starts[first])
     return chain[np.arange(len(kind)), kind]
+
+
+def bits(x: int) -> Iterator[int]:
+    """The places of the ones of a number."""
+    while x:
+        low = x & -x
+        yield low.bit_length() - 1
+        x ^= low
+
+
+def padded(ptr: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """int64[N, widest], the rows of a CSR pair, filled up with N."""
+    counts = np.diff(ptr)
+    table = np.full((len(counts), int(counts.max(initial=1))), len(counts))
+    row = np.repeat(np.arange(len(counts)), counts)
+    table[row, ranges(np.zeros(len(counts), np.int64), counts)] = index
+    return table

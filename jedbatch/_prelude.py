@@ -16,12 +16,12 @@ from jedbatch._extents import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
 from jedbatch._plan import Slice, input_name
 from jedbatch._program import Placed, Signature, capacity
+from jedbatch._records import Record
 from jedbatch._regions import Call, RaggedRecord, Region
 from jedbatch._rooms import Room
 from jedbatch._rows import rows_of_inputs
 from jedbatch._stored import from_stored, stored
 from jedbatch._target import Target
-from jedbatch._trace import Record
 
 HEADROOM = 1.1  # least room for rows over those there are
 LONGER = 2  # a new program has room for arrays so many times as long as there are

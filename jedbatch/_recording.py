@@ -13,9 +13,10 @@ from typing import Any
 from jedbatch._extents import Questions, noting_questions
 from jedbatch._instances import array_type, immutable, instance_key
 from jedbatch._lengths import Given
+from jedbatch._records import Record
 from jedbatch._regions import Cut
 from jedbatch._session import Session
-from jedbatch._trace import Record, trace
+from jedbatch._trace import trace
 
 
 class LengthsMatterError(Exception):

@@ -31,7 +31,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from jedbatch._search import bits
+from jedbatch._paths import bits
 
 BUDGET = 20_000  # rectangles tried, times the square of their number so far
 LARGE = 100  # entries, equal rows and columns counted once, of tables that are not searched

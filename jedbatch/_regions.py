@@ -29,10 +29,10 @@ from jedbatch._graph import Graph, InputRows
 from jedbatch._packed import Packed
 from jedbatch._paths import pointers
 from jedbatch._phases import find_phases
+from jedbatch._records import Record
 from jedbatch._registry import Registry
 from jedbatch._renaming import Renaming, written_type
 from jedbatch._stored import is_key
-from jedbatch._trace import Record
 from jedbatch._types import ValueType
 
 

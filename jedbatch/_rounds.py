@@ -34,6 +34,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
+from jedbatch._configuration import configuration
 from jedbatch._deep import deeply
 from jedbatch._environment import Reached, Way
 from jedbatch._fibers import Fibers
@@ -128,25 +129,17 @@ class Unexpected:
         raise ValueNeeded
 
 
-CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-
-
 class TracersMet(BaseException):
     """Tracers of an outer transformation that were not known; all so far."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """How an instance ended; see `_trace.Record`."""
+    """How an instance ended; see `_records`."""
 
     structure: Any
     types: tuple[tuple, ...]
     references: tuple[int, ...]
-
-
-def configuration() -> tuple[Any, ...]:
-    """What JAX is set to in this thread, as far as results depend on it."""
-    return tuple([getattr(jax.config, name) for name in CONFIGURATION])
 
 
 class Stepwise:

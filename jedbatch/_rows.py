@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jedbatch._graph import InputRows
 from jedbatch._plan import ResultForm, Slice, input_name
 from jedbatch._program import Signature
+from jedbatch._records import Record
 from jedbatch._returned import split
 from jedbatch._stored import Kind, from_stored, is_key, stored, stored_kind
-from jedbatch._trace import Record
 from jedbatch._types import ValueType
 
 

@@ -21,7 +21,7 @@ A batch of type t costs `weights[t]`, which is 1 if batches are to be counted (s
 import dataclasses
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._frontier import Frontier
 from jedbatch._graph import Graph, checked_graph
-from jedbatch._paths import ranges
+from jedbatch._paths import bits
 from jedbatch._schedule import (
     Schedule,
     by_component,
@@ -311,23 +311,6 @@ class _Game:
                 return [(t, done | run)]  # all that could come next of type t is ready
             found.append((t, done | run))
         return found
-
-
-def bits(x: int) -> Iterator[int]:
-    """The places of the ones of a number."""
-    while x:
-        low = x & -x
-        yield low.bit_length() - 1
-        x ^= low
-
-
-def padded(ptr: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """int64[N, widest], the rows of a CSR pair, filled up with N."""
-    counts = np.diff(ptr)
-    table = np.full((len(counts), int(counts.max(initial=1))), len(counts))
-    row = np.repeat(np.arange(len(counts)), counts)
-    table[row, ranges(np.zeros(len(counts), np.int64), counts)] = index
-    return table
 
 
 beam, optimal = Beam(), Optimal()

@@ -33,11 +33,11 @@ from jedbatch._program import (
     make_signature,
     resembles,
 )
+from jedbatch._records import Record
 from jedbatch._regions import RaggedRecord, Region, Regions
 from jedbatch._registry import STATES, Registry
 from jedbatch._rooms import Room
 from jedbatch._target import Target
-from jedbatch._trace import Record
 
 ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 28  # of these

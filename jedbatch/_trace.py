@@ -6,7 +6,6 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,28 +18,13 @@ from jedbatch._graph import Graph, InputRows
 from jedbatch._instances import flatten, is_array
 from jedbatch._paths import pointers, ranges
 from jedbatch._recorder import Recorder
+from jedbatch._records import Record
 from jedbatch._registry import Registry
 from jedbatch._restored import Restored, collector
 from jedbatch._stored import is_key
 from jedbatch._types import ValueType
 
 RECORDS_CALLS = True  # see `_frames`
-
-
-@dataclass(frozen=True, eq=False)
-class Record:
-    """What recording an instance gave.
-
-    Attributes:
-      whole, index: the instance is number `index` of this graph.
-      structure: of the pytree the function returned.
-      types: (shape, dtype) of its leaves.
-    """
-
-    whole: Graph
-    index: int
-    structure: Any
-    types: tuple[tuple, ...]
 
 
 def trace(

@@ -1,0 +1,42 @@
+"""The state of JAX in this thread: its configuration, what is being traced, where arrays are."""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import take_current_trace
+
+with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
+    pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
+
+CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+
+
+def configuration() -> tuple[Any, ...]:
+    """What JAX is set to in this thread, as far as results depend on it."""
+    return tuple([getattr(jax.config, name) for name in CONFIGURATION])
+
+
+def is_staging() -> bool:
+    """Whether what is called now goes into a program that is being traced, whatever it is given."""
+    with take_current_trace() as trace:
+        return not isinstance(trace, type(EAGER))
+
+
+def finds_faults() -> bool:
+    """Whether JAX looks for faults in all that a program returns; arenas may hold anything."""
+    return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
+
+
+def devices_of(values: Any) -> tuple[Any, ...] | None:
+    """The device that values are bound to, if to one; None if traced or on several devices."""
+    leaves = jax.tree.leaves(values)
+    if any(isinstance(x, Tracer) for x in leaves):
+        return None
+    arrays = (x for x in leaves if isinstance(x, jax.Array) and x.committed)
+    devices = {
+        device for sharding in {x.sharding for x in arrays} for device in sharding.device_set
+    }
+    if len(devices) > 1:
+        return None
+    return tuple(devices)
