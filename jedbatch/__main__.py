@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from tqdm import tqdm
 
 import jedbatch
 from jedbatch import policies, viz
@@ -29,9 +27,19 @@ from jedbatch.data import (
     read_trees,
     synthetic_treebank,
 )
-from jedbatch.models import WORKLOADS, Workload, tree
-from jedbatch.models.parts import jitted
 from jedbatch.policies import FSM
+
+try:
+    import optax
+    from tqdm import tqdm
+
+    from jedbatch.models import WORKLOADS, Workload, tree
+    from jedbatch.models.parts import jitted
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"error: the command line needs {error.name}, which is not installed; write "
+        "`pip install 'jedbatch[models]'`."
+    )
 
 MOST = 10**9  # of sizes on the command line
 

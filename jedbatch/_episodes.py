@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jedbatch._fsm import CODES, ENCODINGS, GAPS, packed
 from jedbatch._graph import Graph
 from jedbatch._paths import padded
+from jedbatch._progress import progress_bar
 from jedbatch._search import quotient
 
 SLOTS = 1 << 13  # rows of the table
@@ -324,7 +324,7 @@ def q_learn(
     max_steps = 1 << (longest - 1).bit_length()
     num_rounds = 1 + max(1, episodes // at_once)  # in the last, what was learned is judged only
     least, found, curve = np.inf, 0, []
-    for i in tqdm(range(num_rounds), desc=f"Q-learning {encoding}", disable=not progress):
+    for i in progress_bar(range(num_rounds), f"Q-learning {encoding}", progress):
         key, mine = jax.random.split(key)
         done = min(1.0, i / (0.8 * num_rounds))
         share = epsilon[0] + (epsilon[1] - epsilon[0]) * done

@@ -29,6 +29,7 @@ ORDER = [
     "_fsm",
     "policies",
     "ragged",
+    "_progress",
     "_episodes",
     "_learn",
     "_caches",
@@ -166,6 +167,28 @@ def test_planning_imports_numpy_only():
 def test_only_public_names_of_jax():
     for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path
+
+
+def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
+    code = """if True:
+        import sys
+        for name in ("flax", "optax", "tqdm"):
+            sys.modules[name] = None
+        import jax.numpy as jnp, numpy as np, pytest
+        import jedbatch, jedbatch.data, jedbatch.testing
+        total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+        assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
+        from jedbatch._progress import progress_bar
+        assert list(progress_bar(range(2), "rounds", False)) == [0, 1]
+        for run in (lambda: __import__("jedbatch.models"), lambda: progress_bar([], "", True)):
+            with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.models.'"):
+                run()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    command = "import sys, runpy; sys.modules['flax'] = None; runpy.run_module('jedbatch')"
+    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "pip install 'jedbatch[models]'" in run.stderr
 
 
 def test_importing_computes_nothing():

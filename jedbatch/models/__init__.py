@@ -9,6 +9,16 @@
 - `WORKLOADS`: each with the data it eats and a trained policy; `Workload` is for your own.
 """
 
+import importlib
+
+try:
+    importlib.import_module("flax.nnx")
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"`jedbatch.models` and `python -m jedbatch` need {error.name}, which is not installed; "
+        "write `pip install 'jedbatch[models]'`. The rest of `jedbatch` works without."
+    ) from error
+
 from jedbatch.models import (
     childsum,
     deepsets,
