@@ -36,7 +36,7 @@ from jedbatch._returned import joined, split
 from jedbatch._reverse import SLOTS
 from jedbatch._stored import row_bytes
 from jedbatch._target import Target
-from jedbatch._transfers import handed_over
+from jedbatch._transfers import handed_over, unguarded
 from jedbatch._zeros import guarded, sources_of, where_alive
 
 
@@ -394,6 +394,7 @@ def differentiable_run(
         outputs, values = executor_of(given).save(*given)
         return split(outputs, batch), (shared, table, reverse_table, values)
 
+    @unguarded
     def backwards(residuals, cotangents):
         shared, table, reverse_table, values = residuals
         outputs, exist = joined(signature.arenas, signature.outputs, cotangents, batch)

@@ -351,13 +351,16 @@ class RaggedType(ShapedArray):
     __slots__ = ()
 
     @staticmethod
-    def of(aval: ShapedArray) -> "RaggedType":
-        """The same type, guarded."""
+    def of(shape: Any, dtype: Any, weak: bool) -> tuple[ShapedArray, "RaggedType | None"]:
+        """The type of an array: (for JAX, for user code if it is another one)."""
+        aval = ShapedArray(watched_shape(shape), dtype, weak_type=weak)
+        if not is_ragged(shape):
+            return aval, None
         guarded = object.__new__(RaggedType)
         for name in ShapedArray.__slots__:
             if name != "__weakref__":
                 object.__setattr__(guarded, name, getattr(aval, name))
-        return guarded
+        return aval, guarded
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShapedArray) and (

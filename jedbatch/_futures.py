@@ -30,7 +30,7 @@ from jedbatch._configuration import EAGER
 from jedbatch._returned import BLOCK, some_rows
 from jedbatch._stored import from_stored
 from jedbatch._symbols import Shared, Symbol, Value
-from jedbatch._transfers import handed_over
+from jedbatch._transfers import fetched, handed_over
 from jedbatch._types import ValueType
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
@@ -54,7 +54,7 @@ class Returned:
     def host(self) -> np.ndarray:
         """All rows as an array of NumPy."""
         if self._host is None:
-            self._host = np.asarray(self.rows)
+            self._host = fetched(self.rows)
         return self._host
 
 

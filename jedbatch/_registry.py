@@ -21,21 +21,13 @@ from jedbatch import checks
 from jedbatch._caches import Memory
 from jedbatch._cell import pause
 from jedbatch._environment import Reached, Way
-from jedbatch._extents import (
-    RaggedType,
-    extents_in,
-    is_ragged,
-    numbered,
-    shape_at,
-    symbol_of,
-    symbols_in,
-    watched_shape,
-)
+from jedbatch._extents import RaggedType, extents_in, numbered, shape_at, symbol_of, symbols_in
 from jedbatch._identity import Same, tree_key
 from jedbatch._instances import flatten, is_array
 from jedbatch._jaxpr import one_by_one
 from jedbatch._keys import Keys
 from jedbatch._operations import Alike, Callee, Operation
+from jedbatch._transfers import unguarded
 from jedbatch._types import NodeType, ValueType
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
@@ -165,9 +157,9 @@ class Registry:
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
         while len(self.avals) <= index:
             new = self.value_types[len(self.avals)]
-            aval = ShapedArray(watched_shape(new.shape), new.dtype, weak_type=new.weak)
-            if is_ragged(new.shape):
-                self.ragged_types[len(self.avals)] = RaggedType.of(aval)
+            aval, ragged = RaggedType.of(new.shape, new.dtype, new.weak)
+            if ragged is not None:
+                self.ragged_types[len(self.avals)] = ragged
             self.avals.append(aval)
         return index
 
@@ -406,6 +398,7 @@ class Registry:
             callee.node_type, widths, callee.results, callee.tree, callee.unit
         )
 
+    @unguarded
     def _trace(self, name, call, shared, operands, user_code):
         """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
         shared_avals = [self.shared[s].aval for s in shared]

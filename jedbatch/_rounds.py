@@ -51,6 +51,7 @@ from jedbatch._session import Session, shared_values
 from jedbatch._stored import is_key
 from jedbatch._symbols import Shared, Symbol
 from jedbatch._trace import begin_recording, cut_inputs, ending, trace_of_caller
+from jedbatch._transfers import unguarded
 from jedbatch._types import NodeType
 from jedbatch._workspace import Workspace
 from jedbatch.errors import SymbolicValueError
@@ -215,6 +216,7 @@ class Stepwise:
         run.defvjp(forwards, self._backwards, symbolic_zeros=True)
         return run
 
+    @unguarded
     def _backwards(self, residuals, cotangents):
         leaves, arrays, tracers, reached, values = residuals
         workspace, session = self._workspace, self._session
@@ -381,6 +383,7 @@ class Stepwise:
         recorder.turn_to(instance)
         return results
 
+    @unguarded
     def _shared_value(self, index: int) -> np.ndarray:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
@@ -388,6 +391,7 @@ class Stepwise:
             values = shared_values(self._session, closed_over, self._leaves, self._beside)
             return np.asarray(compute(values)[0][0])
 
+    @unguarded
     def _input_value(self, index: int) -> np.ndarray:
         """A number, or a part of an array of the instance that asks."""
         recorder = self._workspace.recorder
@@ -398,6 +402,7 @@ class Stepwise:
         instance = self._fibers.current
         return np.asarray(rows_of_inputs(chunk, self._arrays[instance], instance))[0]
 
+    @unguarded
     def _round(self, start: float) -> None:
         """Computes what instances wait for."""
         waiting = self._fibers.waiting
@@ -407,6 +412,7 @@ class Stepwise:
         self._known.update(zip([(False, v) for v in values], found, strict=True))
         self.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
 
+    @unguarded
     def _last(self, start: float) -> Any:
         """Computes what is returned."""
         references = np.array([r for o in self._outcomes for r in o.references], np.int64)

@@ -16,6 +16,7 @@ from jedbatch._program import Signature
 from jedbatch._records import Record
 from jedbatch._returned import split
 from jedbatch._stored import Kind, from_stored, is_key, stored, stored_kind
+from jedbatch._transfers import fetched
 from jedbatch._types import ValueType
 
 
@@ -54,7 +55,7 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> An
     if is_key(chunk.type.dtype):
         array = jax.random.key_data(array)
     if not isinstance(array, Tracer):
-        array = np.asarray(array)
+        array = fetched(array)
     if isinstance(array, np.ndarray) and not is_key(chunk.type.dtype):
         _check_range(array, chunk.type.dtype, instance)
     if chunk.rows is not None:
@@ -123,4 +124,4 @@ def results_from(
 
 def _on_host(rows: Any) -> Any:
     """Rows where any number of them is taken out without compiling anything, if they are known."""
-    return rows if isinstance(rows, Tracer) else np.asarray(rows)
+    return rows if isinstance(rows, Tracer) else fetched(rows)

@@ -73,3 +73,51 @@ def test_transfers_of_tables_are_explicit(executor):
     assert called.tolist() == applied.tolist()
     assert float(value) == pytest.approx(float(called.sum()))
     assert [row.tolist() for row in rows] == words.tolist()
+
+
+def halved(params, x):
+    x = params @ x
+    while x[0] > 0.25 and params[0, 0] > 0:
+        x = params @ x
+    return x
+
+
+GUARDED = {
+    "plan": lambda p, x: jnp.tanh(p @ x),
+    "ragged": lambda p, x: jnp.outer(x, p[0]).sum(0),
+    "decisions": halved,
+    "decisions on ragged arrays": lambda p, x: p[0] if x[0] > 0 else p[0] * x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_transfers_of_ours_pass_a_guard(name):
+    """Calls and gradients, whose cotangents the caller has on the device."""
+    fn, ragged = GUARDED[name], "ragged" in name
+    params = jax.device_put(np.full((3, 3), 0.5, np.float32))
+    vectors = [np.linspace(-1, 1 + i, 2 + i if ragged else 3, dtype=np.float32) for i in range(3)]
+    batched = jedbatch.batch(fn)
+    want, pull = jax.vjp(lambda p: jnp.stack([fn(p, jnp.asarray(x)) for x in vectors]), params)
+    with jax.transfer_guard("disallow"):
+        called = batched(params, vectors)
+        got, pull_back = jax.vjp(lambda p: batched(p, vectors), params)
+        (slope,) = pull_back(want)
+        on_device = batched(params, list(map(jax.device_put, vectors)))
+    for found, expected in ((called, want), (got, want), (on_device, want), (slope, pull(want)[0])):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_a_guard_holds_in_lazy_scopes_and_in_the_callers_own_code():
+    params = jax.device_put(np.full((3, 3), 0.5, np.float32))
+    step = jedbatch.cell(lambda p, x: jnp.tanh(p @ x))
+    with jax.transfer_guard("disallow"):
+        with jedbatch.lazy():
+            x = step(params, params[0])
+            y = step(params, x + params[1])
+            large = float(y.sum()) > 1
+        assert large
+        assert np.asarray(x).shape == (3,)
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            jedbatch.batch(lambda p, x: p[0] * 2 if x > 1 else jnp.sin(np.ones(3, np.float32)))(
+                params, [2.0, 0.5]
+            )
