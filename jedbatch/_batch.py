@@ -607,6 +607,7 @@ def batch(
         expected = "a function of the mapped arguments of an instance"
         checks.function("batch", "key", key, expected, "It gives something hashable.")
     cache_size = checks.whole("batch", "cache_size", cache_size)
+    cache_bytes = checks.whole("batch", "cache_bytes", cache_bytes)
     in_axes = in_axes if isinstance(in_axes, int) else axes
     options = {
         "executor": executor,

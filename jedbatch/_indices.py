@@ -7,7 +7,7 @@ of a vocabulary. Where a number has another use too, such as a mask, what it mea
 and so are `jnp.take` and `jax.lax.dynamic_index_in_dim`, which say what they do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._graph import Graph
 from jedbatch._plan import input_name
 from jedbatch._registry import Registry
-from jedbatch._stored import stored
+from jedbatch._stored import Kind, stored
 from jedbatch._types import NodeType
 
 SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy")
@@ -110,18 +110,57 @@ def check_rows(
       placed: has the row of every input in its arena, `input_row`.
       inputs: the rows, by the name of their arena; tracers are not looked at.
     """
+    check_look_ups(
+        registry,
+        placed.type_ids,
+        lambda t: np.flatnonzero(graph.node_type == t),
+        lambda nodes, k: graph.operand[graph.operand_ptr[nodes] + k],
+        lambda kind: inputs.get(input_name(kind)),
+        placed.input_row,
+        lambda node: int(np.searchsorted(graph.node_ptr, node, "right")) - 1,
+    )
+
+
+def check_look_ups(
+    registry: Registry,
+    type_ids: Iterable[int],
+    nodes_of: Callable[[int], np.ndarray],
+    operands: Callable[[np.ndarray, int], np.ndarray],
+    rows_of: Callable[[Kind], Any],
+    input_row: np.ndarray,
+    instance_of: Callable[[int], int],
+) -> None:
+    """The same for nodes that are kept in any way.
+
+    Args:
+      registry: of the node types.
+      type_ids: of the nodes.
+      nodes_of: the nodes of a type.
+      operands: what nodes read as their k-th operand; inputs are negative.
+      rows_of: the rows of the arena of a kind of value.
+      input_row: the row of every input.
+      instance_of: the instance of a node.
+    """
     known = registry.table_rows
-    for t in placed.type_ids:
+    for t in type_ids:
         if t not in known:
             node_type = registry.node_types[t]
             known[t] = tuple(
-                (k, n, input_name(stored(node_type.operands[k])))
-                for k, n in table_rows(node_type).items()
+                (k, n, stored(node_type.operands[k])) for k, n in table_rows(node_type).items()
             )
-        for k, n, name in known[t]:
-            rows = inputs.get(name)
-            if type(rows) is np.ndarray and rows.size and not _all_below(rows, n):
-                _check_rows(graph, t, k, n, rows, placed.input_row)
+        for k, n, kind in known[t]:
+            rows = rows_of(kind)
+            if not (type(rows) is np.ndarray and rows.size) or _all_below(rows, n):
+                continue
+            nodes = nodes_of(t)
+            read = operands(nodes, k)
+            given = np.flatnonzero(read < 0)
+            found = rows[input_row[-1 - read[given]]].reshape(len(given), -1)
+            bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
+            if len(bad):
+                value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
+                instance = instance_of(nodes[given[bad[0]]])
+                raise IndexError(_message(registry.node_types[t].name, instance, value, n))
 
 
 def _all_below(rows: np.ndarray, n: int) -> bool:
@@ -129,20 +168,9 @@ def _all_below(rows: np.ndarray, n: int) -> bool:
     return bool(rows.view(f"u{rows.dtype.itemsize}").max() < n)
 
 
-def _check_rows(
-    graph: Graph, t: int, k: int, n: int, rows: np.ndarray, input_row: np.ndarray
-) -> None:
-    nodes = np.flatnonzero(graph.node_type == t)
-    read = graph.operand[graph.operand_ptr[nodes] + k]
-    given = np.flatnonzero(read < 0)
-    found = rows[input_row[-1 - read[given]]].reshape(len(given), -1)
-    bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
-    if len(bad):
-        node = nodes[given[bad[0]]]
-        value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
-        instance = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
-        raise IndexError(
-            f"`{graph.types[t].name}` of instance {instance} looks up row {value} of a table of "
-            f"{n} rows; expected a number from 0 to {n - 1}. JAX would take the nearest row that "
-            'there is. Where that is meant, write `jnp.take(table, word, axis=0, mode="clip")`.'
-        )
+def _message(name: str, instance: int, value: int, n: int) -> str:
+    return (
+        f"`{name}` of instance {instance} looks up row {value} of a table of "
+        f"{n} rows; expected a number from 0 to {n - 1}. JAX would take the nearest row that "
+        'there is. Where that is meant, write `jnp.take(table, word, axis=0, mode="clip")`.'
+    )

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jedbatch import checks
 from jedbatch._ladder import COARSE, FINE, Ladder
 
 BLOCKS = Ladder(COARSE.widths)
@@ -143,14 +144,14 @@ def checked_target(target: str | Target | None, name: str) -> Target | None:
         return target
     if not isinstance(target, str):
         raise TypeError(
-            f"{name} got target={target!r} of type {type(target).__name__}; expected one of "
+            f"{name} got target={checks.shown(target)}; expected one of "
             f"{sorted(TARGETS)}, a `jedbatch.Target`, or None for the device that JAX uses."
         )
     if target not in TARGETS:
         raise ValueError(
-            f"{name} got target={target!r}; expected one of {sorted(TARGETS)}, or None for the "
-            "device that JAX uses. `dataclasses.replace(jedbatch.Target.named('gpu'), ...)` makes "
-            "a variant."
+            f"{name} got target={checks.brief(target)}; expected one of {sorted(TARGETS)}, or None "
+            "for the device that JAX uses. A variant is made by "
+            "`dataclasses.replace(jedbatch.Target.named('gpu'), ...)`."
         )
     return TARGETS[target]
 

@@ -27,6 +27,7 @@ import numpy as np
 from jedbatch._cells import Kernel
 from jedbatch._graph import Graph, InputRows
 from jedbatch._identity import Same
+from jedbatch._indices import check_look_ups
 from jedbatch._ladder import Ladder
 from jedbatch._layout import Layout, assign_lanes
 from jedbatch._paths import distinct, pointers, ranges
@@ -307,8 +308,24 @@ class Workspace:
         self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
         self._rounds.append((nodes, layout))
         table = self._table(nodes, layout, offset, wanted)
+        self._check_rows(nodes, layout)
         outputs = self._run(table, fresh)
         return layout, self._read(values, wanted, outputs) if read else []
+
+    def _check_rows(self, nodes: np.ndarray, layout: Layout) -> None:
+        """Raises an `IndexError` if a number of an instance names a row that is not there."""
+        signature = self.signature
+        assert signature is not None
+        room = dict(zip(signature.arenas, signature.inputs, strict=True))
+        check_look_ups(
+            self.recorder.registry,
+            np.flatnonzero(layout.lanes).tolist(),
+            lambda t: nodes[self._node_type.array[nodes] == t],
+            lambda mine, k: self._operand.array[self._operand_ptr.array[mine] + k],
+            lambda kind: self._buffer(kind, room[kind]),
+            self._input_row.array,
+            lambda node: int(self._node_owner.array[node]),
+        )
 
     def _plan(self, graph: Graph) -> Layout:
         """Schedule and lanes of a graph; rounds of one structure are planned once."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jedbatch
-from jedbatch import Calibration, Graph, data, models, policies, ragged, viz
+from jedbatch import Calibration, Graph, data, models, policies, ragged, testing, viz
 from jedbatch.__main__ import main
 from jedbatch._calibrate import TypeCost
 from jedbatch.data import Vocabulary
@@ -56,9 +56,11 @@ CASES = [
             "executor": THINGS,
             "key": FUNCTIONS,
             "cache_size": COUNTS,
+            "cache_bytes": COUNTS,
             "layout": (None, *THINGS),
             "reuse": THINGS[:-1],
             "granularity": (None, *THINGS),
+            "target": THINGS,
         },
     ),
     (
@@ -66,6 +68,21 @@ CASES = [
         {},
         {"policy": THINGS, "executor": THINGS, "layout": THINGS, "reuse": THINGS[:-1]},
     ),
+    (jedbatch.compiler_options, {}, {"target": THINGS}),
+    (
+        testing.check_against_loop,
+        {"fn": len, "params": X, "instances": [1]},
+        {
+            "instances": (None, 3, "x", {}, STRANGE, len, True),
+            "gradients": FLAGS,
+            "thorough": FLAGS,
+            "plans": FLAGS,
+            "rtol": (*NUMBERS, float("nan"), -1.0),
+            "alone": FUNCTIONS,
+        },
+    ),
+    (testing.check_plan, {}, {"plan": (None, *THINGS)}),
+    (testing.assert_merged, {}, {"plan": (None, *THINGS)}),
     (jedbatch.cell, {"fn": len}, {"fn": THINGS, "name": TEXTS}),
     (
         jedbatch.learn,

@@ -254,6 +254,21 @@ def test_rows_of_a_table_that_are_not_there(fn, bad, good):
         batched.plan(TABLE, [good, bad])
 
 
+def test_rows_that_are_not_there_where_python_decides():
+    def fn(p, words):
+        h = row(p, words[0])
+        for word in words[1:]:
+            h = h + row(p, word) if h[0] > 0 else h - row(p, word)
+        return h
+
+    batched = jedbatch.batch(fn)
+    words = [(4, 3, -5), (1, -2), (3,)]
+    assert_close(batched(TABLE, words), jnp.stack([fn(TABLE, w) for w in words]), 1e-6)
+    for bad, found in ((1, 2, 5), 5), ((-6, 2), -6):
+        with pytest.raises(IndexError, match=f"`row` of instance 1 looks up row {found} of a"):
+            batched(TABLE, [(0, 4), bad])
+
+
 @pytest.mark.parametrize(
     "fn",
     [

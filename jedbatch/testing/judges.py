@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
+from jedbatch import checks
 from jedbatch._batch import Batched, batch
 from jedbatch._plan import Plan
 from jedbatch._stored import is_key
@@ -164,7 +165,12 @@ def check_against_loop(
       ...     return params * tree
       >>> encode_all = testing.check_against_loop(encode, jnp.ones(3), [((1, 2), 3), 4])
     """
+    for name, value in (("gradients", gradients), ("thorough", thorough), ("plans", plans)):
+        checks.flag("check_against_loop", name, value)
+    rtol = checks.number("check_against_loop", "rtol", rtol, least=0.0)
+    instances = checks.items("check_against_loop", "instances", instances, "a list of instances")
     alone = fn if alone is None else alone
+    checks.function("check_against_loop", "alone", alone, "a function of one instance, or None")
     in_list = options.get("out_axes", 0) is None
     together: Callable = list if in_list else stacked
 
@@ -333,7 +339,8 @@ def assert_merged(plan: Plan) -> None:
 
 def _checked(plan: Any, name: str) -> Plan:
     if not isinstance(plan, Plan):
-        raise TypeError(f"`{name}` got {plan!r}; expected a plan, as `Batched.plan` makes it.")
+        expected = "a plan, as `Batched.plan` makes it"
+        raise TypeError(checks.wrong(name, checks.shown(plan), expected))
     return plan
 
 
@@ -362,8 +369,7 @@ def check_plan(plan: Plan) -> None:
       >>> double = jedbatch.batch(lambda x: 2 * x, 0)
       >>> testing.check_plan(double.plan([jnp.ones(3)] * 2))
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"`check_plan` got {plan!r}; expected a plan, as `Batched.plan` makes it.")
+    plan = _checked(plan, "check_plan")
     if plan.graph is not None:
         assert plan.schedule is not None
         assert plan.layout is not None
