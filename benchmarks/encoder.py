@@ -106,7 +106,13 @@ def scores(params: Params, words: jax.Array) -> jax.Array:
 def loss(params: Params, sentence: Sentence) -> jax.Array:
     """The cross-entropy of the scores with a label."""
     words, label = sentence
-    return -jax.nn.log_softmax(scores(params, words))[label]
+    return cross_entropy(encode(params, words), params["classes"], label)
+
+
+@jax.jit  # one node for every sentence, whatever its label
+def cross_entropy(state: jax.Array, classes: jax.Array, label: jax.Array) -> jax.Array:
+    """Of the scores of a state with a label."""
+    return -jax.nn.log_softmax(state @ classes)[label]
 
 
 # --- many sentences, padded ---

@@ -76,21 +76,28 @@ def with_widths(name: str, widths: tuple[int, ...]) -> jedbatch.Target:
     return variant(name, heavy=widths, light=widths)
 
 
+WITHOUT_CONDITIONAL = tuple(x for x in GPU.command_buffers if x != "CONDITIONAL")
 VARIANTS: dict[str, jedbatch.Target] = {
     "gpu": GPU,
     "host loops": variant("host loops", command_buffers=()),
+    "no conditional graphs": variant("no conditional graphs", command_buffers=WITHOUT_CONDITIONAL),
     "no superinstructions": variant("no superinstructions", superinstruction=1),
-    "loops for a switch": dataclasses.replace(
-        jedbatch.Target.named("cpu"), name="loops", command_buffers=GPU.command_buffers
+    "superinstructions of 4": variant("superinstructions of 4", superinstruction=4),
+    "loops for a switch": variant("loops for a switch", control="loops", superinstruction=1),
+    "as on a CPU": dataclasses.replace(
+        jedbatch.Target.named("cpu"), name="as on a CPU", command_buffers=GPU.command_buffers
     ),
     "widths × 2": with_widths("widths × 2", (128, 256, 512, 1024, 2048)),
     "widths × 8": with_widths("widths × 8", (32, 256, 2048)),
     "wide only": with_widths("wide only", (512, 4096)),
     "start 5e8": variant("start 5e8", chunk_work=5e8),
     "start 8e9": variant("start 8e9", chunk_work=8e9),
+    "rows in loops": variant("rows in loops", straight_rows=0),
     "autotuned": variant("autotuned"),
     "dispatch": variant("dispatch"),
 }
+OF_ROWS = ("gpu", "rows in loops", "host loops", "autotuned")  # variants for Transformers
+OF_CELLS = tuple(v for v in VARIANTS if v != "rows in loops")
 
 
 class Case(NamedTuple):
@@ -114,8 +121,9 @@ def cases(part: str, tiny: bool) -> list[Case]:
         return [Case("checks", "models", 0, 0, "f32", "training")]
     if tiny:
         found = list(_grid(part, ["treelstm", "transformer"], [(4, 32)], ["f32"]))
-        others = [found[0]._replace(variant=v) for v in VARIANTS if v != "gpu"]
-        return found + (others if part == "variants" else [])
+        several = [found[0]._replace(variant=v) for v in OF_CELLS[1:]]
+        several.append(found[1]._replace(variant="rows in loops"))
+        return found + (several if part == "variants" else [])
     trees, others = ["treelstm"], ["bilstm", "lattice_lstm"]
     if part == "throughput":
         chosen = [
@@ -133,9 +141,11 @@ def cases(part: str, tiny: bool) -> list[Case]:
         ]
         return list(dict.fromkeys(chosen))
     if part == "variants":
-        one = [Case(part, "treelstm", 256, 512, "tf32", "inference", v) for v in VARIANTS]
-        two = [Case(part, "lattice_lstm", 64, 256, "tf32", "inference", v) for v in VARIANTS]
-        return one + two
+        modes = ("inference", "training")
+        rows = [Case(part, "transformer", 64, 512, "tf32", m, v) for v in OF_ROWS for m in modes]
+        one = [Case(part, "treelstm", 256, 512, "tf32", "inference", v) for v in OF_CELLS]
+        two = [Case(part, "lattice_lstm", 64, 256, "tf32", "inference", v) for v in OF_CELLS]
+        return rows[:4] + one + rows[4:] + two
     return list(_grid(part, [*trees, *others, "transformer"], [(256, 512)], ["tf32"]))
 
 

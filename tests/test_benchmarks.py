@@ -23,6 +23,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import by_hand  # noqa: E402
 import encoder  # noqa: E402
 import gpu  # noqa: E402
+import kernels  # noqa: E402
 import padding  # noqa: E402
 import report  # noqa: E402
 import suite  # noqa: E402
@@ -280,6 +281,38 @@ def test_cases_of_a_gpu():
             assert cases
             assert len(set(cases)) == len(cases)
             assert all(case.variant in gpu.VARIANTS for case in cases)
+
+
+def test_kernels_of_a_gpu():
+    """A product, and a loop of a kernel and of a branch with another one."""
+    text = """
+%body.1 (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  %f.1 = (f32[2]{0}, s32[]) fusion(%p), kind=kLoop, calls=%inside.1
+  ROOT %c = f32[2]{0} conditional(s32[] %i, %p), branch_computations={%one.1, %two.1}
+}
+
+%one.1 (q: f32[2]) -> f32[2] {
+  ROOT %copy.1 = f32[2]{0} copy(%q)
+}
+
+%two.1 (q: f32[2]) -> f32[2] {
+  ROOT %q = f32[2]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  %g = (f32[2]{0}, s8[9]{0}) custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  ROOT %w = f32[2]{0} while(%x), condition=%cond.1, body=%body.1
+}
+"""
+    assert kernels.summary(text) == [
+        "program: 1 (1 product)",
+        "  while: 1 (1 fusion)",
+        "    conditional: 1 (1 copy)",
+        "    conditional: 0 ()",
+        "all: 1 conditional, 1 copy, 1 fusion, 1 product, 1 while",
+    ]
 
 
 def test_profile_of_a_gpu():
