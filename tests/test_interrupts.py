@@ -2,22 +2,21 @@
 
 import gc
 import sys
-import threading
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import take_current_trace
+from interrupts import PROGRAMS, changed, points_of, wrong_after
 
 import jedbatch
-from jedbatch._cell import recording
 from jedbatch._restored import Collector, Restored
 
 PACKAGE = Path(jedbatch.__file__).parent
 # What is changed and has to be put back, and what gives out numbers.
 FILES = {"_registry.py", "_restored.py", "_trace.py"}
 
+SAMPLE = 8  # points of a program
 P = {"w": jnp.ones(2)}
 CONSTANT = jnp.full(2, 3.0)
 step = jedbatch.cell(lambda w, h, x: (h * w + x, h), name="step")
@@ -39,23 +38,6 @@ def recorded(batched):
     graph = batched.plan(P, TREES, gradient=False).graph
     names = [str(graph.types[t]) for t in graph.node_type.tolist()]
     return names, graph.operand.tolist(), graph.outputs.tolist()
-
-
-def changed():
-    """Returns descriptions of global state that is wrong between two calls."""
-    with take_current_trace() as trace:
-        pass
-    state = {
-        "garbage is not collected": not gc.isenabled(),
-        "there is a recorder": recording.recorder is not None,
-        "operations are recorded": "Eval" not in type(trace).__name__,
-        "stacks are large": threading.stack_size() != 0,
-        "there is another limit": sys.getrecursionlimit() != LIMIT,
-    }
-    return [text for text, holds in state.items() if holds]
-
-
-LIMIT = sys.getrecursionlimit()
 
 
 def run_until(call, place):
@@ -97,6 +79,16 @@ def test_interrupts_anywhere_in_recording():
         run_until(lambda batched=batched: recorded(batched), line)
         assert not changed(), line
         assert recorded(batched) == expected, line
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_interrupts_at_some_lines_of_all_modules(name):
+    """A fixed sample; `tests/interrupts.py` tries all of them."""
+    call = PROGRAMS[name]()
+    expected = call()
+    points = points_of(name)
+    for point in points[:: len(points) // SAMPLE]:
+        assert not wrong_after(call, expected, point), point
 
 
 def test_interrupts_anywhere_in_a_lazy_scope():
