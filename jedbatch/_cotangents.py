@@ -132,6 +132,16 @@ class Readers:
     leads_to: np.ndarray | None
     refused: tuple[Refused, ...]
 
+    @functools.cached_property
+    def _encoded(self) -> dict[InstructionSet, np.ndarray]:
+        return {}
+
+    def encoded(self, instructions: InstructionSet) -> np.ndarray:
+        """The stretches as instructions; kept, since programs are chosen by how many these are."""
+        if instructions not in self._encoded:
+            self._encoded[instructions] = instructions.encode(self.stretches)
+        return self._encoded[instructions]
+
 
 def find_readers(
     placed: Placed,
@@ -389,7 +399,7 @@ def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseS
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
         and needed.stretches <= signature.stretches
         and (needed.tells, needed.refused) == (signature.tells, signature.refused)
-        and len(signature.instructions.encode(readers.stretches)) <= signature.stretches
+        and len(readers.encoded(signature.instructions)) <= signature.stretches
     )
 
 
@@ -398,7 +408,7 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
     graph, layout, forward = placed.graph, placed.layout, signature.forward
     form = signature.form
     table = np.zeros(form.size, np.int32)
-    instructions = signature.instructions.encode(readers.stretches)
+    instructions = readers.encoded(signature.instructions)
     form.view(table, "num_stretches")[0] = len(instructions)
     form.view(table, "stretches")[: len(instructions)] = instructions
 

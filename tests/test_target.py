@@ -10,6 +10,7 @@ import pytest
 from helpers import check, compilations, random_tree
 
 import jedbatch
+from jedbatch._instructions import InstructionSet
 
 GPU = jedbatch.Target.named("gpu")
 VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -84,6 +85,17 @@ def test_no_arena_is_copied(params):
     for (shape, _), rows in zip(signature.arenas, signature.rows, strict=True):
         dims = ",".join(map(str, (rows, *shape)))
         assert not re.search(rf"\w+\[{dims}\]\S* copy\(", text)
+
+
+def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
+    batched = jedbatch.batch(encode, target="gpu")
+    batched.plan(params, trees(0, 4), gradient=True)
+    found = []
+    method = InstructionSet._encode
+    counted = lambda self, *args: found.append(self.reverse) or method(self, *args)  # noqa: E731
+    monkeypatch.setattr(InstructionSet, "_encode", counted)
+    batched.plan(params, trees(0, 4), gradient=True)
+    assert found.count(True) == 1
 
 
 def test_few_widths_are_compiled():
