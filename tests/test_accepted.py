@@ -78,7 +78,7 @@ def test_transfers_of_tables_are_explicit(executor):
 def halved(params, x):
     x = params @ x
     while x[0] > 0.25 and params[0, 0] > 0:
-        x = params @ x
+        x = params @ x / 3
     return x
 
 
