@@ -1,4 +1,4 @@
-"""Who runs a program, and how it is differentiated.
+"""Who runs a program.
 
 `Fused` runs each half of a program as one XLA program. `Dispatch` calls the same chunks one by one
 from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,
@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 
 from jedbatch._arenas import empty, take
 from jedbatch._configuration import devices_of, finds_faults, is_staging
@@ -32,11 +31,9 @@ from jedbatch._execute import Forward, Reverse, advance, fused_forward, fused_re
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._program import Signature
-from jedbatch._returned import joined, split
-from jedbatch._reverse import SLOTS
 from jedbatch._stored import row_bytes
 from jedbatch._target import Target
-from jedbatch._transfers import handed_over, unguarded
+from jedbatch._transfers import handed_over
 from jedbatch._zeros import guarded, sources_of, where_alive
 
 
@@ -356,82 +353,6 @@ def pulled_back(
 
 
 EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
-
-
-def differentiable_run(
-    executor_of: Callable,
-    signature: Signature,
-    batch: int | None,
-    permit: Callable,
-    reverse_of: Callable,
-) -> Callable:
-    """`run(shared, inputs, table, reverse_table)` with the reverse rule of the program.
-
-    It returns pieces (see `_returned`).
-
-    Args:
-      executor_of: who runs it on some values, which may be traced or not.
-      signature: the program.
-      batch: rows of a piece; None if each row is one.
-      permit: raises an error if it must not be differentiated.
-      reverse_of: from the reverse table, for each arena bool[pieces] that have a cotangent, and
-        what it is differentiated with respect to (see `Refused.origins`), to the reverse signature
-        and its tables, when they are needed.
-    """
-    moving = [EVERYWHERE]
-
-    def run(shared, inputs, table, reverse_table):
-        given = shared, inputs, table
-        return split(executor_of(given).infer(*given), batch)
-
-    def forwards(*primals):
-        permit()
-        if any(map(_is_primal, jax.tree.leaves(primals, is_leaf=_is_primal))):
-            moving[0] = origins_of(*primals[:2])
-            primals = custom_vjp_primal_tree_values(primals)
-        *given, reverse_table = primals
-        shared, _, table = given
-        outputs, values = executor_of(given).save(*given)
-        return split(outputs, batch), (shared, table, reverse_table, values)
-
-    @unguarded
-    def backwards(residuals, cotangents):
-        shared, table, reverse_table, values = residuals
-        outputs, exist = joined(signature.arenas, signature.outputs, cotangents, batch)
-        reverse, *reverse_tables = reverse_of(reverse_table, exist, moving[0])
-        tables = (table, *reverse_tables)
-        executor = executor_of((shared, tables, values, outputs))
-        of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
-        return of_shared, of_inputs, None, None
-
-    exact, dense = jax.custom_vjp(run), jax.custom_vjp(run)
-    exact.defvjp(forwards, backwards, symbolic_zeros=True)
-    dense.defvjp(forwards, backwards)
-
-    def call(*args: Any) -> Any:
-        try:
-            return exact(*args)
-        except NotImplementedError as error:  # inside of `jax.shard_map`, JAX has no such zeros
-            if "symbolic_zeros" not in str(error):
-                raise
-            return dense(*args)
-
-    return call
-
-
-EVERYWHERE = (1 << 1 + SLOTS) - 1  # all that may be perturbed, as `origins_of` says it
-
-
-def origins_of(shared: Any, inputs: Sequence[Any]) -> int:
-    """Returns which primals are perturbed, as the bits of `Refused.origins`."""
-    origins = int(any(x.perturbed for x in jax.tree.leaves(shared, is_leaf=_is_primal)))
-    for a, x in enumerate(inputs):
-        origins |= x.perturbed << 1 + min(a, SLOTS - 1)
-    return origins
-
-
-def _is_primal(x: Any) -> bool:
-    return isinstance(x, CustomVJPPrimal)
 
 
 def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:

@@ -6,10 +6,9 @@ This is what `batch` and `lazy` have in common, from the graph they recorded to 
 results are made of.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,9 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._cotangents import ReverseSignature
-from jedbatch._executors import EXECUTORS, differentiable_run
+from jedbatch._derivatives import reverse_mode_only
+from jedbatch._differentiable import Differentiable
+from jedbatch._executors import EXECUTORS
 from jedbatch._graph import Graph
 from jedbatch._indices import check_rows
 from jedbatch._instances import is_array
@@ -190,7 +191,7 @@ def run_plan(
         return reverse, handed_over(table), None
 
     executor_of = functools.partial(session.executor, signature)
-    run = differentiable_run(executor_of, signature, batch, permit, reverse_of)
+    run = Differentiable(executor_of, signature, batch, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*given, handed_over(plan.reverse_table)), packed
 
@@ -248,19 +249,3 @@ def refuse(signature: ReverseSignature, bits: Any, moving: int, name: str) -> No
                 "through it, write `jax.lax.stop_gradient` around it."
             )
             raise
-
-
-@contextlib.contextmanager
-def reverse_mode_only(name: str) -> Iterator[None]:
-    """Inside runs what has a rule for reverse mode only; `name` says what, for messages."""
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            f"{name} is differentiated in forward mode (`jax.jvp`, "
-            "`jax.jacfwd`); expected reverse mode, the only one it has a rule for. Write "
-            "`jax.vjp`, `jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
-            "`jax.jacfwd(jax.grad(f))`."
-        ) from error

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jedbatch._alive import LEAVES
 from jedbatch._jaxpr import has_gradient
@@ -48,12 +47,12 @@ def joined(
 ) -> tuple[tuple[Any, ...], list[np.ndarray]]:
     """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
 
-    `counts` has the number of rows returned from each arena.
+    `counts` has the number of rows returned from each arena; pieces are None where there is none.
     """
     found: list[Any] = []
     exist = []
     for (shape, dtype), count, pieces in zip(arenas, counts, cotangents, strict=True):
-        flags = np.array([not isinstance(x, SymbolicZero) for x in pieces], bool)
+        flags = np.array([x is not None for x in pieces], bool)
         exist.append(flags & has_gradient(dtype))
         if not has_gradient(dtype):
             found.append(None)

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._cell import pause, recording
@@ -143,6 +143,11 @@ class Outcome:
     references: tuple[int, ...]
 
 
+def _cotangent(x: Any) -> Any:
+    """None for a cotangent that does not exist."""
+    return None if isinstance(x, SymbolicZero) else x
+
+
 class Stepwise:
     """One call of a batched function that decides on values.
 
@@ -224,7 +229,8 @@ class Stepwise:
         placed, signature = workspace.whole(self._returned, batch is not None)
         lowered = lower(placed, signature)
         assert lowered is not None
-        outputs, exist = joined(signature.arenas, signature.outputs, cotangents, batch)
+        pieces = tuple([_cotangent(x) for x in mine] for mine in cotangents)
+        outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
         reverse, reverse_table = session.reverse(placed, signature, wanted=wanted)
         refuse(reverse, None, -1, "a batched function")

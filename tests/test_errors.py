@@ -312,10 +312,23 @@ def test_a_plan_for_inference_is_not_differentiated_under_jit():
         jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan).sum()))(P, plan)
 
 
-def test_forward_mode():
-    batched = jedbatch.batch(double)
-    with pytest.raises(TypeError, match=r"jax\.vjp"):
-        jax.jvp(lambda p: batched(p, [X]), (P,), (P,))
+def test_rules_for_reverse_mode_only():
+    """A rule of the user's has no forward mode, and its transpose is not known."""
+
+    @jax.custom_vjp
+    def ruled(x):
+        return x * 2
+
+    ruled.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -1, 1),))
+    batched = jedbatch.batch(lambda p, x: ruled(p * x) ** 2)
+    total = lambda p: batched(p, [X]).sum()  # noqa: E731
+    for run in (
+        lambda: jax.jvp(total, (P,), (P,)),
+        lambda: jax.linearize(total, P)[1](P),
+        lambda: jax.grad(lambda p: jax.grad(total)(p).sum())(P),
+    ):
+        with pytest.raises(TypeError, match=r"(?s)rule.*jax\.custom_vjp.*forward over reverse"):
+            run()
 
 
 def test_a_plan_cannot_keep_a_tracer():
