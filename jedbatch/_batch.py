@@ -502,7 +502,13 @@ def batch(
     `fn` is written for one instance, as a pure function in ordinary Python and JAX: recursion,
     loops and branches may depend on the instance. The batched function records what each
     instance computes, groups operations of all instances into batches and runs everything as one
-    XLA program, compiled once for every topology, and differentiable in reverse mode.
+    XLA program, compiled once for every topology, and differentiable.
+
+    Derivatives may be of any order, in both modes and mixed. What has a `jax.custom_vjp` in it has
+    no forward mode and no second reverse, for which the rule of a `jax.custom_jvp` is taken to be
+    a derivative. The same holds for functions that decide on values and for arrays that differ in
+    length. Nothing is pulled back from results that nobody differentiates, but zeros are from those
+    of instances that a loss does not read, if `apply` runs under `jax.jit` and `out_axes` is None.
 
     Arrays in instances may differ in length, `[n, ...]` with another n in each. Operations on them
     run on the rows of all instances, whatever n is, without padding one to the other, and are

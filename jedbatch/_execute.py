@@ -11,9 +11,9 @@ A kernel may have two bodies for each width: one gathers its operands row by row
 those as slices that often are.
 
 Differentiating such a loop with JAX costs a copy of the arenas per step. The program is one
-`jax.custom_vjp` instead, whose reverse walks the batches backwards: it sums up the cotangent
-rows of each value's readers, runs the kernel's reverse, writes a row per operand. There is no
-scatter in it, and sums are always taken in the same order. Weight gradients follow after the
+primitive instead (see `_derivatives`), whose reverse walks the batches backwards: it sums up the
+cotangent rows of each value's readers, runs the kernel's reverse, writes a row per operand. There
+is no scatter in it, and sums are always taken in the same order. Weight gradients follow after the
 sweep, from all lanes at once (see `_cells`).
 
 Source: ED-Batch for batches over contiguous arenas; the forms of the loop were measured.

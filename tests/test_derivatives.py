@@ -84,7 +84,7 @@ def test_forces_in_a_loss():
         return jax.grad(of)(P)
 
     def by_loop(p, xs):
-        (rows,) = xs.values()
+        rows = xs["float32[]"]
         return sum(
             (layer(p, layer(p, x)) if k else layer(p, x)).sum() for k, x in enumerate(rows[:2])
         )
