@@ -1,7 +1,7 @@
 """Lowering the reverse: who reads what, as tables.
 
-In reverse every operand of every lane has a row for the cotangent it sends to
-the value it reads, and so has every output. A value's cotangent is the sum of the rows of its
+In reverse every operand of every lane has a row for the cotangent it sends to the value it reads
+(see `_sent`), and so has every output. A value's cotangent is the sum of the rows of its
 readers, which a table lists, at most `MAX_READERS`; more readers are first summed, four rows at
 a time, by steps of their own. One row of each arena is zero, for readers that do not exist.
 
@@ -25,10 +25,12 @@ from jedbatch._ladder import NUM_WIDTHS
 from jedbatch._paths import distinct, ranges
 from jedbatch._program import Placed, Signature, capacity
 from jedbatch._reverse import differentiable
+from jedbatch._sent import Sent, arenas_of_operands, shares_rows
 from jedbatch._stretches import find_stretches
 from jedbatch._tables import TableForm
 
 MAX_READERS = 4
+SUMS = 1 << 30  # rows from here on are those of sums, until a program is chosen
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ReverseSignature:
       readers: readers listed per value, for each result of each type.
       input_readers: readers listed per input, for each arena.
       sums: capacity of the rows that sum up readers, for each arena.
+      sent: capacity of the rows that cotangents of operands share, for each arena; None if every
+        lane has rows of its own.
       stretches: capacity of stretches.
       tells: whether the table says to which results values lead (see `Alive.leads_to`).
       refused: results of kernels that cannot be differentiated and would have to be.
@@ -50,6 +54,7 @@ class ReverseSignature:
     readers: tuple[tuple[int, ...], ...]
     input_readers: tuple[int, ...]
     sums: tuple[int, ...]
+    sent: tuple[int, ...] | None
     stretches: int
     tells: bool
     refused: tuple[Refused, ...]
@@ -57,13 +62,18 @@ class ReverseSignature:
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
-        """The first cotangent row of each operand of each type; -1 if it has none."""
+        """The first cotangent row of each operand of each type if lanes have rows of their own.
+
+        -1 for operands that have none.
+        """
         return self.forward.cotangent_rows[0]
 
     @functools.cached_property
     def sum_bases(self) -> tuple[int, ...]:
         """The first row of sums of each arena."""
-        return self.forward.cotangent_rows[1]
+        if self.sent is None:
+            return self.forward.cotangent_rows[1]
+        return tuple(map(sum, zip(self.forward.outputs, self.sent, strict=True)))
 
     @property
     def zero(self) -> tuple[int, ...]:
@@ -73,8 +83,10 @@ class ReverseSignature:
     @functools.cached_property
     def widths(self) -> tuple[tuple[int, ...], ...]:
         """The widths compiled for each kernel, then for the sums of each arena."""
-        sums = self.forward.target.sums.widths
-        return *self.forward.widths, *(tuple(w for w in sums if w <= rows) for rows in self.sums)
+        sums, forward = self.forward.target.sums.widths, self.forward
+        pairs = zip(forward.kernels, forward.widths, strict=True)
+        kernels = (() if kernel.reverse.is_leaf else widths for kernel, widths in pairs)
+        return *kernels, *(tuple(w for w in sums if w <= rows) for rows in self.sums)
 
     @functools.cached_property
     def instructions(self) -> InstructionSet:
@@ -101,6 +113,8 @@ class ReverseSignature:
         form.add(("stretches",), self.stretches, self.instructions.columns)
         for k, lanes in enumerate(forward.lanes):
             form.add(("blocks", k), len(forward.target.blocks.widths))
+            if self.sent is not None:
+                form.add(("sent", k), len(forward.kernels[k].operands), lanes)
             for s, readers in enumerate(self.readers[k]):
                 form.add(("readers", k, s), readers, lanes)
                 if self.tells:
@@ -117,8 +131,9 @@ class Readers:
 
     Attributes:
       columns: cotangent rows that make up the cotangent of every value and input, -1 for none:
-        a list of int32[V + I], in which input i is at -1 - i.
+        a list of int32[V + I], in which input i is at -1 - i. Sum i is at `SUMS + i`.
       sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
+      sent: where the operands of each batch have their rows, if these are shared.
       stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
         whose cotangents are summed up.
       leads_to: int32[V], the results that each value leads to, as bits; None if they are not
@@ -128,6 +143,7 @@ class Readers:
 
     columns: list[np.ndarray]
     sums: list[np.ndarray]
+    sent: Sent | None
     stretches: np.ndarray
     leads_to: np.ndarray | None
     refused: tuple[Refused, ...]
@@ -148,6 +164,7 @@ def find_readers(
     signature: Signature,
     leaves: Sequence[np.ndarray] | None = None,
     wanted: Sequence[np.ndarray] | None = None,
+    shares: bool | None = None,
 ) -> Readers:
     """Lists the readers of every value.
 
@@ -157,12 +174,14 @@ def find_readers(
       leaves: for each arena, int[outputs]: the number of the result that each row returned belongs
         to, if results are to be told apart.
       wanted: for each arena, bool[outputs]: what is differentiated; None if all is.
+      shares: whether cotangents share rows; None for where that saves much.
     """
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
     alive = None
     if wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels):
         alive = Alive.everything(placed)
-        target, row, runs = _find_edges(placed, signature, alive, wanted)
+        sent = _find_sent(placed, signature, alive, shares)
+        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
         columns, left = _list_edges(placed, target, row)
         is_read = np.zeros(graph.num_values, bool)
         if columns:
@@ -171,13 +190,16 @@ def find_readers(
             alive = None
     if alive is None:
         alive = Alive.find(placed, wanted)
-        target, row, runs = _find_edges(placed, signature, alive, wanted)
+        sent = _find_sent(placed, signature, alive, shares)
+        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
         columns, left = _list_edges(placed, target, row)
 
     position = np.full(len(graph.types), -1)
     position[list(placed.type_ids)] = [signature.kernels.index(k) for k in placed.kernels]
     batches = [position[schedule.batch_type], layout.start, layout.trips]
     steps = np.column_stack(batches)[::-1]
+    works = np.array([not kernel.reverse.is_leaf for kernel in signature.kernels], bool)
+    works = works[steps[:, 0]]
     sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
     if len(left):
         busy = np.isin(target, distinct(target[left]))
@@ -187,30 +209,45 @@ def find_readers(
             row[busy],
             arena[busy],
             placed,
-            signature.cotangent_rows[1],
             columns,
             len(sums),
         )
         batch = np.arange(len(schedule))[::-1]
         steps = np.concatenate([steps, before[:, 2:]])
+        works = np.append(works, np.ones(len(before), bool))
         order = np.lexsort(
             (
                 np.concatenate([np.full(len(batch), np.iinfo(int).max), before[:, 1]]),
                 -np.concatenate([batch, before[:, 0]]),
             )
         )
-        steps = steps[order]
+        steps, works = steps[order], works[order]
+    steps = steps[works]
     kernels = signature.kernels
     sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
     widths = signature.kernel_widths
     stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], widths, reverse=True)
     leads_to = None if leaves is None else find_leads(placed, leaves)
     refused = find_refused(placed, alive, leads_to, signature)
-    return Readers(columns, sums, stretches, leads_to, refused)
+    return Readers(columns, sums, sent, stretches, leads_to, refused)
+
+
+def _find_sent(
+    placed: Placed, signature: Signature, alive: Alive, shares: bool | None
+) -> Sent | None:
+    """Returns the rows that cotangents share, if they do; see `find_readers`."""
+    if shares or (shares is None and shares_rows(signature)):
+        sent = Sent.find(placed, signature, alive)
+        return sent if shares or sent.saves_much(signature) else None
+    return None
 
 
 def _find_edges(
-    placed: Placed, signature: Signature, alive: Alive, wanted: Sequence[np.ndarray] | None
+    placed: Placed,
+    signature: Signature,
+    alive: Alive,
+    sent: Sent | None,
+    wanted: Sequence[np.ndarray] | None,
 ) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
     """Returns who sends a cotangent to whom.
 
@@ -234,9 +271,13 @@ def _find_edges(
                 some = nodes
                 if alive.reads is not None:
                     some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
+                a = signature.arena(value_type)
                 targets.append(graph.operand[graph.operand_ptr[some] + j])
-                rows.append(bases[k][j] + layout.lane[some])
-                arenas.append((signature.arena(value_type), len(some)))
+                if sent is None:
+                    rows.append(bases[k][j] + layout.lane[some])
+                else:
+                    rows.append(signature.outputs[a] + sent.rows_of(placed, some, j))
+                arenas.append((a, len(some)))
     target, row = (np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows))
     size = graph.num_values + graph.num_inputs
     return np.where(target >= 0, target, size + target), row, arenas
@@ -260,7 +301,7 @@ def _list_edges(
     return columns, left
 
 
-def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
+def _sum_up(target, row, arena, placed, columns, num_arenas):
     """Sums of four for values with many readers; changes `columns` for those values.
 
     Returns the rows each sum adds up, by arena, and int64[..., 4 + NUM_WIDTHS]: (batch whose values
@@ -308,7 +349,7 @@ def _sum_up(target, row, arena, placed, sum_bases, columns, num_arenas):
         a = int(where[group[0]])
         trips = placed.target.sums.cover(np.array([len(group)]))[0]
         lane_of[group] = lanes[a] + np.arange(len(group))
-        final[group] = sum_bases[a] + lane_of[group]
+        final[group] = SUMS + lane_of[group]
         row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
         steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
         lanes[a] += int(placed.target.sums.lanes(trips))
@@ -349,6 +390,11 @@ def make_reverse_signature(
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
     sums = [placed.capacity(x.shape[1]) for x in readers.sums]
+    sent = None
+    if readers.sent is not None:
+        sent = readers.sent.room(forward)
+        if model is not None and model.sent is not None:
+            sent = [max(a, b) for a, b in zip(sent, model.sent, strict=True)]
     if model is not None:
         listed = [
             [max(a, b) for a, b in zip(x, y, strict=True)]
@@ -356,13 +402,14 @@ def make_reverse_signature(
         ]
         inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
-    more = len(readers.stretches) - len(placed.stretches)
+    more = max(0, len(readers.stretches) - len(placed.stretches))
     stretches = forward.stretches + capacity(2 * more) if forward.target.control == "loops" else 0
     return ReverseSignature(
         forward,
         tuple(map(tuple, listed)),
         tuple(inputs),
         tuple(sums),
+        None if sent is None else tuple(sent),
         max(stretches, model.stretches if model else 0),
         readers.leads_to is not None,
         readers.refused,
@@ -397,6 +444,8 @@ def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseS
         )
         and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
+        and (readers.sent is None) == (signature.sent is None)
+        and (readers.sent is None or bool((readers.sent.rows <= signature.sent).all()))
         and needed.stretches <= signature.stretches
         and (needed.tells, needed.refused) == (signature.tells, signature.refused)
         and len(readers.encoded(signature.instructions)) <= signature.stretches
@@ -412,31 +461,39 @@ def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature)
     form.view(table, "num_stretches")[0] = len(instructions)
     form.view(table, "stretches")[: len(instructions)] = instructions
 
-    def fill(view, values, places, zero):
-        view[:] = zero
+    def resolved(rows, a):
+        if readers.sums[a].shape[1]:
+            rows = np.where(rows >= SUMS, rows - SUMS + signature.sum_bases[a], rows)
+        return np.where(rows >= 0, rows, signature.zero[a])
+
+    def fill(view, values, places, a):
+        view[:] = signature.zero[a]
         for rows, column in zip(view, readers.columns, strict=False):
-            found = column[values]
-            rows[places] = np.where(found >= 0, found, zero)
+            rows[places] = resolved(column[values], a)
 
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
         used = int(layout.lanes[t])
         form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
         nodes = placed.nodes[t]
+        if readers.sent is not None:
+            first = readers.sent.rows_of_lanes(placed, t)
+            for j, a in enumerate(arenas_of_operands(forward)[k]):
+                if a >= 0:
+                    form.view(table, "sent", k)[j, :used] = forward.outputs[a] + first[j]
         for s, value_type in enumerate(kernel.results):
-            zero = signature.zero[forward.arena(value_type)]
             view = form.view(table, "readers", k, s)
             values = graph.value_ptr[nodes] + s
-            fill(view, values, layout.lane[nodes], zero)
+            fill(view, values, layout.lane[nodes], forward.arena(value_type))
             if readers.leads_to is not None:
                 form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
     for a, kind in enumerate(placed.arenas):
         b = forward._arena_ids[kind]
         found = np.flatnonzero(placed.input_arena == a)
         view = form.view(table, "input_readers", b)
-        fill(view, -1 - found, placed.input_row[found], signature.zero[b])
+        fill(view, -1 - found, placed.input_row[found], b)
     for a, sums in enumerate(readers.sums):
         view = form.view(table, "sums", a)
         view[:] = signature.zero[a]
-        view[:, : sums.shape[1]] = np.where(sums >= 0, sums, signature.zero[a])
+        view[:, : sums.shape[1]] = resolved(sums, a)
     return table

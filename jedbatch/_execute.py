@@ -28,13 +28,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._arenas import cut, empty, isolated, put, read, row, spread, take
+from jedbatch._cells import Kernel
 from jedbatch._cotangents import ReverseSignature
 from jedbatch._jaxpr import has_gradient
 from jedbatch._ladder import Ladder
 from jedbatch._program import Signature
 from jedbatch._reads import GATHER, Reading, extent
-from jedbatch._reverse import Tap, differentiable
+from jedbatch._reverse import differentiable
+from jedbatch._stored import Kind
 from jedbatch._sweep import bodies_of, sweep
+from jedbatch._taps import Tap
 from jedbatch._zeros import where_alive
 
 
@@ -168,10 +171,15 @@ class Forward:
         )
 
 
+def rooms_for_more(kernel: Kernel) -> Sequence[Kind]:
+    """(shape, dtype) of the rows of a kernel for which there is no room over what was saved."""
+    return () if kernel.reverse.is_leaf else kernel.reverse.extra
+
+
 class Reverse:
     """The reverse half of a program.
 
-    Its state is `(cotangents, rooms)`: for each arena a row per operand of every lane; and for
+    Its state is `(cotangents, rooms)`: for each arena the rows that operands send back; and for
     each kernel what was saved, which the rows that weight gradients are made of replace as the
     sweep goes. Its tables are that of the forward half, its own, and, if the program tells results
     apart, int32[1]: which of them are differentiated, as bits.
@@ -192,7 +200,7 @@ class Reverse:
             else:
                 cotangents.append(None)
         rooms = [
-            (*rows, *(empty(lanes, kind) for kind in kernel.reverse.extra))
+            (*rows, *(empty(lanes, kind) for kind in rooms_for_more(kernel)))
             for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
         ]
         return tuple(cotangents), tuple(rooms)
@@ -249,6 +257,7 @@ class Reverse:
             given.append(
                 self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
             )
+        places = self.sent(k, tables[1], lane)
         kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
         alive = {
             s: self.alive(k, s, tables, lane, width)
@@ -257,7 +266,7 @@ class Reverse:
         }
 
         def write(lane, read, state):
-            operands, results, kept, given = read
+            operands, results, kept, given, places = read
             cotangents, rooms = list(state[0]), list(state[1])
             run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(*consts[k], operands, results, kept, given, alive)
@@ -267,15 +276,28 @@ class Reverse:
                     flags = [alive[s] for s in sorted(back.flow[j])]
                     out = where_alive(spread(functools.reduce(jnp.logical_or, flags), out), out)
                 a = forward.arena(kernel.operands[j])
-                cotangents[a] = put(cotangents[a], out, signature.bases[k][j] + lane)
+                cotangents[a] = put(cotangents[a], out, places[j])
             mine = list(rooms[k])
             for room, x in zip(back.rooms, rows, strict=True):
                 mine[room] = put(mine[room], x, lane)
             rooms[k] = tuple(mine)
             return tuple(cotangents), tuple(rooms)
 
-        read = operands, results, kept, given
+        read = operands, results, kept, given, places
         return isolated(forward.target, lane, read, write, state)
+
+    def sent(self, k: int, table: Any, lane: Any) -> list[Any]:
+        """The first cotangent row of each operand of the chunk of kernel k that begins in a lane.
+
+        For operands that have none, any number.
+        """
+        signature = self.signature
+        if signature.sent is None:
+            return [base + lane for base in signature.bases[k]]
+        return [
+            row(signature.form, table, ("sent", k), j, start=lane, size=1)[0]
+            for j in range(len(signature.forward.kernels[k].operands))
+        ]
 
     def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
@@ -310,7 +332,7 @@ class Reverse:
             kinds = enumerate(kernel.const_kinds)
             total = [jnp.zeros(*kind) if c in sources else None for c, kind in kinds]
             for tap in taps:
-                total = self._tap(k, tap, consts[k], tables, arenas, state[1][k], total)
+                total = self._tap(k, tap, consts[k], tables, arenas, state, total)
             gradients.append(total)
             flags = [
                 self.alive_by(k, tables, sources[c], 0, 0).any() if c in sources else None
@@ -319,10 +341,10 @@ class Reverse:
             alive.append(flags)
         return gradients, alive
 
-    def _tap(self, k, tap, consts, tables, arenas, rooms, total):
+    def _tap(self, k, tap, consts, tables, arenas, state, total):
         """Adds what one tapped operation contributes to the gradients of its consts."""
         forward, form = self.signature.forward, self.signature.form
-        back = forward.kernels[k].reverse
+        back, rooms = forward.kernels[k].reverse, state[1][k]
         saved = rooms[: len(back.saved)]
 
         def rows_of(lane, width):
@@ -331,7 +353,14 @@ class Reverse:
             return jax.vmap(tap.rows, axis_size=width)(operands, kept)
 
         def cotangents_of(lane, width):
-            return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+            if not back.is_leaf:
+                return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+            results = [back.echoed[c] for c in tap.cotangents]
+            found = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
+            return [
+                self.gather(("readers", k, s), tables[1], state[0][a], lane, width)
+                for s, a in found
+            ]
 
         def alive_of(lane, width):
             return [self.alive_by(k, tables, some, lane, width) for some in tap.sources]
@@ -367,21 +396,25 @@ def tap_gradient(
 
     def block(width, lane, total):
         alive = alive_of(lane, width)
-        pairs = zip(alive, cotangents_of(lane, width), strict=True)
-        given = [where_alive(spread(flags, x), x) for flags, x in pairs]
+        triples = zip(alive, cotangents_of(lane, width), tap.shapes, strict=True)
+        given = [
+            where_alive(spread(flags, x), x).reshape(len(x), *shape) for flags, x, shape in triples
+        ]
         live = functools.reduce(jnp.logical_or, alive)
         rows = rows_of(lane, width)
         others = [jnp.zeros_like(x) for x in rows] if tap.linear else first
         rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, others, strict=True)]
         total = list(total)
-        for c, gradient in zip(tap.consts, tap.gradient(consts, rows, given), strict=True):
-            if everywhere is not None:
-                gradient = where_alive(everywhere.any(), gradient)
-            total[c] = total[c] + gradient
+        if tap.linear:
+            found = tap.added([total[c] for c in tap.consts], consts, rows, given)
+        else:
+            pairs = zip(tap.consts, tap.gradient(consts, rows, given), strict=True)
+            assert everywhere is not None
+            found = [total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs]
+        for c, x in zip(tap.consts, found, strict=True):
+            total[c] = x
         return total
 
-    if tap.look_up:
-        return block(lanes, 0, total)
     return each_block(blocks, lanes, trips, block, list(total))
 
 

@@ -14,8 +14,7 @@ memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from jedbatch._jaxpr import (
     value_of,
 )
 from jedbatch._stored import Kind, stored
+from jedbatch._taps import Tap
 from jedbatch._types import ValueType
 from jedbatch._zeros import Sources, guarded, sources_of
 
@@ -65,6 +65,9 @@ STRUCTURAL = frozenset(
     }
 )
 
+# Of these, those that keep every element in its place, unless they repeat some.
+RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
+
 CONSTS = -1  # in place of an operand
 SLOTS = 62  # results of a node told apart; further ones are always alive
 PRODUCT = "product"
@@ -87,50 +90,6 @@ def _tap_jvp(primals, tangents):
     return primals[0], tangents[0] + tangents[1]
 
 
-@dataclass(frozen=True, eq=False)
-class Tap:
-    """A place where consts meet rows.
-
-    Attributes:
-      consts: positions of the consts there that have a gradient.
-      fixed: positions of those that have none (integers).
-      cotangents: which of the rows the sweep leaves behind are its results' cotangents.
-      sources: for each of these the results of the kernel whose cotangents it is made of.
-      rows: maps (operands, saved) of one lane to the other things it reads.
-      apply: maps (consts, fixed, rows) of one lane to its results that have a cotangent.
-      linear: zero rows give zero, so lanes that never ran may hold zeros.
-      look_up: its gradient is a scatter.
-      scale: it multiplies a row by a const of its shape, element by element.
-    """
-
-    consts: tuple[int, ...]
-    fixed: tuple[int, ...]
-    cotangents: tuple[int, ...]
-    sources: tuple[Sources, ...]
-    rows: Callable
-    apply: Callable
-    linear: bool = True
-    look_up: bool = False
-    scale: bool = False
-
-    def gradient(self, consts: Sequence[Any], rows: Any, cotangents: Sequence[Any]) -> list[Any]:
-        """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
-        if self.scale:  # XLA:CPU sums products over lanes 15 times as fast by a product
-            (row,), (cotangent,) = rows, cotangents
-            terms = (row * cotangent).reshape(len(row), -1)
-            ones = jnp.ones(len(row), terms.dtype)
-            total = jnp.dot(ones, terms, precision=jax.lax.Precision.HIGHEST)
-            return [total.reshape(row.shape[1:])]
-        fixed = [consts[c] for c in self.fixed]
-
-        def batched(moving):
-            lane = functools.partial(self.apply, moving, fixed)
-            return jax.vmap(lane, axis_size=len(cotangents[0]))(rows)
-
-        _, vjp = jax.vjp(batched, [consts[c] for c in self.consts])
-        return vjp(list(cotangents))[0]
-
-
 class Reverse:
     """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
 
@@ -145,6 +104,9 @@ class Reverse:
       rooms: where each of these is put: over something saved, or behind it, with `extra`,
         (shape, dtype) of what is behind.
       taps: the places whose consts get their gradients from these rows.
+      is_leaf: whether nothing is computed backwards: it sends nothing, and what taps need is the
+        cotangents of results.
+      echoed: of a leaf, the result whose cotangent each of these rows is.
       operands_read, results_read: what `backward` reads again.
     """
 
@@ -208,6 +170,10 @@ class Reverse:
         self._share_cotangents(places)
         self.taps = tuple(map(self._make_tap, tapped)) + tuple(map(self._make_returned, consts))
         self.flow = tuple(self._flow())
+        given = dict(zip(self._given, self.returned, strict=True))
+        kept = self._backward.outvars
+        self.is_leaf = not self._moving and all(isinstance(v, Var) and v in given for v in kept)
+        self.echoed = tuple(given[v] for v in kept) if self.is_leaf else ()
         self._guard()
 
     def _sources_of_results(self) -> list[Sources]:
@@ -444,9 +410,12 @@ class Reverse:
         self._sources_of = dict(zip(places, of_places, strict=True))
         rows: dict[Any, int] = {}
         self._row_of = {}
+        made = {v: eqn for eqn in self._backward.eqns for v in eqn.outvars}
         for k, (place, v) in enumerate(
             zip(places, self._backward.outvars[num_moving:], strict=True)
         ):
+            while isinstance(v, Var) and v in made and _is_reshape(made[v]):
+                v = made[v].invars[0]
             self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
         kept: list[Any] = [
             v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
@@ -501,6 +470,7 @@ class Reverse:
             consts=tuple(map(kernel.const_vars.index, consts)),
             fixed=tuple(map(kernel.const_vars.index, fixed)),
             cotangents=tuple(self._row_of[v] for v in eqn.outvars if is_inexact(v)),
+            shapes=tuple(v.aval.shape for v in eqn.outvars if is_inexact(v)),
             sources=tuple(self._sources_of[v] for v in eqn.outvars if is_inexact(v)),
             rows=rows,
             apply=apply,
@@ -516,6 +486,7 @@ class Reverse:
             consts=(const,),
             fixed=(),
             cotangents=(self._row_of[s],),
+            shapes=(self.kernel.results[s].shape,),
             sources=(self._sources_of[s],),
             rows=lambda *_: [],
             apply=lambda consts, *_: list(consts),
@@ -568,6 +539,14 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     except Exception:
         return False
     return True
+
+
+def _is_reshape(eqn: Any) -> bool:
+    """Whether an operation gives its operand another shape, and does nothing else."""
+    if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before.size == after.size
 
 
 def _alike(*atoms: Any) -> bool:

@@ -227,12 +227,14 @@ class Session:
         self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
         """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
-        readers = find_readers(placed, forward, leaves, wanted)
+        before = (s for s in reversed(self._reverses) if s.forward == forward)
+        model = next(before, None)
+        shares = None if model is None else model.sent is not None
+        readers = find_readers(placed, forward, leaves, wanted, shares)
         needed = make_reverse_signature(placed, readers, forward, None)
         fitting = (s for s in self._reverses if reverse_fits(needed, readers, s))
         signature = next(fitting, None)
         if signature is None:
-            model = next((s for s in reversed(self._reverses) if s.forward == forward), None)
             signature = make_reverse_signature(placed, readers, forward, model)
             signature = learn_instructions(signature, readers)
             self._reverses.append(signature)

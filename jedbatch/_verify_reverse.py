@@ -53,12 +53,13 @@ class ReverseTrial:
     def _check_signature(self) -> None:
         signature, forward = self.signature, self.signature.forward
         taken = [[(0, n, "outputs")] for n in forward.outputs]
-        for kernel, lanes, bases in zip(
-            forward.kernels, forward.lanes, signature.bases, strict=True
-        ):
+        owners = zip(forward.kernels, forward.lanes, signature.bases, strict=True)
+        for kernel, lanes, bases in owners if signature.sent is None else ():
             for t, base in zip(kernel.operands, bases, strict=True):
                 if differentiable(t):
                     taken[forward.arena(t)].append((base, base + lanes, str(kernel.node_type)))
+        for spans, rows, first in zip(taken, signature.sent or (), forward.outputs, strict=False):
+            spans.append((first, first + rows, "shared"))
         for a, spans in enumerate(taken):
             spans.append((signature.sum_bases[a], signature.zero[a], "sums"))
             spans.append((signature.zero[a], signature.zero[a] + 1, "no reader"))
@@ -78,6 +79,11 @@ class ReverseTrial:
                 self._chunk(table, number, width, lane)
             else:
                 self._sums(table, number - len(forward.kernels), width, lane)
+        for k, kernel in enumerate(forward.kernels):
+            if kernel.reverse.is_leaf:  # read at the end, when gradients of shared values are made
+                for lane in self.forward.lanes[k]:
+                    self._receive(table, k, lane)
+                    self._done.add((k, lane))
         ran = {(k, lane) for k, mine in enumerate(self.forward.lanes) for lane in mine}
         require(ran == self._done, f"{len(ran ^ self._done)} lanes run in one direction only")
         for a, kind in enumerate(forward.arenas):
@@ -101,21 +107,39 @@ class ReverseTrial:
         return found
 
     def _chunk(self, table: np.ndarray, k: int, width: int, lane: int) -> None:
-        signature, forward = self.signature, self.signature.forward
+        forward = self.signature.forward
         kernel = forward.kernels[k]
         require(lane + width <= forward.lanes[k], f"lane {lane} of {kernel.node_type} in reverse")
-        for s, t in enumerate(kernel.results):
-            if differentiable(t):
-                view, a = signature.form.view(table, "readers", k, s), forward.arena(t)
-                for i in range(lane, lane + width):
-                    self.received[a, forward.bases[k][s] + i] = self._gather(a, view[:, i])
+        for i in range(lane, lane + width):
+            self._receive(table, k, i)
+        sent = self._sent(table, k, lane, width)
         for i in range(lane, lane + width):
             require((k, i) not in self._done, f"lane {i} of {kernel.node_type} runs back twice")
             self._done.add((k, i))
             for j, t in enumerate(kernel.operands):
                 if differentiable(t):
-                    row = signature.bases[k][j] + i
-                    self.rows[forward.arena(t)][row] = [("lane", k, j, i)]
+                    self.rows[forward.arena(t)][sent[j] + i - lane] = [("lane", k, j, i)]
+
+    def _receive(self, table: np.ndarray, k: int, lane: int) -> None:
+        """Notes from whom the results of a lane get their cotangents."""
+        signature, forward = self.signature, self.signature.forward
+        for s, t in enumerate(forward.kernels[k].results):
+            if differentiable(t):
+                view, a = signature.form.view(table, "readers", k, s), forward.arena(t)
+                self.received[a, forward.bases[k][s] + lane] = self._gather(a, view[:, lane])
+
+    def _sent(self, table: np.ndarray, k: int, lane: int, width: int) -> list[int]:
+        """Returns the first row of what each operand of a chunk sends."""
+        signature, forward = self.signature, self.signature.forward
+        if signature.sent is None:
+            return [base + lane for base in signature.bases[k]]
+        rows = signature.form.view(table, "sent", k)[:, lane].tolist()
+        for t, row in zip(forward.kernels[k].operands, rows, strict=True):
+            if differentiable(t):
+                a = forward.arena(t)
+                inside = forward.outputs[a] <= row <= signature.sum_bases[a] - width
+                require(inside, f"rows {row} of cotangents of {forward.arenas[a]} are not shared")
+        return rows
 
     def _sums(self, table: np.ndarray, a: int, width: int, lane: int) -> None:
         view, base = self.signature.form.view(table, "sums", a), self.signature.sum_bases[a]
