@@ -103,7 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "programs": (100, "how many"),
             "shrink": (60, "seconds in which each new failure is made small"),
+            "jobs": (1, "processes that run them"),
         },
+    )
+    fuzzing.add_argument(
+        "--first", type=int, default=0, help="the number of the first program (default %(default)s)"
     )
     fuzzing.add_argument("--plans", action="store_true", help="only plan, and check the plans")
     args = parser.parse_args(argv)
@@ -283,7 +287,14 @@ def fuzz(args: argparse.Namespace) -> int:
     """Prints what random programs came to; the status is 1 if some failed."""
     from jedbatch.testing.fuzz import run
 
-    report = run(args.programs, args.seed, shrink=args.shrink, plans=args.plans)
+    report = run(
+        args.programs,
+        args.seed,
+        shrink=args.shrink,
+        plans=args.plans,
+        first=args.first,
+        jobs=args.jobs,
+    )
     print(report)
     return int(bool(report.failures))
 

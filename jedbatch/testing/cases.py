@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch.testing.judges import assert_close, check_plan, stacked, weighted_sum
+from jedbatch._ladder import Ladder
+from jedbatch.testing.judges import (
+    assert_close,
+    check_plan,
+    has_gradient,
+    stacked,
+    weights_for,
+)
 from jedbatch.testing.programs import Instance, Program, make_params
 
 GRANULARITIES = ("cell", "cell", "op", "auto")
@@ -24,6 +31,21 @@ POLICIES = {
     "height": jedbatch.policies.height,
     "sufficient": jedbatch.policies.sufficient,
 }
+# Most programs are small, and compiled in few widths: what a program costs is compiling it.
+ONE_WIDTH = Ladder((4,), 4)
+NARROW = jedbatch.Target(
+    "narrow",
+    heavy=ONE_WIDTH.widths,
+    light=ONE_WIDTH.widths,
+    sums=ONE_WIDTH,
+    blocks=ONE_WIDTH,
+    rows_together=8,
+    together=2,
+    shortest=2,
+)
+SWITCH = dataclasses.replace(NARROW, name="switch", control="switch", superinstruction=3)
+TARGETS = {"narrow": NARROW, "switch": SWITCH, "cpu": "cpu", "gpu": "gpu"}
+READ = ("all", "first leaf", "last instance")  # what a loss reads of the results
 MOVED = 1e-6  # by how much parameters are moved to see whether a program is well conditioned
 
 
@@ -39,6 +61,8 @@ class Way:
       run: a name in `RUNS`.
       granularity, layout, reuse, executor: options of `jedbatch.batch`.
       policy: a name in `POLICIES`.
+      target: a name in `TARGETS`.
+      read: an element of `READ`: what is differentiated.
     """
 
     run: str = "grad(call)"
@@ -47,6 +71,8 @@ class Way:
     reuse: bool | None = None
     executor: str | None = None
     policy: str = "learned"
+    target: str = "narrow"
+    read: str = "all"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -57,6 +83,7 @@ class Way:
             "reuse": self.reuse,
             "executor": self.executor,
             "policy": POLICIES[self.policy],
+            "target": TARGETS[self.target],
         }
 
     def __str__(self) -> str:
@@ -113,7 +140,7 @@ class Case:
           AssertionError: they differ, though the loop itself is well conditioned.
         """
         fn = self.program.function()
-        expected = Expected.of(fn, self.params, self.columns)
+        expected = Expected.of(fn, self.params, self.columns, self.way.read)
         run = Run(self, fn, expected.stacks)
         try:
             run.compare(expected)
@@ -140,7 +167,7 @@ class Case:
         for sign in (-1, 1):
             size = sign * MOVED * (self.rtol / 1e-4)
             moved = jax.tree.map(lambda x, size=size: x * (1 + size), self.params)
-            other = Expected.of(fn, moved, self.columns)
+            other = Expected.of(fn, moved, self.columns, self.way.read)
             try:
                 assert_close(other.results, expected.results, self.rtol)
                 assert_close(other.gradient, expected.gradient, self.rtol)
@@ -154,7 +181,7 @@ class Expected(NamedTuple):
 
     Attributes:
       results: of every instance.
-      gradient: of the weighted sum of all results, with respect to the parameters.
+      gradient: of the weighted sum of all results that are read, with respect to the parameters.
       stacks: whether results stack.
     """
 
@@ -163,25 +190,82 @@ class Expected(NamedTuple):
     stacks: bool
 
     @staticmethod
-    def of(fn: Callable, params: Any, columns: Sequence[Sequence[Any]]) -> "Expected":
+    def of(fn: Callable, params: Any, columns: Sequence[Sequence[Any]], read: str) -> "Expected":
         """Runs the loop, on arrays of JAX."""
         columns = jax.tree.map(
             lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, columns
         )
 
-        def total(params: Any) -> Any:
-            results = [fn(params, *row) for row in zip(*columns, strict=True)]
-            results = jax.tree.map(jnp.asarray, results)
-            stacks = len({_form(r) for r in results}) == 1
-            return weighted_sum(stacked(results) if stacks else results), results
+        def run(params: Any) -> Any:
+            return [
+                jax.tree.map(jnp.asarray, fn(params, *row)) for row in zip(*columns, strict=True)
+            ]
 
-        gradient, results = jax.grad(total, has_aux=True)(params)
-        return Expected(results, gradient, len({_form(r) for r in results}) == 1)
+        results, pull = jax.vjp(run, params)
+        stacks = len({_form(r) for r in results}) == 1
+        (gradient,) = pull(_cotangents(results, stacks, read))
+        return Expected(results, gradient, stacks)
 
     @property
     def joined(self) -> Any:
         """The results as a batched function returns them."""
         return stacked(self.results) if self.stacks else self.results
+
+
+def _cotangents(results: list[Any], stacks: bool, read: str) -> list[Any]:
+    """Cotangents of the loop's results: those of joined results, cut; zero where not read."""
+    blank = jax.tree.map(_blank, results)
+    count = len(results)
+    cut = weights_for(blank)
+    if stacks:
+        weights = weights_for(jax.tree.map(lambda *rows: np.stack(rows), *blank))
+        cut = [jax.tree.map(lambda x, i=i: _row(x, i), weights) for i in range(count)]
+    if read == "last instance":
+        cut[:-1] = [jax.tree.map(_nothing, c) for c in cut[:-1]]
+    if read == "first leaf":
+        leaves, structure = jax.tree.flatten(cut)
+        each = len(leaves) // count if stacks else len(leaves)
+        cut = jax.tree.unflatten(
+            structure, [_nothing(x) if i % each else x for i, x in enumerate(leaves)]
+        )
+    return cut
+
+
+def _blank(x: Any) -> np.ndarray:
+    """An array of the shape of a result, and of its dtype if it has cotangents."""
+    return np.zeros(x.shape, x.dtype if has_gradient(x) else np.int32)
+
+
+def _row(x: np.ndarray, i: int) -> np.ndarray:
+    return x[i : i + 1].reshape(x.shape[1:])  # `x[i]` of float0 is no array
+
+
+def _nothing(x: np.ndarray) -> np.ndarray:
+    return np.zeros(x.shape, x.dtype)
+
+
+def _reader(read: str, stacks: bool) -> Callable[[Any], Any]:
+    """Gives the part of joined results that is differentiated, and the same part of weights."""
+    if read == "first leaf":
+        return lambda joined: jax.tree.leaves(joined)[0]
+    if read == "last instance":
+        return lambda joined: jax.tree.map(_last, joined) if stacks else joined[-1]
+    return lambda joined: joined
+
+
+def _last(x: Any) -> Any:
+    return _row(x, len(x) - 1) if isinstance(x, np.ndarray) else x[-1]
+
+
+def _pulled(run: Callable, read: Callable[[Any], Any], *args: Any) -> tuple[Any, Any]:
+    """Results of a function of some arguments, and the gradients of the part that is read."""
+
+    def reading(*args: Any) -> Any:
+        found = run(*args)
+        return read(found), found
+
+    _, pull, found = jax.vjp(reading, *args, has_aux=True)
+    return found, pull(read(weights_for(found)))
 
 
 def _form(result: Any) -> Any:
@@ -198,12 +282,14 @@ class Run:
       params: its parameters.
       columns: the mapped arguments; each a value per instance.
       stacks: whether results stack.
+      read: gives the part of the results that is differentiated.
       batched: the batched function.
     """
 
     def __init__(self, case: Case, fn: Callable, stacks: bool):
         self.case, self.fn, self.stacks = case, fn, stacks
         self.params, self.columns = case.params, case.columns
+        self.read = _reader(case.way.read, stacks)
         axes = case.program.in_axes
         self.batched = jedbatch.batch(fn, axes, 0 if stacks else None, **case.way.options)
 
@@ -214,7 +300,7 @@ class Run:
         if manner.again:
             order = [*range(len(self.columns[0]))[::-1], 0]
             self.columns = [[column[i] for i in order] for column in self.columns]
-            expected = Expected.of(self.fn, self.params, self.columns)
+            expected = Expected.of(self.fn, self.params, self.columns, self.case.way.read)
             self._compare(manner, expected, "the same in another order")
 
     def _compare(self, manner: "Manner", expected: Expected, what: str) -> None:
@@ -258,12 +344,7 @@ def _gradient(apply: Callable[[Run], Callable], wrap: Callable = lambda f: f) ->
 
     def run(r: Run) -> tuple[Any, Any]:
         inner = apply(r)
-
-        def total(params: Any) -> Any:
-            found = inner(params)
-            return weighted_sum(found), found
-
-        (_, found), gradient = wrap(jax.value_and_grad(total, has_aux=True))(r.params)
+        found, (gradient,) = wrap(lambda params: _pulled(inner, r.read, params))(r.params)
         return found, gradient
 
     return run
@@ -342,12 +423,10 @@ def _checkpoint(r: Run) -> Callable:
 def _jitted_step(r: Run) -> tuple[Any, Any]:
     """As in training: the plan is an argument."""
 
-    def total(params: Any, plan: Any) -> Any:
-        found = r.batched.apply(params, plan)
-        return weighted_sum(found), found
+    def step(params: Any, plan: Any) -> Any:
+        return _pulled(lambda params: r.batched.apply(params, plan), r.read, params)
 
-    step = jax.jit(jax.value_and_grad(total, has_aux=True))
-    (_, found), gradient = step(r.params, r.plan())
+    found, (gradient,) = jax.jit(step)(r.params, r.plan())
     return found, gradient
 
 
@@ -358,19 +437,16 @@ def _of_arrays(r: Run) -> tuple[Any, Any]:
         for column in r.columns
     ]
 
-    def total_of(run: Callable) -> Callable:
-        def total(params: Any, moving: Any) -> Any:
-            columns = [
-                [x if m is None else jnp.asarray(m) for x, m in zip(column, mine, strict=True)]
-                for column, mine in zip(r.columns, moving, strict=True)
-            ]
-            found = run(params, columns)
-            return weighted_sum(found), found
+    def filled(moving: Any) -> Any:
+        return [
+            [x if m is None else jnp.asarray(m) for x, m in zip(column, mine, strict=True)]
+            for column, mine in zip(r.columns, moving, strict=True)
+        ]
 
-        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
-
-    (_, found), (gradient, mine) = total_of(lambda p, c: r.batched(p, *c))(r.params, moving)
-    _, (_, its) = total_of(r.loop)(r.params, moving)
+    found, (gradient, mine) = _pulled(
+        lambda p, m: r.batched(p, *filled(m)), r.read, r.params, moving
+    )
+    _, (_, its) = _pulled(lambda p, m: r.loop(p, filled(m)), r.read, r.params, moving)
     assert_close(mine, its, r.case.rtol, what="gradient of the arrays of instances")
     return found, gradient
 

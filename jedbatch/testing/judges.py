@@ -49,12 +49,25 @@ def weighted_sum(result: Any, instance: int | None = None) -> Any:
     for path, x in jax.tree.leaves_with_path(result):
         x = jnp.asarray(x)
         if has_gradient(x):
-            seed = zlib.crc32(jax.tree_util.keystr(path).encode())
-            weight = np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
+            weight = _weight(path, x)
             wide = jnp.promote_types(x.dtype, "float32")
             terms = (x * weight).astype(wide)
             total = total + (terms if instance is None else terms[instance]).sum()
     return total
+
+
+def weights_for(result: Any) -> Any:
+    """Cotangents for `jax.vjp` of a result: the weights of `weighted_sum`, made without JAX."""
+
+    def weights(path: Any, x: Any) -> np.ndarray:
+        return _weight(path, x) if has_gradient(x) else np.zeros(x.shape, jax.dtypes.float0)
+
+    return jax.tree_util.tree_map_with_path(weights, result)
+
+
+def _weight(path: Any, x: Any) -> np.ndarray:
+    seed = zlib.crc32(jax.tree_util.keystr(path).encode())
+    return np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
 
 
 def assert_close(

@@ -243,6 +243,14 @@ class Program:
         return any(s[0] in ("if", "while", "pick", "float") for s in self.statements)
 
     @functools.cached_property
+    def written(self) -> tuple[str, ...]:
+        """The registers that are assigned, in the order of the last assignments of each."""
+        targets = [line.strip().partition(" = ") for line in _block(self.body, "")]
+        last = {name: i for i, (name, equals, _) in enumerate(targets) if equals}
+        known = [f"{kind}{i}" for kind, count in REGISTERS.items() for i in range(count)]
+        return tuple(sorted(last.keys() & set(known), key=last.__getitem__))
+
+    @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """The lines of the function, without its head."""
         lines = [*_block(self.body, ""), f"return {self._result}"]

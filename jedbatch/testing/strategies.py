@@ -15,7 +15,9 @@ from jedbatch.testing.cases import (
     GRANULARITIES,
     LAYOUTS,
     POLICIES,
+    READ,
     RUNS,
+    TARGETS,
     Case,
     Way,
 )
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 DEPTH = 2  # blocks inside of blocks
+SIZES = (2, 1, 2, 3, 3, 4, 7)  # statements at most; most programs are small, and so compile fast
 WEIGHTS = {"v": 8, "x": 2}  # how often statements write registers of a kind, otherwise once
 
 _INSIDE_V = [name for name, op in OPERATIONS.items() if (op.result, op.operands) == ("v", "vv")]
@@ -91,9 +94,22 @@ def statements(draw: st.DrawFn, depth: int = 0, decides: bool = False) -> tuple:
     return kind, draw(inside)
 
 
-def bodies(depth: int = 0, decides: bool = False, largest: int = 7) -> st.SearchStrategy:
+def bodies(depth: int = 0, decides: bool = False, largest: int = SIZES[-1]) -> st.SearchStrategy:
     """A few statements."""
     return st.lists(statements(depth, decides), min_size=1, max_size=largest).map(tuple)
+
+
+@st.composite
+def _returned(draw: st.DrawFn, program: Program, ragged: bool) -> tuple[str, ...]:
+    """The registers that a program returns: mostly those that it writes, or it would do nothing."""
+    kinds = "vvvvvsitb" + "x" * ragged
+    every = [f"{k}{i}" for k in kinds for i in range(REGISTERS[k])]
+    written = [r for r in program.written if r[0] in kinds] or every
+    which = draw(st.sampled_from(["any", "some written", "some written", "written"]))
+    if which == "written":
+        return tuple(written[-4:])
+    one = st.sampled_from(every if which == "any" else written)
+    return tuple(draw(st.lists(one, min_size=1, max_size=3, unique=True)))
 
 
 @st.composite
@@ -107,10 +123,8 @@ def programs(draw: st.DrawFn, decides: bool | None = None, ragged: bool = True) 
     """
     if decides is None:
         decides = draw(st.sampled_from([False, False, True]))
-    body = draw(bodies(decides=decides))
-    kinds = "vvvvvsitb" + "x" * ragged
-    one = st.sampled_from([f"{k}{i}" for k in kinds for i in range(REGISTERS[k])])
-    returned = tuple(draw(st.lists(one, min_size=1, max_size=3, unique=True)))
+    body = draw(bodies(decides=decides, largest=draw(st.sampled_from(SIZES))))
+    returned = draw(_returned(Program(body), ragged))
     form = draw(st.sampled_from(["one", "tuple", "dict"]))
     marks = []
     for name in sorted(HELPERS.keys() & Program(body).uses):
@@ -137,15 +151,25 @@ def instances(draw: st.DrawFn) -> Instance:
 
 
 @st.composite
-def ways(draw: st.DrawFn, decides: bool = False) -> Way:
-    """How a program is run; `decides` says whether it decides on computed values."""
+def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
+    """How a program is run.
+
+    Args:
+      draw: of Hypothesis.
+      decides: whether the program decides on computed values.
+      floats: whether it takes floats of values that are not differentiated; in a lazy scope that
+        is differentiated, they have no value.
+    """
+    runs = [name for name, x in RUNS.items() if not decides or x.eager]
     return Way(
-        draw(st.sampled_from([name for name, x in RUNS.items() if not decides or x.eager])),
+        draw(st.sampled_from([name for name in runs if not floats or name != "grad(lazy)"])),
         draw(st.sampled_from(GRANULARITIES)),
         draw(st.sampled_from(LAYOUTS)),
         draw(st.sampled_from([None, True, False])),
         draw(st.sampled_from(EXECUTORS)),
         draw(st.sampled_from(sorted(POLICIES))),
+        draw(st.sampled_from(["narrow"] * 4 + ["switch"] + sorted(TARGETS))),
+        draw(st.sampled_from(["all", *READ])),
     )
 
 
@@ -154,4 +178,6 @@ def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
     """A program, its instances, and a way to run it."""
     program = draw(programs(decides))
     some = draw(st.lists(instances(), min_size=1, max_size=5))
-    return Case(program, tuple(some), draw(ways(program.decides)), draw(st.integers(0, 9)))
+    floats = any(s[0] == "float" for s in program.statements)
+    way = draw(ways(program.decides, floats))
+    return Case(program, tuple(some), way, draw(st.integers(0, 9)))
