@@ -5,12 +5,14 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from jedbatch import _executors
 from jedbatch._ladder import Ladder
 from jedbatch.testing.judges import (
     assert_close,
@@ -63,6 +65,10 @@ class Way:
       policy: a name in `POLICIES`.
       target: a name in `TARGETS`.
       read: an element of `READ`: what is differentiated.
+      copies: how often all instances are given.
+      whole: whether arrays of equal shapes are given as one array, not as a list.
+      listed: whether results come as a list, even if they would stack.
+      hands_over: whether all arenas are handed from call to call, not only large ones.
     """
 
     run: str = "grad(call)"
@@ -73,6 +79,10 @@ class Way:
     policy: str = "learned"
     target: str = "narrow"
     read: str = "all"
+    copies: int = 1
+    whole: bool = False
+    listed: bool = False
+    hands_over: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,6 +95,11 @@ class Way:
             "policy": POLICIES[self.policy],
             "target": TARGETS[self.target],
         }
+
+    def hand_over(self) -> Any:
+        """A context in which small arenas are handed from call to call too, if that is wanted."""
+        large = 0 if self.hands_over else _executors.LARGE
+        return mock.patch.object(_executors, "LARGE", large)
 
     def __str__(self) -> str:
         usual = Way()
@@ -126,7 +141,7 @@ class Case:
             known = instance.arguments()
             mine = {name: known[name] for name in self.program.arguments}
             rows.append([mine] if self.program.together else list(mine.values()))
-        return [list(column) for column in zip(*rows, strict=True)]
+        return [list(column) for column in zip(*rows * self.way.copies, strict=True)]
 
     @property
     def rtol(self) -> float:
@@ -140,10 +155,11 @@ class Case:
           AssertionError: they differ, though the loop itself is well conditioned.
         """
         fn = self.program.function()
-        expected = Expected.of(fn, self.params, self.columns, self.way.read)
+        expected = self._expected(fn, self.params)
         run = Run(self, fn, expected.stacks)
         try:
-            run.compare(expected)
+            with self.way.hand_over():
+                run.compare(expected)
         except AssertionError as error:
             if not self._is_clear(fn, expected):
                 raise UnclearError from error
@@ -162,12 +178,15 @@ class Case:
         run.columns = [[column[i] for i in order] for column in run.columns]
         check_plan(run.plan())
 
+    def _expected(self, fn: Callable, params: Any) -> "Expected":
+        return Expected.of(fn, params, self.columns, self.way.read, self.way.listed)
+
     def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
         """Whether the loop gives nearly the same when parameters are moved a little."""
         for sign in (-1, 1):
             size = sign * MOVED * (self.rtol / 1e-4)
             moved = jax.tree.map(lambda x, size=size: x * (1 + size), self.params)
-            other = Expected.of(fn, moved, self.columns, self.way.read)
+            other = self._expected(fn, moved)
             try:
                 assert_close(other.results, expected.results, self.rtol)
                 assert_close(other.gradient, expected.gradient, self.rtol)
@@ -190,7 +209,9 @@ class Expected(NamedTuple):
     stacks: bool
 
     @staticmethod
-    def of(fn: Callable, params: Any, columns: Sequence[Sequence[Any]], read: str) -> "Expected":
+    def of(
+        fn: Callable, params: Any, columns: Sequence[Sequence[Any]], read: str, listed: bool
+    ) -> "Expected":
         """Runs the loop, on arrays of JAX."""
         columns = jax.tree.map(
             lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, columns
@@ -202,7 +223,7 @@ class Expected(NamedTuple):
             ]
 
         results, pull = jax.vjp(run, params)
-        stacks = len({_form(r) for r in results}) == 1
+        stacks = not listed and len({_form(r) for r in results}) == 1
         (gradient,) = pull(_cotangents(results, stacks, read))
         return Expected(results, gradient, stacks)
 
@@ -294,14 +315,17 @@ class Run:
         self.batched = jedbatch.batch(fn, axes, 0 if stacks else None, **case.way.options)
 
     def compare(self, expected: Expected) -> None:
-        """Runs all instances, and once more in another order, and compares with the loop."""
+        """Runs all instances, and again in another order with other parameters; compares both."""
         manner = RUNS[self.case.way.run]
         self._compare(manner, expected, self.case.way.run)
         if manner.again:
             order = [*range(len(self.columns[0]))[::-1], 0]
             self.columns = [[column[i] for i in order] for column in self.columns]
-            expected = Expected.of(self.fn, self.params, self.columns, self.case.way.read)
-            self._compare(manner, expected, "the same in another order")
+            self.params = make_params(self.case.seed + 1)
+            way = self.case.way
+            expected = Expected.of(self.fn, self.params, self.columns, way.read, way.listed)
+            what = "the same in another order, with other parameters"
+            self._compare(manner, expected, what)
 
     def _compare(self, manner: "Manner", expected: Expected, what: str) -> None:
         results, gradient = manner.run(self)
@@ -312,13 +336,24 @@ class Run:
 
     def plan(self, **options: Any) -> Any:
         """A plan of all instances."""
-        return self.batched.plan(self.params, *self.columns, **options)
+        return self.batched.plan(self.params, *self.given(self.columns), **options)
+
+    def given(self, columns: Sequence[Any]) -> list[Any]:
+        """The mapped arguments as they are given to the batched function."""
+        return list(map(_whole, columns)) if self.case.way.whole else list(columns)
 
     def loop(self, params: Any, columns: Sequence[Sequence[Any]]) -> Any:
         """The results of the loop."""
         found = [self.fn(params, *row) for row in zip(*columns, strict=True)]
         found = jax.tree.map(jnp.asarray, found)
         return stacked(found) if self.stacks else found
+
+
+def _whole(column: Sequence[Any]) -> Any:
+    """One array in place of a list of arrays, if they are of one shape."""
+    if all(isinstance(x, np.ndarray) for x in column) and len({x.shape for x in column}) == 1:
+        return np.stack(column)
+    return column
 
 
 class Manner(NamedTuple):
@@ -351,7 +386,7 @@ def _gradient(apply: Callable[[Run], Callable], wrap: Callable = lambda f: f) ->
 
 
 def _call(r: Run) -> Any:
-    return r.batched(r.params, *r.columns)
+    return r.batched(r.params, *r.given(r.columns))
 
 
 def _apply(r: Run) -> Any:
@@ -408,7 +443,7 @@ def _lazy_gradient(r: Run) -> Callable:
 
 
 def _calling(r: Run) -> Callable:
-    return lambda params: r.batched(params, *r.columns)
+    return lambda params: r.batched(params, *r.given(r.columns))
 
 
 def _applying(r: Run) -> Callable:

@@ -63,6 +63,7 @@ OPERATIONS: dict[str, Operation] = {
     **_table("v", "v", 'jnp.tanh({0} @ params["W"])', "jnp.cumsum({0}) / 4", "jnp.roll({0}, 1)"),
     **_table("v", "v", 'jnp.sin({0}) * params["b"]', "jax.lax.stop_gradient({0})", "jnp.sort({0})"),
     **_table("v", "v", "{0} / (1 + jnp.abs({0}))", "jnp.linalg.norm({0} + 2) * {0} / 8"),
+    **_table("v", "v", "jnp.sqrt(jnp.abs({0}))"),
     **_table("v", "vv", "{0} + {1}", "jnp.tanh({0} * {1})", "jnp.maximum({0}, {1})"),
     **_table("v", "vv", "jnp.concatenate([{0}[:1], {1}[1:]])", "{0} / (2 + jnp.cos({1}))"),
     **_table("v", "vv", "jnp.stack([{0}, {1}]).mean(axis=0)", "jnp.outer({0}, {1}).sum(0) / 8"),

@@ -170,6 +170,10 @@ def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
         draw(st.sampled_from(sorted(POLICIES))),
         draw(st.sampled_from(["narrow"] * 4 + ["switch"] + sorted(TARGETS))),
         draw(st.sampled_from(["all", *READ])),
+        draw(st.sampled_from([1] * 9 + [15])),
+        draw(st.booleans()),
+        draw(st.sampled_from([False, False, False, True])),
+        draw(st.booleans()),
     )
 
 
