@@ -17,7 +17,7 @@ from jedbatch import testing
 from jedbatch.__main__ import main
 from jedbatch.testing import strategies
 from jedbatch.testing.cases import UnclearError
-from jedbatch.testing.fuzz import Fuzz
+from jedbatch.testing.fuzz import Failure, Fuzz, Report, draw, run
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 3, jnp.float32)
 node = jedbatch.cell(lambda w, a, b: jnp.tanh(w @ a + b))
@@ -378,6 +378,37 @@ def test_plans_of_random_programs():
     assert not report.failures, str(report)
 
 
+def test_programs_have_numbers():
+    """The same seed and number give the same program, in whatever part of a run it comes."""
+    some = [draw(3, number) for number in range(8)]
+    assert [draw(3, number) for number in range(4, 8)] == some[4:]
+    assert len(set(map(str, some))) == len(some)
+    assert draw(4, 0) != some[0]
+    assert not draw(3, 5, decides=False).program.decides
+
+
+def test_parts_run_in_processes(monkeypatch, capsys):
+    """Numbers of failures are those of the whole run, wherever a part begins."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    report = run(2, seed=5, plans=True, first=7, jobs=2)
+    assert (report.programs, report.failures) == (2, {})
+    assert "2 programs, 0 failed" in capsys.readouterr().out
+
+
+def test_reports_add_up():
+    small, large = draw(3, 1), draw(3, 0)
+    assert len(str(small)) < len(str(large))
+    total, part = Report(), Report(programs=5, unclear=1)
+    part.failures["E"] = Failure(large, "E: 1", [3])
+    total.add(part)
+    part.failures["E"] = Failure(small, "E: 2", [9])
+    total.add(part)
+    assert (total.programs, total.unclear) == (10, 2)
+    failure = total.failures["E"]
+    assert (failure.case, failure.numbers) == (small, [3, 9])
+    assert "programs 3, 9; the smallest found" in str(total)
+
+
 def test_failures_become_small(monkeypatch):
     """A fault in one operation comes out as a program of that operation."""
 
@@ -423,5 +454,7 @@ def test_the_command_line_counts(monkeypatch, capsys):
         raise ValueError("no")
 
     monkeypatch.setattr("jedbatch.testing.cases.Case.check", check)
-    assert main(["fuzz", "--programs", "3"]) == 1
-    assert "3 failed in 1 ways" in capsys.readouterr().out
+    assert main(["fuzz", "--programs", "3", "--first", "40"]) == 1
+    out = capsys.readouterr().out
+    assert "3 failed in 1 ways" in out
+    assert "programs 40, 41, 42" in out

@@ -135,13 +135,18 @@ class Case:
 
     @functools.cached_property
     def columns(self) -> list[list[Any]]:
-        """The mapped arguments: for each of them a value per instance."""
+        """The mapped arguments: for each of them a value per instance, once."""
         rows = []
         for instance in self.instances:
             known = instance.arguments()
             mine = {name: known[name] for name in self.program.arguments}
             rows.append([mine] if self.program.together else list(mine.values()))
-        return [list(column) for column in zip(*rows * self.way.copies, strict=True)]
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    @property
+    def picks(self) -> list[int]:
+        """The instances that are given, by number."""
+        return [*range(len(self.instances))] * self.way.copies
 
     @property
     def rtol(self) -> float:
@@ -174,12 +179,11 @@ class Case:
         run = Run(self, self.program.function(), stacks=False)
         for gradient in (True, False):
             check_plan(run.plan(gradient=gradient))
-        order = [*range(len(self.instances))[::-1], 0]
-        run.columns = [[column[i] for i in order] for column in run.columns]
+        run.pick([*self.picks[::-1], 0])
         check_plan(run.plan())
 
     def _expected(self, fn: Callable, params: Any) -> "Expected":
-        return Expected.of(fn, params, self.columns, self.way.read, self.way.listed)
+        return Expected.of(fn, params, self.columns, self.picks, self.way)
 
     def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
         """Whether the loop gives nearly the same when parameters are moved a little."""
@@ -210,21 +214,36 @@ class Expected(NamedTuple):
 
     @staticmethod
     def of(
-        fn: Callable, params: Any, columns: Sequence[Sequence[Any]], read: str, listed: bool
+        fn: Callable,
+        params: Any,
+        columns: Sequence[Sequence[Any]],
+        picks: Sequence[int],
+        way: Way,
     ) -> "Expected":
-        """Runs the loop, on arrays of JAX."""
+        """Runs the loop, on arrays of JAX, once for each different instance.
+
+        Args:
+          fn: the function.
+          params: its parameters.
+          columns: the mapped arguments of different instances.
+          picks: the instances that are given, by number.
+          way: says what is read of the results.
+        """
         columns = jax.tree.map(
             lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, columns
         )
 
         def run(params: Any) -> Any:
-            return [
-                jax.tree.map(jnp.asarray, fn(params, *row)) for row in zip(*columns, strict=True)
-            ]
+            rows = zip(*columns, strict=True)
+            return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
 
-        results, pull = jax.vjp(run, params)
-        stacks = not listed and len({_form(r) for r in results}) == 1
-        (gradient,) = pull(_cotangents(results, stacks, read))
+        found, pull = jax.vjp(run, params)
+        results = [found[i] for i in picks]
+        stacks = not way.listed and len({_form(r) for r in results}) == 1
+        total: dict[int, Any] = {}
+        for i, cotangent in zip(picks, _cotangents(results, stacks, way.read), strict=True):
+            total[i] = jax.tree.map(_sum, total[i], cotangent) if i in total else cotangent
+        (gradient,) = pull([total[i] for i in range(len(found))])
         return Expected(results, gradient, stacks)
 
     @property
@@ -274,6 +293,10 @@ def _reader(read: str, stacks: bool) -> Callable[[Any], Any]:
     return lambda joined: joined
 
 
+def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a if a.dtype == jax.dtypes.float0 else a + b
+
+
 def _last(x: Any) -> Any:
     return _row(x, len(x) - 1) if isinstance(x, np.ndarray) else x[-1]
 
@@ -309,21 +332,26 @@ class Run:
 
     def __init__(self, case: Case, fn: Callable, stacks: bool):
         self.case, self.fn, self.stacks = case, fn, stacks
-        self.params, self.columns = case.params, case.columns
+        self.params = case.params
+        self.pick(case.picks)
         self.read = _reader(case.way.read, stacks)
         axes = case.program.in_axes
         self.batched = jedbatch.batch(fn, axes, 0 if stacks else None, **case.way.options)
+
+    def pick(self, picks: Sequence[int]) -> None:
+        """Chooses the instances that are given."""
+        self.columns = [[column[i] for i in picks] for column in self.case.columns]
 
     def compare(self, expected: Expected) -> None:
         """Runs all instances, and again in another order with other parameters; compares both."""
         manner = RUNS[self.case.way.run]
         self._compare(manner, expected, self.case.way.run)
         if manner.again:
-            order = [*range(len(self.columns[0]))[::-1], 0]
-            self.columns = [[column[i] for i in order] for column in self.columns]
+            picks = [*self.case.picks[::-1], 0]
+            self.pick(picks)
             self.params = make_params(self.case.seed + 1)
-            way = self.case.way
-            expected = Expected.of(self.fn, self.params, self.columns, way.read, way.listed)
+            case = self.case
+            expected = Expected.of(self.fn, self.params, case.columns, picks, case.way)
             what = "the same in another order, with other parameters"
             self._compare(manner, expected, what)
 

@@ -19,7 +19,7 @@ import jax
 from jedbatch.testing.cases import Case, UnclearError
 from jedbatch.testing.strategies import cases, hypothesis
 
-FORGET = 200  # programs after which JAX forgets what it has compiled
+FORGET = 100  # programs after which JAX forgets what it has compiled
 PART = 50  # programs that a process runs at a time
 PARTS = 4  # that a process runs before another one starts
 TELL = 20  # programs between two lines of progress

@@ -96,6 +96,8 @@ OPERATIONS: dict[str, Operation] = {
     **_table("k", "ki", "jax.random.fold_in({0}, {1})"),
     # functions of the user, marked in one way or another
     **_table("v", "v", "affine(params, {0})", helper="affine"),
+    **_table("v", "v", "node(params, {0}, {0})", helper="node"),
+    **_table("v", "v", "{0} * jnp.sin({0}) + {0}", "jnp.concatenate([{0}, {0}]).reshape(2, H)[1]"),
     **_table("v", "vv", "node(params, {0}, {1})", helper="node"),
     **_table("v", "i", "embed(params, {0})", helper="embed"),
     **_table("v", "v", "power({0}, p=2)", "power({0}, p=3)", helper="power"),
@@ -375,7 +377,7 @@ def _lines(kind: str, *rest: Any) -> list[str]:
         name, target = rest
         both = OPERATIONS[name].template.format("made[p]", "made[q]")
         return [
-            f"made = [v0, v{target}]",
+            f"made = [v1, v{target}]",
             "for p, q in dag:",
             f"{inner}made.append({both})",
             f"v{target} = made[-1]",

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 DEPTH = 2  # blocks inside of blocks
-SIZES = (2, 1, 2, 3, 3, 4, 7)  # statements at most; most programs are small, and so compile fast
+SIZES = (2, 1, 1, 2, 3, 3, 4)  # statements at most; small programs compile fast
 WEIGHTS = {"v": 8, "x": 2}  # how often statements write registers of a kind, otherwise once
 
 _INSIDE_V = [name for name, op in OPERATIONS.items() if (op.result, op.operands) == ("v", "vv")]
@@ -137,12 +137,12 @@ def programs(draw: st.DrawFn, decides: bool | None = None, ragged: bool = True) 
 def instances(draw: st.DrawFn) -> Instance:
     """An instance."""
     word = st.integers(0, WORDS - 1)
-    tree = st.recursive(word, lambda inner: st.tuples(inner, inner), max_leaves=5)
+    tree = st.recursive(word, lambda inner: st.tuples(inner, inner), max_leaves=6)
     lengths = st.integers(1, 5)
-    dag = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4))
+    dag = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
     return Instance(
-        draw(st.integers(0, 3)),
-        tuple(draw(st.lists(word, max_size=3))),
+        draw(st.integers(0, 4)),
+        tuple(draw(st.lists(word, max_size=4))),
         draw(tree),
         tuple((p % (i + 2), q % (i + 2)) for i, (p, q) in enumerate(dag)),
         (draw(lengths), draw(lengths)),
@@ -170,7 +170,7 @@ def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
         draw(st.sampled_from(sorted(POLICIES))),
         draw(st.sampled_from(["narrow"] * 4 + ["switch"] + sorted(TARGETS))),
         draw(st.sampled_from(["all", *READ])),
-        draw(st.sampled_from([1] * 9 + [15])),
+        draw(st.sampled_from([1] * 19 + [15])),
         draw(st.booleans()),
         draw(st.sampled_from([False, False, False, True])),
         draw(st.booleans()),
