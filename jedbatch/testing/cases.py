@@ -1,5 +1,6 @@
 """Random programs against the loop: a program, its instances, and a way to run it."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch import _executors
+from jedbatch._executors import Fused
 from jedbatch._ladder import Ladder
 from jedbatch.testing.judges import (
     assert_close,
@@ -98,8 +99,9 @@ class Way:
 
     def hand_over(self) -> Any:
         """A context in which small arenas are handed from call to call too, if that is wanted."""
-        large = 0 if self.hands_over else _executors.LARGE
-        return mock.patch.object(_executors, "LARGE", large)
+        if not self.hands_over:
+            return contextlib.nullcontext()
+        return mock.patch.object(Fused, "worth_keeping", 0)
 
     def __str__(self) -> str:
         usual = Way()
