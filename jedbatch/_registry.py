@@ -5,8 +5,8 @@ function. It turns "the same operation on the same types" into small integers: v
 types, shared values, groups of inputs. An operation is traced by JAX once, when its type is new.
 """
 
-import contextlib
 import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,6 +21,7 @@ from jedbatch import checks
 from jedbatch._caches import Memory
 from jedbatch._cell import pause
 from jedbatch._environment import Reached, Way
+from jedbatch._escapes import is_kept, live_tracers
 from jedbatch._extents import RaggedType, extents_in, numbered, shape_at, symbol_of, symbols_in
 from jedbatch._identity import Same, tree_key
 from jedbatch._instances import flatten, is_array
@@ -423,19 +424,11 @@ class Registry:
             trees.append(tree)
             return leaves
 
-        leaks = jax.checking_leaks() if user_code else contextlib.nullcontext()
+        def traced():
+            return jax.make_jaxpr(flat)(shared_avals, operand_avals)
+
         with pause():
-            try:
-                with leaks:
-                    jaxpr = jax.make_jaxpr(flat)(shared_avals, operand_avals)
-            except Exception as error:
-                if "leaked trace" not in str(error).lower():
-                    raise
-                raise EscapedValueError(
-                    f"cell `{name}` keeps a traced value after it returns (a side effect); "
-                    "expected a pure function. Return the value instead of storing it in a "
-                    f"list, global or attribute. JAX says: {str(error).splitlines()[0]}"
-                ) from None
+            jaxpr = self._traced_alone(name, traced) if user_code else traced()
             if jaxpr.effects:
                 raise TypeError(
                     f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
@@ -443,6 +436,26 @@ class Registry:
                     "reorder calls. Return the value and look at it outside."
                 )
             return self._closed(name, one_by_one(jaxpr), trees[-1])
+
+    def _traced_alone(self, name: str, traced: Callable) -> Any:
+        """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
+        try:
+            with jax.checking_leaks():
+                return traced()
+        except Exception as error:
+            # JAX's search for who keeps a value fails itself with some holders.
+            if "leaked trace" not in str(error).lower() and not isinstance(error, IndexError):
+                raise
+        before = set(map(id, gc.get_objects()))
+        jaxpr = traced()
+        kept = [x for x in live_tracers() if id(x) not in before]
+        if is_kept(kept, before):
+            raise EscapedValueError(
+                f"cell `{name}` keeps a traced value after it returns (a side effect); "
+                "expected a pure function. Return the value instead of storing it in a "
+                "list, global or attribute."
+            )
+        return jaxpr
 
     def _closed(self, name, jaxpr, tree):
         """Makes shared values among the constants of a jaxpr its leading arguments."""

@@ -35,6 +35,7 @@ ORDER = [
     "_caches",
     "_identity",
     "_environment",
+    "_escapes",
     "_instances",
     "_cell",
     "_configuration",
