@@ -3,14 +3,13 @@
 import subprocess
 import sys
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
 import values
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 import jedbatch
 from jedbatch import testing
@@ -340,23 +339,13 @@ def test_rounds_are_checked_if_wanted(monkeypatch):
 def test_random_programs(decides, monkeypatch):
     """A few, always the same; `python -m jedbatch fuzz` runs more."""
     monkeypatch.setenv("JEDBATCH_CHECK", "1")
-
-    @seed(4)
-    @settings(
-        max_examples=4,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(strategies.cases(decides))
-    def few(case):
+    unclear = 0
+    for number in range(4):
         try:
-            case.check()
+            draw(6, number, decides).check()
         except UnclearError:
-            hypothesis.reject()
-
-    few()
+            unclear += 1
+    assert unclear < 2
 
 
 @seed(0)
