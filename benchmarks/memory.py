@@ -14,6 +14,11 @@ The second table is about rows: bytes for results if every lane had rows of its 
 again, and what is alive at most (padding included in all three); the ratio of the last two; and how
 long the same plan runs with rows of its own and with shared rows, both in arenas that are there
 from call to call, and with new arenas at each call (as under an outer `jax.jit`).
+
+The third table is about training: bytes that the program for a loss and its gradients needs for
+each node of 64 chains (of 200 words, hidden 128), beside parameters and tables, as XLA counts them.
+*scan* is `jax.lax.scan` over the whole minibatch, differentiated by JAX; *least* is what any
+reverse keeps without computing products again: states, and what comes back to each product.
 """
 
 import functools
@@ -135,6 +140,59 @@ def rows(table: common.Table, workload: str, size: int, graphs, cells, params, p
     )
 
 
+@jedbatch.cell
+def recurrent(params, state, x):
+    """A step of a recurrent network."""
+    return (jnp.tanh(x + state[0] @ params["w"][:, : x.shape[-1]]),)
+
+
+@jedbatch.cell
+def gated(params, state, x):
+    """A step of an LSTM."""
+    h, c = state
+    i, f, o, u = jnp.split(h @ params["w"] + x @ params["u"], 4, axis=-1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(u)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def training(table: common.Table, hidden: int, count: int, length: int) -> None:
+    """Adds the memory of training on chains to a table."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "table": jax.random.normal(keys[0], (1000, hidden)),
+        "w": jax.random.normal(keys[1], (hidden, 4 * hidden)) / np.sqrt(hidden),
+        "u": jax.random.normal(keys[2], (hidden, 4 * hidden)) / np.sqrt(hidden),
+    }
+    words = np.array(jax.random.randint(keys[3], (count, length), 0, 1000))
+    for name, cell, states, kept in (("RNN", recurrent, 1, 2), ("LSTM", gated, 2, 6)):
+
+        def fn(params, words, cell=cell, states=states):
+            state = (np.zeros(hidden, np.float32),) * states
+            for word in words:
+                state = cell(params, state, params["table"][word])
+            return state[0].sum()
+
+        model = jedbatch.batch(fn)
+
+        def loss(params, plan, model=model):
+            return model.apply(params, plan).sum()
+
+        def scanned(params, words, cell=cell, states=states):
+            def step(state, now):
+                return cell(params, state, params["table"][now]), None
+
+            start = (jnp.zeros((count, hidden)),) * states
+            return jax.lax.scan(step, start, words)[0][0].sum()
+
+        plan = model.plan(params, [tuple(some) for some in words.tolist()])
+        found = [
+            jax.jit(jax.value_and_grad(run)).lower(params, x).compile().memory_analysis()
+            for run, x in ((loss, plan), (scanned, words.T))
+        ]
+        sizes = [x.temp_size_in_bytes / words.size for x in found]
+        table.row(name, *(f"{x:,.0f}" for x in sizes), f"{4 * hidden * kept:,}")
+
+
 def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--hidden", type=int, default=128, help="(default %(default)s)")
@@ -163,6 +221,8 @@ def main() -> None:
     second = common.Table("workload", "batch", *names, "own ms", "shared ms", "new arenas ms")
     for entry in found:
         rows(second, *entry, args.budget)
+    third = common.Table("training", "jedbatch", "scan", "least")
+    training(third, args.hidden, *((4, 10) if args.quick else (64, 200)))
 
 
 if __name__ == "__main__":
