@@ -32,10 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jedbatch._cells import Kernel
-from jedbatch._fusion import fused
-from jedbatch._jaxpr import inlined
-from jedbatch._types import NodeType, ValueType
+from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._jaxpr.interpret import inlined
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.pack import fused
 
 CALLS = 32
 sigmoid = jax.nn.sigmoid

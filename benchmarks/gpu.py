@@ -56,7 +56,7 @@ import padding  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 import jedbatch  # noqa: E402
-from jedbatch._program import value_rows  # noqa: E402
+from jedbatch._program.lower import value_rows  # noqa: E402
 
 GPU = jedbatch.Target.named("gpu")
 PARTS = ("checks", "throughput", "variants", "profile")

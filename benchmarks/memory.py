@@ -32,9 +32,9 @@ import numpy as np
 import topologies
 
 import jedbatch
-from jedbatch._layout import find_blocks
-from jedbatch._memory import live_bound
-from jedbatch._plan import input_name
+from jedbatch._layout.allocator import live_bound
+from jedbatch._layout.layout import find_blocks
+from jedbatch._program.plan import input_name
 
 ORDERS = ["append", "longest", "reader", "pq", "auto"]
 SKIPPED = {"code trees"}  # a hundred kinds of cells take minutes to compile

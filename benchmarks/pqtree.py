@@ -15,7 +15,7 @@ import time
 import common
 import numpy as np
 
-from jedbatch._pqtree import PQTree
+from jedbatch._layout.pq_tree import PQTree
 
 SIZES = [1_000, 10_000, 100_000]
 

@@ -20,16 +20,16 @@ for batched functions.
 import importlib.metadata
 
 from jedbatch import errors, policies, ragged, viz
-from jedbatch._batch import Batched, Plan, batch
-from jedbatch._calibrate import Calibration, calibrate
-from jedbatch._cell import cell
-from jedbatch._evaluate import evaluate
-from jedbatch._graph import Graph
-from jedbatch._layout import Layout, layout
-from jedbatch._lazy import Lazy, lazy
-from jedbatch._learn import learn
-from jedbatch._schedule import Schedule, lower_bound, schedule
-from jedbatch._target import Target, compiler_options
+from jedbatch._batch.batched import Batched, Plan, batch
+from jedbatch._batch.calibrate import Calibration, calibrate
+from jedbatch._graph.graph import Graph
+from jedbatch._kernel.target import Target, compiler_options
+from jedbatch._layout.layout import Layout, layout
+from jedbatch._lazy.scope import Lazy, lazy
+from jedbatch._learn.candidates import learn
+from jedbatch._record.cell import cell
+from jedbatch._record.evaluate import evaluate
+from jedbatch._schedule.schedule import Schedule, lower_bound, schedule
 
 try:
     __version__ = importlib.metadata.version("jedbatch")

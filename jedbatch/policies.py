@@ -9,10 +9,10 @@ callable from a `Frontier` to a type id.
   `beam(width=64)` and `optimal(max_nodes=1000)` are the same with other options.
 """
 
-from jedbatch._frontier import Frontier
-from jedbatch._fsm import FSM
-from jedbatch._schedule import agenda, critical, depth, height, sufficient
-from jedbatch._search import beam, optimal
+from jedbatch._schedule.frontier import Frontier
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.schedule import agenda, critical, depth, height, sufficient
+from jedbatch._schedule.search import beam, optimal
 
 __all__ = [
     "FSM",

@@ -34,7 +34,7 @@ from jedbatch import checks
 
 __all__ = ["attention"]
 
-HOLDS_FOR_ALL_LENGTHS = True  # see `_frames`
+HOLDS_FOR_ALL_LENGTHS = True  # see `_support.frames`
 
 
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:

@@ -29,10 +29,15 @@ from typing import Any
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._draw_batches import draw_batches, draw_timeline
-from jedbatch._draw_graph import draw_graph
-from jedbatch._draw_memory import arenas_of, draw_memory
-from jedbatch._drawing import (
+from jedbatch._draw.batches import draw_batches, draw_timeline
+from jedbatch._draw.graph import draw_graph
+from jedbatch._draw.memory import arenas_of, draw_memory
+from jedbatch._draw.styles import Kinds
+from jedbatch._graph.graph import Graph
+from jedbatch._program.plan import Plan
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.canvas import (
     GREY,
     MARGIN,
     WIDTH,
@@ -43,11 +48,6 @@ from jedbatch._drawing import (
     fitted,
     text_width,
 )
-from jedbatch._fsm import FSM
-from jedbatch._graph import Graph
-from jedbatch._kinds import Kinds
-from jedbatch._plan import Plan
-from jedbatch._schedule import Schedule
 
 __all__ = ["Picture", "batches", "graph", "memory", "state_machine", "time_split", "timeline"]
 

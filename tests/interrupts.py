@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import take_current_trace
 
 import jedbatch
-from jedbatch._cell import recording
+from jedbatch._record.cell import recording
 
 PACKAGE = str(Path(jedbatch.__file__).parent)
 LIMIT = sys.getrecursionlimit()

@@ -10,7 +10,7 @@ from chains import HIDDEN, encode, make_params, sentences
 from helpers import assert_close, assert_no_recompile, loop
 
 import jedbatch
-from jedbatch._executors import Fused
+from jedbatch._program.executors import Fused
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import jedbatch
 from jedbatch import Calibration, Graph, data, models, policies, ragged, testing, viz
 from jedbatch.__main__ import main
-from jedbatch._calibrate import TypeCost
+from jedbatch._batch.calibrate import TypeCost
 from jedbatch.data import Vocabulary
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jedbatch._arrange import arrange
+from jedbatch._layout.pq_planner import arrange
 
 # The worked example of ED-Batch: x1, ..., x8 are 0, ..., 7.
 FIGURE_3 = [

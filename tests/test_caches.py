@@ -10,8 +10,11 @@ import pytest
 from helpers import assert_close
 
 import jedbatch
-from jedbatch import _batch, _keys, _registry, _session
-from jedbatch._caches import Memory
+from jedbatch._batch import batched as _batch
+from jedbatch._record import keys as _keys
+from jedbatch._record import registry as _registry
+from jedbatch._session import session as _session
+from jedbatch._support.caches import Memory
 
 P = jnp.ones((5, 3))
 ROW = jedbatch.cell(lambda p, i: p[i], name="row")

@@ -8,7 +8,7 @@ import pytest
 
 import jedbatch
 from jedbatch import Calibration, calibrate, learn
-from jedbatch._calibrate import TypeCost
+from jedbatch._batch.calibrate import TypeCost
 
 
 @jedbatch.cell

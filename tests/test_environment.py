@@ -11,8 +11,8 @@ import pytest
 from helpers import assert_close
 
 import jedbatch
-from jedbatch import _environment
-from jedbatch._environment import Environment
+from jedbatch._record import environment as _environment
+from jedbatch._record.environment import Environment
 
 XS = [1.0, 2.0]
 X = np.ones(3, np.float32)

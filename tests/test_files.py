@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jedbatch import Calibration, Graph, viz
-from jedbatch._calibrate import TypeCost
+from jedbatch._batch.calibrate import TypeCost
 from jedbatch.policies import FSM
 
 GRAPH = Graph.from_dag([0, 1], [[-1], [0]], inputs=[np.arange(3.0)])

@@ -12,10 +12,10 @@ from gates import CELLS, GATES, H, array, lstm, own_forget_gates, params, sigmoi
 from helpers import assert_close, loop, number
 
 import jedbatch
-from jedbatch._cells import Kernel
-from jedbatch._fusion import count_products, fused
-from jedbatch._jaxpr import inlined
-from jedbatch._types import NodeType, ValueType
+from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._jaxpr.interpret import inlined
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.pack import count_products, fused
 
 # --- looking at programs ---
 

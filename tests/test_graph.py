@@ -11,9 +11,9 @@ from helpers import assert_close, check, random_dag
 
 import jedbatch
 from jedbatch import Graph
-from jedbatch._graph import InputRows
-from jedbatch._paths import distinct, pointers, ranges
-from jedbatch._types import NodeType, ValueType
+from jedbatch._graph.graph import InputRows
+from jedbatch._graph.paths import distinct, pointers, ranges
+from jedbatch._graph.types import NodeType, ValueType
 
 
 def ancestors(preds):

@@ -10,8 +10,9 @@ import pytest
 from helpers import check, compilations
 
 import jedbatch
-from jedbatch import _groups, ragged, testing
-from jedbatch._groups import find_groups, pairs_in, places_in, slots_of
+from jedbatch import ragged, testing
+from jedbatch._ragged import groups as _groups
+from jedbatch._ragged.groups import find_groups, pairs_in, places_in, slots_of
 
 GPU = jedbatch.Target.named("gpu")
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)

@@ -1,199 +1,160 @@
-"""Imports point one way only, and planning needs NumPy alone."""
+"""Packages import each other in one direction, and so do the modules of each."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jedbatch
-from jedbatch import _frames, ragged
-from jedbatch._templates import Template
-from jedbatch._trace import trace
+from jedbatch import ragged
+from jedbatch._record.granularity.inline import Template
+from jedbatch._record.trace import trace
+from jedbatch._support import frames
 
 PACKAGE = Path(jedbatch.__file__).parent
-ORDER = [
-    "errors",
-    "checks",
-    "_files",
-    "_frames",
-    "_paths",
-    "_types",
-    "_stored_graphs",
-    "_graph",
-    "_records",
-    "_frontier",
-    "_schedule",
-    "_search",
-    "_drawing",
-    "_diagram",
-    "_fsm",
-    "policies",
-    "ragged",
-    "_progress",
-    "_episodes",
-    "_learn",
-    "_caches",
-    "_identity",
-    "_environment",
-    "_escapes",
-    "_instances",
-    "_cell",
-    "_configuration",
-    "_extents",
-    "_jaxpr",
-    "_operations",
-    "_keys",
-    "_transfers",
-    "_registry",
-    "_symbols",
-    "_operators",
-    "_calls",
-    "_recorder",
-    "_evaluate",
-    "_renaming",
-    "_zeros",
-    "_derivatives",
-    "_stored",
-    "_along",
-    "_phases",
-    "_tiles",
-    "_lanes",
-    "_sites",
-    "_templates",
-    "_blocks",
-    "_restored",
-    "_deep",
-    "_trace",
-    "_ladder",
-    "_pqtree",
-    "_arrange",
-    "_orders",
-    "_memory",
-    "_reads",
-    "_layout",
-    "_target",
-    "_instructions",
-    "_products",
-    "_rectangles",
-    "_fusion",
-    "_taps",
-    "_reverse",
-    "_cells",
-    "_stretches",
-    "_tables",
-    "_program",
-    "_alive",
-    "_sent",
-    "_cotangents",
-    "_verify",
-    "_verify_reverse",
-    "_plan",
-    "_returned",
-    "_arenas",
-    "_sweep",
-    "_execute",
-    "_executors",
-    "_groups",
-    "_differentiable",
-    "_rooms",
-    "_over_rows",
-    "_over_instances",
-    "_packed",
-    "_regions",
-    "_lengths",
-    "_kinds",
-    "_draw_graph",
-    "_draw_batches",
-    "_draw_memory",
-    "viz",
-    "_rows",
-    "_prelude",
-    "_verify_plan",
-    "_forms",
-    "_session",
-    "_recording",
-    "_indices",
-    "_minibatch",
-    "_fibers",
-    "_workspace",
-    "_rounds",
-    "_adaptive",
-    "_batch",
-    "_pieces",
-    "_futures",
-    "_lazy",
-    "_calibrate",
-    "__init__",
-]
+# Which packages a package may import, a name of the public ones included. All may import `LEAVES`.
+LEAVES = {"errors", "checks"}
+ALLOWED = {
+    "_support": "",
+    "_graph": "_support",
+    "_jaxpr": "_graph _support",
+    "_schedule": "_graph _support",
+    "_learn": "_schedule _graph _support",
+    "_record": "_jaxpr _graph _support",
+    "_layout": "_schedule _graph",
+    "_kernel": "_layout _jaxpr _graph",
+    "_program": "_kernel _layout _schedule _jaxpr _graph",
+    "_ragged": "_program _kernel _layout _record _jaxpr _graph",
+    "_session": "_ragged _program _kernel _layout _schedule _record _jaxpr _graph _support",
+    "_control_flow": "_session _program _kernel _layout _schedule _record _jaxpr _graph _support",
+    "_lazy": "_session _program _kernel _learn _schedule _record _jaxpr _graph _support",
+    "_draw": "_program _layout _schedule _jaxpr _graph _support",
+    "_batch": "_control_flow _session _learn _ragged _program _kernel _schedule _record _jaxpr "
+    "_graph _support",
+    "policies": "_schedule",
+    "ragged": "",
+    "viz": "_draw _program _schedule _graph _support",
+    "__init__": "_batch _lazy _kernel _layout _record _learn _schedule _graph errors policies "
+    "ragged viz",
+}
+WITHOUT_JAX = ("_support", "_graph", "_schedule", "_layout")
+PRIVATE = [name for name in ALLOWED if name.startswith("_") and name != "__init__"]
+LISTED = re.compile(r"^\d+\. `([\w.]+)`: ", re.MULTILINE)
 
 
 def imported(path):
-    """Modules of the package that a file imports."""
+    """Names of the modules of this package that a file imports, without `jedbatch.`."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-            if node.module == "jedbatch":
-                names = [f"jedbatch.{alias.name}" for alias in node.names]
-        yield from (n.removeprefix("jedbatch.") for n in names if n.startswith("jedbatch."))
+            assert not node.level, f"{path} imports relatively"
+            of_names = node.module == "jedbatch" or is_package(node.module)
+            names = [f"{node.module}.{a.name}" for a in node.names] if of_names else [node.module]
+        found.update(n.removeprefix("jedbatch.") for n in names if n.startswith("jedbatch."))
+    return found
 
 
-def test_order_is_complete():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__main__"}
-    assert modules == set(ORDER)
+def is_package(module):
+    """Whether there are modules in it, so that `from it import` imports these."""
+    root, *parts = module.split(".")
+    return root == "jedbatch" and PACKAGE.joinpath(*parts).is_dir()
 
 
-def test_imports_point_backwards():
-    for position, module in enumerate(ORDER):
-        for other in imported(PACKAGE / f"{module}.py"):
-            assert other in ORDER[:position], f"{module} imports {other}"
+def name_of(path):
+    """The module in a file, without `jedbatch.`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def modules_of(package):
+    """The files of a private package without those that are its charter."""
+    return [path for path in (PACKAGE / package).rglob("*.py") if path.stem != "__init__"]
+
+
+def charter_of(package):
+    """What the `__init__` of a package says."""
+    return ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
+
+
+def test_the_house_is_complete():
+    """Every entry is a package that is known here, or public."""
+    found = {path.stem for path in PACKAGE.glob("*.py")} - {"__main__"}
+    found |= {path.parent.name for path in PACKAGE.glob("_*/__init__.py")}
+    assert found == ALLOWED.keys() | LEAVES
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= 26
+
+
+def test_allowed_imports_are_no_circle():
+    left = {name: set(allowed.split()) for name, allowed in ALLOWED.items()}
+    while ready := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, f"these import each other in a circle: {sorted(left)}"
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_imports_between_packages(name):
+    """Only those that are allowed, and no allowance that nobody needs."""
+    paths = modules_of(name) if name in PRIVATE else [PACKAGE / f"{name}.py"]
+    allowed, used = set(ALLOWED[name].split()), set()
+    for path in paths:
+        for other in imported(path):
+            top = other.partition(".")[0]
+            if top != name and top not in LEAVES - allowed:
+                assert top in allowed, f"{name_of(path)} imports {other}"
+                used.add(top)
+    assert used == allowed, f"{name} need not import {sorted(allowed - used)}"
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_imports_inside_of_a_package(name):
+    """Its charter lists its modules in an order in which they can be read."""
+    listed = LISTED.findall(charter_of(name))
+    modules = {name_of(path).removeprefix(f"{name}."): path for path in modules_of(name)}
+    assert sorted(listed) == sorted(modules)
+    for position, module in enumerate(listed):
+        for other in imported(modules[module]):
+            package, _, inside = other.partition(".")
+            if package == name:
+                known = any(inside == m or inside.startswith(f"{m}.") for m in listed[:position])
+                assert known, f"{name}.{module} imports {other}"
+
+
+def test_charters_hold_no_code():
+    """What is imported is seen from where it is; nothing is exported a second time."""
+    for path in PACKAGE.glob("_*/**/__init__.py"):
+        (only,) = ast.parse(path.read_text()).body
+        assert isinstance(only, ast.Expr), path
 
 
 def test_models_and_data_use_public_names():
-    paths = [*(PACKAGE / "models").glob("*.py"), *(PACKAGE / "data").glob("*.py")]
+    paths = [path for name in ("models", "data") for path in (PACKAGE / name).glob("*.py")]
     for path in [*paths, PACKAGE / "__main__.py"]:
         for name in imported(path):
             assert not any(part.startswith("_") for part in name.split(".")), f"{path} uses {name}"
 
 
 def test_planning_imports_numpy_only():
-    first, last = ORDER.index("_ladder"), ORDER.index("_layout")
-    for module in (*ORDER[1 : ORDER.index("policies")], *ORDER[first : last + 1]):
-        text = (PACKAGE / f"{module}.py").read_text()
-        assert "jax" not in {
-            line.split()[1].split(".")[0]
-            for line in text.splitlines()
-            if line.startswith(("import ", "from "))
-        }
+    paths = [path for package in WITHOUT_JAX for path in modules_of(package)]
+    for path in [*paths, PACKAGE / "checks.py", PACKAGE / "policies.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            assert not any(n.partition(".")[0] in ("jax", "jaxlib") for n in names), path
 
 
 def test_only_public_names_of_jax():
     for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path
-
-
-def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
-    code = """if True:
-        import sys
-        for name in ("flax", "optax", "tqdm"):
-            sys.modules[name] = None
-        import jax.numpy as jnp, numpy as np, pytest
-        import jedbatch, jedbatch.data, jedbatch.testing
-        total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
-        assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
-        from jedbatch._progress import progress_bar
-        assert list(progress_bar(range(2), "rounds", False)) == [0, 1]
-        for run in (lambda: __import__("jedbatch.models"), lambda: progress_bar([], "", True)):
-            with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.models.'"):
-                run()
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-    command = "import sys, runpy; sys.modules['flax'] = None; runpy.run_module('jedbatch')"
-    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "pip install 'jedbatch[models]'" in run.stderr
 
 
 def test_importing_computes_nothing():
@@ -207,13 +168,35 @@ def test_importing_computes_nothing():
 
 def test_marks_of_frames():
     """Where functions of users are recorded, and which public modules may ask about lengths."""
-    marked = {name: set() for name in (_frames.RECORDS_CALLS, _frames.HOLDS_FOR_ALL_LENGTHS)}
+    marked = {name: set() for name in (frames.RECORDS_CALLS, frames.HOLDS_FOR_ALL_LENGTHS)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "jedbatch":
             for mark in marked:
                 if getattr(module, mark, None) is True:
                     marked[mark].add(name)
     assert marked == {
-        _frames.RECORDS_CALLS: {trace.__module__, Template.__module__},
-        _frames.HOLDS_FOR_ALL_LENGTHS: {ragged.__name__},
+        frames.RECORDS_CALLS: {trace.__module__, Template.__module__},
+        frames.HOLDS_FOR_ALL_LENGTHS: {ragged.__name__},
     }
+
+
+def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
+    code = """if True:
+        import sys
+        for name in ("flax", "optax", "tqdm"):
+            sys.modules[name] = None
+        import jax.numpy as jnp, numpy as np, pytest
+        import jedbatch, jedbatch.data, jedbatch.testing
+        total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+        assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
+        from jedbatch._support.progress import progress_bar
+        assert list(progress_bar(range(2), "rounds", False)) == [0, 1]
+        for run in (lambda: __import__("jedbatch.models"), lambda: progress_bar([], "", True)):
+            with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.models.'"):
+                run()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    command = "import sys, runpy; sys.modules['flax'] = None; runpy.run_module('jedbatch')"
+    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "pip install 'jedbatch[models]'" in run.stderr

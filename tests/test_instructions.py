@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jedbatch._instructions import Branch, InstructionSet
+from jedbatch._program.instructions import Branch, InstructionSet
 
 KINDS, WIDTHS = 3, (2, 8)
 

@@ -10,11 +10,11 @@ import pytest
 from interrupts import PROGRAMS, changed, points_of, wrong_after
 
 import jedbatch
-from jedbatch._restored import Collector, Restored
+from jedbatch._support.restored import Collector, Restored
 
 PACKAGE = Path(jedbatch.__file__).parent
 # What is changed and has to be put back, and what gives out numbers.
-FILES = {"_registry.py", "_restored.py", "_trace.py"}
+FILES = {"_record/registry.py", "_support/restored.py", "_record/trace.py"}
 
 SAMPLE = 8  # points of a program
 P = {"w": jnp.ones(2)}

@@ -14,10 +14,10 @@ import pytest
 from helpers import check, loop
 
 import jedbatch
-from jedbatch._cell import function_identity
-from jedbatch._identity import tree_key, typed
-from jedbatch._instances import instance_key, replace_arrays
-from jedbatch._jaxpr import one_by_one
+from jedbatch._jaxpr.identity import tree_key, typed
+from jedbatch._jaxpr.interpret import one_by_one
+from jedbatch._record.cell import function_identity
+from jedbatch._record.instances import instance_key, replace_arrays
 
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)

@@ -10,11 +10,8 @@ from chains import HIDDEN, embed, encode, make_params, sentences, step
 from helpers import assert_close, check, loop, number, random_dag
 
 import jedbatch
-from jedbatch._ladder import COARSE, FINE, NUM_WIDTHS
-from jedbatch._layout import assign_lanes, last_reads
-from jedbatch._orders import ORDERS
-from jedbatch._program import Placed
-from jedbatch._reads import (
+from jedbatch._kernel.target import CPU
+from jedbatch._layout.access import (
     BROADCAST,
     GATHER,
     SLICE,
@@ -24,7 +21,10 @@ from jedbatch._reads import (
     find_modes,
     usable,
 )
-from jedbatch._target import CPU
+from jedbatch._layout.bucketing import COARSE, FINE, NUM_WIDTHS
+from jedbatch._layout.layout import assign_lanes, last_reads
+from jedbatch._layout.node_order import ORDERS
+from jedbatch._program.lower import Placed
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 

@@ -16,7 +16,7 @@ from helpers import assert_close, assert_no_recompile, loop, number
 from scopes import PARAMS, TREES, H, encode, leaf, loop_in_scope, node, total, total_by_loop
 
 import jedbatch
-from jedbatch._returned import some_rows
+from jedbatch._program.returned import some_rows
 from jedbatch.data import synthetic_treebank
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 from jedbatch.models import tree

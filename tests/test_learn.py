@@ -11,10 +11,10 @@ from helpers import assert_no_recompile, check, random_dag
 
 import jedbatch
 from jedbatch import Graph, learn, lower_bound, policies, schedule
-from jedbatch._adaptive import Adaptive
-from jedbatch._episodes import NAMES, Problem, codes, look, salts, slot
-from jedbatch._fsm import ENCODINGS, encode
-from jedbatch._learn import by_type
+from jedbatch._learn.adaptive import Adaptive
+from jedbatch._learn.candidates import by_type
+from jedbatch._learn.q_learning import NAMES, Problem, codes, look, salts, slot
+from jedbatch._schedule.fsm import ENCODINGS, encode
 
 FIG1 = Graph.from_dag(
     [0] * 7 + [1] * 7 + [2],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jedbatch._memory import SLACK, Allocation, allocate, by_size, live_bound
+from jedbatch._layout.allocator import SLACK, Allocation, allocate, by_size, live_bound
 
 
 def judge(found, size, first, last):

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jedbatch._pqtree import PQTree
+from jedbatch._layout.pq_tree import PQTree
 
 
 def keeps_together(order, leaves):

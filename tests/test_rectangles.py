@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jedbatch._rectangles import Table, cover
+from jedbatch._kernel.covering import Table, cover
 
 
 def fewest_rectangles(entries, needs):

@@ -8,7 +8,7 @@ from helpers import fewest, random_dag
 
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
-from jedbatch._search import in_turn, quotient
+from jedbatch._schedule.search import in_turn, quotient
 
 GROUPS = 12
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import check, compilations, random_tree
 
 import jedbatch
-from jedbatch._instructions import InstructionSet
+from jedbatch._program.instructions import InstructionSet
 
 GPU = jedbatch.Target.named("gpu")
 VERSION = tuple(map(int, jax.__version__.split(".")[:2]))

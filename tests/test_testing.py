@@ -299,8 +299,10 @@ def test_what_is_wrong_in_packed_rows_is_found(made, part, change):
 
 def test_all_plans_are_checked_if_wanted(monkeypatch):
     checked = []
-    verify = jedbatch._minibatch.verify
-    monkeypatch.setattr("jedbatch._minibatch.verify", lambda p: (checked.append(p), verify(p)))
+    verify = jedbatch._session.pipeline.verify
+    monkeypatch.setattr(
+        "jedbatch._session.pipeline.verify", lambda p: (checked.append(p), verify(p))
+    )
     batched = jedbatch.batch(encode)
     batched(W, TREES)
     assert not checked
@@ -319,7 +321,7 @@ def test_rounds_are_checked_if_wanted(monkeypatch):
     batched = jedbatch.batch(fn)
     total = lambda p: batched(p, instances)[0].sum()  # noqa: E731
     jax.grad(total)(params)
-    table = jedbatch._workspace.Workspace._table
+    table = jedbatch._control_flow.workspace.Workspace._table
 
     def wrong(self, *args):
         made = table(self, *args)
@@ -327,7 +329,7 @@ def test_rounds_are_checked_if_wanted(monkeypatch):
         view[:] = view[:, ::-1]
         return made
 
-    monkeypatch.setattr("jedbatch._workspace.Workspace._table", wrong)
+    monkeypatch.setattr("jedbatch._control_flow.workspace.Workspace._table", wrong)
     with pytest.raises(AssertionError, match="not a valid plan"):
         jax.grad(total)(params)
 

@@ -12,7 +12,8 @@ import pytest
 from helpers import assert_close, loop
 
 import jedbatch
-from jedbatch import _batch, _cell
+from jedbatch._batch import batched as _batch
+from jedbatch._record import cell as _cell
 
 
 def test_threads_share_a_batched_function():

@@ -11,10 +11,10 @@ from helpers import random_dag
 
 import jedbatch
 from jedbatch import viz
-from jedbatch._draw_graph import rows_of, spread
-from jedbatch._draw_memory import arenas_of
-from jedbatch._drawing import colours, fitted, text_width
-from jedbatch._reads import GATHER
+from jedbatch._draw.graph import rows_of, spread
+from jedbatch._draw.memory import arenas_of
+from jedbatch._layout.access import GATHER
+from jedbatch._support.canvas import colours, fitted, text_width
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch._executors import Fused
-from jedbatch._ladder import Ladder
+from jedbatch._layout.bucketing import Ladder
+from jedbatch._program.executors import Fused
 from jedbatch.testing.judges import (
     assert_close,
     check_plan,

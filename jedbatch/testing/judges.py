@@ -12,10 +12,10 @@ import numpy as np
 from jax import monitoring
 
 from jedbatch import checks
-from jedbatch._batch import Batched, batch
-from jedbatch._plan import Plan
-from jedbatch._stored import is_key
-from jedbatch._verify_plan import verify
+from jedbatch._batch.batched import Batched, batch
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._program.plan import Plan
+from jedbatch._session.verify import verify
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -1,0 +1,628 @@
+"""`batch`: the composition of everything else.
+
+    instances ─trace→ graphs ─select→ Graph ─schedule→ Schedule ─layout→ lanes ─lower→ tables
+
+The first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA program. What can be
+kept is kept by the `Batched` object and by nothing else (see `Session`).
+"""
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+from jedbatch import checks
+from jedbatch._control_flow.rounds import (
+    Round,
+    Rounds,
+    Stepwise,
+    Unexpected,
+    ValueNeeded,
+)
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.configuration import configuration
+from jedbatch._jaxpr.identity import tree_key
+from jedbatch._kernel.target import Target, checked_target, target_of
+from jedbatch._learn.adaptive import Adaptive
+from jedbatch._learn.candidates import learn
+from jedbatch._program.executors import median_seconds
+from jedbatch._program.host_arrays import results_from
+from jedbatch._program.plan import Plan
+from jedbatch._ragged.calls import find_calls, find_slices
+from jedbatch._record.cell import recording
+from jedbatch._record.environment import Environment
+from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.instances import array_type, flatten, is_array
+from jedbatch._record.registry import NUMBERS
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.schedule import Policy, agenda, checked_policy
+from jedbatch._session.outputs import check_stack, form_of_results
+from jedbatch._session.pipeline import (
+    check_options,
+    checked_inputs,
+    make_plan,
+    reverse_mode_only,
+    run_plan,
+)
+from jedbatch._session.record_cache import Recording, keyed
+from jedbatch._session.session import Session
+from jedbatch._support.caches import Memory
+
+SESSIONS = 16  # structures of shared arguments, before the one not used for longest is forgotten
+
+
+class Batched:
+    """A function of many instances, made by `batch`.
+
+    Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
+
+    Attributes:
+      last_rounds: what the last call ran, a tuple of rounds to look at or print: one, or, where
+        the function decides on values (`if`, `while`, `int()` on arrays), one for each time that
+        instances waited for values, and the last.
+    """
+
+    def __init__(
+        self, fn: Callable, in_axes: Any, out_axes: int | None, policy: Any, options: dict[str, Any]
+    ):
+        functools.update_wrapper(self, fn, updated=())
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._fn = fn
+        self._options = options
+        self._in_axes = in_axes
+        self._out_axes = out_axes
+        self._policy: Any = Adaptive() if policy is None else policy
+        self._executor = options["executor"]
+        self._key = options["key"]
+        self._environment = Environment(fn)
+        self._recording = Recording(fn, self._join_arguments, self._key)
+        self._cache_size = options["cache_size"]
+        self._cache_bytes = options["cache_bytes"]
+        self._layout = options["layout"]
+        self._reuse = options["reuse"]
+        self.last_rounds = Rounds()
+        self._granularity = options["granularity"]
+        self._target: Target | None = options["target"]
+        self._sessions: Memory = Memory(SESSIONS)
+        self._compiled_before = 0  # programs that were forgotten
+        self._planning = threading.RLock()  # planning changes the sessions
+        self._keeping = threading.Lock()
+
+    @property
+    def compilations(self) -> int:
+        """XLA programs built so far; it stops growing when topologies are new but programs not."""
+        return self._compiled_before + _programs_of(self._sessions)
+
+    def clear(self) -> None:
+        """Forgets everything that is cached: graphs of instances, programs, what was met.
+
+        The batched function goes on working, and records and compiles again. The policy stays, and
+        plans made before can still be applied.
+        """
+        with self._planning:
+            self._compiled_before = self.compilations
+            self._sessions.clear()
+            self._environment.clear()
+
+    @property
+    def policy(self) -> Policy | None:
+        """What chooses the batches: what was given, or else what was learned.
+
+        Without a policy of its own, a batched function learns one when the first minibatch is
+        planned that needs it. As long as schedules by rank are optimal, this is a machine that
+        does the same; before anything was planned, None. A policy can be assigned at any time; it
+        holds for the plans made from then on.
+        """
+        with self._planning:
+            return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._policy = Adaptive() if policy is None else checked_policy(policy)
+
+    def _twin(self) -> "Batched":
+        """The same function, with nothing kept yet, nothing to learn and a list for its result."""
+        return Batched(self._fn, self._in_axes, None, agenda, self._options)
+
+    def learn(self, *args: Any, **options: Any) -> FSM:
+        """Learns a policy from instances and uses it for the plans made from then on.
+
+        Args:
+          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s. 32 instances are
+            plenty.
+          **options: see `jedbatch.learn`.
+
+        Returns:
+          The policy: print it, print its `report`, `save` it.
+        """
+        shared, instances = self._arguments(args)
+        session, _ = self._session(shared)
+        with self._planning:
+            records, *_ = self._records(session, instances)
+            graph = Graph.select([(r.whole, r.index) for r in records])
+        self.policy = policy = learn(graph, **options)
+        return policy
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function on all instances.
+
+        Args:
+          *args: as the function's, with a sequence of instances wherever `in_axes` has 0.
+
+        Returns:
+          The results, stacked along a new first axis or as a list, as `out_axes` says.
+
+        Raises:
+          ValueError, TypeError: the arguments do not fit `in_axes`, shared arguments have leaves
+            that are not arrays, or results do not stack.
+        """
+        shared, instances = self._arguments(args)
+        if recording.recorder is not None:
+            return self._part_of_another(shared, instances)
+        session, leaves = self._session(shared)
+        if not session.decides:
+            decision = Unexpected()
+            try:
+                plan = self._plan(session, instances, gradient=False, leaves=leaves, read=decision)
+            except (Exception, ValueNeeded):  # whatever the function makes of it
+                if not decision.met:
+                    raise
+            if not decision.met:
+                assert plan.host is not None
+                took = sum(plan.host.seconds.values())
+                self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
+                return self._run(plan, leaves, plan.inputs)
+            session.decides = True
+        return self._run_stepwise(session, leaves, instances)
+
+    def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
+        """A call inside of a batched function: part of what that one computes for its instance.
+
+        So what it does is batched across the instances of both, and both may decide on values.
+        """
+        results = recording.recorder.together(
+            [
+                functools.partial(self._fn, *self._join_arguments(shared, mapped))
+                for mapped in instances
+            ]
+        )
+        if self._out_axes is None:
+            return results
+        forms = [
+            (jax.tree.structure(result), [array_type(x)[:2] for x in jax.tree.leaves(result)])
+            for result in results
+        ]
+        for i, form in enumerate(forms):
+            check_stack(self._name, i, forms[0], form)
+        return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
+
+    def _run_stepwise(self, session: Session, leaves: list[Any], instances: list[tuple]) -> Any:
+        """Runs the function where it decides on values."""
+        arrays = [keyed(i, instance)[1] for i, instance in enumerate(instances)]
+        call = Stepwise(
+            self._fn,
+            session,
+            instances,
+            self._join_arguments,
+            self._policy,
+            self._results,
+        )
+        with self._planning:
+            reached = self._environment.look()
+            try:
+                session.read(reached)
+                with reverse_mode_only(f"the batched `{self._name}`"):
+                    return call.run(leaves, arrays, reached)
+            finally:
+                self.last_rounds = Rounds(call.rounds)
+                session.nothing_to_read()
+                self._environment.settle(reached)
+
+    def plan(self, *args: Any, gradient: bool = True) -> Plan:
+        """Host work only: what to compute for these instances, and in what order.
+
+        Args:
+          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s.
+          gradient: whether `apply` will be differentiated; planning is faster if not.
+
+        Returns:
+          A plan for `apply`; print it.
+        """
+        checks.flag("plan", "gradient", gradient)
+        shared, instances = self._arguments(args)
+        session, _ = self._session(shared)
+        plan = self._plan(session, instances, gradient)
+        assert plan.host is not None
+        if plan.host.tracers or session.reads_tracers(plan.static.signature):
+            raise ValueError(
+                f"`{self._name}` closes over a traced value of an outer transformation, which a "
+                "plan cannot keep; make it a shared argument (`in_axes` None), or call the "
+                "batched function instead of `plan` and `apply`."
+            )
+        return plan
+
+    def apply(self, *args: Any, inputs: dict[str, Any] | None = None) -> Any:
+        """Device work only: runs a plan. Differentiable, and can be compiled with `jax.jit`.
+
+        Args:
+          *args: the shared arguments, then the plan.
+          inputs: values in place of `plan.inputs`, for instance to differentiate them.
+
+        Returns:
+          What a call with the planned instances would return.
+
+        Raises:
+          TypeError: the last argument is no plan, or inputs are no arrays.
+          ValueError: the shared arguments or the inputs are of other shapes or dtypes than those
+            that the plan was made for.
+        """
+        if not args:
+            raise TypeError(
+                "`apply` got no arguments; expected the shared ones and then a plan, as in "
+                "`batched.apply(params, batched.plan(params, instances))`."
+            )
+        *shared, plan = args
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"`apply` got {checks.shown(plan)} as its last argument; expected a plan, as in "
+                "`batched.apply(params, batched.plan(params, instances))`."
+            )
+        session, leaves = self._session(tuple(shared))
+        of_plan = plan.static.session  # which may have been forgotten
+        if of_plan.key != session.key or of_plan.environment is not self._environment:
+            raise ValueError(
+                "`apply` got shared arguments of another structure, shapes or dtypes than the "
+                "plan was made for; make a new one with `plan(*shared, instances)`."
+            )
+        return self._run(
+            plan, leaves, checked_inputs(plan, plan.inputs if inputs is None else inputs)
+        )
+
+    def profile(self, *args: Any, repeat: int = 5) -> Plan:
+        """Plans, runs and times: a plan that prints the median time of a run.
+
+        Args:
+          *args: as for a call.
+          repeat: how often it is run.
+        """
+        checks.whole("profile", "repeat", repeat, least=1, most=10**6)
+        shared, instances = self._arguments(args)
+        session, leaves = self._session(shared)
+        plan = self._plan(session, instances, gradient=False)
+        (plan.device_seconds,) = median_seconds(
+            [lambda: self._run(plan, leaves, plan.inputs)], repeat
+        ).tolist()
+        return plan
+
+    # --- arguments ---
+
+    def _axes(self, num_args: int) -> Sequence[int | None]:
+        axes = self._in_axes
+        return (axes,) * num_args if isinstance(axes, int) else axes
+
+    def _arguments(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
+        """(shared arguments, the mapped arguments of each instance)."""
+        axes = self._axes(len(args))
+        if len(axes) != len(args):
+            raise ValueError(
+                f"the batched `{self._name}` got {len(args)} arguments and `in_axes` has "
+                f"{len(axes)} entries, {tuple(axes)}; expected one entry per argument. Write None "
+                "for what all instances share and 0 for a sequence of instances, as in "
+                "`jedbatch.batch(fn, in_axes=(None, 0))`."
+            )
+        mapped = []
+        for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
+            if axis is None:
+                continue
+            sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
+            if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
+                raise TypeError(
+                    f"argument {position} of the batched `{self._name}` is {checks.shown(x)}, but "
+                    "`in_axes` has 0 for it; expected a sequence of instances, such as a list "
+                    "(or an array, whose rows are the instances). If all instances share it, "
+                    "write None in `in_axes`."
+                )
+            mapped.append(list(x))
+        lengths = [len(x) for x in mapped]
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"the mapped arguments of the batched `{self._name}` have {lengths} instances; "
+                "expected equally many."
+            )
+        if not lengths[0]:
+            raise ValueError(
+                f"the batched `{self._name}` got an empty list of instances; expected at least "
+                "one, since the shape of the result follows from them. Skip empty minibatches."
+            )
+        shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
+        return shared, list(zip(*mapped, strict=True))
+
+    def _join_arguments(self, shared: Any, mapped: Any) -> list[Any]:
+        """The arguments of the function, from the shared and the mapped ones."""
+        axes = self._axes(len(shared) + len(mapped))
+        sources = {True: iter(shared), False: iter(mapped)}
+        return [next(sources[axis is None]) for axis in axes]
+
+    def _session(self, shared: tuple) -> tuple[Session, list[Any]]:
+        """What is kept for shared arguments of this structure, and their leaves."""
+        leaves, structure = flatten(shared, f"the shared argument of the batched `{self._name}`")
+        for leaf in leaves:
+            known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
+            if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
+                paths = jax.tree.leaves_with_path(shared)
+                path = next(p for p, x in paths if x is leaf)
+                raise TypeError(
+                    f"the shared argument of the batched `{self._name}` has {checks.shown(leaf)} "
+                    f"at {jax.tree_util.keystr(path)}; expected arrays only. Close over "
+                    "configuration, or bind it with `functools.partial`."
+                )
+        types = tuple(map(array_type, leaves))
+        target = self._target or target_of(leaves)
+        key = tree_key(structure), types, target, *configuration()
+        session = self._sessions.use(key)
+        if session is None or session.is_full:
+            avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
+            session = Session(
+                avals,
+                structure,
+                self._executor,
+                self._cache_size,
+                self._granularity,
+                target,
+                self._environment,
+                limit_bytes=self._cache_bytes,
+                key=key,
+            )
+            session = self._keep(key, session)
+        return session, leaves
+
+    def _keep(self, key: Hashable, new: Session) -> Session:
+        """Keeps a new session in place of one that is full, unless another thread was first."""
+        with self._keeping:
+            session = self._sessions.get(key)
+            if session is not None and not session.is_full:
+                return session
+            before = self.compilations
+            self._sessions[key] = new
+            self._compiled_before = before - _programs_of(self._sessions)
+            return new
+
+    # --- planning ---
+
+    def _plan(
+        self,
+        session: Session,
+        instances: list[tuple],
+        gradient: bool,
+        leaves: Sequence[Any] = (),
+        read: Callable | None = None,
+    ) -> Plan:
+        """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
+        with self._planning:
+            return self._plan_alone(session, instances, gradient, leaves, read)
+
+    def _plan_alone(self, session: Session, instances, gradient: bool, leaves, read) -> Plan:
+        start = time.perf_counter()
+        records, arrays, tracers, num_known, reached = self._records(session, instances, read)
+        seconds = {"trace": time.perf_counter() - start}
+        values = itertools.chain(leaves, reached.arrays, *arrays)
+        traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
+        keeps = gradient or traced
+        plan = self._plan_records(session, records, arrays, self._policy, gradient, keeps)
+        assert plan.host is not None
+        plan.host.seconds = seconds | plan.host.seconds
+        plan.host.num_known, plan.host.tracers = num_known, tracers
+        return plan
+
+    def _records(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
+        """Returns what `Recording.find` does, and what the function reads besides its arguments."""
+        reached = self._environment.look()
+        num_known = 0
+        try:
+            session.read(reached)
+            records, arrays, tracers, num_known = self._recording.find(session, instances, read)
+        finally:
+            session.nothing_to_read()
+            if num_known < len(instances):  # else the function was not called
+                self._environment.settle(reached)
+        return records, arrays, tracers, num_known, reached
+
+    def _plan_records(
+        self, session: Session, records, arrays, policy, gradient: bool, keeps: bool
+    ) -> Plan:
+        """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
+        start = time.perf_counter()
+        graph = Graph.select([(r.whole, r.index) for r in records])
+        calls = find_calls(records, arrays)
+        returned = self._results(records, graph.outputs, find_slices(calls, records))
+        seconds = {"merge": time.perf_counter() - start}
+        plan = make_plan(
+            session,
+            graph,
+            records,
+            arrays,
+            returned,
+            policy,
+            layout=self._layout,
+            reuse=self._reuse,
+            gradient=gradient,
+            keeps=keeps,
+            calls=calls,
+        )
+        assert plan.host is not None
+        plan.host.apart = session.lengths.shown
+        plan.host.seconds = seconds | plan.host.seconds
+        return plan
+
+    def _results(self, records, outputs: np.ndarray, slices: Sequence[Any] = ()) -> Any:
+        """(what each arena returns, the form of the result) from what all instances return."""
+        stacked = self._out_axes is not None
+        return form_of_results(self._name, records, outputs, slices, stacked)
+
+    # --- running ---
+
+    def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, Any]) -> Any:
+        outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
+        return results_from(plan.static.results, plan.static.signature, outputs, packed)
+
+
+def is_zero(axis: Any) -> bool:
+    """True of 0, but not of False."""
+    return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
+
+
+def _programs_of(sessions: Memory) -> int:
+    return sum(sum(s.compilations.values()) for s in list(sessions.values()))
+
+
+def batch(
+    fn: Callable,
+    in_axes: int | Sequence[int | None] = (None, 0),
+    out_axes: int | None = 0,
+    *,
+    policy: Policy | None = None,
+    executor: str | None = None,
+    key: Callable[..., Hashable] | None = None,
+    cache_size: int = 65536,
+    cache_bytes: int = 1 << 30,
+    layout: str = "auto",
+    reuse: bool | None = None,
+    granularity: str = "cell",
+    target: str | Target | None = None,
+) -> Batched:
+    """`jax.vmap` for functions whose computation depends on the instance.
+
+    `fn` is written for one instance, as a pure function in ordinary Python and JAX: recursion,
+    loops and branches may depend on the instance. The batched function records what each
+    instance computes, groups operations of all instances into batches and runs everything as one
+    XLA program, compiled once for every topology, and differentiable.
+
+    Derivatives may be of any order, in both modes and mixed. What has a `jax.custom_vjp` in it has
+    no forward mode and no second reverse, for which the rule of a `jax.custom_jvp` is taken to be
+    a derivative. The same holds for functions that decide on values and for arrays that differ in
+    length. Nothing is pulled back from results that nobody differentiates, but zeros are from those
+    of instances that a loss does not read, if `apply` runs under `jax.jit` and `out_axes` is None.
+
+    Arrays in instances may differ in length, `[n, ...]` with another n in each. Operations on them
+    run on the rows of all instances, whatever n is, without padding one to the other, and are
+    compiled once for all lengths. Inside of `fn`, `x.shape[0]` is then a symbol, which can be used
+    for shapes (`jnp.arange(n)`) and as a number in computations (`x.sum(0) / n`), but which Python
+    cannot decide on: a function that does is run for each length by itself, and so is one that does
+    to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
+    sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+    What Python gives no say in tells nothing about lengths: `n is m`, `type(n)`, and, inside of
+    cells and of jit-ted functions, whether `jax.typeof(x) == jax.typeof(y)`; compare `n == m`.
+
+    The same minibatch gives the same bits every time. Which other instances are in it changes no
+    value, but may change its last bits: sums and matrix products add up in an order that depends on
+    how many run together (measured in float32: up to 8.5 eps of the largest value for trees). What
+    is done element by element, looked up, compared, sorted or moved is the same to the last bit.
+    Numbers of an instance that name rows of a shared array, `params["embedding"][word]`, must name
+    rows that exist: that is checked when instances are planned.
+
+    Recursion may be tens of thousands of frames deep. What is deeper than Python's limit is
+    recorded once more, on a thread of its own with a larger stack, so that what `fn` does besides
+    computing, such as printing, may happen twice.
+
+    Args:
+      fn: a pure function of one instance. Arrays in the instance are symbolic while it is
+        recorded; numbers, strings, lists and objects reach it as they are.
+      in_axes: for each argument, None if all instances share it (a pytree of arrays, such as
+        parameters) or 0 if it is a sequence of instances; a single 0 for all arguments.
+      out_axes: 0 stacks the results along a new first axis, as `jax.vmap` does. None gives a list
+        with one result per instance, whose shapes may differ.
+      policy: chooses which type of node runs next: one of `jedbatch.policies`, what
+        `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
+        while the first minibatch is planned, unless a schedule by rank is optimal.
+      executor: "fused", one XLA program per minibatch, or "dispatch", one per batch, for
+        debugging. Under a transformation of JAX always "fused", the default.
+      key: maps the mapped arguments of an instance to something hashable that decides its graph,
+        for instances that cannot be compared by value; their graphs are then remembered too.
+      cache_size: how many instances' graphs are remembered. Instances are remembered if they are
+        made of tuples, lists, dicts, frozen dataclasses, numbers, strings and arrays.
+      cache_bytes: how many bytes these may take, about; those that came first are forgotten first.
+        `Batched.clear` forgets all.
+      layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
+        what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
+        in `jedbatch.layout`.
+      reuse: whether inference uses memory again that nobody will read. None does for minibatches
+        with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
+        can be differentiated keeps everything in any case.
+      granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
+        operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
+        operations that always run together and makes each such group one node, so that a model
+        without any `cell` runs like one with cells; cells stay whole, except those with variants
+        (operands of several types) that have matrix products in common. Functions that decide on
+        values run as they are recorded, as with "cell".
+      target: the kind of device to make programs for, "cpu" or "gpu", or a `jedbatch.Target`. None
+        takes that of the shared arguments, if they are bound to a device, or else JAX's default.
+        A program for another kind of device gives the same results, more slowly.
+
+    Returns:
+      The batched function; `Batched.plan` and `Batched.apply` are its two halves.
+
+    Raises:
+      ValueError, TypeError: `fn` is no function, or an option makes no sense.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jedbatch
+      >>> @jedbatch.cell
+      ... def node(params, left, right):
+      ...     return jnp.tanh(params @ (left + right))
+      >>> def encode(params, tree):
+      ...     if isinstance(tree, tuple):
+      ...         return node(params, encode(params, tree[0]), encode(params, tree[1]))
+      ...     return jnp.full(3, tree / 10)
+      >>> encode_all = jedbatch.batch(encode)
+      >>> encode_all(jnp.eye(3), [(1, 2), ((1, 2), 3), 4]).shape
+      (3, 3)
+
+    References:
+      Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
+      finite state machines, ICML 2023; InsNet for padding-free batching.
+    """
+    if not callable(fn):
+        raise TypeError(f"`batch` got {checks.shown(fn)}; expected a function of one instance.")
+    axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,)
+    if not axes or not all(axis is None or is_zero(axis) for axis in axes):
+        raise ValueError(
+            f"`batch` got in_axes={checks.brief(in_axes)}; expected 0 or a tuple with None (shared "
+            "by all instances) or 0 (a sequence of instances) for each argument."
+        )
+    if 0 not in axes:
+        raise ValueError(
+            f"`batch` got in_axes={in_axes!r}, which maps no argument; write 0 for the argument "
+            "that holds the instances, as in `in_axes=(None, 0)`."
+        )
+    if not (out_axes is None or is_zero(out_axes)):
+        raise ValueError(
+            f"`batch` got out_axes={checks.brief(out_axes)}; expected 0 to stack results along "
+            "a new first axis, or None for a list. To stack along another axis, `jnp.moveaxis` "
+            "the result."
+        )
+    check_options("batch", policy, executor, layout, reuse)
+    checks.one_of("batch", "granularity", granularity, sorted(GRANULARITIES))
+    if key is not None:
+        expected = "a function of the mapped arguments of an instance"
+        checks.function("batch", "key", key, expected, "It gives something hashable.")
+    cache_size = checks.whole("batch", "cache_size", cache_size)
+    cache_bytes = checks.whole("batch", "cache_bytes", cache_bytes)
+    in_axes = in_axes if isinstance(in_axes, int) else axes
+    options = {
+        "executor": executor,
+        "key": key,
+        "cache_size": cache_size,
+        "cache_bytes": cache_bytes,
+        "layout": layout,
+        "reuse": reuse,
+        "granularity": granularity,
+        "target": checked_target(target, "`batch`"),
+    }
+    return Batched(fn, in_axes, out_axes, policy, options)

@@ -1,0 +1,9 @@
+"""`if`, `while` and `int()` on computed values: compute, decide, record on.
+
+Read in this order:
+
+1. `fibers`: Instances that take turns: each runs until it needs a value that nobody has computed
+   yet.
+2. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
+3. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+"""

@@ -1,0 +1,137 @@
+"""Instances that take turns: each runs until it needs a value that nobody has computed yet.
+
+Python decides on the value of an array in the middle of a function: in an `if`, a `while`, an
+`int()`. The function must stop right there, let the other instances go on, and continue later as
+if nothing had happened. Greenlets do that: each instance is one, with a Python stack of its own,
+and switching takes less than a microsecond.
+
+JAX keeps the trace that operations go to per thread, not per greenlet, so whoever switches takes
+it along; each instance begins in the caller's context variables. Other state of the thread, such as
+that of `with jax.default_matmul_precision(...)`, is the same for all: an instance must not wait
+inside of such a block (see `_control_flow.rounds`, which says so where it can tell).
+"""
+
+import collections
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import greenlet
+from jax.extend.core import take_current_trace
+
+PATIENCE = 8  # times an instance is told to stop, in case it catches everything
+
+
+class Fibers:
+    """Instances that take turns.
+
+    An instance may fall into parts that take turns too; it goes on when all of them are done.
+
+    Attributes:
+      waiting: what each fibre said when it began to wait.
+      current: the instance whose turn it is.
+    """
+
+    def __init__(self, run: Callable[[int], None], count: int):
+        """Makes `count` instances, of which each will do `run(instance)`."""
+        self.waiting: dict[int, Any] = {}
+        self.current = -1
+        self._hub = greenlet.getcurrent()
+        self._ready: collections.deque[int] = collections.deque()
+        self._fibers: dict[int, Any] = {}
+        self._instance: list[int] = []  # that a fibre belongs to
+        self._whole: dict[int, int] = {}  # the fibre that a part is part of
+        self._parts: dict[int, int] = {}  # how many parts of a fibre are not done
+        self._fiber = -1  # whose turn it is
+        for i in range(count):
+            self._add(functools.partial(run, i), i)
+
+    def _add(self, run: Callable[[], None], instance: int) -> int:
+        fiber = len(self._instance)
+        self._instance.append(instance)
+        self._fibers[fiber] = made = greenlet.greenlet(run, self._hub)
+        made.gr_context = contextvars.copy_context()
+        self._ready.append(fiber)
+        return fiber
+
+    def turns(self) -> Iterator[int]:
+        """Lets every fibre that can go on do so, one after the other; yields whose it was.
+
+        An error in an instance is raised here, with a note that names the instance.
+        """
+        while self._ready:
+            self._fiber = fiber = self._ready.popleft()
+            self.current = self._instance[fiber]
+            with take_current_trace():
+                try:
+                    self._fibers[fiber].switch()
+                except Exception as error:
+                    error.add_note(f"This happened in instance {self.current}.")
+                    raise
+            if self._fibers[fiber].dead:
+                del self._fibers[fiber]
+                whole = self._whole.pop(fiber, None)
+                if whole is not None:
+                    self._parts[whole] -= 1
+                    if not self._parts[whole]:
+                        self._ready.append(whole)
+            yield self.current
+
+    def wait(self, reason: Any) -> None:
+        """Called by an instance: returns once `resume` was called and its turn has come."""
+        self.waiting[self._fiber] = reason
+        self._give_way()
+
+    def _give_way(self) -> None:
+        with take_current_trace():
+            self._hub.switch()
+
+    def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Called by an instance: what its parts return, which take turns as instances do.
+
+        If parts raise errors, the error of the first of them is raised when all are done.
+        """
+        whole = self._fiber
+        results: list[Any] = [None] * len(parts)
+        errors: dict[int, Exception] = {}
+
+        def run(i: int) -> None:
+            try:
+                results[i] = parts[i]()
+            except Exception as error:
+                errors[i] = error
+
+        for i in range(len(parts)):
+            self._whole[self._add(functools.partial(run, i), self._instance[whole])] = whole
+        self._parts[whole] = len(parts)
+        if parts:
+            self._give_way()
+        if errors:
+            raise errors[min(errors)]
+        return results
+
+    def resume(self) -> None:
+        """All who wait may go on."""
+        self._ready.extend(self.waiting)
+        self.waiting.clear()
+
+    def close(self) -> list[Exception]:
+        """Ends all fibres that are not done, running what they have to clean up.
+
+        Returns what went wrong in that.
+        """
+        errors: list[Exception] = []
+        for fiber in self._fibers.values():
+            for _ in range(PATIENCE):
+                if fiber.dead or not fiber:
+                    break
+                with take_current_trace():
+                    try:
+                        fiber.throw(greenlet.GreenletExit)
+                    except Exception as error:
+                        errors.append(error)
+        self._fibers.clear()
+        self.waiting.clear()
+        self._ready.clear()
+        return errors

@@ -1,0 +1,433 @@
+"""Control flow on values: compute what is recorded, decide, record on.
+
+Under `if`, `while`, `int()` and their like an instance needs a value that has not been computed.
+It waits; the others go on (see `_control_flow.fibers`). When nobody can go on, a *round* computes
+what the waiting instances wait for, in batches across all of them, and they resume:
+
+    instance 0    record ─ if a > 0?        ─ record ─ if b > 0?     ─ record ─ done
+    instance 1    record ─ done             .                        .
+    instance 2    record ─ while e > tol?   ─ record ─ done          .
+                         round 1: a, e               round 2: b              round 3: the rest
+
+A round computes what is waited for and nothing else; what nobody decides on is put off until the
+end, where batches are largest. Nothing is computed for a branch that was not taken, or twice.
+
+Which branches are taken depends on the parameters, so nothing of this can be planned ahead, and
+under `jax.jit`, where there are no values, it is an error. Differentiation works: the call is one
+`jax.custom_vjp`, whose forward rule is given concrete values, and whose reverse is one sweep over
+all rounds (see `_control_flow.workspace`).
+
+Source: Zha et al., Just-in-time dynamic batching, 2019, and DyNet compute all that has been
+recorded when one value is read, which ends batching; waiting in turns does not.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch._control_flow.fibers import Fibers
+from jedbatch._control_flow.workspace import Workspace
+from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.configuration import configuration
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._layout.layout import Layout
+from jedbatch._program.host_arrays import results_from, rows_of_inputs
+from jedbatch._program.lower import lower
+from jedbatch._program.plan import ResultForm
+from jedbatch._program.returned import joined, rows_wanted, split
+from jedbatch._record.cell import pause, recording
+from jedbatch._record.deep import deeply
+from jedbatch._record.environment import Reached, Way
+from jedbatch._record.instances import flatten
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.symbols import Shared, Symbol
+from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
+from jedbatch._session.pipeline import refuse
+from jedbatch._session.session import Session, shared_values
+from jedbatch._support.restored import Restored
+from jedbatch.errors import SymbolicValueError
+
+
+@dataclass(frozen=True)
+class Round:
+    """What ran between two decisions.
+
+    Attributes:
+      instances: how many instances waited for values; 0 in the last round.
+      nodes: how many nodes ran.
+      batches: in how many batches.
+      lanes: rows computed, padding included.
+      ran: (type, batches, nodes) for every type that ran.
+      seconds: from the first instance that recorded to the values in hand; in the last round, to
+        the work handed to the device.
+    """
+
+    instances: int
+    nodes: int
+    batches: int
+    lanes: int
+    ran: tuple[tuple[NodeType, int, int], ...]
+    seconds: float
+
+    @staticmethod
+    def of(layout: Layout, instances: int, seconds: float) -> "Round":
+        """The round that ran a layout."""
+        graph, schedule = layout.graph, layout.schedule
+        nodes = np.bincount(graph.node_type)
+        batches = np.bincount(schedule.batch_type)
+        ran = tuple(
+            (graph.types[t], int(batches[t]), int(nodes[t])) for t in np.flatnonzero(nodes).tolist()
+        )
+        lanes = int(layout.lanes.sum())
+        return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds)
+
+    def __str__(self) -> str:
+        who = f"{self.instances} waited" if self.instances else "the rest"
+        what = f"{self.nodes} nodes in {self.batches} batches"
+        lines = [f"{who}: {what}, {1e3 * self.seconds:.1f} ms"]
+        lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
+        return "\n".join(lines)
+
+
+class Rounds(tuple[Round, ...]):
+    """The rounds of a call, in order; printed one after the other."""
+
+    def __str__(self) -> str:
+        nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
+        plural = "" if len(self) == 1 else "s"
+        head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
+        return "\n".join([head, *(f"{i}. {r}" for i, r in enumerate(self, 1))])
+
+    __repr__ = __str__
+
+
+class ValueNeeded(BaseException):
+    """A function decides on a value where nobody expected it; not an error to catch."""
+
+
+class Unexpected:
+    """Notes that a function decides on values, and stops it.
+
+    Attributes:
+      met: whether it does. The function may have caught what stopped it.
+    """
+
+    def __init__(self) -> None:
+        self.met = False
+
+    def __call__(self, symbol: Symbol) -> np.ndarray:
+        self.met = True
+        symbol._trace.caching = False
+        raise ValueNeeded
+
+
+class TracersMet(BaseException):
+    """Tracers of an outer transformation that were not known; all so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """How an instance ended; see `_graph.record`."""
+
+    structure: Any
+    types: tuple[tuple, ...]
+    references: tuple[int, ...]
+
+
+def _cotangent(x: Any) -> Any:
+    """None for a cotangent that does not exist."""
+    return None if isinstance(x, SymbolicZero) else x
+
+
+class Stepwise:
+    """One call of a batched function that decides on values.
+
+    Attributes:
+      rounds: what ran so far.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        session: Session,
+        instances: Sequence[Sequence[Any]],
+        join: Callable,
+        policy: Any,
+        results: Callable[[Sequence[Outcome], np.ndarray], tuple[dict, ResultForm]],
+    ):
+        """Prepares a call.
+
+        Args:
+          fn: the function of one instance.
+          session: what is kept from call to call.
+          instances: the mapped arguments of each instance.
+          join: makes the arguments of `fn` from the shared and the mapped ones.
+          policy: chooses batches.
+          results: from outcomes and references of their leaves to (what each arena returns, form).
+        """
+        self.rounds: list[Round] = []
+        self._fn = fn
+        self._session = session
+        self._instances = instances
+        self._join = join
+        self._policy = policy
+        self._results = results
+        self._tracers: Sequence[Any] = ()
+        self._moving = False  # whether arrays of instances are traced
+
+    def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Reached) -> Any:
+        """The results.
+
+        The `leaves` of the shared arguments, the instances' arrays and those that the function
+        reads beside may be traced.
+        """
+        self._ways = reached.names
+        while True:
+            try:
+                return self._attempt(leaves, arrays, reached.arrays)
+            except TracersMet as met:
+                self._tracers = met.args[0]
+
+    def _attempt(self, leaves, arrays, reached) -> Any:
+        given = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
+        self._moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            outputs = self._compute(*given, saving=False)
+        else:
+            outputs = self._differentiable()(*given)
+        return results_from(self._form, self._signature, outputs)
+
+    def _differentiable(self) -> Callable:
+        @jax.custom_vjp
+        def run(leaves, arrays, tracers, reached):
+            outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
+            return split(outputs, self._form.batch)
+
+        def forwards(*primals):
+            leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
+            outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
+            residuals = leaves, arrays, tracers, reached, self._workspace.state
+            return split(outputs, self._form.batch), residuals
+
+        run.defvjp(forwards, self._backwards, symbolic_zeros=True)
+        return run
+
+    @unguarded
+    def _backwards(self, residuals, cotangents):
+        leaves, arrays, tracers, reached, values = residuals
+        workspace, session = self._workspace, self._session
+        batch = self._form.batch
+        placed, signature = workspace.whole(self._returned, batch is not None)
+        lowered = lower(placed, signature)
+        assert lowered is not None
+        pieces = tuple([_cotangent(x) for x in mine] for mine in cotangents)
+        outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
+        wanted = rows_wanted(placed, signature.arenas, exist, batch)
+        reverse, reverse_table = session.reverse(placed, signature, wanted=wanted)
+        refuse(reverse, None, -1, "a batched function")
+        if workspace.trial is not None and wanted is None:
+            workspace.trial.finish(placed, signature, (reverse, reverse_table))
+        closed_over = session.program(signature)[1]
+        shared = shared_values(session, closed_over, leaves, self._outside(tracers, reached))
+        executor = session.executor(signature, (shared, values, outputs))
+        tables = lowered.table, reverse_table, None
+        of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
+        of_tracers: list[Any] = [None] * len(tracers)
+        of_reached: list[Any] = [None] * len(reached)
+        for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
+            position = session.registry.shared[index].tracer
+            if isinstance(position, int):
+                of_tracers[position] = cotangent
+            elif isinstance(position, Way):
+                of_reached[self._ways.index(position)] = cotangent
+        of_arrays = workspace.pull_back(arrays, of_inputs) if self._moving else None
+        return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached
+
+    def _outside(self, tracers: Sequence[Any], reached: Sequence[Any]) -> dict[Hashable, Any]:
+        """Returns the values that programs read from outside, by name (see `SharedValue`)."""
+        return dict(enumerate(tracers)) | dict(zip(self._ways, reached, strict=True))
+
+    # --- rounds ---
+
+    def _compute(self, leaves, arrays, tracers, reached, saving: bool) -> Any:
+        """Runs all rounds; returns the rows that are returned from each arena."""
+        given = leaves, arrays, tracers, reached
+        self._beside = self._outside(tracers, reached)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+            raise SymbolicValueError(
+                "a batched function decides on the value of an array (`if`, `while`, `int()`, "
+                "...), and there are no values here: it is called under `jax.jit`, `jax.vmap` or "
+                "a second derivative. Call it outside of them; `jax.grad` of it is fine. "
+                "`help(jedbatch.errors.SymbolicValueError)` says more."
+            )
+        return deeply(functools.partial(self._compute_alone, leaves, arrays, tracers, saving))
+
+    def _compute_alone(self, leaves, arrays, tracers, saving: bool) -> Any:
+        """The same, with recursion as deep as this thread allows."""
+        with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
+            recorder = self._begin(leaves, arrays, tracers, saving)
+            end = ending(recorder)
+            with Restored(end), Restored(end), set_current_trace(recorder):
+                begin_recording(recorder)
+                begun = self._turns()
+            return self._last(begun)
+
+    def _begin(self, leaves, arrays, tracers, saving: bool) -> Recorder:
+        """Forgets all rounds; returns who records those to come."""
+        self.rounds.clear()
+        self._configuration = configuration()
+        session = self._session
+        recorder = Recorder(session.registry, trace_of_caller())
+        recorder.tracers = list(self._tracers)
+        self._leaves, self._arrays, self._primals = leaves, arrays, tracers
+        self._workspace = Workspace(
+            session,
+            recorder,
+            arrays,
+            self._policy,
+            lambda closed_over: shared_values(session, closed_over, leaves, self._beside),
+            saving,
+        )
+        self._known: dict[Any, np.ndarray] = {}
+        self._outcomes: list[Any] = [None] * len(self._instances)
+        self._fibers = Fibers(self._record, len(self._instances))
+        recorder.read = self._read
+        recorder.together = self._together
+        return recorder
+
+    def _turns(self) -> float:
+        """Lets all instances record until they are done; returns when the last round began."""
+        recorder, fibers = self._workspace.recorder, self._fibers
+        self._shared = recorder.share()
+        recorder.begin(None, ())
+        try:
+            while True:
+                begun = time.perf_counter()
+                for instance in fibers.turns():
+                    self._workspace.note_turn(instance)
+                if len(recorder.tracers) > len(self._primals):
+                    raise TracersMet(recorder.tracers)
+                if not fibers.waiting:
+                    return begun
+                self._round(begun)
+                fibers.resume()
+        except BaseException as error:
+            for other in fibers.close():
+                error.add_note(f"Another instance failed while it was stopped: {other!r}")
+            raise
+        finally:
+            del self._shared
+
+    def _record(self, instance: int) -> None:
+        """Runs the function for one instance, in a fibre of its own."""
+        recorder = self._workspace.recorder
+        recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
+        with set_current_trace(recorder):
+            recorder.turn_to(self._instances[instance])
+            mapped = recorder.symbolic(self._instances[instance], self._arrays[instance])
+            result = self._fn(*self._join(self._shared, mapped))
+            leaves, structure = flatten(result, "the result of the function")
+            found = [recorder.output(leaf) for leaf in leaves]
+            references, types = tuple(r for r, _ in found), tuple(t for _, t in found)
+            self._outcomes[instance] = Outcome(structure, types, references)
+
+    def _read(self, symbol: Symbol) -> np.ndarray:
+        """The value of a symbol; the instance that asks waits until there is one."""
+        recorder = self._workspace.recorder
+        if recording.recorder is not recorder:
+            raise SymbolicValueError(
+                "a cell decides on the value of an array that it closes over; inside of cells "
+                "values are unknown. Pass the array to the cell and choose with `jnp.where` or "
+                "`jax.lax.cond`, or decide outside of the cell."
+            )
+        if is_key(symbol.dtype):
+            raise TypeError("a random key has no value to decide on; draw from it first.")
+        if configuration() != self._configuration:
+            raise ValueError(
+                "a value is needed inside of a block that changes the configuration of JAX, such "
+                "as `with jax.default_matmul_precision(...)`; it would hold for other instances "
+                "too, which go on meanwhile. Put the block around the call of the batched "
+                "function, or inside of a cell."
+            )
+        key = isinstance(symbol, Shared), symbol.index
+        if key not in self._known:
+            if isinstance(symbol, Shared):
+                if len(recorder.tracers) > len(self._primals):
+                    self._fibers.wait(None)  # for a start with all of them
+                self._known[key] = self._shared_value(symbol.index)
+            elif symbol.index < 0:
+                self._known[key] = self._input_value(-1 - symbol.index)
+            else:
+                instance = recorder._instance
+                self._fibers.wait(symbol.index)
+                recorder.turn_to(instance)
+        return self._known[key]
+
+    def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What parts of an instance return, which wait for values each on its own."""
+        recorder = self._workspace.recorder
+        instance = recorder._instance
+        with take_current_trace() as current:
+            trace = current  # the recorder, or a transformation inside of the function
+
+        def run(part: Callable[[], Any]) -> Any:
+            recording.recorder = recorder
+            with set_current_trace(trace):
+                recorder.turn_to(instance)
+                return part()
+
+        results = self._fibers.together([functools.partial(run, part) for part in parts])
+        recorder.turn_to(instance)
+        return results
+
+    @unguarded
+    def _shared_value(self, index: int) -> np.ndarray:
+        """A value that all instances share."""
+        compute, closed_over = self._session.registry.prologue([[index]])
+        with pause():
+            values = shared_values(self._session, closed_over, self._leaves, self._beside)
+            return np.asarray(compute(values)[0][0])
+
+    @unguarded
+    def _input_value(self, index: int) -> np.ndarray:
+        """A number, or a part of an array of the instance that asks."""
+        recorder = self._workspace.recorder
+        group = np.array([recorder.input_group[index]])
+        (chunk,) = cut_inputs(
+            recorder.registry, recorder.input_value, np.array([index]), np.zeros(1), group
+        )
+        instance = self._fibers.current
+        return np.asarray(rows_of_inputs(chunk, self._arrays[instance], instance))[0]
+
+    @unguarded
+    def _round(self, start: float) -> None:
+        """Computes what instances wait for."""
+        waiting = self._fibers.waiting
+        values = list(dict.fromkeys(waiting.values()))
+        with pause():
+            layout, found = self._workspace.compute(np.array(values), read=True)
+        self._known.update(zip([(False, v) for v in values], found, strict=True))
+        self.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
+
+    @unguarded
+    def _last(self, start: float) -> Any:
+        """Computes what is returned."""
+        references = np.array([r for o in self._outcomes for r in o.references], np.int64)
+        self._returned, self._form = self._results(self._outcomes, references)
+        layout, _ = self._workspace.compute(references, read=False)
+        assert self._workspace.signature is not None
+        self._signature = self._workspace.signature
+        self.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
+        stacked = self._form.batch is not None
+        if self._workspace.trial is not None:
+            self._workspace.trial.finish(*self._workspace.whole(self._returned, stacked))
+        return self._workspace.results(self._returned, stacked)

@@ -1,0 +1,631 @@
+"""Values computed a few at a time: arenas that stay on the device and grow.
+
+Where Python decides on values, what a minibatch computes becomes known little by little. What has
+been recorded is kept here as one graph that grows, and each time values are wanted, exactly the
+nodes they depend on and that have not run yet are scheduled, laid out and run, by one call of one
+program.
+
+The trick is that lanes are only ever appended. The lanes of a type are numbered in the order in
+which its batches run, and every lane has rows of its own, so what ran in earlier rounds is a
+prefix of what a plan of the whole graph would run, row for row. Each round writes a table of its
+own lanes alone and hands the arenas on; nothing is computed twice, nothing moves. And when all is
+done, the rounds *are* a plan of the whole: the reverse sweep runs over all of them at once.
+
+A program has room for some number of lanes. When they are used up, arenas move to a program with
+room for more; the largest program is remembered, so the next minibatch starts with it.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.paths import distinct, pointers, ranges
+from jedbatch._jaxpr.identity import Same
+from jedbatch._jaxpr.storage import Kind, row_bytes, stored
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.layout import Layout, assign_lanes
+from jedbatch._program.host_arrays import rows_of_inputs
+from jedbatch._program.lower import Placed, Signature, capacity
+from jedbatch._program.runs import find_stretches
+from jedbatch._program.verify import is_wanted
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.trace import cut_inputs, find_operands
+from jedbatch._schedule.schedule import Policy, Schedule, schedule
+from jedbatch._session.indices import check_look_ups
+from jedbatch._session.session import Session
+from jedbatch._session.verify import RoundsTrial
+
+SPARSE = 4  # times the types in use that a program may have before the next call starts anew
+SMALL = 1 << 16  # bytes of inputs that are handed over again although none is new
+AHEAD = 4  # times the room that is needed when more is needed
+FIRST = 1 << 22  # bytes of results that a type may have from the start,
+MANY = 64  # or as many times what the first round needs
+
+
+class Column:
+    """An array that grows at its end."""
+
+    def __init__(self, dtype: Any):
+        self._data = np.empty(256, dtype)
+        self._size = 0
+
+    def extend(self, values: Any) -> None:
+        """Appends an array."""
+        size = self._size + len(values)
+        if size > len(self._data):
+            self._data = np.resize(self._data, 2 * size)
+        self._data[self._size : size] = values
+        self._size = size
+
+    @property
+    def array(self) -> np.ndarray:
+        """All so far; a view."""
+        return self._data[: self._size]
+
+
+@dataclass(eq=False)
+class Room:
+    """What a program must have room for.
+
+    Attributes:
+      lanes, widest: of every kernel: lanes in all, and widths compiled.
+      inputs, wanted: of every kind of value: input rows, and rows returned at a time.
+      stretches: at a time.
+    """
+
+    lanes: dict[Kernel, int] = field(default_factory=dict)
+    widest: dict[Kernel, int] = field(default_factory=dict)
+    inputs: dict[Kind, int] = field(default_factory=dict)
+    wanted: dict[Kind, int] = field(default_factory=dict)
+    stretches: int = 0
+
+    @staticmethod
+    def of(signature: Signature) -> "Room":
+        """What a program has room for."""
+        kernels, arenas = signature.kernels, signature.arenas
+        return Room(
+            dict(zip(kernels, signature.lanes, strict=True)),
+            dict(zip(kernels, signature.widest, strict=True)),
+            dict(zip(arenas, signature.inputs, strict=True)),
+            dict(zip(arenas, signature.outputs, strict=True)),
+            signature.stretches,
+        )
+
+    def holds(self, other: "Room") -> bool:
+        """Whether there is as much room as in another."""
+        pairs = zip(self._tables(), other._tables(), strict=True)
+        enough = all(mine.get(key, -1) >= n for mine, its in pairs for key, n in its.items())
+        return enough and self.stretches >= other.stretches
+
+    def _tables(self) -> tuple[dict[Any, int], ...]:
+        return self.lanes, self.widest, self.inputs, self.wanted
+
+    def extended(self, needed: "Room", target: Target) -> Signature:
+        """A program with the room there is here, and more where more is needed."""
+
+        def larger(mine: dict[Any, int], its: dict[Any, int], grown: Callable) -> dict[Any, int]:
+            more = {k: grown(n) for k, n in its.items() if mine.get(k, -1) < n}
+            return mine | more
+
+        lanes = larger(self.lanes, needed.lanes, lambda n: capacity(AHEAD * n))
+        widest = larger(self.widest, needed.widest, lambda n: n)
+        for kernel, n in widest.items():
+            widths = kernel.ladder.widths
+            lanes[kernel] = max(lanes[kernel], widths[n - 1])
+            if kernel not in self.lanes:
+                start = min(FIRST // max(1, kernel.result_bytes), MANY * needed.lanes[kernel])
+                lanes[kernel] = max(lanes[kernel], capacity(start))
+        kinds = [stored(t) for kernel in lanes for t in (*kernel.operands, *kernel.results)]
+        inputs = larger(dict.fromkeys(kinds, 0), self.inputs, lambda n: n)
+        inputs = larger(inputs, needed.inputs, lambda n: capacity(AHEAD * n))
+        written = {stored(t) for kernel in lanes for t in kernel.results}
+        for kind in kinds:  # kernels that have not run yet read some row of every arena
+            if kind not in written:
+                inputs[kind] = max(1, inputs[kind])
+        wanted = larger(self.wanted, needed.wanted, capacity)
+        stretches = max(self.stretches, needed.stretches)
+        if stretches > self.stretches:
+            stretches = capacity(AHEAD * stretches)
+        return Signature(
+            tuple(lanes),
+            tuple(lanes.values()),
+            tuple(widest[kernel] for kernel in lanes),
+            tuple(inputs),
+            tuple(inputs.values()),
+            tuple(wanted.get(kind, 0) for kind in inputs),
+            stretches,
+            None,
+            ((),) * len(lanes),
+            target,
+        )
+
+
+@functools.lru_cache(4096)
+def in_blocks(lanes: int, blocks: Ladder) -> int:
+    """Lanes in whole blocks, as weight gradients run over them."""
+    return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))
+
+
+@functools.lru_cache(4096)
+def num_widths(ladder: Ladder, largest: int) -> int:
+    """How many widths batches of up to so many nodes use."""
+    used = ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+    return int(np.flatnonzero(used)[-1]) + 1
+
+
+class Workspace:
+    """What the instances of a minibatch have recorded, and as much of it as has been computed.
+
+    Letters: `N` nodes, `V` their results, `I` inputs.
+
+    Attributes:
+      state: arenas and what is saved for the reverse, on the device.
+      signature: the program that they belong to.
+      trial: runs the same on symbols, if plans are to be verified.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        recorder: Recorder,
+        arrays: Sequence[Sequence[Any]],
+        policy: Policy | None,
+        shared_of: Callable[[Sequence[int]], Sequence[Any]],
+        saving: bool,
+    ):
+        self.session = session
+        self.recorder = recorder
+        self.arrays = arrays
+        self.policy = policy
+        self.shared_of = shared_of
+        self.saving = saving
+        self.state: Any = None
+        self.size = len(arrays).bit_length()
+        self.signature: Signature | None = session.workspaces.get(self.size)
+        if self.signature is not None and not session.can_read(self.signature):
+            self.signature = None
+        self._turn_nodes: list[tuple[int, int]] = []  # (instance, nodes in all at its end)
+        self._turn_inputs: list[tuple[int, int]] = []
+        self._num_references = 0
+        self._node_type = Column(np.int32)  # [N]
+        self._node_owner = Column(np.int32)  # [N]
+        self._lane = Column(np.int64)  # [N], -1 before it runs
+        self._operand_ptr = Column(np.int64)  # [N + 1]
+        self._operand = Column(np.int64)
+        self._value_ptr = Column(np.int64)  # [N + 1]
+        self._value_node = Column(np.int64)  # [V]
+        self._input_owner = Column(np.int32)  # [I]
+        self._input_row = Column(np.int64)  # [I], -1 before it is used
+        self._operand_ptr.extend([0])
+        self._value_ptr.extend([0])
+        self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
+        self._bases = np.zeros((0, 0), np.int64)  # see `_find_bases`
+        self._inputs: dict[Kind, list[np.ndarray]] = collections.defaultdict(list)
+        self._num_inputs: collections.Counter[Kind] = collections.Counter()
+        self._chunks: list[tuple[InputRows, int, np.ndarray]] = []
+        self._buffers: dict[Kind, np.ndarray] = {}
+        self._filled: dict[Kind, int] = {}  # how many of `_inputs` are in the buffers
+        self._rounds: list[tuple[np.ndarray, Layout]] = []
+        self.trial = RoundsTrial() if is_wanted() else None
+
+    # --- what was recorded ---
+
+    def note_turn(self, instance: int) -> None:
+        """An instance has recorded what is new since the last note."""
+        self._turn_nodes.append((instance, len(self.recorder.callees)))
+        self._turn_inputs.append((instance, len(self.recorder.input_group)))
+
+    def _take_in(self) -> None:
+        """Takes up what was recorded since the last time."""
+        recorder, registry = self.recorder, self.recorder.registry
+        calls = recorder.callees[len(self._node_type.array) :]
+        references = recorder.references[self._num_references :]
+        self._num_references = len(recorder.references)
+        node_type, arity, operand = find_operands(registry, calls, references)
+        counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
+        first = len(self._node_type.array)
+        self._node_type.extend(node_type)
+        self._lane.extend(np.full(len(node_type), -1))
+        self._operand.extend(operand)
+        self._operand_ptr.extend(self._operand_ptr.array[-1] + arity.cumsum())
+        self._value_ptr.extend(self._value_ptr.array[-1] + counts.cumsum())
+        self._value_node.extend(np.repeat(first + np.arange(len(node_type)), counts))
+        for column, turns in (
+            (self._node_owner, self._turn_nodes),
+            (self._input_owner, self._turn_inputs),
+        ):
+            if turns:
+                owner, end = np.array(turns).T
+                column.extend(np.repeat(owner, np.diff(end, prepend=len(column.array))))
+                turns.clear()
+        fresh = len(self._input_owner.array) - len(self._input_row.array)
+        self._input_row.extend(np.full(fresh, -1))
+
+    def _needed(self, values: np.ndarray) -> np.ndarray:
+        """The nodes that values depend on and that have not run, instance after instance."""
+        lane, maker = self._lane.array, self._value_node.array
+        ptr, operand = self._operand_ptr.array, self._operand.array
+        found = np.zeros(len(lane), bool)
+        nodes = maker[values[values >= 0]]
+        while True:
+            nodes = nodes[(lane[nodes] < 0) & ~found[nodes]]
+            if not len(nodes):
+                break
+            nodes = distinct(nodes)
+            found[nodes] = True
+            read = operand[ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])]
+            nodes = maker[read[read >= 0]]
+        nodes = np.flatnonzero(found)
+        return nodes[np.argsort(self._node_owner.array[nodes], kind="stable")]
+
+    def _graph(self, nodes: np.ndarray) -> Graph:
+        """The graph of some nodes; inputs and what others have computed is all the same to it."""
+        counts = np.diff(self._operand_ptr.array)[nodes]
+        operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
+        local = np.full(len(self._value_node.array), -1)
+        values = self._values_of(nodes)
+        local[values] = np.arange(len(values))
+        inner = operand >= 0
+        operand[inner] = local[operand[inner]]
+        owner = np.searchsorted(self._node_owner.array[nodes], np.arange(len(self.arrays) + 1))
+        nothing = np.zeros_like(owner)
+        return Graph(
+            self.recorder.registry.types,
+            self._node_type.array[nodes],
+            pointers(counts),
+            np.maximum(operand, -1).astype(np.int32),
+            (),
+            np.zeros(0, np.int32),
+            owner,
+            nothing,
+            nothing,
+        )
+
+    # --- computing ---
+
+    def compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
+        """Computes what values depend on: (what ran, the values if they are to be `read`)."""
+        self._take_in()
+        nodes = self._needed(values)
+        layout = self._plan(self._graph(nodes))
+        offset = np.zeros(len(layout.lanes), np.int64)
+        for t in np.flatnonzero(layout.lanes).tolist():
+            offset[t] = self._lanes[t]
+            self._lanes[t] += int(layout.lanes[t])
+        counts = np.diff(layout.graph.operand_ptr)
+        operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
+        fresh = self._enter_inputs(np.concatenate([operand, values]))
+        wanted = self._by_kind(values) if read else {}
+        self._make_room(layout, wanted)
+        self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
+        self._rounds.append((nodes, layout))
+        table = self._table(nodes, layout, offset, wanted)
+        self._check_rows(nodes, layout)
+        outputs = self._run(table, fresh)
+        return layout, self._read(values, wanted, outputs) if read else []
+
+    def _check_rows(self, nodes: np.ndarray, layout: Layout) -> None:
+        """Raises an `IndexError` if a number of an instance names a row that is not there."""
+        signature = self.signature
+        assert signature is not None
+        room = dict(zip(signature.arenas, signature.inputs, strict=True))
+        check_look_ups(
+            self.recorder.registry,
+            np.flatnonzero(layout.lanes).tolist(),
+            lambda t: nodes[self._node_type.array[nodes] == t],
+            lambda mine, k: self._operand.array[self._operand_ptr.array[mine] + k],
+            lambda kind: self._buffer(kind, room[kind]),
+            self._input_row.array,
+            lambda node: int(self._node_owner.array[node]),
+        )
+
+    def _plan(self, graph: Graph) -> Layout:
+        """Schedule and lanes of a graph; rounds of one structure are planned once."""
+        policy = self.policy
+        parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
+        key = Same(policy), *(x.tobytes() for x in parts)
+        layout = self.session.rounds.get(key)
+        if layout is None:
+            ladders: list[Any] = [None] * len(graph.types)
+            for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
+                ladders[t] = self.session.kernel(t).ladder
+            layout = assign_lanes(graph, schedule(graph, policy), ladders, "append")
+            self.session.rounds[key] = layout
+        return layout
+
+    def _kind_of_input(self, index: int) -> Kind:
+        registry = self.recorder.registry
+        return stored(registry.value_types[registry.groups[self.recorder.input_group[index]][1]])
+
+    def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
+        """Gives rows to the inputs among some references; returns the kinds that are new."""
+        row, owner = self._input_row.array, self._input_owner.array
+        inputs = distinct(-1 - references[references < 0])
+        inputs = inputs[row[inputs] < 0]
+        if not len(inputs):
+            return set()
+        recorder = self.recorder
+        group = np.array([recorder.input_group[i] for i in inputs.tolist()])
+        order = np.lexsort((inputs, group, owner[inputs]))
+        inputs, group = inputs[order], group[order]
+        begin = 0
+        fresh = set()
+        for chunk in cut_inputs(
+            recorder.registry, recorder.input_value, inputs, owner[inputs], group
+        ):
+            mine = inputs[begin : begin + len(chunk)]
+            begin += len(chunk)
+            kind, instance = stored(chunk.type), int(owner[mine[0]])
+            row[mine] = np.arange(len(mine)) + self._num_inputs[kind]
+            self._num_inputs[kind] += len(mine)
+            rows = np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance))
+            self._inputs[kind].append(rows)
+            self._chunks.append((chunk, instance, mine))
+            fresh.add(kind)
+        return fresh
+
+    def _by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
+        """Values and inputs by the arena they are in."""
+        found: dict[Kind, list[int]] = collections.defaultdict(list)
+        for value in values.tolist():
+            found[self.kind(value)].append(value)
+        return {kind: np.array(some) for kind, some in found.items()}
+
+    def kind(self, value: int) -> Kind:
+        """The kind of a value or an input."""
+        if value < 0:
+            return self._kind_of_input(-1 - value)
+        node = int(self._value_node.array[value])
+        results = self.recorder.registry.types[self._node_type.array[node]].results
+        return stored(results[value - int(self._value_ptr.array[node])])
+
+    def _make_room(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> None:
+        """Goes on with a larger program if this one has no room for what comes.
+
+        There must be room for what is known to come later, too: types that were recorded and have
+        not run. Otherwise each would need a new program when its time has come.
+        """
+        target = self.session.target
+        chunks = layout.trips if target.control == "switch" else layout.trips > 0
+        needed = Room(stretches=int(chunks.sum()) + 1)
+        needed.inputs = dict(self._num_inputs)
+        needed.wanted = {kind: len(some) for kind, some in wanted.items()}
+        schedule = layout.schedule
+        sizes = np.zeros(len(self.recorder.registry.types), np.int64)  # maybe more than it knew
+        np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
+        waiting = self._node_type.array[self._lane.array < 0]
+        waiting = np.bincount(waiting, minlength=len(sizes))
+        for t in np.flatnonzero(waiting).tolist():
+            self._lanes.setdefault(t, 0)
+        for t, used in self._lanes.items():
+            kernel = self.session.kernel(t)
+            needed.lanes[kernel] = in_blocks(max(1, used), target.blocks)
+            most = sizes[t] if used else min(waiting[t], MANY * len(self.arrays))
+            needed.widest[kernel] = num_widths(kernel.ladder, capacity(max(1, int(most))))
+        room = Room() if self.signature is None else Room.of(self.signature)
+        if self.signature is None or not room.holds(needed):
+            before, self.signature = self.signature, room.extended(needed, target)
+            if not any(kernel.transient for kernel in self.signature.kernels):
+                self.session.workspaces[self.size] = self.signature
+            if self.state is not None:
+                executor = self._executor()
+                self.state = executor.move(self.saving, before, self.state)
+            self._buffers.clear()
+        self._bases = self._find_bases()
+
+    def _executor(self) -> Any:
+        assert self.signature is not None
+        return self.session.executor(self.signature, ())
+
+    def _find_bases(self) -> np.ndarray:
+        """int64[T, R]: the row of the first lane, for each result of each type in use."""
+        assert self.signature is not None
+        place = {kernel: k for k, kernel in enumerate(self.signature.kernels)}
+        most = max((len(k.results) for k in place), default=0)
+        bases = np.zeros((len(self.recorder.registry.types), most), np.int64)
+        for t in self._lanes:
+            mine = self.signature.bases[place[self.session.kernel(t)]]
+            bases[t, : len(mine)] = mine
+        return bases
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """int64[...], the rows of values that have been computed, and of inputs."""
+        rows = np.empty(len(values), np.int64)
+        inner = values >= 0
+        rows[~inner] = self._input_row.array[-1 - values[~inner]]
+        some = values[inner]
+        node = self._value_node.array[some]
+        slot = some - self._value_ptr.array[node]
+        rows[inner] = self._bases[self._node_type.array[node], slot] + self._lane.array[node]
+        return rows
+
+    def _table(self, nodes, layout: Layout, offset: np.ndarray, wanted) -> np.ndarray:
+        """The table of one round: its lanes alone."""
+        signature = self.signature
+        assert signature is not None
+        form = signature.form
+        table = np.zeros(form.size, np.int32)
+        position = np.full(len(offset), -1)
+        for t in np.flatnonzero(layout.lanes).tolist():
+            kernel = self.session.kernel(t)
+            position[t] = k = signature.kernels.index(kernel)
+            mine = nodes[layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]]
+            operands = np.arange(len(kernel.operands))[:, None]
+            read = self._operand.array[self._operand_ptr.array[mine] + operands]
+            view = form.view(table, "operands", k)
+            view[:, offset[t] : offset[t] + len(mine)] = self.rows(read.ravel()).reshape(read.shape)
+        batch_type = layout.schedule.batch_type
+        stretches = find_stretches(
+            position[batch_type],
+            layout.start + offset[batch_type],
+            layout.trips,
+            signature.kernel_widths,
+        )
+        instructions = signature.instructions.encode(stretches)
+        form.view(table, "num_stretches")[0] = len(instructions)
+        form.view(table, "stretches")[: len(instructions)] = instructions
+        for kind, some in wanted.items():
+            view = form.view(table, "outputs", signature._arena_ids[kind])
+            view[: len(some)] = self.rows(some)
+        return table
+
+    def _run(self, table: np.ndarray, fresh: set[Kind]) -> Any:
+        """Runs a table; returns the rows it returns from each arena."""
+        signature = self.signature
+        assert signature is not None
+        executor = self._executor()
+        shared = self.shared_of(self.session.program(signature)[1])
+        if self.state is None:
+            self.state = executor.blank(self.saving, shared)
+            fresh = set(self._num_inputs)
+        inputs = []
+        for kind, room in zip(signature.arenas, signature.inputs, strict=True):
+            rows = self._buffer(kind, room)
+            skip = kind not in fresh and room * row_bytes(kind) > SMALL
+            inputs.append(rows[:0] if skip else rows)
+        if self.trial is not None:
+            self.trial.run(signature, table, self._num_inputs)
+            self.trial.finish(*self.whole({}, stacked=True))
+        outputs, self.state = executor.advance(
+            self.saving, shared, tuple(inputs), table, self.state
+        )
+        return outputs
+
+    def _buffer(self, kind: Kind, room: int) -> np.ndarray:
+        """All inputs of a kind so far, up to capacity."""
+        shape, dtype = kind
+        rows = self._buffers.get(kind)
+        if rows is None:
+            rows = self._buffers[kind] = np.zeros((room, *shape), dtype)
+            self._filled[kind] = 0
+        some = self._inputs[kind][self._filled[kind] :]
+        if some:
+            end = self._num_inputs[kind]
+            begin = end - sum(map(len, some))
+            np.concatenate(some, out=rows[begin:end], casting="unsafe")
+            self._filled[kind] += len(some)
+        return rows
+
+    def _read(self, values: np.ndarray, wanted: dict[Kind, np.ndarray], outputs: Any) -> list[Any]:
+        """Values that were returned, as arrays of NumPy; waits until they are computed."""
+        assert self.signature is not None
+        found: dict[int, np.ndarray] = {}
+        for kind, some in wanted.items():
+            rows = np.asarray(outputs[self.signature._arena_ids[kind]])
+            for i, value in enumerate(some.tolist()):
+                found[value] = rows[i : i + 1].reshape(kind[0])
+        return [found[value] for value in values.tolist()]
+
+    # --- when all is computed ---
+
+    def results(self, returned: dict[Kind, list[int]], stacked: bool) -> Any:
+        """The rows of values that are returned, from each arena: exactly these if `stacked`."""
+        signature = self.signature
+        assert signature is not None
+        places = []
+        for kind in signature.arenas:
+            some = np.array(returned.get(kind, ()), np.int64)
+            rows = np.zeros(len(some) if stacked else capacity(len(some)), np.int32)
+            rows[: len(some)] = self.rows(some)
+            places.append(rows)
+        executor = self._executor()
+        found = executor.pick(self.state, tuple(places))
+        if len(signature.kernels) > SPARSE * len(self._lanes):
+            self.session.workspaces.pop(self.size, None)
+        if not self.saving:
+            shared = self.shared_of(self.session.program(signature)[1])
+            executor.give_back(shared, self.state)
+            self.state = None
+        return found
+
+    def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placed, Signature]:
+        """All rounds as one plan, and the program whose reverse undoes them at once."""
+        assert self.signature is not None
+        registry = self.recorder.registry
+        nodes = np.concatenate([mine for mine, _ in self._rounds])
+        nodes = nodes[np.lexsort((nodes, self._node_owner.array[nodes]))]
+        order = [mine for _, _, mine in self._chunks]
+        place = np.full(len(self._input_row.array), -1)
+        inputs = np.concatenate(order) if order else np.zeros(0, np.int64)
+        place[inputs] = np.arange(len(inputs))
+        local_node = np.full(len(self._node_type.array), -1)
+        local_node[nodes] = np.arange(len(nodes))
+        part = self._graph(nodes)
+        value = np.full(len(self._value_node.array), -1)
+        value[self._values_of(nodes)] = np.arange(part.num_values)
+
+        def moved(references: np.ndarray) -> np.ndarray:
+            inner = references >= 0
+            found = np.empty(len(references), np.int32)
+            found[inner] = value[references[inner]]
+            found[~inner] = -1 - place[-1 - references[~inner]]
+            return found
+
+        counts = np.diff(part.operand_ptr)
+        read = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
+        graph = replace(
+            part, operand=moved(read), inputs=tuple(chunk for chunk, _, _ in self._chunks)
+        )
+        schedules = [layout.schedule for _, layout in self._rounds]
+        sizes = np.concatenate([np.diff(s.node_ptr) for s in schedules])
+        every = Schedule(
+            np.concatenate([s.batch_type for s in schedules]),
+            pointers(sizes),
+            np.concatenate(
+                [local_node[mine[layout.schedule.node]] for mine, layout in self._rounds]
+            ).astype(np.int32),
+        )
+        type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
+        kernels = tuple(map(self.session.kernel, type_ids))
+        ladders: list[Any] = [None] * len(registry.types)
+        for t, kernel in zip(type_ids, kernels, strict=True):
+            ladders[t] = kernel.ladder
+        layout = assign_lanes(graph, every, ladders, "append")
+        assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
+        outputs = {kind: moved(np.array(some)).tolist() for kind, some in returned.items()}
+        placed = Placed.find(
+            layout,
+            kernels,
+            type_ids,
+            outputs,
+            stacked=stacked,
+            keeps=True,
+            reuse=False,
+            target=self.session.target,
+        )
+        rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
+        signature = replace(
+            self.signature,
+            outputs=tuple(n if stacked else capacity(n) for n in rows),
+            stretches=max(self.signature.stretches, capacity(len(placed.stretches))),
+        )
+        return placed, signature
+
+    def _values_of(self, nodes: np.ndarray) -> np.ndarray:
+        """The results of some nodes, in order."""
+        ptr = self._value_ptr.array
+        return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
+
+    def pull_back(self, arrays: Any, cotangents: Sequence[Any]) -> Any:
+        """Cotangents of the instances' arrays from those of all input rows of each arena."""
+        assert self.signature is not None
+        parts, given = [], []
+        for chunk, instance, mine in self._chunks:
+            of_arena = cotangents[self.signature.arena(chunk.type)]
+            if chunk.leaf is not None and of_arena is not None:
+                first = int(self._input_row.array[mine[0]])
+                parts.append((chunk, instance))
+                given.append(of_arena[first : first + len(mine)])
+
+        def rows(arrays: Any) -> list[Any]:
+            return [rows_of_inputs(chunk, arrays[i], i) for chunk, i in parts]
+
+        return jax.vjp(rows, arrays)[1](given)[0]

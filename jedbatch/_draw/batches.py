@@ -1,0 +1,203 @@
+"""Drawing schedules: which nodes run together, and when."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jedbatch._draw.graph import NODES, TALL, Bundles, described_nodes, draw_edges, span
+from jedbatch._draw.styles import Kinds, Lanes, binned
+from jedbatch._graph.graph import Graph
+from jedbatch._schedule.schedule import Schedule, lower_bound
+from jedbatch._support.canvas import (
+    GREY,
+    INK,
+    MARGIN,
+    SLIM,
+    TINT,
+    WIDTH,
+    Canvas,
+    Picture,
+    counted,
+    fitted,
+    text_width,
+)
+
+STEPS = 600  # batches told apart
+SIZES = (26, 22, 18, 15, 12, 10, 8, 7, 6)  # pixels from node to node
+WIDE, NARROW = 72, 24  # least width of a box with a name and of one without
+HEAD = 34  # pixels above the nodes of a box
+GAP = 12  # least pixels between boxes, where lines are seen
+
+
+def described(graph: Graph, schedule: Schedule) -> str:
+    """A schedule in a sentence, with what is certified about it."""
+    sizes = np.diff(schedule.node_ptr)
+    bound = lower_bound(graph)
+    optimal = ", so none has fewer" if len(schedule) == bound else ""
+    return (
+        f"Policy: {schedule.policy or 'unknown'}. Certified lower bound: "
+        f"{counted(int(bound), 'batch', 'batches')}{optimal}. "
+        f"Widest batch: {counted(int(sizes.max(initial=0)), 'node')}."
+    )
+
+
+# --- what runs together ---
+
+
+class Boxes(NamedTuple):
+    """Where the batches are, each a box of columns of nodes.
+
+    Attributes:
+      sizes: int64[S], nodes of each.
+      pitch: pixels from node to node.
+      rows: nodes in a column, at most.
+      left, wide, tall: float64[S], of each box.
+    """
+
+    sizes: np.ndarray
+    pitch: float
+    rows: int
+    left: np.ndarray
+    wide: np.ndarray
+    tall: np.ndarray
+
+    @staticmethod
+    def fit(sizes: np.ndarray) -> "Boxes | None":
+        """Boxes with nodes as large as fit, and names if they fit; None if nothing does."""
+        room = WIDTH - 2 * MARGIN
+        for pitch in SIZES:
+            rows = int((TALL - HEAD) // pitch)
+            for least in (WIDE, NARROW):
+                wide = np.maximum(-(-sizes // rows) * pitch + 10.0, least)
+                gap = min(60.0, (room - wide.sum()) / max(1, len(wide) - 1))
+                if gap >= GAP:
+                    left = MARGIN + (wide + gap).cumsum() - wide - gap
+                    tall = np.minimum(sizes, rows) * pitch + HEAD + 6
+                    return Boxes(sizes, pitch, rows, left, wide, tall)
+        return None
+
+    def place(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(float64[n], float64[n]): where the nodes of a batch are, from the top of the boxes."""
+        column, row = np.divmod(np.arange(self.sizes[batch]), self.rows)
+        inset = (self.wide[batch] - (column.max() + 1) * self.pitch) / 2
+        x = self.left[batch] + inset + (column + 0.5) * self.pitch
+        return x, HEAD + (row + 0.5) * self.pitch
+
+
+def draw_batches(
+    graph: Graph, schedule: Schedule, node: np.ndarray, kinds: Kinds, title: str
+) -> Picture:
+    """A box for every batch, its nodes in the order `node`, or how many there are."""
+    if len(node) <= NODES and (boxes := Boxes.fit(np.diff(schedule.node_ptr))):
+        return _draw_boxes(graph, schedule, node, kinds, title, boxes)
+    return _draw_steps(graph, schedule, kinds, title, edges=True)
+
+
+def _draw_boxes(
+    graph: Graph, schedule: Schedule, node: np.ndarray, kinds: Kinds, title: str, boxes: Boxes
+) -> Picture:
+    """Every node in the box of its batch."""
+    ends = boxes.left + boxes.wide
+    canvas = Canvas(
+        title,
+        f"{described(graph, schedule)} Left to right: as they run, nodes with the number of their "
+        "instance where there is room. Lines: from what is read to its reader.",
+        kinds.legend(),
+        max(SLIM, ends.max(initial=0) + MARGIN),
+    )
+    x, y = np.empty(len(node)), np.empty(len(node))
+    for i in range(len(schedule)):
+        mine = node[schedule.node_ptr[i] : schedule.node_ptr[i + 1]]
+        x[mine], down = boxes.place(i)
+        y[mine] = canvas.top + down
+    draw_edges(canvas, graph, ends[schedule.batch], boxes.left[schedule.batch], y)
+    for i in range(len(schedule)):
+        _draw_box(canvas, boxes, i, int(schedule.batch_type[i]), kinds)
+    radius = 0.4 * boxes.pitch
+    instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr)).tolist()
+    hints = described_nodes(graph, kinds)
+    for n, k in enumerate(kinds.of_type[graph.node_type].tolist()):
+        marks: dict[str, Any] = {"title": hints[n], "data_kind": "node"}
+        canvas.circle(x[n], y[n], radius, fill=kinds.colours[k], **marks)
+        number = f"{instance[n]}"
+        if graph.num_instances > 1 and text_width(number, 10) <= 1.8 * radius:
+            middle = x[n], y[n] + 3.5
+            canvas.text(*middle, number, size=10, anchor="middle", fill="white", title=hints[n])
+    return canvas.picture(canvas.top + boxes.tall.max(initial=0))
+
+
+def _draw_box(canvas: Canvas, boxes: Boxes, batch: int, node_type: int, kinds: Kinds) -> None:
+    """A box, with the name of its type where there is room, and how many nodes it has."""
+    k, size = kinds.of_type[node_type], int(boxes.sizes[batch])
+    left, wide = boxes.left[batch], boxes.wide[batch]
+    hint = f"batch {batch}: {counted(size, 'node')} of {kinds.explained[node_type]}"
+    marks: dict[str, Any] = {"data_kind": "batch", "data_count": str(size), "title": hint}
+    place = left, canvas.top, wide, boxes.tall[batch]
+    canvas.rect(*place, fill=TINT, stroke=kinds.colours[k], rx=6, **marks)
+    words: dict[str, Any] = {"anchor": "middle", "title": hint}
+    name = fitted(kinds.names[k], wide - 8) if wide >= WIDE else ""
+    canvas.text(left + wide / 2, canvas.top + 14, name, bold=True, **words)
+    below = canvas.top + (28 if name else 21)
+    canvas.text(left + wide / 2, below, f"× {size}" if name else f"{size}", fill=GREY, **words)
+
+
+# --- when it runs ---
+
+
+def draw_timeline(graph: Graph, schedule: Schedule, kinds: Kinds, title: str) -> Picture:
+    """A lane for every type, a mark for every batch."""
+    return _draw_steps(graph, schedule, kinds, title, edges=False)
+
+
+def _draw_steps(
+    graph: Graph, schedule: Schedule, kinds: Kinds, title: str, *, edges: bool
+) -> Picture:
+    """Batches by when they run and by their type, the root of their sizes as height."""
+    kind, step = kinds.of_type[schedule.batch_type], np.arange(len(schedule))
+    first, place = binned(step, len(schedule), kind, len(kinds), STEPS)
+    columns = len(first) - 1
+    bundles = Bundles.of(*(place[schedule.batch[end]] for end in graph.edges))
+    canvas = Canvas(
+        title,
+        f"{described(graph, schedule)} Height: the root of how many nodes. "
+        + (bundles.caption if edges else ""),
+        width=Lanes.room(kinds, columns)[2],
+    )
+    lanes = Lanes.draw(canvas, kinds, first, "batch")
+    sizes = np.diff(schedule.node_ptr)
+    count = np.bincount(place, sizes, columns * len(kinds)).astype(int)
+    batches = np.bincount(place, minlength=columns * len(kinds))
+    wide = max(0.8, lanes.pitch * (0.78 if edges else 0.86))
+
+    def at(place: int) -> tuple[float, float]:
+        return lanes.x(place // len(kinds)), lanes.middle(place % len(kinds))
+
+    def named(place: int) -> str:
+        column, k = divmod(place, len(kinds))
+        where = span("batch", "batches", first[column], first[column + 1])
+        return f"{kinds.names[k]} in {where}"
+
+    if edges:
+        bundles.draw(canvas, kinds, at, named)
+    most = max(1, count.max(initial=1))
+    for where in np.flatnonzero(batches).tolist():
+        number, (x, y) = int(count[where]), at(where)
+        tall = max(2.0, 0.86 * lanes.tall * (number / most) ** 0.5)
+        marks: dict[str, Any] = {
+            "title": f"{counted(number, 'node')}: {named(where)}",
+            "data_kind": "batch",
+            "data_count": str(number),
+        }
+        box = x - wide / 2, y - tall / 2, wide, tall
+        canvas.rect(*box, fill=kinds.colours[where % len(kinds)], rx=min(3, wide / 4), **marks)
+        taken = text_width(f"{number}", 10) + 4
+        beside = range(where, where + len(kinds) * (1 + math.ceil(taken / lanes.pitch)), len(kinds))
+        inside = tall >= 13
+        if taken <= wide + 3 and (inside or lanes.tall >= 30):
+            middle = y + 3.5 if inside else y - tall / 2 - 3
+            ink = "white" if inside else INK
+            canvas.text(x, middle, f"{number}", size=10, anchor="middle", fill=ink)
+        elif lanes.pitch >= 8 and beside[-1] < len(batches) and not batches[beside[1:]].any():
+            canvas.text(x + wide / 2 + 3, y + 3.5, f"{number}", size=10)
+    return canvas.picture(lanes.bottom)

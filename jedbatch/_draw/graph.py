@@ -1,0 +1,349 @@
+"""Drawing instance graphs: every node where there is room, and how many where there is not.
+
+Nodes go from left to right, each as far from the left as the longest path from the inputs is. Up
+to 400 of them are drawn one by one, an instance in a band of its own. Rows are found as in layered
+drawing of trees: every node wants to be in the middle of what it reads, and those of one level are
+moved apart as little as possible (`spread`, an isotonic regression). Larger graphs are counted:
+for every level and node type one disk whose area is the number of nodes, and for every two of
+them one bundle of edges.
+
+Sources: Sugiyama, Tagawa and Toda, Methods for visual understanding of hierarchical system
+structures, 1981 (levels, sweeps); Reingold and Tilford, Tidier drawings of trees, 1981.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jedbatch._draw.styles import Kinds, Lanes, binned
+from jedbatch._graph.graph import Graph
+from jedbatch._support.canvas import (
+    GREY,
+    HEIGHT,
+    INK,
+    MARGIN,
+    RULE,
+    SLIM,
+    WIDTH,
+    Canvas,
+    Picture,
+    counted,
+    curve,
+    fitted,
+    paler,
+    short,
+    text_width,
+)
+
+NODES = 400  # drawn one by one
+LABELLED = 60  # drawn with their names
+TALL = HEIGHT - 130  # pixels left below title, caption and legend
+COLUMNS = 60  # levels told apart when nodes are counted
+BUNDLES = 400  # of edges drawn, the largest
+DOT = 14.0  # diameter of a node without a name, at most
+
+
+def draw_graph(graph: Graph, kinds: Kinds, title: str, instance: int = 0) -> Picture:
+    """The nodes of a graph by level, or how many there are; its first instance has a number."""
+    if len(graph.node_type) <= NODES and (plane := arrange(graph)).bands.pitch >= 4:
+        return _draw_nodes(graph, kinds, title, plane, instance)
+    return _draw_levels(graph, kinds, title)
+
+
+def described_nodes(graph: Graph, kinds: Kinds, instance: int = 0) -> list[str]:
+    """What each node is, its number counted within its instance."""
+    of = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
+    within = np.arange(len(of)) - graph.node_ptr[of]
+    return [
+        f"node {n} of instance {instance + i}: {kinds.explained[t]}"
+        for n, i, t in zip(within.tolist(), of.tolist(), graph.node_type.tolist(), strict=True)
+    ]
+
+
+# --- node by node ---
+
+
+class Bands(NamedTuple):
+    """Where instances are: each in a band of rows, in one of several columns.
+
+    Attributes:
+      columns: how many.
+      column: int[B], the one of each instance.
+      first: float64[B], the first row of each instance.
+      rows: of the fullest column.
+      pitch: pixels of a level or a row, whichever is less.
+    """
+
+    columns: int
+    column: np.ndarray
+    first: np.ndarray
+    rows: float
+    pitch: float
+
+    @staticmethod
+    def cut(heights: np.ndarray, levels: int, columns: int) -> "Bands":
+        """Instances of some rows each, in order, in columns of about as many rows."""
+        before = heights.cumsum() - heights + np.arange(len(heights))
+        share = before / max(1, before.max(initial=0) + 1)
+        column = (share * columns).astype(int)
+        top = np.array([before[column == c].min(initial=np.inf) for c in range(columns)])
+        first = before - top[column]
+        rows = float((first + heights).max(initial=1))
+        wide = (WIDTH - 2 * MARGIN) / (columns * (levels + 0.5))
+        return Bands(columns, column, first, rows, min(wide, TALL / rows, 2 * DOT))
+
+
+class Plane(NamedTuple):
+    """Where nodes are, before it is known how far levels and rows are apart.
+
+    Attributes:
+      level, row: float64[N], the place of each node; columns are `levels` and a half apart.
+      levels: of the deepest instance.
+      bands: of instances.
+    """
+
+    level: np.ndarray
+    row: np.ndarray
+    levels: int
+    bands: Bands
+
+
+def arrange(graph: Graph) -> Plane:
+    """Places nodes, and instances in as many columns as make the nodes largest."""
+    row = np.zeros(len(graph.node_type))
+    heights = np.zeros(graph.num_instances)
+    for i in range(graph.num_instances):
+        mine = slice(*graph.node_ptr[i : i + 2].tolist())
+        row[mine] = rows_of(graph, mine)
+        heights[i] = row[mine].max(initial=-1) + 1
+    levels = int(graph.depth.max(initial=0)) + 1
+    bands = max((Bands.cut(heights, levels, c) for c in range(1, 13)), key=lambda b: b.pitch)
+    instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
+    level = graph.depth + bands.column[instance] * (levels + 0.5)
+    return Plane(level, row + bands.first[instance], levels, bands)
+
+
+def rows_of(graph: Graph, mine: slice) -> np.ndarray:
+    """float64[n], the rows of one instance's nodes, at least 1 apart within each level."""
+    level = graph.depth[mine]
+    ptr, maker = graph.preds
+    operands = [maker[a:b] - mine.start for a, b in zip(ptr[mine], ptr[1:][mine], strict=True)]
+    readers: list[list[int]] = [[] for _ in operands]
+    for n, makers in enumerate(operands):
+        for m in makers:
+            readers[m].append(n)
+    row = np.zeros(len(level))
+    levels = [np.flatnonzero(level == k) for k in range(int(level.max(initial=-1)) + 1)]
+    for nodes in levels[:1]:
+        row[nodes] = np.arange(len(nodes))
+    weight = (1.0 + graph.height[mine]) ** 2  # what leads far goes straight
+    forward, backward = (operands, levels[1:]), (readers, levels[::-1])
+    for neighbours, sweep in (forward, backward, forward, backward, forward):
+        for nodes in sweep:
+            wanted = np.array(
+                [row[neighbours[n]].mean() if len(neighbours[n]) else row[n] for n in nodes]
+            )
+            order = np.argsort(wanted, kind="stable")
+            row[nodes[order]] = spread(wanted[order], weight[nodes[order]])
+    return row - row.min() if len(row) else row
+
+
+def spread(wanted: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Ascending places at least 1 apart, as close to ascending wishes as weighted squares count."""
+    groups: list[tuple[float, float, int]] = []  # sums of wishes less positions and of weights
+    for i, (place, w) in enumerate(zip(wanted.tolist(), weight.tolist(), strict=True)):
+        total, heavy, count = (place - i) * w, w, 1
+        while groups and groups[-1][0] * heavy >= total * groups[-1][1]:
+            before, heavier, many = groups.pop()
+            total, heavy, count = total + before, heavy + heavier, count + many
+        groups.append((total, heavy, count))
+    means = [total / heavy for total, heavy, _ in groups]
+    return np.repeat(means, [count for *_, count in groups]) + np.arange(len(wanted))
+
+
+class Scale(NamedTuple):
+    """How a plane is drawn.
+
+    Attributes:
+      left: where levels begin.
+      across, down: pixels of a level and of a row.
+      labels: whether nodes have their names on them.
+      wide: pixels of a node.
+    """
+
+    left: float
+    across: float
+    down: float
+    labels: bool
+    wide: float
+
+    @staticmethod
+    def of(graph: Graph, kinds: Kinds, plane: Plane) -> "Scale":
+        """With names if they fit, otherwise with dots as large as fit."""
+        columns, rows = plane.bands.columns, plane.bands.rows
+        left = MARGIN + (68.0 if graph.num_instances > 1 and columns == 1 else 0)
+        room = (WIDTH - MARGIN - left) / (columns * (plane.levels + 0.5) - 0.5)
+        box = min(110.0, max(map(text_width, kinds.names), default=0) + 14)
+        few = len(graph.node_type) <= LABELLED and columns == 1
+        if few and room >= box + 26 and TALL / rows >= 21:
+            return Scale(left, min(room, box + 54), min(TALL / rows, 30), True, box)
+        across, down = min(room, 4 * DOT), min(TALL / rows, DOT + 8)
+        return Scale(left, across, down, False, min(DOT, 0.8 * down, 0.6 * across))
+
+
+def _draw_nodes(graph: Graph, kinds: Kinds, title: str, plane: Plane, instance: int) -> Picture:
+    """Every node, by name or as a dot."""
+    scale, bands = Scale.of(graph, kinds, plane), plane.bands
+    returned = np.zeros(len(graph.node_type), bool)
+    returned[graph.value_node[graph.outputs[graph.outputs >= 0]]] = True
+    ring = [("ring", "returned", "results of the function")] if returned.any() else []
+    levels = bands.columns * (plane.levels + 0.5) - 0.5
+    canvas = Canvas(
+        title,
+        "Left to right: levels, the longest path from the inputs. Lines: from what is read to "
+        "its reader." + (" A band for each instance." if graph.num_instances > 1 else ""),
+        [*kinds.legend(), *ring],
+        max(SLIM, scale.left + scale.across * levels + MARGIN),
+    )
+    _draw_bands(canvas, plane, scale)
+    x = scale.left + (plane.level + 0.5) * scale.across
+    y = canvas.top + (plane.row + 0.5) * scale.down
+    draw_edges(canvas, graph, x + scale.wide / 2, x - scale.wide / 2, y)
+    hints = described_nodes(graph, kinds, instance)
+    for n, k in enumerate(kinds.of_type[graph.node_type].tolist()):
+        line = {"stroke": INK, "stroke_width": 2} if returned[n] else {}
+        marks: dict[str, Any] = {"title": hints[n], "data_kind": "node", **line}
+        if not scale.labels:
+            canvas.circle(x[n], y[n], scale.wide / 2, fill=kinds.colours[k], **marks)
+            continue
+        marks = {"stroke": kinds.colours[k], "stroke_width": 1.5, "rx": 5, **marks}
+        box = x[n] - scale.wide / 2, y[n] - 9, scale.wide, 18
+        canvas.rect(*box, fill=paler(kinds.colours[k]), **marks)
+        name = fitted(kinds.names[k], scale.wide - 8)
+        canvas.text(x[n], y[n] + 4, name, anchor="middle", title=hints[n])
+    return canvas.picture(canvas.top + bands.rows * scale.down)
+
+
+def draw_edges(
+    canvas: Canvas, graph: Graph, right: np.ndarray, left: np.ndarray, y: np.ndarray
+) -> None:
+    """Every edge, from the right side of a node to the left side of its reader."""
+    pairs = np.unique(np.stack(graph.edges, 1), axis=0).tolist()
+    steps = (curve(right[m], y[m], left[r], y[r]) for m, r in pairs)
+    line: dict[str, Any] = {"stroke": GREY, "stroke_opacity": "0.5", "stroke_width": 1}
+    canvas.path(steps, data_kind="edges", **line)
+
+
+def _draw_bands(canvas: Canvas, plane: Plane, scale: Scale) -> None:
+    """Lines between instances, and which is which."""
+    bands = plane.bands
+    if len(bands.first) == 1:
+        return
+    stride = scale.across * (plane.levels + 0.5)
+    single = bands.columns == 1
+    for i, (first, c) in enumerate(zip(bands.first.tolist(), bands.column.tolist(), strict=True)):
+        begin = MARGIN + c * stride
+        y = canvas.top + (first - 0.5) * scale.down
+        if first:
+            end = canvas.width - MARGIN if single else begin + stride - scale.across / 2
+            steps = f"M{short(begin)},{short(y)}H{short(end)}"
+            canvas.path([steps], stroke=RULE, stroke_width=1)
+        if single and scale.down >= 10:
+            canvas.text(begin, y + scale.down + 4, f"instance {i}", fill=GREY, size=10)
+
+
+# --- counted ---
+
+
+def _draw_levels(graph: Graph, kinds: Kinds, title: str) -> Picture:
+    """How many nodes of every kind there are at each level, and what reads what."""
+    levels = int(graph.depth.max(initial=0)) + 1
+    kind = kinds.of_type[graph.node_type]
+    first, place = binned(graph.depth, levels, kind, len(kinds), COLUMNS)
+    columns = len(first) - 1
+    maker, reader = graph.edges
+    bundles = Bundles.of(place[maker], place[reader])
+    canvas = Canvas(
+        title,
+        "Left to right: levels, the longest path from the inputs. Area: how many nodes. "
+        f"{bundles.caption}",
+        width=Lanes.room(kinds, columns)[2],
+    )
+    lanes = Lanes.draw(canvas, kinds, first, "level")
+    count = np.bincount(place, minlength=columns * len(kinds))
+    largest = 0.46 * min(lanes.pitch, lanes.tall)
+    radius = np.where(count, np.maximum(2, largest * np.sqrt(count / max(1, count.max()))), 0)
+
+    def at(place: int) -> tuple[float, float]:
+        return lanes.x(place // len(kinds)), lanes.middle(place % len(kinds))
+
+    def named(place: int) -> str:
+        column, k = divmod(place, len(kinds))
+        levels = span("level", "levels", first[column], first[column + 1])
+        return f"{kinds.names[k]} at {levels}"
+
+    bundles.draw(canvas, kinds, at, named)
+    for where in np.flatnonzero(count).tolist():
+        k = where % len(kinds)
+        number, (x, y) = int(count[where]), at(where)
+        hint = f"{counted(number, 'node')}: {named(where)}"
+        marks = {"data_kind": "nodes", "data_count": str(number)}
+        canvas.circle(x, y, radius[where], fill=kinds.colours[k], title=hint, **marks)
+        if text_width(f"{number}", 10) <= 2 * radius[where] - 3:
+            canvas.text(x, y + 3.5, f"{number}", size=10, anchor="middle", fill="white")
+    return canvas.picture(lanes.bottom)
+
+
+def span(noun: str, plural: str, first: int, end: int) -> str:
+    """`level 3`, or `levels 3–5` of those before the end."""
+    return f"{noun} {first}" if end == first + 1 else f"{plural} {first}–{end - 1}"
+
+
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """Edges between places, those with the same ends as one line; the largest 400.
+
+    Attributes:
+      ends: int[..., 2], from which place to which.
+      count: int[...], how many edges.
+      found: how many lines there would be.
+    """
+
+    ends: np.ndarray
+    count: np.ndarray
+    found: int
+
+    @staticmethod
+    def of(start: np.ndarray, end: np.ndarray) -> "Bundles":
+        away = np.stack([start, end], 1)[start != end]
+        ends, count = np.unique(away, axis=0, return_counts=True)
+        drawn = np.sort(np.argsort(-count, kind="stable")[:BUNDLES])
+        return Bundles(ends[drawn], count[drawn], len(ends))
+
+    @property
+    def caption(self) -> str:
+        """What they are."""
+        few = f"the {len(self.ends)} largest of {self.found:,}, "
+        some = few if len(self.ends) < self.found else ""
+        return f"Lines, {some}in the colour of what is read: how many reads."
+
+    def draw(
+        self,
+        canvas: Canvas,
+        kinds: Kinds,
+        at: Callable[[int], tuple[float, float]],
+        named: Callable[[int], str],
+    ) -> None:
+        """Draws them between places `at` some point; place p is of kind `p % len(kinds)`."""
+        most = max(100, self.count.max(initial=1))
+        for (a, b), number in zip(self.ends.tolist(), self.count.tolist(), strict=True):
+            canvas.path(
+                [curve(*at(a), *at(b))],
+                title=f"{counted(number, 'read')}: {named(b)} of {named(a)}",
+                stroke=kinds.colours[a % len(kinds)],
+                stroke_opacity="0.4",
+                stroke_width=max(0.7, 7 * (number / most) ** 0.5),
+                data_kind="bundle",
+            )

@@ -1,0 +1,181 @@
+"""Node types in pictures: their names and colours, and a lane for each of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._support.canvas import (
+    GREY,
+    HEIGHT,
+    MARGIN,
+    SLIM,
+    TINT,
+    WIDTH,
+    Canvas,
+    colours,
+    fitted,
+    text_width,
+    ticks,
+)
+
+LANES = 24  # node types told apart
+MARKS = 800  # in lanes
+REST = "#c9c9c9"
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The node types of a graph as its pictures show them, in every picture the same.
+
+    Of more than 24 types the rarest are one kind, the last. Letters: `K` kinds, `T` types.
+
+    Attributes:
+      names, colours: of each kind.
+      counts: int64[K], nodes of each.
+      of_type: int64[T], the kind of each type; -1 where it has no nodes.
+      explained: each type in full.
+    """
+
+    names: list[str]
+    colours: list[str]
+    counts: np.ndarray
+    of_type: np.ndarray
+    explained: list[str]
+
+    @staticmethod
+    def of(graph: Graph) -> "Kinds":
+        """The kinds of a graph, by type id."""
+        counts = np.bincount(graph.node_type, minlength=len(graph.types))
+        present = np.flatnonzero(counts)
+        own = present
+        if len(present) > LANES:
+            own = np.sort(present[np.argsort(-counts[present], kind="stable")[: LANES - 1]])
+        of_type = np.full(len(graph.types), -1)
+        of_type[present] = len(own)
+        of_type[own] = np.arange(len(own))
+        names = numbered([graph.types[t].name for t in own])
+        shades = colours(len(own))
+        explained = [str(t) for t in graph.types]
+        if len(own) < len(present):
+            names.append(f"{len(present) - len(own)} other types")
+            shades.append(REST)
+        per_kind = np.bincount(of_type[graph.node_type], minlength=len(names))
+        return Kinds(names, shades, per_kind, of_type, explained)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def counted_in(self, part: Graph) -> "Kinds":
+        """The same names and colours, with the nodes of a part of the graph; without the others."""
+        counts = np.bincount(self.of_type[part.node_type], minlength=len(self))
+        mine = np.flatnonzero(counts)
+        place = np.full(len(self) + 1, -1)
+        place[mine] = np.arange(len(mine))
+        return Kinds(
+            [self.names[k] for k in mine],
+            [self.colours[k] for k in mine],
+            counts[mine],
+            place[self.of_type],
+            self.explained,
+        )
+
+    def legend(self) -> list[tuple[str, str, str]]:
+        """(colour, text, explanation) of each kind."""
+        found = []
+        for k, (name, colour) in enumerate(zip(self.names, self.colours, strict=True)):
+            types = [self.explained[t] for t in np.flatnonzero(self.of_type == k)]
+            found.append((colour, f"{name} × {self.counts[k]:,}", "\n".join(types)))
+        return found
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, those that occur more than once with a number."""
+    return [
+        name if names.count(name) == 1 else f"{name}.{names[: i + 1].count(name)}"
+        for i, name in enumerate(names)
+    ]
+
+
+def binned(
+    step: np.ndarray, steps: int, kind: np.ndarray, kinds: int, most: int
+) -> tuple[list[int], np.ndarray]:
+    """Puts steps into columns, so few that they can be drawn.
+
+    Args:
+      step: int[n], when things happen, below `steps`.
+      steps: how many there are.
+      kind: int[n], below `kinds`.
+      kinds: how many there are.
+      most: columns; fewer if more than 800 pairs of a column and a kind would be met.
+
+    Returns:
+      The first step of every column and, last, `steps`; and int64[n], the place
+      `column * kinds + kind` of each thing.
+    """
+    columns = max(1, min(steps, most))
+    while True:
+        place = step.astype(np.int64) * columns // max(1, steps) * kinds + kind
+        if columns == 1 or len(np.unique(place)) <= MARKS:
+            return [-(-c * steps // columns) for c in range(columns + 1)], place
+        columns = -(-columns // 2)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A field with a lane for every kind of node, in columns from left to right.
+
+    Attributes:
+      left, top: its upper left corner, right of the names.
+      pitch: pixels from column to column.
+      tall: pixels of a lane.
+      bottom: the lowest line that it takes.
+    """
+
+    left: float
+    top: float
+    pitch: float
+    tall: float
+    bottom: float
+
+    @staticmethod
+    def room(kinds: Kinds, columns: int) -> tuple[float, float, float]:
+        """(where lanes begin, pixels of a column, width of a picture with so many)."""
+        longest = max((text_width(name, 12) for name in kinds.names), default=0)
+        left = MARGIN + min(200.0, max(longest, 70) + 34)
+        pitch = min(96.0, (WIDTH - MARGIN - left) / max(1, columns))
+        return left, pitch, max(SLIM, left + pitch * columns + MARGIN)
+
+    @staticmethod
+    def draw(canvas: Canvas, kinds: Kinds, first: Sequence[int], axis: str) -> "Lanes":
+        """Draws lanes, their names and an axis; columns begin as `binned` says."""
+        columns, steps = len(first) - 1, first[-1]
+        left, pitch, width = Lanes.room(kinds, columns)
+        tall = min(72.0, (HEIGHT - 66 - canvas.top) / max(1, len(kinds)))
+        end = canvas.top + tall * len(kinds)
+        lanes = Lanes(left, canvas.top, pitch, tall, end + 34)
+        for k, (colour, text, hint) in enumerate(kinds.legend()):
+            y = lanes.middle(k)
+            if k % 2 == 0:
+                canvas.rect(MARGIN, y - tall / 2, width - 2 * MARGIN, tall, fill=TINT)
+            name = fitted(kinds.names[k], left - MARGIN - 30, 12)
+            roomy = tall >= 34
+            canvas.rect(MARGIN + 7, y - (9 if roomy else 5), 10, 10, fill=colour, rx=2, title=hint)
+            canvas.text(MARGIN + 24, y + (0 if roomy else 4), name, size=12, title=hint)
+            if roomy:
+                count = text.removeprefix(kinds.names[k]).strip()
+                canvas.text(MARGIN + 24, y + 15, count, fill=GREY)
+        for step in ticks(steps, max(2, int(columns * pitch / 60))):
+            x = lanes.x(step * columns / steps)
+            canvas.text(x, end + 15, f"{step:,}", fill=GREY, anchor="middle")
+        canvas.text(left, end + 32, axis, fill=GREY)
+        return lanes
+
+    def x(self, column: float) -> float:
+        """The middle of a column."""
+        return self.left + (column + 0.5) * self.pitch
+
+    def middle(self, kind: float) -> float:
+        """The middle of a lane."""
+        return self.top + (kind + 0.5) * self.tall

@@ -1,0 +1,632 @@
+"""What instances compute, as data.
+
+A batched program starts as a graph: every node is one call of one operation, every
+edge one value read. Nothing of the user's Python is left in it and nothing of JAX is
+needed to handle it, so that graphs can be merged, scheduled, laid out, stored on disk
+and prepared by a data loader with NumPy alone.
+
+Two nodes may share a batch exactly when their types are equal (see `_graph.types`).
+
+Everything of variable length is a pointer/index pair: row `i` of `x` is
+`x[x_ptr[i]:x_ptr[i + 1]]`. Letters: `N` nodes, `V` results of nodes, `E` operands read,
+`I` inputs, `T` node types, `B` instances.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._graph import serialize
+from jedbatch._graph.paths import longest_chains, longest_paths, pointers
+from jedbatch._graph.types import NodeType, ValueType
+
+MANY_TYPES = 1 << 20  # ids without nodes that a graph may have
+CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to make chains
+
+
+@dataclass(frozen=True, eq=False)
+class InputRows:
+    """Consecutive inputs of one value type: where their values come from.
+
+    Either `rows` holds them, or they are parts of the instance's own array number `leaf`:
+    `array[i]` for each entry i of `rows`, or, if `rows` is None, the one that the indices in
+    `path` lead to, one after the other.
+    """
+
+    type: ValueType
+    rows: np.ndarray | None  # [k, *type.shape], or int[k] positions in the leaf
+    leaf: int | None = None
+    path: tuple = ()
+
+    def __len__(self) -> int:
+        return 1 if self.rows is None else len(self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A typed dataflow graph of one or more instances.
+
+    Nodes are in an order in which operands come before their readers. An operand is the
+    index of a result (`>= 0`) or names input `i` as `-1 - i`.
+
+    Attributes:
+      types: the node types, T; ids without nodes are allowed.
+      node_type: int32[N], index into `types`.
+      operand_ptr: int64[N + 1] and
+      operand: int32[E], what each node reads.
+      inputs: the values that enter, in order; I in all.
+      outputs: int32[...], what the instances return: results or inputs, like `operand`.
+      node_ptr, input_ptr, output_ptr: int64[B + 1], the share of each instance; one
+        instance by default.
+    """
+
+    types: tuple[NodeType, ...]
+    node_type: np.ndarray
+    operand_ptr: np.ndarray
+    operand: np.ndarray
+    inputs: tuple[InputRows, ...] = ()
+    outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    node_ptr: np.ndarray = None  # type: ignore[assignment]  # until it is built
+    input_ptr: np.ndarray = None  # type: ignore[assignment]
+    output_ptr: np.ndarray = None  # type: ignore[assignment]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        rows = [chunk.rows for chunk in self.inputs if chunk.rows is not None]
+        held = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
+        return sum(x.nbytes for x in (*held, *rows))
+
+    def __post_init__(self) -> None:
+        if self.node_ptr is None:
+            object.__setattr__(self, "node_ptr", np.array([0, len(self.node_type)]))
+            object.__setattr__(self, "input_ptr", np.array([0, self.num_inputs]))
+            object.__setattr__(self, "output_ptr", np.array([0, len(self.outputs)]))
+
+    @staticmethod
+    def from_dag(
+        node_type: Sequence[int] | np.ndarray,
+        preds: Sequence[Sequence[int]] | tuple[np.ndarray, np.ndarray],
+        *,
+        names: Sequence[str] | None = None,
+        inputs: Sequence[np.ndarray] = (),
+        outputs: Sequence[int] | None = None,
+    ) -> "Graph":
+        """A bare graph from arrays, without running any Python per node.
+
+        It can be scheduled as it is. With `names`, the cells are told apart by name and
+        `jedbatch.evaluate` computes it inside (or outside) a batched function.
+
+        Args:
+          node_type: int[N], the type of each node; ids may have gaps.
+          preds: what each node reads, in order: a list of lists, or a CSR pair
+            `(ptr int[N + 1], index int[E])`. An entry `k >= 0` is node `k` and must be
+            smaller than the reader; `-1 - i` is input `i`.
+          names: name of each type id; `type 0`, `type 1`, … by default.
+          inputs: arrays whose rows are the inputs, numbered through: input `i` is row `i`
+            of their concatenation along the first axis.
+          outputs: nodes the graph returns; by default those nobody reads.
+
+        Returns:
+          The graph.
+
+        Raises:
+          TypeError: a number is not a whole one, a name is no string, or inputs are no arrays.
+          ValueError: lengths disagree, an entry is out of range, or an operand does not
+            come before its reader.
+
+        Example:
+          >>> from jedbatch import Graph
+          >>> graph = Graph.from_dag([0, 0, 1], [[], [], [0, 1]])
+          >>> print(graph)
+          Graph of 1 instance: 3 nodes, 2 types, 2 operands, 0 inputs
+            2 × type 0
+            1 × type 1
+        """
+        who = "Graph.from_dag"
+        node_type = checks.whole_array(who, "`node_type`", node_type)
+        if isinstance(preds, tuple) and len(preds) == 2 and hasattr(preds[0], "dtype"):
+            ptr = checks.whole_array(who, "the pointers of `preds`", preds[0], np.int64)
+            operand = checks.whole_array(who, "`preds`", preds[1])
+        else:
+            rows = checks.items(who, "preds", preds, "a list of lists, or a pair of arrays")
+            for row in rows:
+                if (
+                    isinstance(row, str)
+                    or not hasattr(row, "__len__")
+                    or not getattr(row, "ndim", 1)
+                ):
+                    raise TypeError(
+                        checks.wrong(who, f"{checks.brief(row)} in `preds`", "lists of nodes")
+                    )
+            ptr = pointers(np.fromiter(map(len, rows), np.int64, len(rows)))
+            flat = list(itertools.chain.from_iterable(rows))
+            operand = checks.whole_array(who, "`preds`", flat)
+        if len(ptr) != len(node_type) + 1:
+            raise ValueError(
+                f"`Graph.from_dag` got {len(node_type)} node types and operands for "
+                f"{len(ptr) - 1} nodes; give one list of operands per node (an empty one "
+                "for a node that reads nothing)."
+            )
+        num_types = int(node_type.max(initial=-1)) + 1
+        if num_types > MANY_TYPES + len(node_type):
+            raise ValueError(
+                f"`Graph.from_dag` got type id {num_types - 1} among {len(node_type)} nodes; ids "
+                "may have gaps, but there is a type for every id below the largest. Number types "
+                "from 0: `numpy.unique(node_type, return_inverse=True)[1]`."
+            )
+        names = (
+            [f"type {t}" for t in range(num_types)]
+            if names is None
+            else checks.names(who, "names", names)
+        )
+        if len(names) < num_types:
+            raise ValueError(
+                f"`Graph.from_dag` got type id {num_types - 1} and {len(names)} names; "
+                "give a name for every id."
+            )
+        if outputs is None:
+            read = np.zeros(len(node_type), bool)
+            read[operand[(operand >= 0) & (operand < len(node_type))]] = True
+            outputs = np.flatnonzero(~read).tolist()
+        arrays = [_checked_rows(who, a) for a in checks.items(who, "inputs", inputs, "arrays")]
+        graph = Graph(
+            types=tuple(NodeType(name) for name in names),
+            node_type=node_type,
+            operand_ptr=ptr,
+            operand=operand,
+            inputs=tuple(InputRows(ValueType(a.shape[1:], a.dtype), a) for a in arrays),
+            outputs=checks.whole_array(who, "`outputs`", outputs),
+        )
+        graph.check()
+        return graph
+
+    @staticmethod
+    def concatenate(graphs: Sequence["Graph"]) -> "Graph":
+        """The disjoint union of graphs over the same types, instance after instance.
+
+        The graphs' `types` must be prefixes of one another, as they are when one batched
+        function recorded them.
+
+        Raises:
+          TypeError: these are no graphs.
+          ValueError: there are none, or their types are others.
+        """
+        graphs = checks.items("Graph.concatenate", "graphs", graphs, "a list of graphs")
+        for graph in graphs:
+            checks.of_type("Graph.concatenate", graph, Graph, "a list of graphs")
+        return Graph.select([(g, i) for g in graphs for i in range(g.num_instances)])
+
+    def split(self) -> list["Graph"]:
+        """One graph per instance; the inverse of `concatenate`."""
+        return [Graph.select([(self, i)]) for i in range(self.num_instances)]
+
+    @staticmethod
+    def select(parts: Sequence[tuple["Graph", int]]) -> "Graph":
+        """The disjoint union of single instances `(graph, index)`, in this order."""
+        if not parts:
+            raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
+        whole = parts[0][0]
+        if len(parts) == whole.num_instances and all(
+            g is whole and i == k for k, (g, i) in enumerate(parts)
+        ):
+            return whole
+        types = _common_types([g for g, _ in parts])
+        bounds = np.array([g._bounds[i] for g, i in parts])  # (nodes, operands, ...) from, to
+        first, last = bounds[:, 0::2], bounds[:, 1::2]
+        node_ptr, operand_end, input_ptr, output_ptr, value_ptr = map(pointers, (last - first).T)
+        rows = bounds.tolist()
+
+        def join(name: str, column: int) -> np.ndarray:
+            arrays = [getattr(g, name) for g, _ in parts]
+            pieces = [x[r[column] : r[column + 1]] for x, r in zip(arrays, rows, strict=True)]
+            return np.concatenate(pieces)
+
+        up = value_ptr[:-1] - first[:, 4]
+        down = input_ptr[:-1] - first[:, 2]
+
+        def moved(references: np.ndarray, ptr: np.ndarray) -> np.ndarray:
+            counts = np.diff(ptr)
+            shift = np.where(references >= 0, np.repeat(up, counts), -np.repeat(down, counts))
+            return (references + shift).astype(np.int32)
+
+        sizes = np.concatenate(
+            [np.diff(g.operand_ptr[r[0] : r[1] + 1]) for (g, _), r in zip(parts, rows, strict=True)]
+        )
+        union = Graph(
+            types=types,
+            node_type=join("node_type", 0),
+            operand_ptr=pointers(sizes),
+            operand=moved(join("operand", 2), operand_end),
+            inputs=tuple(chunk for g, i in parts for chunk in g.chunks[i]),
+            outputs=moved(join("outputs", 6), output_ptr),
+            node_ptr=node_ptr,
+            input_ptr=input_ptr,
+            output_ptr=output_ptr,
+        )
+        for name in ("rank", "height", "chain"):
+            if all(name in g.__dict__ for g, _ in parts):
+                union.__dict__[name] = join(name, 0)
+        return union
+
+    @functools.cached_property
+    def _bounds(self) -> list[Any]:
+        """From and to, of every instance's nodes, operands, inputs, outputs and results."""
+        nodes = self.node_ptr
+        columns = nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr
+        flat = [end for x in (*columns, self.value_ptr[nodes]) for end in (x[:-1], x[1:])]
+        return list(zip(*(x.tolist() for x in flat), strict=True))
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[InputRows, ...]]:
+        """The inputs of every instance."""
+        ends = pointers(np.fromiter(map(len, self.inputs), np.int64, len(self.inputs)))
+        ptr = np.searchsorted(ends, self.input_ptr).tolist()
+        return [self.inputs[a:b] for a, b in itertools.pairwise(ptr)]
+
+    @property
+    def num_instances(self) -> int:
+        return len(self.node_ptr) - 1
+
+    @functools.cached_property
+    def num_results(self) -> np.ndarray:
+        """int32[N], results of each node."""
+        return np.array([t.num_results for t in self.types], np.int32)[self.node_type]
+
+    @functools.cached_property
+    def value_ptr(self) -> np.ndarray:
+        """int64[N + 1], the results of each node."""
+        return pointers(self.num_results)
+
+    @property
+    def num_values(self) -> int:
+        return int(self.value_ptr[-1])
+
+    @functools.cached_property
+    def value_node(self) -> np.ndarray:
+        """int64[V], the node whose result each value is."""
+        return np.repeat(np.arange(len(self.node_type)), self.num_results)
+
+    @functools.cached_property
+    def value_slot(self) -> np.ndarray:
+        """int64[V], which of its node's results each value is."""
+        return np.arange(self.num_values) - self.value_ptr[:-1][self.value_node]
+
+    @functools.cached_property
+    def num_inputs(self) -> int:
+        return sum(map(len, self.inputs))
+
+    @functools.cached_property
+    def preds(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[N + 1], int32[...]): the nodes each node reads, most repeats left out."""
+        num_nodes = len(self.node_type)
+        reader = np.repeat(np.arange(num_nodes), np.diff(self.operand_ptr))
+        internal = np.flatnonzero(self.operand >= 0)
+        reader = reader[internal]
+        maker = self.value_node[self.operand[internal]]
+        fresh = np.ones(len(maker), bool)  # reading two results of one node is one edge
+        fresh[1:] = (maker[1:] != maker[:-1]) | (reader[1:] != reader[:-1])
+        reader, maker = reader[fresh], maker[fresh]
+        return pointers(np.bincount(reader, minlength=num_nodes)), maker.astype(np.int32)
+
+    @functools.cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int32[...], int32[...]): maker and reader of every edge, by reader."""
+        ptr, maker = self.preds
+        return maker, np.repeat(np.arange(len(self.node_type), dtype=np.int32), np.diff(ptr))
+
+    @functools.cached_property
+    def succs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[N + 1], int32[...]): the nodes that read each node."""
+        maker, reader = self.edges
+        ptr = pointers(np.bincount(maker, minlength=len(self.node_type)))
+        return ptr, reader[np.argsort(maker, kind="stable")]
+
+    @functools.cached_property
+    def makes_chains(self) -> np.ndarray:
+        """bool[T], the types whose nodes nearly all continue one node of their type, and it alone
+        them.
+
+        Nodes that begin a chain do not count. In a tree, others have two children of their type.
+        """
+        num_types = len(self.types)
+        maker, reader = self.edges
+        same = self.node_type[maker] == self.node_type[reader]
+        maker, reader = maker[same], reader[same]
+        readers = np.bincount(maker, minlength=len(self.node_type))
+        makers_of = np.bincount(reader, minlength=len(self.node_type))
+        only = (readers[maker] == 1) & (makers_of[reader] == 1)
+        edges = np.bincount(self.node_type[reader], minlength=num_types)
+        chained = np.bincount(self.node_type[reader[only]], minlength=num_types)
+        return (chained >= CHAINED * edges) & (edges > 0)
+
+    @functools.cached_property
+    def rank(self) -> np.ndarray:
+        """int32[N], the place of each node among its kind.
+
+        The most other nodes of its own type on a path that ends in it, whatever lies between
+        them. Nodes of one type and different rank lie on no common batch if ranks are to be run
+        in order; one more than the greatest rank of a type is a lower bound on its batches.
+        """
+        rank = np.zeros(len(self.node_type), np.int32)
+        for types in self.circles:
+            nodes, place, edges = self.inside(types)
+            rank[nodes] = longest_chains(place[self.node_type[nodes]], *edges) - 1
+        return rank
+
+    @functools.cached_property
+    def chain(self) -> np.ndarray:
+        """int32[N], nodes of its own type on the longest chain that begins in each node.
+
+        The node itself counts; paths may lead through other types.
+        """
+        chain = np.ones(len(self.node_type), np.int32)
+        for types in self.circles:
+            nodes, place, (maker, reader) = self.inside(types)
+            kind = place[self.node_type[nodes]][::-1]
+            last = len(nodes) - 1
+            chain[nodes[::-1]] = longest_chains(kind, last - reader[::-1], last - maker[::-1])
+        return chain
+
+    def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
+        """(nodes of these types, place of each type among them, edges between these nodes)."""
+        place = np.full(len(self.types), -1, np.int32)
+        place[types] = np.arange(len(types))
+        mine = place[self.node_type] >= 0
+        index = np.cumsum(mine, dtype=np.int32) - np.int32(1)
+        maker, reader = self.edges
+        inside = mine[maker] & mine[reader]
+        return np.flatnonzero(mine), place, (index[maker[inside]], index[reader[inside]])
+
+    @functools.cached_property
+    def depth(self) -> np.ndarray:
+        """int32[N], edges on the longest path that ends in each node; 0 if it reads no node."""
+        return longest_paths(len(self.node_type), *self.edges)
+
+    @functools.cached_property
+    def height(self) -> np.ndarray:
+        """int32[N], edges on the longest path that begins in each node; 0 if nobody reads it."""
+        maker, reader = self.edges
+        return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
+
+    @functools.cached_property
+    def turns(self) -> np.ndarray:
+        """bool[N], whether a longest path from the node goes on to a node of another type."""
+        maker, reader = self.edges
+        onward = self.height[maker] == self.height[reader] + 1
+        turns = np.zeros(len(self.node_type), bool)
+        turns[maker[onward & (self.node_type[maker] != self.node_type[reader])]] = True
+        return turns
+
+    @functools.cached_property
+    def _reach(self) -> np.ndarray:
+        """bool[T, T], whether a path leads from some node of one type to one of another."""
+        num_types = len(self.types)
+        present = np.flatnonzero(np.bincount(self.node_type, minlength=num_types))
+        place = np.zeros(num_types, np.int64)
+        place[present] = np.arange(len(present))
+        kind = place[self.node_type]
+        maker, reader = self.edges
+        # Of the types present only: NumPy multiplies large matrices in threads of its own, which
+        # keep a core busy long after.
+        reach = np.zeros((len(present), len(present)), bool)
+        pairs = kind[maker] * len(present) + kind[reader]
+        reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
+        for _ in range(len(present).bit_length()):
+            further = (reach.astype(np.float32) @ reach) > 0
+            if not (further > reach).any():
+                break
+            reach |= further
+        whole = np.zeros((num_types, num_types), bool)
+        whole[np.ix_(present, present)] = reach
+        return whole
+
+    @functools.cached_property
+    def components(self) -> list[list[int]]:
+        """The types that have nodes, grouped: those that read each other in a circle go together.
+
+        A group comes after those it reads from.
+        """
+        reach = self._reach
+        mutual = (reach & reach.T) | np.eye(len(self.types), dtype=bool)
+        before = (reach & ~mutual).sum(0)
+        present = np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types)))
+        groups = {tuple(np.flatnonzero(mutual[t]).tolist()) for t in present}
+        return sorted(map(list, groups), key=lambda g: (before[g[0]], g))
+
+    @functools.cached_property
+    def circles(self) -> list[list[int]]:
+        """The components whose types read each other, or themselves."""
+        return [group for group in self.components if self._reach[group[0], group[0]]]
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """A label for each type, all different: equal ones are numbered in the order of ids."""
+        met: dict[str, int] = {}
+        labels: dict[str, None] = {}
+        for node_type in self.types:
+            name = label = node_type.label or node_type.name
+            while label in labels:
+                met[name] = met.get(name, 1) + 1
+                label = f"{name} #{met[name]}"
+            labels[label] = None
+        return list(labels)
+
+    def bare(self) -> "Graph":
+        """The same graph without inputs and outputs, which is enough to schedule it."""
+        none = np.zeros_like(self.node_ptr)
+        ptr, maker = self.preds
+        operand = self.value_ptr[maker].astype(np.int32)
+        empty = np.zeros(0, np.int32)
+        return Graph(self.types, self.node_type, ptr, operand, (), empty, self.node_ptr, none, none)
+
+    def restrict(self, types: Sequence[int]) -> tuple[np.ndarray, "Graph"]:
+        """The part made of some types: (its nodes int64[n], a bare graph of them).
+
+        The types of the part are numbered by their place in `types`, and named by their labels.
+        Heights are those of the whole graph; whether a node turns is asked within the part.
+        """
+        nodes, place, (maker, reader) = self.inside(types)
+        ptr = pointers(np.bincount(reader, minlength=len(nodes)))
+        names = tuple(NodeType(self.labels[t]) for t in types)
+        part = Graph(names, place[self.node_type[nodes]], ptr, maker)
+        part.__dict__["preds"] = ptr, maker
+        part.__dict__["height"] = self.height[nodes]
+        for name in ("rank", "chain"):
+            if name in self.__dict__:
+                part.__dict__[name] = getattr(self, name)[nodes]
+        return nodes, part
+
+    def check(self) -> None:
+        """Raises `ValueError` unless every invariant of the class holds."""
+
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(f"not a valid graph: {what}")
+
+        num_nodes, num_inputs = len(self.node_type), self.num_inputs
+        in_range = (self.node_type >= 0) & (self.node_type < len(self.types))
+        require(bool(in_range.all()), "`node_type` has an id that is not in `types`")
+        require(len(self.operand_ptr) == num_nodes + 1, "`operand_ptr` needs N + 1 entries")
+        require(int(self.operand_ptr[0]) == 0, "`operand_ptr` must start at 0")
+        counts = np.diff(self.operand_ptr)
+        require(bool((counts >= 0).all()), "`operand_ptr` decreases")
+        require(int(self.operand_ptr[-1]) == len(self.operand), "`operand_ptr` must end at E")
+        reader = np.repeat(np.arange(num_nodes), counts)
+        late = np.flatnonzero(self.operand >= self.value_ptr[reader])
+        if len(late):
+            k = late[0]
+            require(
+                False,
+                f"node {reader[k]} reads {self.operand[k]}, which does not come before it; "
+                "list nodes so that operands precede their readers",
+            )
+        for name in ("operand", "outputs"):
+            low = int(getattr(self, name).min(initial=0))
+            high = int(getattr(self, name).max(initial=-1))
+            require(
+                low >= -num_inputs,
+                f"`{name}` names input {-1 - low} of {num_inputs} inputs",
+            )
+            require(high < self.num_values, f"`{name}` names result {high} of {self.num_values}")
+        for name, end in (
+            ("node_ptr", num_nodes),
+            ("input_ptr", num_inputs),
+            ("output_ptr", len(self.outputs)),
+        ):
+            ptr = getattr(self, name)
+            rising = bool((np.diff(ptr) >= 0).all())
+            require(
+                rising and ptr[0] == 0 and ptr[-1] == end, f"`{name}` must rise from 0 to {end}"
+            )
+        for t in np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types))):
+            node_type = self.types[t]
+            if node_type.operation is not None:
+                arity = counts[self.node_type == t]
+                require(
+                    bool((arity == len(node_type.operands)).all()),
+                    f"a node of type {node_type.name} has {arity.max()} operands and its type "
+                    f"{len(node_type.operands)}",
+                )
+
+    def __str__(self) -> str:
+        counts = np.bincount(self.node_type, minlength=len(self.types))
+        some = "instance" if self.num_instances == 1 else "instances"
+        lines = [
+            f"Graph of {self.num_instances} {some}: {len(self.node_type)} nodes, "
+            f"{np.count_nonzero(counts)} types, {len(self.operand)} operands, "
+            f"{self.num_inputs} inputs"
+        ]
+        width = len(str(counts.max(initial=0)))
+        lines += [f"  {counts[t]:{width}} × {self.types[t]}" for t in np.flatnonzero(counts)]
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph as an npz file (no pickle inside), whole or not at all.
+
+        Types are stored by name. Only inputs that the graph holds itself can be stored, not
+        those that are read from an instance at hand.
+
+        Raises:
+          TypeError: inputs are of a dtype that NumPy does not store as numbers, such as bfloat16.
+          ValueError: inputs are read from an instance.
+        """
+        if any(chunk.leaf is not None for chunk in self.inputs):
+            raise ValueError(
+                "`Graph.save` got a graph that reads arrays of a Python instance; store "
+                "graphs made by `Graph.from_dag`, which hold their inputs."
+            )
+        inputs = [np.asarray(chunk.rows) for chunk in self.inputs]
+        names = [t.name for t in self.types]
+        arrays = self.node_type, self.operand_ptr, self.operand, self.outputs
+        serialize.save(path, names, arrays, inputs)
+
+    @staticmethod
+    def load(path: str | Path, *, max_bytes: int | None = None) -> "Graph":
+        """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+          max_bytes: what its arrays may take in memory; by default 256 MB, or a hundred times the
+            size of the file if that is more. A file of one megabyte can hold a gigabyte of zeros.
+
+        Returns:
+          The graph.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it is no graph, is damaged, or takes more memory.
+        """
+        names, arrays, inputs = serialize.load(path, max_bytes)
+        try:
+            node_type, operand_ptr, operand, outputs = arrays
+            return Graph.from_dag(
+                node_type, (operand_ptr, operand), names=names, inputs=inputs, outputs=outputs
+            )
+        except (TypeError, ValueError) as error:
+            raise serialize.unreadable(path, error) from error
+
+
+def checked_graph(who: str, graph: Any) -> Graph:
+    """The graph, or a `TypeError` if it is none."""
+    return checks.of_type(
+        who,
+        graph,
+        Graph,
+        "a graph",
+        "`plan.graph` is that of a plan; `jedbatch.Graph.from_dag` makes one from arrays.",
+    )
+
+
+def _common_types(graphs: Sequence[Graph]) -> tuple[NodeType, ...]:
+    """The types of all graphs, or a `ValueError` if they are not prefixes of one another."""
+    distinct = {id(g.types): g.types for g in graphs}.values()
+    longest = max(distinct, key=len)
+    for types in distinct:
+        if types is not longest and types != longest[: len(types)]:
+            place = next(t for t, mine in enumerate(types) if mine != longest[t])
+            raise ValueError(
+                f"`Graph.concatenate` got graphs of different types: type {place} is "
+                f"{types[place].name!r} and {longest[place].name!r}; expected the types of each to "
+                "begin those of the next. Give all graphs the same `names`."
+            )
+    return longest
+
+
+def _checked_rows(who: str, rows: Any) -> np.ndarray:
+    """An array whose rows are inputs."""
+    array = np.asarray(rows)
+    kinds = (np.object_, np.character, np.datetime64, np.timedelta64, np.void)
+    if not array.ndim or issubclass(array.dtype.type, kinds):
+        raise TypeError(
+            f"`{who}` got inputs {checks.brief(rows)} of dtype {array.dtype} with {array.ndim} "
+            "axes; expected a list of arrays of numbers, whose rows along the first axis are the "
+            "inputs, as in `inputs=[np.array([1.0, 5.0], np.float32)]`."
+        )
+    return array

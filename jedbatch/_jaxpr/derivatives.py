@@ -1,0 +1,412 @@
+"""Derivatives of programs whose loops JAX cannot reverse: of any order, in both modes.
+
+A program of ours is a loop over batches. JAX can push tangents through it, but not pull cotangents
+back; that we do by a program of our own, the reverse sweep. `jax.custom_vjp` says so once: what
+has such a rule has no forward mode, and its rule is a loop again that cannot be reversed. So here
+is a primitive instead, with parameters that say how to run it and how to pull cotangents back. Its
+tangents are a primitive too, linear and with a transpose:
+
+    program(x)      -jvp->        with_tangents(x, dx)     (results and tangents in one loop)
+    with_tangents   -linearize->  known(x), tangents(x, residuals, dx)
+    tangents        -transpose->  pull_back(x, residuals, cotangents)
+
+`pull_back` binds such primitives, hence it is differentiable by the same rules, again and again.
+What is transposed in a program with tangents follows from the program alone: it is the program on
+numbers a + b e, with e e = 0, and its transpose is the transpose on such numbers, where the parts
+a and b of cotangents are exchanged.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive, Var, set_current_trace
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from jedbatch._jaxpr.interpret import has_gradient
+
+Partial = Sequence[Any]  # values, or None, which stands for zeros
+
+
+class Program:
+    """A function of arrays that is run, and differentiated, as a whole.
+
+    Attributes:
+      run: from arrays to a list of arrays.
+      known: from the same arrays to (results, residuals), where cotangents will be pulled back.
+      pull_back: from (arguments, residuals, cotangents of the results, for each argument whether
+        its cotangent is wanted) to cotangents of the arguments.
+    """
+
+    def __init__(self, run: Callable, pull_back: Callable, known: Callable | None = None):
+        self.run = run
+        self.pull_back = pull_back
+        self.known: Callable = known or (lambda *args: (bind(self, args), []))
+
+
+class WithTangents(Program):
+    """A program of arguments and of tangents of some of them, with tangents as further results.
+
+    Attributes:
+      of: the program.
+      moving: which of its arguments have a tangent.
+      num_args: how many arguments it has.
+      flags: for each of its results, whether it has a tangent; known once it has run.
+    """
+
+    def __init__(self, of: Program, which: Sequence[bool]):
+        super().__init__(self._run, self._pull_back)
+        self.of = of
+        self.moving = [i for i, there in enumerate(which) if there]
+        self.num_args = len(which)
+        self.flags: list[bool] = []
+
+    def note(self, results: Sequence[Any]) -> None:
+        """Notes what the results of the program are."""
+        self.flags = list(map(_moves, results))
+
+    def spread(self, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the results, None where there is none."""
+        return _spread(tangents, [i for i, there in enumerate(self.flags) if there], self.flags)
+
+    def tangents_only(self) -> Program:
+        """The program without the results that are no tangents; to be used once it has run."""
+        nothing = [None] * len(self.flags)
+
+        def pull_back(args: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+            return self._pull_back(args, (), [*nothing, *cotangents], wanted)
+
+        return Program(lambda *args: self._run(*args)[len(nothing) :], pull_back)
+
+    def _run(self, *given: Any) -> list[Any]:
+        args, tangents = given[: self.num_args], given[self.num_args :]
+
+        def run(*moved: Any) -> tuple[list[Any], list[Any]]:
+            results = list(self.of.run(*_replaced(args, self.moving, moved)))
+            return list(filter(_moves, results)), results
+
+        moved = [args[i] for i in self.moving]
+        with reverse_mode_only("a batched program"):
+            _, found, results = jax.jvp(run, moved, list(tangents), has_aux=True)
+        self.note(results)
+        return [*results, *found]
+
+    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+        args, tangents = given[: self.num_args], list(given[self.num_args :])
+        wanted = wanted[: self.num_args]
+        of_results = list(cotangents[: len(self.flags)])
+        of_tangents = self.spread(cotangents[len(self.flags) :])
+        if all(c is None for c in of_tangents):
+            back = pulled_back(self.of, args, of_results, wanted)
+            return [*back, *([None] * len(tangents))]
+        both = [i for i, c in enumerate(of_results) if c is not None]
+        for i in both:
+            if of_tangents[i] is None:
+                of_tangents[i] = jnp.zeros_like(of_results[i])
+        there: list[int] = []
+
+        def transposed(moved: Partial, exchanged: Partial) -> list[Any]:
+            full = _replaced(args, self.moving, moved)
+            found = pulled_back(self.of, full, _replaced(of_tangents, both, exchanged), wanted)
+            there[:] = [i for i, x in enumerate(found) if x is not None]
+            return [found[i] for i in there]
+
+        at = [args[i] for i in self.moving], [of_tangents[i] for i in both]
+        a, b = jax.jvp(transposed, at, (tangents, [of_results[i] for i in both]))
+        back = _spread(a, there, args)
+        return [*_spread(b, there, args), *(back[i] for i in self.moving)]
+
+
+def pulled_back(program: Program, args: Partial, cotangents: Partial, wanted: Any) -> list[Any]:
+    """Cotangents of the arguments of a program."""
+    if all(c is None for c in cotangents):
+        return [None] * len(args)
+    _, residuals = program.known(*args)
+    return program.pull_back(args, residuals, cotangents, wanted)
+
+
+def pushed_forward(program: Program, args: Sequence[Any], tangents: Partial) -> list[Any]:
+    """Tangents of the results of a program that are not numbers of a discrete kind."""
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+
+    def run(*moved: Any) -> list[Any]:
+        return list(filter(_moves, bind(program, _replaced(args, moving, moved))))
+
+    return jax.jvp(run, [args[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _batched(program: Program, axis: Any, dims: Sequence[Any], of_residuals: Any = 0) -> Program:
+    """A program of which some arguments, and residuals, are many along some axis.
+
+    Args:
+      program: the program.
+      axis: JAX's description of the axis.
+      dims: for each argument where the axis is, None where it is not; it is the first of results.
+      of_residuals: the same for each residual, or for all.
+    """
+
+    def mapped(function: Callable, in_axes: Any) -> Callable:
+        return jax.vmap(
+            function,
+            in_axes,
+            axis_size=axis.size,
+            axis_name=axis.name,
+            spmd_axis_name=axis.spmd_name,
+        )
+
+    def pull_back(args: Partial, residuals: Partial, cotangents: Partial, wanted: Any) -> Any:
+        there: list[int] = []
+
+        def each(args: Any, residuals: Any, cotangents: Any) -> list[Any]:
+            found = program.pull_back(args, residuals, cotangents, wanted)
+            there[:] = [i for i, x in enumerate(found) if x is not None]
+            return [found[i] for i in there]
+
+        axes = list(dims), of_residuals, [None if c is None else 0 for c in cotangents]
+        back = mapped(each, axes)(list(args), list(residuals), list(cotangents))
+        return _spread([_to(dims[i], x) for i, x in zip(there, back, strict=True)], there, args)
+
+    axes = tuple(dims)
+    return Program(mapped(program.run, axes), pull_back, mapped(program.known, axes))
+
+
+def _to(dim: int | None, x: Any) -> Any:
+    """The cotangent of what has its axis at a place, from one that has it at the front."""
+    return x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
+
+
+def bind(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Runs a program, whatever transforms it."""
+    primitive = with_tangents_p if isinstance(program, WithTangents) else program_p
+    return primitive.bind(*args, program=program)
+
+
+def _replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    found = list(values)
+    for i, x in zip(places, by, strict=True):
+        found[i] = x
+    return found
+
+
+def _spread(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
+    return _replaced([None] * len(like), places, values)
+
+
+def _moves(x: Any) -> bool:
+    return has_gradient(jax.typeof(x).dtype)
+
+
+@contextlib.contextmanager
+def reverse_mode_only(name: str) -> Iterator[None]:
+    """Inside runs what may have a rule for reverse mode only; `name` says what, for messages."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"{name} is differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), "
+            "and a function in it has a rule for reverse mode only (`jax.custom_vjp`); expected "
+            "functions that JAX can differentiate, or `jax.custom_jvp`. Or write `jax.vjp`, "
+            "`jax.grad` or `jax.jacrev`; forward over reverse works too, as in "
+            "`jax.jacfwd(jax.grad(f))`."
+        ) from error
+
+
+# --- rules ---
+
+
+def _primitive(name: str) -> Primitive:
+    made = Primitive(name)
+    made.multiple_results = True
+    return made
+
+
+program_p = _primitive("batched_program")
+with_tangents_p = _primitive("batched_program_with_tangents")
+tangents_p = _primitive("tangents_of_batched_program")
+
+
+def _run(*args: Any, program: Program) -> list[Any]:
+    return list(program.run(*args))
+
+
+def _types(*avals: Any, program: Program) -> Any:
+    return jax.make_jaxpr(program.run)(*avals).out_avals
+
+
+def _push(primals: Any, tangents: Any, *, program: Program) -> tuple[list[Any], list[Any]]:
+    """The rule of forward mode."""
+    which = [
+        not isinstance(t, ad.Zero) and _moves(x) for x, t in zip(primals, tangents, strict=True)
+    ]
+    if not any(which):
+        results = bind(program, primals)
+        return results, [ad.Zero(_tangent_type(x)) for x in results]
+    both = WithTangents(program, which)
+    found = bind(both, [*primals, *(tangents[i] for i in both.moving)])
+    count = len(both.flags)
+    dots = both.spread(found[count:])
+    results = found[:count]
+    return results, [
+        ad.Zero(_tangent_type(x)) if t is None else t for x, t in zip(results, dots, strict=True)
+    ]
+
+
+def _tangent_type(x: Any) -> Any:
+    return jax.typeof(x).to_tangent_aval()
+
+
+def _batch(axis: Any, args: Any, dims: Any, *, program: Program) -> Any:
+    if all(d is None for d in dims):
+        results = bind(program, args)
+        return results, [None] * len(results)
+    if isinstance(program, WithTangents) and all(d is None for d in dims[: program.num_args]):
+        # `jax.jacfwd` expects results that are the same for all tangents.
+        results = bind(program.of, args[: program.num_args])
+        program.note(results)
+        found = bind(_batched(program.tangents_only(), axis, dims), args)
+        return [*results, *found], [*([None] * len(results)), *([0] * len(found))]
+    results = bind(_batched(program, axis, dims), args)
+    return results, [0] * len(results)
+
+
+for _p in (program_p, with_tangents_p):
+    _p.def_impl(_run)
+    _p.def_abstract_eval(_types)
+    ad.primitive_jvps[_p] = _push
+    batching.fancy_primitive_batchers[_p] = _batch
+    mlir.register_lowering(_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
+    """Linearizes: what is known is computed, the tangents wait for theirs."""
+    values = [t.pval.get_known() for t in tracers]
+    args = values[: program.num_args]
+    if not any(x is None for x in values):
+        return bind(program, values)
+    if any(x is None for x in args):
+        with set_current_trace(trace):
+            return program_p.bind(*tracers, program=program)
+    results, residuals = program.of.known(*args)
+    program.note(results)
+    avals = tuple(_tangent_type(x) for x in results if _moves(x))
+    with set_current_trace(trace):
+        found = tangents_p.bind(
+            *args,
+            *residuals,
+            *tracers[program.num_args :],
+            program=program,
+            count=len(residuals),
+            avals=avals,
+        )
+    return [*results, *found]
+
+
+def _split_equation(saveable: Any, unknown: Any, there: Any, eqn: Any) -> Any:
+    """The same for an equation, where `jax.checkpoint` and loops ask for it."""
+    program = eqn.params["program"]
+    count = program.num_args
+    some = [v for v, is_there in zip(eqn.invars, there, strict=True) if not is_there]
+    missing = [v for v in some if isinstance(v, Var)]
+    results = len(eqn.outvars)
+    if any(unknown[:count]):
+        return None, eqn, [True] * results, [True] * results, missing
+    if not any(unknown):
+        return eqn, None, [False] * results, [False] * results, []
+    k = len(program.flags)
+    primal = eqn.replace(
+        invars=eqn.invars[:count],
+        outvars=eqn.outvars[:k],
+        primitive=with_tangents_p if isinstance(program.of, WithTangents) else program_p,
+        params={"program": program.of},
+    )
+    return primal, eqn, [i >= k for i in range(results)], [True] * results, missing
+
+
+pe.custom_partial_eval_rules[with_tangents_p] = _split
+pe.partial_eval_jaxpr_custom_rules[with_tangents_p] = _split_equation
+
+
+def _cut(operands: Sequence[Any], program: WithTangents, count: int) -> tuple[Any, Any, Any]:
+    """(arguments, residuals, tangents) of `tangents_p`."""
+    start = program.num_args
+    return operands[:start], operands[start : start + count], operands[start + count :]
+
+
+def _run_tangents(*operands: Any, program: WithTangents, count: int, avals: Any) -> list[Any]:
+    args, _, tangents = _cut(operands, program, count)
+    return program.run(*args, *tangents)[-len(avals) :] if avals else []
+
+
+def _push_tangents(
+    primals: Any, dots: Any, *, program: WithTangents, count: int, avals: Any
+) -> tuple[Any, Any]:
+    """Forward mode over tangents; residuals follow from arguments, so they do not move."""
+    args, _, tangents = _cut(primals, program, count)
+    of_args, _, of_tangents = _cut(dots, program, count)
+    results, found = _push((*args, *tangents), (*of_args, *of_tangents), program=program)
+    first = len(results) - len(avals)
+    return results[first:], found[first:]
+
+
+def _transpose_tangents(
+    cotangents: Any, *operands: Any, program: WithTangents, count: int, avals: Any
+) -> list[Any]:
+    args, residuals, tangents = _cut(operands, program, count)
+    given = [None if isinstance(c, ad.Zero) else c for c in cotangents]
+    linear = list(map(ad.is_undefined_primal, tangents))
+    back: list[Any] = [None] * len(args)
+    if any(c is not None for c in given):
+        moving = [i for i, mine in zip(program.moving, linear, strict=True) if mine]
+        wanted = [i in moving for i in range(len(args))]
+        back = program.of.pull_back(args, residuals, program.spread(given), wanted)
+    return [
+        *([None] * (len(args) + len(residuals))),
+        *(
+            (ad.Zero(t.aval) if back[i] is None else back[i]) if mine else None
+            for i, t, mine in zip(program.moving, tangents, linear, strict=True)
+        ),
+    ]
+
+
+def _batch_tangents(
+    axis: Any, operands: Any, dims: Any, *, program: WithTangents, count: int, avals: Any
+) -> Any:
+    args, residuals, tangents = map(list, _cut(operands, program, count))
+    dims, of_residuals, of_tangents = map(list, _cut(dims, program, count))
+    for k, i in enumerate(program.moving):
+        if dims[i] is not None or of_tangents[k] is not None:
+            args[i] = _at_front(args[i], dims[i], axis.size)
+            tangents[k] = _at_front(tangents[k], of_tangents[k], axis.size)
+            dims[i] = 0
+    many = WithTangents(
+        _batched(program.of, axis, dims, of_residuals),
+        [i in program.moving for i in range(program.num_args)],
+    )
+    many.flags = program.flags
+    found = tangents_p.bind(
+        *args,
+        *residuals,
+        *tangents,
+        program=many,
+        count=count,
+        avals=tuple(ShapedArray((axis.size, *a.shape), a.dtype) for a in avals),
+    )
+    return found, [0] * len(found)
+
+
+def _at_front(x: Any, dim: int | None, size: int) -> Any:
+    return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+
+tangents_p.def_impl(_run_tangents)
+tangents_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
+ad.primitive_jvps[tangents_p] = _push_tangents
+ad.primitive_transposes[tangents_p] = _transpose_tangents
+batching.fancy_primitive_batchers[tangents_p] = _batch_tangents
+mlir.register_lowering(tangents_p, mlir.lower_fun(_run_tangents, multiple_results=True))

@@ -1,0 +1,59 @@
+"""How values are kept: each as a row of an array that holds values of one shape and dtype."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._graph.types import ValueType
+
+Kind = tuple[tuple[int, ...], Any]  # (shape, dtype) of a row
+
+
+def is_key(dtype: Any) -> bool:
+    """True of the dtypes of random keys."""
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+@functools.cache
+def _key_impl(dtype: Any) -> Any:
+    """The generator that keys of a dtype are for."""
+    found = []
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
+
+
+@functools.cache
+def stored(value_type: ValueType) -> Kind:
+    """(shape, dtype) in which a value is kept: random keys as the integers they are made of."""
+    if is_key(value_type.dtype):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), value_type.dtype))
+        return (*value_type.shape, *key.shape), key.dtype
+    return value_type.shape, np.dtype(value_type.dtype)
+
+
+@functools.cache
+def stored_kind(kind: Kind) -> Kind:
+    """(shape, dtype) in which values of a shape and dtype are kept."""
+    return stored(ValueType(*kind))
+
+
+def row_bytes(kind: Kind) -> int:
+    """Bytes of one row of an arena."""
+    shape, dtype = kind
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def from_stored(x: Any, value_type: ValueType) -> Any:
+    """A value as the lane's program wants it."""
+    if is_key(value_type.dtype):
+        return jax.random.wrap_key_data(x, impl=_key_impl(value_type.dtype))
+    return x
+
+
+def to_stored(x: Any, value_type: ValueType) -> Any:
+    """A value as it is kept."""
+    return jax.random.key_data(x) if is_key(value_type.dtype) else x

@@ -1,0 +1,520 @@
+"""Extents that differ from instance to instance, as JAX's symbolic dimensions.
+
+An array [n, 128] whose n is another number in every instance is traced once, with a symbol for n.
+JAX then says of every operation how its shape depends on n (`n`, `n + 1`, `2*n`, or not at all),
+and a value of n, where a computation needs one (the divisor of a mean), is an operation of its own,
+`dim_as_value`. An extent of which JAX knows no number is called *ragged* here, and so is the axis
+it is the extent of.
+
+A symbol has no value for Python to decide on. JAX answers `n == 2` with False where it cannot know,
+and takes every extent to be 1 at least. Here both are errors (`LengthDecisionError`), and so is
+everything else that Python could tell lengths apart by: using one as a key of a dict or set, as an
+index, or writing it. So it is with types of arrays, of which JAX keeps one object each, to compare
+them by identity: user code gets them as `RaggedType`, which compares its shape. JAX itself may ask:
+its answer to what it cannot know is what holds for all lengths, or an error. Who asks is seen from
+the frame that does.
+
+To user code an extent is an instance of int, as the number is that it stands for. Its `type` is
+not, and `n is m` compares objects: Python lets nobody answer these. Nor are types guarded inside of
+what JAX traces by itself (a cell, a jit-ted function), whose tracers hand out JAX's own.
+
+What is asked while an instance is recorded is noted (see `Questions`), since the function may catch
+errors. Two lengths that JAX has found not to be the same may be the same in this instance; whoever
+records can give both arrays one symbol then, and try again.
+
+Source: the symbolic shapes of `jax.export`.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import operator
+import re
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.export import is_symbolic_dim, symbolic_shape
+
+from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
+
+ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
+OURS = ("us", "jax")
+# These ask on behalf of their callers.
+HELPERS = frozenset({*sys.stdlib_module_names, "numpy", "opt_einsum"})
+# Functions of JAX and of ours, with what is defined inside of them, that compare two extents in
+# order to complain unless they are known to be equal. Others do so to find keys of their caches.
+CHECKS = re.compile(
+    r"definitely_equal|\w*_rule|\w*mismatch\w*|_try_broadcast_shapes|reshape|_differ"
+)
+DECISIONS = re.compile("array_equal|array_equiv")  # these give another result if they are not
+SYMBOL = re.compile(r"\b(?:n\d*|[mkl])\b")
+SUM = re.compile(r"[\w*^]+( \+ [\w*^]+)*( - \d+)?")  # of products of symbols
+(_plain,) = symbolic_shape("n")
+Base: Any = type(_plain)
+
+
+class LengthDecisionError(Exception):
+    """Python has decided on the length of an array."""
+
+
+class LengthNeededError(LengthDecisionError, TypeError):
+    """Python needs the length of an array as a number."""
+
+
+class Questions:
+    """The questions about lengths that are asked while an instance is recorded.
+
+    Attributes:
+      refused: what Python has decided on, in words. The function may have caught the errors.
+      unequal: pairs of symbols that JAX was not told to be the same where it compared them.
+      hashed: what Python has hashed, each with the frame and the instruction that did; JAX may
+        turn out to have been called there.
+    """
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self.unequal: list[tuple[str, str]] = []
+        self.hashed: list[tuple[Any, int, str]] = []
+
+    def check(self) -> None:
+        """Raises `LengthDecisionError` if Python has decided on something."""
+        for reason in (*self.refused, *(reason for *_, reason in self.hashed)):
+            raise LengthDecisionError(reason)
+
+
+class _Asked(threading.local):
+    questions: Questions | None = None
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def noting_questions() -> Iterator[Callable[[], Questions]]:
+    """Inside, in this thread, questions about lengths are noted in what was begun last."""
+    before = _asked.questions
+
+    def begin() -> Questions:
+        _asked.questions = questions = Questions()
+        return questions
+
+    try:
+        yield begin
+    finally:
+        _asked.questions = before
+
+
+@functools.cache
+def _role(module: str, is_general: bool) -> str:
+    """Returns the role of a module: "jax", "us", "helper" or "user".
+
+    "jax" and "us" may ask about extents; a "helper" asks for its caller.
+    """
+    top = module.partition(".")[0]
+    if is_general or is_private(module):
+        return "us"
+    if top in ASKERS:
+        return "jax"
+    return "helper" if top in HELPERS else "user"
+
+
+def _role_of(frame: Any) -> str:
+    names = frame.f_globals
+    return _role(names.get("__name__") or "", HOLDS_FOR_ALL_LENGTHS in names)
+
+
+def is_user_code(frame: Any) -> bool:
+    """True of frames that do not belong to JAX, to us or to the libraries that both use."""
+    return _role_of(frame) == "user"
+
+
+def _asker(frame: Any) -> tuple[Any, str]:
+    """(the frame that asks, whose it is)."""
+    role = _role_of(frame)
+    while role != "user" and frame.f_back is not None:
+        called = frame.f_code.co_name  # of values of JAX that hold extents
+        if role != "helper" and called not in ("__eq__", "__ne__", "__hash__"):
+            break
+        frame = frame.f_back
+        role = _role_of(frame)
+    return frame, role
+
+
+def refuse(what: str, frame: Any, error: type = LengthDecisionError) -> None:
+    """Raises an error of what Python does with the length of an array."""
+    reason = f"Python {what} at {frame.f_code.co_filename}:{frame.f_lineno}"
+    if _asked.questions is not None:
+        _asked.questions.refused.append(reason)
+    raise error(reason)
+
+
+def refuse_iteration(frame: Any) -> None:
+    """Raises an error of a loop over the rows of an array of unknown length."""
+    refuse("loops over the rows of an array", frame, LengthNeededError)
+
+
+def refuse_writing(frame: Any) -> None:
+    """Raises an error of a number that is written, which may depend on a length, as `n / m` does.
+
+    Where lengths are known, such a number is one of Python's.
+    """
+    if _asked.questions is not None:
+        frame, role = _asker(frame)
+        if role not in OURS:
+            refuse("writes a number", frame)
+
+
+def _ask(a: Any, b: Any, frame: Any) -> None:
+    """Raises an error unless it is JAX that compares, in a way that holds for all lengths."""
+    frame, role = _asker(frame)
+    if role in OURS and isinstance(b, Base):
+        name = frame.f_code.co_qualname
+        decides = DECISIONS.match(name)
+        if decides or CHECKS.match(name):
+            pair = equal_if(a - b)
+            if pair and _asked.questions is not None:
+                _asked.questions.unequal.append(pair)
+        if decides:
+            while not is_user_code(frame) and frame.f_back is not None:
+                frame = frame.f_back
+            refuse("compares arrays of different lengths", frame)
+    if role in OURS:
+        return
+    refuse("decides on the length of an array", frame)
+
+
+@functools.lru_cache(maxsize=1024)
+def equal_if(difference: Any) -> tuple[str, str] | None:
+    """Two symbols, if a difference of extents is 0 exactly where they are equal; else None."""
+    symbols = sorted(symbols_in(difference))
+    if len(symbols) != 2:
+        return None
+    few = range(1, 8)
+    for values in itertools.product(few, few):
+        zero = extent_at(difference, dict(zip(symbols, values, strict=True))) == 0
+        if zero != (values[0] == values[1]):
+            return None
+    return symbols[0], symbols[1]
+
+
+def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
+    """A comparison that refuses to give answers which may not hold for all lengths."""
+    symmetric = compare in (Base.__eq__, Base.__ne__)
+
+    def method(self: Any, other: Any) -> bool:
+        ours, theirs = self, other
+        if symmetric and type(other) is Base:  # which knows nothing of us
+            ours, theirs = other, self
+        try:
+            found = compare(ours, theirs)
+        except Exception:  # of JAX, that it cannot know; the function may catch it
+            _ask(self, other, sys._getframe(1))
+            raise
+        if unsound(found) and not (symmetric and _known_to_differ(self, other)):
+            _ask(self, other, sys._getframe(1))
+        return found
+
+    return method
+
+
+def _known_to_differ(extent: Any, other: Any) -> bool:
+    """Whether something is no extent that might be equal, whatever the length is."""
+    if isinstance(other, Base):
+        return extent.scope is not other.scope
+    return other is None or type(other) is str
+
+
+def _writing(write: Callable) -> Callable:
+    """A way of writing an extent, for JAX and for us."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> str:
+        if _asked.questions is not None:
+            frame, role = _asker(sys._getframe(1))
+            if role not in OURS:
+                refuse("writes the length of an array", frame)
+        return write(self, *args, **kwargs)
+
+    return method
+
+
+def _calculating(calculate: Callable) -> Callable:
+    """An operation whose result is an extent that refuses, too."""
+
+    def method(self: Any, *args: Any) -> Any:
+        found = calculate(self, *args)
+        return tuple(map(_watched, found)) if type(found) is tuple else _watched(found)
+
+    return method
+
+
+class Extent(Base):
+    """A symbolic dimension on which Python may not decide."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what `isinstance` asks for
+        return type(self) if _asker(sys._getframe(1))[1] in OURS else int
+
+    # What follows from a bound above is checked; that there is a row at all is not.
+    __eq__ = _deciding(Base.__eq__, lambda found: not found)
+    __ne__ = _deciding(Base.__ne__, lambda found: found)
+    __gt__ = _deciding(Base.__gt__, lambda found: found)
+    __ge__ = _deciding(Base.__ge__, lambda found: found)
+    __lt__ = _deciding(Base.__lt__, lambda found: not found)
+    __le__ = _deciding(Base.__le__, lambda found: not found)
+
+    __add__ = _calculating(Base.__add__)
+    __radd__ = _calculating(Base.__radd__)
+    __sub__ = _calculating(Base.__sub__)
+    __rsub__ = _calculating(Base.__rsub__)
+    __mul__ = _calculating(Base.__mul__)
+    __rmul__ = _calculating(Base.__rmul__)
+    __pow__ = _calculating(Base.__pow__)
+    __floordiv__ = _calculating(Base.__floordiv__)
+    __rfloordiv__ = _calculating(Base.__rfloordiv__)
+    __mod__ = _calculating(Base.__mod__)
+    __rmod__ = _calculating(Base.__rmod__)
+    __neg__ = _calculating(Base.__neg__)
+
+    max, rmax = _calculating(Base.max), _calculating(Base.rmax)
+    min, rmin = _calculating(Base.min), _calculating(Base.rmin)
+    __divmod__ = _calculating(Base.__divmod__)
+    __rdivmod__ = _calculating(Base.__rdivmod__)
+
+    __str__ = _writing(Base.__str__)
+    __repr__ = _writing(Base.__str__)
+    __format__ = _writing(lambda self, spec: format(Base.__str__(self), spec))
+
+    def __bool__(self) -> bool:
+        frame, role = _asker(sys._getframe(1))
+        if role not in OURS:
+            refuse("decides on the length of an array", frame)
+        return True
+
+    def __index__(self) -> int:
+        frame, role = _asker(sys._getframe(1))
+        if role not in OURS:
+            refuse("needs the length of an array as a number", frame, LengthNeededError)
+        raise TypeError("the length of an array is not known while this is traced")
+
+    def __hash__(self) -> int:
+        questions = _asked.questions
+        if questions is not None:
+            _note_hash(questions, sys._getframe(1))
+        return Base.__hash__(self)
+
+
+def _note_hash(questions: Questions, frame: Any) -> None:
+    """Notes that an extent is hashed, if it may be for Python to look it up.
+
+    Where a function compiled by JAX is called with an extent for a static argument, the caller's
+    frame seems to hash it; but then JAX's own code does so, too, before that call returns.
+    """
+    if not questions.hashed and frame.f_code.co_name != "__hash__" and _role_of(frame) in OURS:
+        return
+    frame, role = _asker(frame)
+    if role not in OURS:
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        reason = f"Python looks up the length of an array at {where}"
+        questions.hashed.append((frame, frame.f_lasti, reason))
+        return
+    while questions.hashed and frame is not None and _role_of(frame) != "user":
+        frame = frame.f_back
+    while questions.hashed and questions.hashed[-1][:2] == (frame, frame and frame.f_lasti):
+        questions.hashed.pop()
+
+
+def _watched(extent: Any) -> Any:
+    """The extent as one on which Python may not decide."""
+    if type(extent) is Base:
+        extent = copy.copy(extent)
+        extent.__class__ = Extent
+    return extent
+
+
+def watched_shape(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A shape of extents on which Python may not decide."""
+    return tuple(map(_watched, shape)) if any(type(d) is Base for d in shape) else shape
+
+
+class RaggedType(ShapedArray):
+    """The type of an array with ragged axes, for user code: equal where type and shape are."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(shape: Any, dtype: Any, weak: bool) -> tuple[ShapedArray, "RaggedType | None"]:
+        """The type of an array: (for JAX, for user code if it is another one)."""
+        aval = ShapedArray(watched_shape(shape), dtype, weak_type=weak)
+        if not is_ragged(shape):
+            return aval, None
+        guarded = object.__new__(RaggedType)
+        for name in ShapedArray.__slots__:
+            if name != "__weakref__":
+                object.__setattr__(guarded, name, getattr(aval, name))
+        return aval, guarded
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShapedArray) and (
+            (self.dtype, self.weak_type, self.sharding, self.shape)
+            == (other.dtype, other.weak_type, other.sharding, other.shape)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype, self.weak_type))
+
+    __str__ = _writing(ShapedArray.__str__)
+    __repr__ = _writing(ShapedArray.__repr__)
+    str_short = _writing(ShapedArray.str_short)
+
+
+def asks_for_type(frame: Any) -> bool:
+    """True of frames that ask for the type of an array for user code, maybe by `jax.typeof`."""
+    while _role_of(frame) == "jax" and frame.f_code.co_name in ("typeof", "<lambda>"):
+        frame = frame.f_back
+    return _asker(frame)[1] not in OURS
+
+
+def make_symbol(name: str, scope: Any) -> Any:
+    """A symbol of a scope of `jax.export`."""
+    return _watched(symbolic_shape(name, scope=scope)[0])
+
+
+def symbol_of(extent: Any, name: str) -> Any:
+    """A symbol of the scope of an extent."""
+    return make_symbol(name, extent.scope)
+
+
+def as_number(x: Any) -> Any:
+    """An extent as a value to compute with; anything else as it is."""
+    return x.__jax_array__() if isinstance(x, Base) else x
+
+
+def is_ragged(shape: Sequence[Any]) -> bool:
+    """Whether an extent of a shape is symbolic."""
+    return any(type(d) is not int and is_symbolic_dim(d) for d in shape)
+
+
+def ragged_axes(shape: Sequence[Any]) -> tuple[int, ...]:
+    """The axes of a shape whose extents are symbolic."""
+    return tuple(i for i, d in enumerate(shape) if type(d) is not int and is_symbolic_dim(d))
+
+
+def extent_at(extent: Any, values: Mapping[str, Any]) -> Any:
+    """An extent where its symbols have these values: numbers, or arrays of them."""
+    if not is_symbolic_dim(extent):
+        return extent
+    return eval(_compiled(str(extent)), _FUNCTIONS, dict(values))
+
+
+def shape_at(shape: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A shape where its symbols have these values."""
+    return tuple(extent_at(d, values) for d in shape)
+
+
+def grows(extent: Any) -> bool:
+    """Whether there is room for an extent where there is room for its symbols.
+
+    `n - 1` and `2*n + m` grow with their symbols; `12 - n` and `mod(n, 4)` do not.
+    """
+    symbols = sorted(symbols_in(extent))
+    if SUM.fullmatch(str(extent)):
+        return True
+    if len(symbols) > 3:
+        return False  # not known
+    for most in (8, 16, 32, 64, 256, 1024):
+        few = np.unique(np.r_[1:9, np.linspace(1, most, 17).astype(int)])
+        grid = np.meshgrid(*[few[few <= most]] * len(symbols))
+        found = extent_at(extent, dict(zip(symbols, grid, strict=True)))
+        if np.max(found) > extent_at(extent, dict.fromkeys(symbols, most)):
+            return False
+    return True
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    """An extent, as JAX writes it, as Python's code."""
+    return compile(text.replace("^", "**"), "extent", "eval")
+
+
+def _chosen(by_python: Any, by_numpy: Any, by_jax: Any) -> Any:
+    def choose(a: Any, b: Any) -> Any:
+        if isinstance(a, Base):
+            return getattr(a, by_python.__name__)(b)
+        if isinstance(b, Base):
+            return getattr(b, "r" + by_python.__name__)(a)
+        if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+            return by_jax(a, b)
+        arrays = isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        return by_numpy(a, b) if arrays else by_python(a, b)
+
+    return choose
+
+
+_FUNCTIONS = {
+    "__builtins__": {},
+    "mod": operator.mod,
+    "floordiv": operator.floordiv,
+    "max": _chosen(max, np.maximum, jnp.maximum),
+    "min": _chosen(min, np.minimum, jnp.minimum),
+}
+
+
+def symbols_in(value: Any) -> frozenset[str]:
+    """The symbols in the extents that parameters of a primitive have somewhere inside."""
+    if isinstance(value, dict):
+        return symbols_in(tuple(value.values()))
+    if isinstance(value, tuple | list):
+        return frozenset().union(*map(symbols_in, value))
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        jaxpr = getattr(value, "jaxpr", value)
+        inside = [symbols_in(v.aval.shape) for v in (*jaxpr.invars, *jaxpr.outvars)]
+        inside += [symbols_in(eqn.params) for eqn in jaxpr.eqns]
+        return frozenset().union(*inside)
+    if type(value) in (int, str, bool, type(None)) or not is_symbolic_dim(value):
+        return frozenset()
+    return frozenset(_compiled(str(value)).co_names) - _FUNCTIONS.keys()
+
+
+def extents_in(value: Any) -> Iterator[Any]:
+    """The extents that are somewhere inside of parameters of a primitive, or of a program."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, Base):
+        yield value
+    elif isinstance(value, tuple | list):
+        for x in value:
+            yield from extents_in(x)
+    elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        jaxpr = getattr(value, "jaxpr", value)
+        for eqn in jaxpr.eqns:
+            yield from extents_in(eqn.params)
+            for v in (*eqn.invars, *eqn.outvars):
+                yield from extents_in(v.aval.shape)
+
+
+def numbered(extent: Any, numbers: dict[str, int]) -> Hashable:
+    """An extent with numbers for symbols; a new one gets the next number."""
+    if not isinstance(extent, Base):
+        return extent
+    for s in sorted(symbols_in(extent)):
+        numbers.setdefault(s, len(numbers))
+    names = {s: f"s{k}" for s, k in numbers.items()}
+    return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(extent))
+
+
+def substituted(value: Any, number: Callable[[Any], int]) -> Any:
+    """A parameter of a primitive with numbers for extents."""
+    if type(value) is tuple:
+        return tuple(substituted(x, number) for x in value)
+    if type(value) not in (int, str, bool, type(None)) and is_symbolic_dim(value):
+        return number(value)
+    return value

@@ -1,0 +1,101 @@
+"""Symbolic zeros: what nobody differentiates is not pulled back.
+
+A cotangent that does not exist is not the same as a cotangent of zeros: `0 * inf` is NaN, and a
+backward rule of the user's may not be linear. JAX knows at trace time which cotangents exist. In a
+batch it differs from lane to lane: the same cell may have a result that is read for one
+node and not for the next. So for every variable of a backward program we find the results whose
+cotangents it depends on, its *sources*; a lane in which none of these is alive has zero there,
+whatever was computed. Where variables of different sources meet, those without a source that is
+alive are replaced by zeros, by one `select` for each. Everything downstream is then right.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, Var
+
+from jedbatch._jaxpr.interpret import reads, run_equation, scan_parts, shape_of, value_of
+
+Sources = frozenset[int]
+NONE: Sources = frozenset()
+
+
+def find_sources(jaxpr: Any, given: Mapping[Any, Sources]) -> dict[Any, Sources]:
+    """For each variable that depends on some given ones the union of what these depend on."""
+    found = dict(given)
+    for eqn in jaxpr.eqns:
+        mine = [NONE if isinstance(v, Literal) else found.get(v, NONE) for v in eqn.invars]
+        if any(mine):
+            found.update(zip(eqn.outvars, _sources_of_results(eqn, mine), strict=True))
+    return found
+
+
+def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
+    """The sources of the results of an equation, from those of its operands."""
+    if eqn.primitive.name == "scan":
+        return _sources_of_scan(eqn, list(operands))
+    return [NONE.union(*operands)] * len(eqn.outvars)
+
+
+def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
+    body = eqn.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    first, count = scan_parts(eqn)
+    while True:
+        found = find_sources(body, dict(zip(body.invars, operands, strict=True)))
+        results = [NONE if isinstance(v, Literal) else found.get(v, NONE) for v in body.outvars]
+        before = operands[first : first + count]
+        after = [a | b for a, b in zip(before, results, strict=False)]
+        if after == before:
+            return results
+        operands[first : first + count] = after
+
+
+def where_alive(alive: Any, x: Any) -> Any:
+    """x, or zeros."""
+    return jnp.where(alive, x, jnp.zeros_like(x))
+
+
+def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """A backward program that is told which of its cotangents are alive.
+
+    Args:
+      jaxpr: the program.
+      consts: its constants.
+      cotangents: those of its arguments that are cotangents.
+
+    Returns:
+      A closed jaxpr with one more argument for each cotangent, bool[]. Results without a source
+      that is alive may be anything.
+    """
+    sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
+
+    def evaluate(args: Sequence[Any], alive: Sequence[Any]) -> list[Any]:
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        zeroed = {v: env[v] for v in cotangents}  # those that are not alive are zeros already
+        for eqn in jaxpr.eqns:
+            mine = {v: sources.get(v, NONE) for v in reads(eqn)}
+            everything = NONE.union(*mine.values())
+            local = {}
+            for v, some in mine.items():
+                local[v] = env[v]
+                if some and some != everything:
+                    if v not in zeroed:
+                        flags = [alive[i] for i in sorted(some)]
+                        zeroed[v] = where_alive(jnp.stack(flags).any(), env[v])
+                    local[v] = zeroed[v]
+            run_equation(jaxpr, eqn, local)
+            env.update((v, local[v]) for v in eqn.outvars)
+        return [value_of(v, env) for v in jaxpr.outvars]
+
+    flags = [jax.ShapeDtypeStruct((), jnp.bool_) for _ in cotangents]
+    return jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), flags)
+
+
+def sources_of(jaxpr: Any, cotangents: Sequence[Any]) -> list[Sources]:
+    """For each result of a backward program the numbers of the cotangents it depends on."""
+    found = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
+    return [found.get(v, NONE) if isinstance(v, Var) else NONE for v in jaxpr.outvars]

@@ -1,0 +1,15 @@
+"""A node type as a program for one lane: forwards, its VJP, and packed products.
+
+Read in this order:
+
+1. `target`: The targets of compilation: constants that differ between kinds of devices, in one
+   place.
+2. `products`: The products of a cell with weights: finding them, and taking packed ones apart.
+3. `covering`: Covering a table by few rectangles: which products of a cell become one.
+4. `pack`: Products of a cell with weights, put together: as few and as large as its dependencies
+   allow.
+5. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
+   what came of it.
+6. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
+7. `kernel`: What XLA runs for a node type: its program for one lane, forwards and backwards.
+"""

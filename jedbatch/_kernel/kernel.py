@@ -1,0 +1,165 @@
+"""What XLA runs for a node type: its program for one lane, forwards and backwards.
+
+A node type brings a jaxpr that maps shared values and operands to results. Three things are done
+to it, once, when the type first runs:
+
+**Shared work is lifted out.** What depends on shared values only (`w.T`, a slice of packed
+weights) moves to a prologue that runs once per program. It is ordinary JAX, so gradients flow
+back through it. What is left maps `consts`, computed by the prologue, and `operands`, one row
+each, to results.
+
+**Products put rows first.** For a vector x, JAX writes `x @ w` as `dot_general(w, x)`, which
+batches to a transposed result. Swapped, a batch of them is one matrix product of the rows.
+
+**Products are put together** where several meet the same rows, and weights are transposed once if
+they would be summed over their last axis (see `_kernel.pack`).
+
+Its reverse is found by `_kernel.vjp`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Var
+
+from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.interpret import (
+    cares_for_padding,
+    inlined,
+    reads,
+    run_equation,
+    value_of,
+    work,
+)
+from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
+from jedbatch._kernel.pack import fused
+from jedbatch._kernel.products import is_lopsided
+from jedbatch._kernel.target import CPU, Target
+from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, Reverse, differentiable, tap
+
+
+class Kernel:
+    """The program of a node type for one lane.
+
+    Attributes:
+      node_type: whose program it is.
+      transient: whether it reads a tracer, which will be gone at the next call.
+      reached: whether it reads arrays that the function closes over.
+      operands, results: value types of one lane.
+      num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
+      transposed: positions of consts that are the transpose of a shared matrix.
+      ladder: the widths it is compiled in.
+      result_bytes: of the results of one lane.
+      loose: for each operand, whether lanes whose results nobody reads may have any value for it:
+        no index, and in no loop that might not end or call of Python.
+    """
+
+    def __init__(
+        self,
+        node_type: NodeType,
+        target: Target = CPU,
+        transient: bool = False,
+        reached: bool = False,
+    ):
+        self.node_type = node_type
+        self.transient = transient
+        self.reached = reached
+        self.operands = node_type.operands
+        self.results = node_type.results
+        operation: Any = node_type.operation
+        num_shared = len(node_type.shared)
+        closed = fused(inlined(operation.jaxpr), num_shared)
+        self.jaxpr = jaxpr = closed.jaxpr
+        shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
+        known = {*jaxpr.constvars, *shared_vars}
+        before, self.body = [], []
+        for eqn in jaxpr.eqns:
+            if reads(eqn) and known.issuperset(reads(eqn)):
+                before.append(eqn)
+                known.update(eqn.outvars)
+            else:
+                self.body.append(eqn)
+        read = [v for eqn in self.body for v in reads(eqn)]
+        read += [v for v in jaxpr.outvars if isinstance(v, Var)]
+        self.const_vars = list(dict.fromkeys(v for v in read if v in known))
+        self.num_consts = len(self.const_vars)
+        self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
+        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
+        self._before_consts = list(closed.consts)
+        turned = {e.outvars[0] for e in before if e.primitive.name == "transpose"}
+        self.transposed = {
+            i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
+        }
+        self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
+        operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
+        self.ladder = target.ladder(sum(map(work, self.body)), operand_bytes + self.result_bytes)
+        cares = any(map(cares_for_padding, self.body))
+        self.loose = tuple(not cares and differentiable(t) for t in self.operands)
+
+    def prologue(self, shared: Sequence[Any]) -> list[Any]:
+        """The consts, from the shared values the type reads; once per program."""
+        return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+
+    def forward(self, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """The results of one lane."""
+        return self.evaluate(consts, operands, {})[0]
+
+    def environment(self, operands: Sequence[Any]) -> dict[Any, Any]:
+        """The operands by variable."""
+        values = map(from_stored, operands, self.operands)
+        return dict(zip(self.operand_vars, values, strict=True))
+
+    def evaluate(self, consts: Any, operands: Any, deltas: dict[Any, Any]) -> tuple[list, dict]:
+        """(results, all values) of one lane.
+
+        `deltas` count as added to some variables; to result s by the key s.
+        """
+        env = self.environment(operands)
+        env.update(zip(self.const_vars, consts, strict=True))
+        for eqn in self.body:
+            self.run(eqn, env)
+            for v in eqn.outvars:
+                if eqn.primitive.name in PRODUCTS:
+                    env[v] = checkpoint_name(env[v], PRODUCT)
+                if v in deltas:
+                    env[v] = tap(env[v], deltas[v])
+        results = []
+        for s, (v, t) in enumerate(zip(self.jaxpr.outvars, self.results, strict=True)):
+            x = to_stored(value_of(v, env), t)
+            results.append(tap(x, deltas[s]) if s in deltas else x)
+        return results, env
+
+    def run(self, eqn: Any, env: dict[Any, Any]) -> None:
+        """Runs an equation of the body; a product of a const and a vector puts the vector first."""
+        if eqn.primitive.name == "dot_general":
+            left, right = eqn.invars
+            (left_dims, right_dims), batch = eqn.params["dimension_numbers"]
+            is_vector = len(right_dims) == len(right.aval.shape)
+            precision = eqn.params["precision"]
+            swaps = is_vector and not batch[0] and not is_lopsided(precision)
+            if swaps and self.is_const(left) and not self.is_const(right):
+                env[eqn.outvars[0]] = jax.lax.dot_general(
+                    value_of(right, env),
+                    value_of(left, env),
+                    ((right_dims, left_dims), batch),
+                    precision=precision,
+                    preferred_element_type=eqn.params["preferred_element_type"],
+                )
+                return
+        run_equation(self.jaxpr, eqn, env)
+
+    @functools.cached_property
+    def _const_set(self) -> set[Any]:
+        return set(self.const_vars)
+
+    def is_const(self, atom: Any) -> bool:
+        """True of the variables computed by the prologue."""
+        return isinstance(atom, Var) and atom in self._const_set
+
+    @functools.cached_property
+    def reverse(self) -> Reverse:
+        """The reverse of the lane; traced when it is first needed."""
+        return Reverse(self)

@@ -1,0 +1,266 @@
+"""The products of a cell with weights: finding them, and taking packed ones apart.
+
+A cell's program is a jaxpr. A *product* in it has a value that depends on the instance, its row
+value, on one side, a matrix that depends on shared values only on the other, and sums over one
+axis of each. What looks like a product but is unusual (integers, batched axes, weights of more
+dimensions, weak types) is not taken for one, so that whoever handles products leaves it alone.
+
+A product may be packed already: `[a, b] W` is `a W1 + b W2`, and the pieces of a split of a sum of
+products are sums of products themselves. `taken_apart` writes the program so.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Var
+
+from jedbatch._jaxpr.interpret import (
+    dependents,
+    reads,
+    run_equation,
+    shape_of,
+    used_variables,
+    value_of,
+)
+
+
+class Kind(NamedTuple):
+    """What products that are put together agree in.
+
+    Attributes:
+      dtypes: of row value, weight and result.
+      free: shape of the row value without `row_axis`, the axis summed over.
+      columns_first: the columns are the first axis of the result, not the last.
+      precision, preferred: parameters of the product.
+    """
+
+    dtypes: tuple[Any, Any, Any]
+    free: tuple[int, ...]
+    row_axis: int
+    columns_first: bool
+    precision: Any
+    preferred: Any
+
+    @property
+    def axis(self) -> int:
+        """The axis of the result that columns are packed along."""
+        return 0 if self.columns_first else len(self.free)
+
+    def zeros(self, size: int) -> np.ndarray:
+        """A column of zeros; no operation, so that it counts as shared."""
+        shape = (size, *self.free) if self.columns_first else (*self.free, size)
+        return np.zeros(shape, self.dtypes[2])
+
+    def multiply(self, row: Any, weight: Any) -> Any:
+        """The product with a weight [K, N]; of stacked vectors [k, K] too."""
+        row_axis = self.row_axis + row.ndim - len(self.free) - 1
+        (a, i), (b, j) = (row, row_axis), (weight, 0)
+        if self.columns_first:
+            (a, i), (b, j) = (b, j), (a, i)
+        return lax.dot_general(
+            a,
+            b,
+            (((i,), (j,)), ((), ())),
+            precision=self.precision,
+            preferred_element_type=self.preferred,
+        )
+
+
+class Product(NamedTuple):
+    """A product of a row value and a weight matrix.
+
+    Attributes:
+      row, weight, result: variables.
+      weight_axis: the axis of the weight that is summed over.
+    """
+
+    row: Any
+    weight: Any
+    result: Any
+    weight_axis: int
+    kind: Kind
+
+    @staticmethod
+    def of(eqn: Any, shared: set[Any], moving: set[Any]) -> "Product | None":
+        """The product that an equation is, if any; matrices and inexact numbers only."""
+        if eqn.primitive.name != "dot_general":
+            return None
+        sides = list(zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True))
+        if not all(isinstance(v, Var) for v in eqn.invars):
+            return None
+        weight_first = eqn.invars[0] in shared
+        (weight, weight_dims), (row, row_dims) = sides if weight_first else sides[::-1]
+        result = eqn.outvars[0]
+        avals = row.aval, weight.aval, result.aval
+        if (
+            weight not in shared
+            or row not in moving
+            or len(weight_dims) != 1
+            or weight.aval.ndim != 2
+            or weight.aval.size == 0
+            or any(eqn.params["dimension_numbers"][1])
+            or eqn.params.get("out_sharding") is not None
+            or is_lopsided(eqn.params["precision"])
+            or any(a.weak_type or not jax.dtypes.issubdtype(a.dtype, np.inexact) for a in avals)
+        ):
+            return None
+        (row_axis,) = row_dims
+        free = row.aval.shape[:row_axis] + row.aval.shape[row_axis + 1 :]
+        precision, preferred = eqn.params["precision"], eqn.params["preferred_element_type"]
+        dtypes = avals[0].dtype, avals[1].dtype, avals[2].dtype
+        kind = Kind(dtypes, free, row_axis, weight_first and free != (), precision, preferred)
+        return Product(row, weight, result, weight_dims[0], kind)
+
+    @property
+    def sums_in_full(self) -> bool:
+        """Whether weights may be added up: they have the precision of the result."""
+        return bool(self.kind.dtypes[1] == self.kind.dtypes[2])
+
+    @property
+    def height(self) -> int:
+        """The rows of the weight [K, N]."""
+        return self.weight.aval.shape[self.weight_axis]
+
+    @property
+    def width(self) -> int:
+        """The columns of the weight [K, N]."""
+        return self.weight.aval.shape[1 - self.weight_axis]
+
+    def matrix(self, env: dict[Any, Any]) -> Any:
+        """The weight [K, N]."""
+        weight = env[self.weight]
+        return lax.transpose(weight, (1, 0)) if self.weight_axis else weight
+
+
+def is_lopsided(precision: Any) -> bool:
+    """True of a pair of different precisions for the two sides of a product."""
+    return isinstance(precision, tuple) and len(set(precision)) > 1
+
+
+class Program:
+    """The program of a cell and what depends on what.
+
+    Attributes:
+      jaxpr: without equations that no result depends on.
+      shared: variables that depend on shared values and constants only.
+      products: the products of a row value and a weight, by result.
+      times: how often each variable is read.
+      reader: an equation that reads it.
+      maker: the equation that makes it.
+    """
+
+    def __init__(self, closed: Any, num_shared: int):
+        used = used_variables(closed.jaxpr)
+        eqns = [eqn for eqn in closed.jaxpr.eqns if used.intersection(eqn.outvars)]
+        self.jaxpr = jaxpr = closed.jaxpr.replace(eqns=eqns)
+        self.consts = closed.consts
+        self.shared = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
+        for eqn in eqns:
+            if reads(eqn) and self.shared.issuperset(reads(eqn)):
+                self.shared.update(eqn.outvars)
+        moving = dependents(jaxpr, jaxpr.invars[num_shared:])
+        found = (Product.of(eqn, self.shared, moving) for eqn in eqns)
+        self.products = {p.result: p for p in found if p is not None}
+        self.times = Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+        self.times.update(v for v in jaxpr.outvars if isinstance(v, Var))
+        self.reader = {v: eqn for eqn in eqns for v in reads(eqn)}
+        self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+
+    def traced(self, run: Callable[[dict[Any, Any]], None]) -> Any:
+        """The closed jaxpr of a function that adds all results to the values by variable."""
+
+        def evaluate(*args: Any) -> list[Any]:
+            env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+            env.update(zip(self.jaxpr.invars, args, strict=True))
+            run(env)
+            return [value_of(v, env) for v in self.jaxpr.outvars]
+
+        return jax.make_jaxpr(evaluate)(*map(shape_of, self.jaxpr.invars))
+
+    def adds_up(self, v: Any) -> Any:
+        """The sum of two variables that is the only reader of a variable, or None."""
+        eqn = self.reader.get(v)
+        return eqn.outvars[0] if self.times[v] == 1 and eqn and adds(eqn) else None
+
+
+def adds(eqn: Any) -> bool:
+    """True of additions of two variables of one type."""
+    avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    alike = len({(a.shape, a.dtype, a.weak_type) for a in avals}) == 1
+    return eqn.primitive.name == "add" and alike and all(isinstance(x, Var) for x in eqn.invars)
+
+
+def join(parts: Sequence[Any], axis: int) -> Any:
+    """Some arrays one after another."""
+    return lax.concatenate(parts, axis) if len(parts) > 1 else parts[0]
+
+
+def split(x: Any, sizes: Sequence[int], axis: int) -> Sequence[Any]:
+    """Pieces of some sizes."""
+    return lax.split(x, sizes, axis) if len(sizes) > 1 else [x]
+
+
+def total(values: Sequence[Any]) -> Any:
+    """The sum, from left to right."""
+    return functools.reduce(lax.add, values)
+
+
+def taken_apart(closed: Any, num_shared: int) -> Any:
+    """The program with packed products taken apart; None if there are none."""
+    program = Program(closed, num_shared)
+    products, maker = program.products, program.maker
+
+    def rows_of(p: Product) -> list[Any]:
+        """The variables that a row value is the concatenation of."""
+        eqn: Any = maker.get(p.row)
+        if eqn is None or eqn.primitive.name != "concatenate":
+            return [p.row]
+        along = eqn.params["dimension"] == p.kind.row_axis
+        apart = along and all(isinstance(x, Var) and x not in program.shared for x in eqn.invars)
+        return list(eqn.invars) if apart else [p.row]
+
+    @functools.cache
+    def can_split(v: Any, axis: int) -> bool:
+        """True of products, and sums of some, that nothing else reads."""
+        if v in products:
+            return program.times[v] == 1 and products[v].kind.axis == axis
+        if program.times[v] != 1 or v in program.shared or v not in maker or not adds(maker[v]):
+            return False
+        return any(can_split(x, axis) for x in maker[v].invars)
+
+    def multiply(p: Product, widths: Sequence[int], env: dict[Any, Any]) -> list[Any]:
+        """A product in pieces, each a sum over parts of its row."""
+        rows = [env[x] for x in rows_of(p)]
+        bands = split(p.matrix(env), [x.shape[p.kind.row_axis] for x in rows], 0)
+        blocks = zip(*(split(band, widths, 1) for band in bands), strict=True)
+        return [total(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
+
+    def pieces(v: Any, widths: Sequence[int], axis: int, env: dict[Any, Any]) -> Sequence[Any]:
+        if not can_split(v, axis):
+            return split(env[v], widths, axis)
+        if v in products:
+            return multiply(products[v], widths, env)
+        return list(map(lax.add, *(pieces(x, widths, axis, env) for x in maker[v].invars)))
+
+    def splits(eqn: Any) -> bool:
+        return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
+
+    def run(env: dict[Any, Any]) -> None:
+        for eqn in program.jaxpr.eqns:
+            p = products.get(eqn.outvars[0])
+            if splits(eqn):
+                found = pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)
+                env.update(zip(eqn.outvars, found, strict=True))
+            elif p is not None and len(rows_of(p)) > 1:
+                (env[p.result],) = multiply(p, [p.width], env)
+            else:
+                run_equation(program.jaxpr, eqn, env)
+
+    if any(map(splits, program.jaxpr.eqns)) or any(len(rows_of(p)) > 1 for p in products.values()):
+        return program.traced(run)
+    return None

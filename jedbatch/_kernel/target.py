@@ -1,0 +1,198 @@
+"""The targets of compilation: constants that differ between kinds of devices, in one place.
+
+A CPU starts an operation in no time and pays for every row; a GPU takes some 20 µs to start the
+kernels of a chunk, as long as it takes for some hundred rows, and a loop whose trip count only the
+device knows costs it more than the rows of a small batch. So a target says how wide chunks are,
+what starting one costs, and how a program finds its next instruction:
+
+    loops     a loop for every opcode, of which all but one make no trip. XLA:CPU copies an arena
+              that passes through the result of a conditional; it never copies one in a loop.
+    switch    one branch for every opcode, with runs of frequent opcodes put together into
+              superinstructions (see `_program.instructions`). XLA:GPU runs such a program from CUDA
+              graphs without asking the host, provided that command buffers are enabled for `while`.
+
+The figures of "gpu" were chosen by runs on an H100; `benchmarks/gpu.py` measures them again, and
+what it compares them with.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jedbatch import checks
+from jedbatch._layout.bucketing import COARSE, FINE, Ladder
+
+BLOCKS = Ladder(COARSE.widths)
+
+# What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
+COMMAND_BUFFERS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUSTOM_CALL",
+    "CUDNN",
+    "DYNAMIC_SLICE_FUSION",
+    "CONDITIONAL",
+    "WHILE",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device, as far as programs made for it differ.
+
+    Attributes:
+      name: "cpu", "gpu", or a name for a variant.
+      heavy, light: widths of the chunks of lanes that do much, and of those that do little.
+      chunk_work: floating-point operations done while a chunk is started.
+      longest_start: what starting a chunk costs at most, in lanes.
+      heavy_start: above so many lanes a lane counts as light.
+      chunk_bytes: bytes that a chunk may read and write.
+      sums: widths of the chunks in which cotangents of values with many readers are summed up.
+      blocks: of lanes whose weight gradients are computed together, and of ragged rows.
+      rows_together: padded rows of the ragged instances that run at the same time.
+      together: no more of the ragged instances than one in so many run at the same time.
+      shortest: the least room for the rows of a ragged instance.
+      straight_rows: packed rows up to which ragged regions run without loops (see
+        `_ragged.groups`).
+      control: how the next instruction is found, "loops" or "switch".
+      superinstruction: opcodes in a superinstruction at most; 1 for none.
+      command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
+    """
+
+    name: str
+    heavy: tuple[int, ...] = FINE.widths
+    light: tuple[int, ...] = COARSE.widths
+    chunk_work: float = 9e5
+    longest_start: int = 64
+    heavy_start: int = 16
+    chunk_bytes: int = 16 << 20
+    sums: Ladder = COARSE
+    blocks: Ladder = BLOCKS
+    rows_together: int = 256
+    together: int = 4
+    shortest: int = 8
+    straight_rows: int = 0
+    control: str = "loops"
+    superinstruction: int = 1
+    command_buffers: tuple[str, ...] = ()
+
+    @staticmethod
+    def named(name: str) -> "Target":
+        """The target for "cpu" or "gpu"."""
+        found = checked_target(name, "`Target.named`")
+        assert found is not None
+        return found
+
+    def ladder(self, work: int, row_bytes: int) -> Ladder:
+        """The widths for a lane of so many floating-point operations and bytes of rows.
+
+        Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long
+        rows, such as matrices, only the widths that fit into `chunk_bytes` are left, but two at
+        least.
+        """
+        return _ladder(self, work, row_bytes)
+
+    def compiler_options(self) -> dict[str, str]:
+        """Options of `jax.jit` that programs for this target should be compiled with."""
+        if not self.command_buffers:
+            return {}
+        return {"xla_gpu_enable_command_buffer": ",".join(self.command_buffers)}
+
+
+@functools.cache
+def _ladder(target: Target, work: int, row_bytes: int) -> Ladder:
+    start = 8
+    while start < target.longest_start and start * work < target.chunk_work:
+        start *= 2
+    widths = target.heavy if start <= target.heavy_start else target.light
+    fitting = sum(width * row_bytes <= target.chunk_bytes for width in widths)
+    return Ladder(widths[: max(2, fitting)], start)
+
+
+CPU = Target("cpu")
+GPU = Target(
+    "gpu",
+    heavy=(32, 128, 512, 2048, 8192),
+    light=(32, 128, 512, 2048, 8192),
+    chunk_work=2e9,
+    longest_start=8192,
+    chunk_bytes=1 << 30,
+    sums=Ladder((256, 2048), 1024),
+    blocks=Ladder((512, 2048), 512),
+    rows_together=8192,
+    together=1,
+    shortest=32,
+    straight_rows=1 << 16,
+    control="switch",
+    superinstruction=8,
+    command_buffers=COMMAND_BUFFERS,
+)
+TARGETS = {"cpu": CPU, "gpu": GPU}
+
+
+def checked_target(target: str | Target | None, name: str) -> Target | None:
+    """The target that an option of `name` asks for; None for that of the device.
+
+    Raises:
+      TypeError, ValueError: there is no such target.
+    """
+    if target is None or isinstance(target, Target):
+        return target
+    if not isinstance(target, str):
+        raise TypeError(
+            f"{name} got target={checks.shown(target)}; expected one of "
+            f"{sorted(TARGETS)}, a `jedbatch.Target`, or None for the device that JAX uses."
+        )
+    if target not in TARGETS:
+        raise ValueError(
+            f"{name} got target={checks.brief(target)}; expected one of {sorted(TARGETS)}, or None "
+            "for the device that JAX uses. A variant is made by "
+            "`dataclasses.replace(jedbatch.Target.named('gpu'), ...)`."
+        )
+    return TARGETS[target]
+
+
+def target_of(values: Iterable[Any]) -> Target:
+    """The target of the device that some values are bound to, or else of JAX's default device."""
+    for x in values:
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
+            bound: Any = next(iter(x.sharding.device_set))
+            return _target_of_platform(bound.platform)
+    config: Any = jax.config  # its options are not typed
+    device = config.jax_default_device
+    if device is None:
+        return _target_of_platform(jax.default_backend())
+    return _target_of_platform(getattr(device, "platform", device))
+
+
+def _target_of_platform(platform: str) -> Target:
+    """Returns the target for a platform: `GPU` for GPUs, `CPU` for all others."""
+    return GPU if platform in ("gpu", "cuda", "rocm") else CPU
+
+
+def compiler_options(target: str | Target | None = None) -> dict[str, str]:
+    """Options for a `jax.jit` around batched functions, such as that of a train step.
+
+    A batched function that is called by itself is compiled with them. XLA takes the options of a
+    program from the outermost `jax.jit`, so inside of one of yours you must pass them on. Without
+    them nothing goes wrong, but on a GPU every loop asks the host whether to go on.
+
+    Args:
+      target: "cpu", "gpu", a `jedbatch.Target`, or None for JAX's default device.
+
+    Returns:
+      Options as `jax.jit(..., compiler_options=...)` takes them; none on a CPU.
+
+    Example:
+      >>> import jax, jedbatch
+      >>> step = jax.jit(lambda x: 2 * x, compiler_options=jedbatch.compiler_options())
+      >>> float(step(3.0))
+      6.0
+    """
+    made_for = checked_target(target, "`compiler_options`") or target_of(())
+    return made_for.compiler_options()

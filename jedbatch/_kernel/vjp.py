@@ -1,0 +1,573 @@
+"""The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
+
+**Weight gradients are deferred.** The gradient of a const is a sum over every lane of every
+batch. Adding it up as the reverse sweep goes would read and write a matrix per batch. Where a
+const meets a row the operation is *tapped* instead: the sweep leaves behind the cotangent of its
+result, one row per lane, and the const's gradient is computed afterwards from all rows at once:
+one large matrix product for `x @ w`, one sum for a bias, one scatter for an embedding. Any other
+operation with a const (a `scan` over weights, say) is differentiated again from its operands.
+
+The reverse of a lane is `jax.vjp` of the lane. Of what it would save we keep products; operands,
+results and consts are read again, and elementwise work is done again, which costs less than the
+memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.interpret import (
+    body_of,
+    dependents,
+    has_gradient,
+    inlined,
+    is_inexact,
+    reads,
+    run_equation,
+    shape_of,
+    used_variables,
+    value_of,
+)
+from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
+from jedbatch._kernel.weight_gradients import Tap
+
+# The derivative with respect to a const does not depend on the rows at all.
+ADDITIVE = frozenset({"add", "add_any", "sub"})
+# Linear in a const, and zero for zero rows: lanes that never ran may hold zeros.
+LINEAR = ADDITIVE | {"dot_general", "mul", "conv_general_dilated"}
+# The gradient is a scatter, better done once than block by block.
+LOOK_UPS = frozenset({"gather", "dynamic_slice"})
+# Worth keeping for the reverse.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+# What runs a program of its own is not run again.
+LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
+# Only move or convert elements: cheaper to do again than to keep.
+STRUCTURAL = frozenset(
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+
+# Of these, those that keep every element in its place, unless they repeat some.
+RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
+
+CONSTS = -1  # in place of an operand
+SLOTS = 62  # results of a node told apart; further ones are always alive
+PRODUCT = "product"
+keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+
+
+def differentiable(value_type: ValueType) -> bool:
+    """True of values that have a cotangent."""
+    return has_gradient(value_type.dtype)
+
+
+@jax.custom_jvp
+def tap(x: Any, delta: Any) -> Any:
+    """x; its derivative with respect to `delta` is as if delta were added."""
+    return x
+
+
+@tap.defjvp
+def _tap_jvp(primals, tangents):
+    return primals[0], tangents[0] + tangents[1]
+
+
+class Reverse:
+    """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
+
+    Attributes:
+      returned: the results that have a cotangent.
+      refused: results that JAX cannot differentiate, each with the operands with respect to which
+        it cannot, `CONSTS` for shared values among them. To these nothing is sent back: an error,
+        if something would have to be.
+      flow: for each operand the results whose cotangents it gets something from.
+      saved: (shape, dtype) of the rows `save` returns besides the results.
+      cotangents: (shape, dtype) of the rows `backward` leaves for the taps.
+      rooms: where each of these is put: over something saved, or behind it, with `extra`,
+        (shape, dtype) of what is behind.
+      taps: the places whose consts get their gradients from these rows.
+      is_leaf: whether nothing is computed backwards: it sends nothing, and what taps need is the
+        cotangents of results.
+      echoed: of a leaf, the result whose cotangent each of these rows is.
+      operands_read, results_read: what `backward` reads again.
+    """
+
+    def __init__(
+        self, kernel: Any, returned: list[int] | None = None, moving: list[int] | None = None
+    ):
+        """Finds the reverse of some results, or of all that can be differentiated.
+
+        With `moving`, with respect to these operands alone.
+        """
+        self.kernel = kernel
+        self._backward: Any = None
+        self._backward_consts: Sequence[Any] = ()
+        self._moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+        self._again = _recomputable(kernel)
+        self._is_tapping = moving is None or CONSTS in moving
+        if moving is not None:
+            self._moving = [j for j in self._moving if j in moving]
+        self.refused: dict[int, frozenset[int]] = {}
+        if returned is not None:
+            self._build(returned)
+            return
+        inexact = [s for s, t in enumerate(kernel.results) if differentiable(t)]
+        try:
+            self._build(inexact)
+        except Exception:
+            for s in inexact:
+                every = [CONSTS, *self._moving]
+                if not _can_differentiate(kernel, s, every):
+                    found = [j for j in every if not _can_differentiate(kernel, s, [j])]
+                    self.refused[s] = frozenset(found or every)
+            if not self.refused:
+                raise
+            self._build(inexact)
+
+    def _build(self, returned: list[int]) -> None:
+        """Finds the reverse of some results."""
+        kernel = self.kernel
+        self.returned = returned
+        tapped: list[Any] = []
+        consts: list[int] = []
+        if returned and self._is_tapping:
+            tapped = list(filter(self._is_tapped, kernel.body))
+            consts = [s for s in returned if kernel.is_const(kernel.jaxpr.outvars[s])]
+        while True:
+            self._wanted = list(
+                dict.fromkeys(
+                    v for eqn in tapped for v in self._rows_read(eqn) if v not in self._again
+                )
+            )
+            places: list[Any] = [v for eqn in tapped for v in eqn.outvars if is_inexact(v)]
+            self._trace([*places, *consts])
+            sources = dict(
+                zip(places, self._sources_of_results()[len(self._moving) :], strict=False)
+            )
+            alive = [e for e in tapped if any(sources.get(v) for v in e.outvars)]
+            if len(alive) == len(tapped):
+                break
+            tapped = alive  # nothing comes back to the others
+        places += consts
+        self._share_cotangents(places)
+        self.taps = tuple(map(self._make_tap, tapped)) + tuple(map(self._make_returned, consts))
+        self.flow = tuple(self._flow())
+        given = dict(zip(self._given, self.returned, strict=True))
+        kept = self._backward.outvars
+        self.is_leaf = not self._moving and all(isinstance(v, Var) and v in given for v in kept)
+        self.echoed = tuple(given[v] for v in kept) if self.is_leaf else ()
+        self._guard()
+
+    def _sources_of_results(self) -> list[Sources]:
+        """For each result of the backward program the results of the kernel it comes from."""
+        found = sources_of(self._backward, self._given)
+        return [frozenset(self.returned[i] for i in some) for some in found]
+
+    @property
+    def _given(self) -> list[Any]:
+        """The arguments of the backward program that are cotangents."""
+        first = len(self._sources)
+        return self._backward.invars[first : first + len(self.returned)]
+
+    @property
+    def arity(self) -> int:
+        """Number of operands."""
+        return len(self.kernel.operands)
+
+    @functools.cached_property
+    def flow_bits(self) -> tuple[int, ...]:
+        """`flow` as bits: for each operand, bit s for result s."""
+        return tuple(sum({1 << min(s, SLOTS) for s in some}) for some in self.flow)
+
+    @functools.cached_property
+    def inexact_bits(self) -> int:
+        """The results that can have a cotangent, as bits."""
+        results = enumerate(self.kernel.results)
+        return sum({1 << min(s, SLOTS) for s, kind in results if differentiable(kind)})
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether every result sends a cotangent to every operand that can have one."""
+        every = frozenset(self.returned)
+        results = len(every) == len(self.kernel.results) and not self.refused
+        return results and all(self.flow[j] == every for j in self._moving)
+
+    def meets_consts(self, s: int) -> bool:
+        """Whether result s depends on shared values."""
+        if CONSTS in self.refused.get(s, ()):
+            return True
+        return any(s in some for tap in self.taps for some in tap.sources)
+
+    def _flow(self) -> list[Sources]:
+        found: list[Sources] = [frozenset()] * len(self.kernel.operands)
+        sources = self._sources_of_results()
+        for j, some in zip(self._moving, sources, strict=False):
+            found[j] = some
+        return found
+
+    def _guard(self) -> None:
+        """Lets the backward program leave out cotangents that are not alive."""
+        self.is_guarded = len(self.returned) > 1
+        if self.is_guarded:
+            jaxpr, consts = self._backward, self._backward_consts
+            closed = guarded(jaxpr, consts, self._given)
+            self._backward, self._backward_consts = closed.jaxpr, closed.consts
+
+    def _is_tapped(self, eqn: Any) -> bool:
+        meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
+        return meets and any(map(is_inexact, eqn.outvars))
+
+    def _rows_read(self, eqn: Any) -> list[Any]:
+        """The row variables that the gradient of a tapped operation's consts depends on."""
+        if eqn.primitive.name in ADDITIVE:
+            return []
+        return [v for v in reads(eqn) if not self.kernel.is_const(v)]
+
+    def _trace(self, places: list[Any]) -> None:
+        """Traces forward and backward, and finds where the second gets what it reads."""
+        kernel = self.kernel
+        cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
+        kinds = [(kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places]
+        structure = []
+        # Some rules (of `pure_callback`) refuse to be differentiated whatever comes of it.
+        refused = [self.refused.get(s, frozenset()) for s in self.returned]
+        hopeless = functools.reduce(frozenset.intersection, refused) if refused else frozenset()
+
+        def save(consts, operands):
+            def run(moving, deltas):
+                full = list(operands)
+                for j, x in zip(self._moving, moving, strict=True):
+                    full[j] = x
+                moved = dict(zip(places, deltas, strict=True))
+                apart = [
+                    jax.lax.stop_gradient(x) if j in hopeless else x for j, x in enumerate(full)
+                ]
+                results, env = kernel.evaluate(consts, apart, {} if CONSTS in hopeless else moved)
+                out = [
+                    self._stopped(s, consts, full, moved) if s in self.refused else results[s]
+                    for s in self.returned
+                ]
+                return out, (
+                    results,
+                    [env[v] for v in self._wanted],
+                )
+
+            if cheap:
+                run = jax.checkpoint(run, policy=keep_products, prevent_cse=False)
+            if not self.returned:  # not even differentiated
+                return kernel.forward(consts, operands), [], []
+            deltas = [jnp.zeros(a.shape, a.dtype) for a in kinds]
+            moving = [operands[j] for j in self._moving]
+            _, vjp, (results, rows) = jax.vjp(run, moving, deltas, has_aux=True)
+            leaves, tree = jax.tree.flatten(vjp)
+            structure.append(tree)
+            return results, rows, leaves
+
+        def back(leaves, cotangents):
+            if not self.returned:
+                return [jnp.zeros(*stored(kernel.operands[j])) for j in self._moving]
+            return jax.tree.unflatten(structure[-1], leaves)(cotangents)
+
+        forward = jax.make_jaxpr(save)(
+            [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
+            [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
+        )
+        forward = inlined(forward)
+        jaxpr = forward.jaxpr
+        cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
+        results, rows, leaves = (list(part) for part in _cut(jaxpr.outvars, cuts))
+        backward = jax.make_jaxpr(back)(
+            [shape_of(v) for v in leaves],
+            [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self.returned],
+        )
+        if cheap:
+            backward = inlined(backward, body_of("jit", "remat2", "checkpoint"))
+
+        consts, operands = jaxpr.invars[: kernel.num_consts], jaxpr.invars[kernel.num_consts :]
+        moving = dependents(jaxpr, operands)
+        room: dict[Any, int] = {}
+        derived: dict[Any, int] = {}
+
+        def find(v: Any) -> tuple[str, Any]:
+            """Where the value of a variable of the forward program is found again."""
+            if isinstance(v, Literal):
+                return "literal", v.val
+            if v in jaxpr.constvars:
+                return "literal", forward.consts[jaxpr.constvars.index(v)]
+            for name, among in (("const", consts), ("operand", operands), ("result", results)):
+                if v in among:
+                    return name, among.index(v)
+            if v not in moving:
+                return "derived", derived.setdefault(v, len(derived))
+            return "saved", room.setdefault(v, len(room))
+
+        self._row_sources = [
+            find(v)
+            if isinstance(v, Literal) or v in operands
+            else ("saved", room.setdefault(v, len(room)))
+            for v in rows
+        ]
+        used = used_variables(backward.jaxpr)
+        self._sources = [
+            find(v) if argument in used else ("nothing", shape_of(v))
+            for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
+        ]
+        self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in room)
+        self.operands_read = {i for name, i in self._sources if name == "operand"}
+        self.results_read = {i for name, i in self._sources if name == "result"}
+        self._forward = jaxpr.replace(outvars=[*results, *room])
+        self._forward_consts = forward.consts
+        fixed = [e for e in jaxpr.eqns if not moving.intersection((*reads(e), *e.outvars))]
+        self._derived = jaxpr.replace(invars=consts, outvars=list(derived), eqns=fixed)
+        self._backward, self._backward_consts = backward.jaxpr, backward.consts
+        self._turn_weights()
+
+    def _stopped(self, s: int, consts: Any, operands: Sequence[Any], deltas: Any) -> Any:
+        """Result s as a function of those operands with respect to which it can be differentiated.
+
+        The rest of it is computed a second time, which XLA finds out.
+        """
+        refused = self.refused[s]
+        stop = jax.lax.stop_gradient
+        operands = [stop(x) if j in refused else x for j, x in enumerate(operands)]
+        deltas = {} if CONSTS in refused else deltas
+        return self.kernel.evaluate(consts, operands, deltas)[0][s]
+
+    def _turn_weights(self) -> None:
+        """Lets the backward program read weights that were transposed as they came.
+
+        It sums over the axis of a weight that the forward program does not, and XLA:CPU takes up
+        to twice as long for two to thirty rows if that is the last axis. To transpose a weight for
+        this alone costs more than it saves, in large ones.
+        """
+        jaxpr = self._backward
+        source = dict(zip(jaxpr.invars, self._sources, strict=False))
+        turned: dict[int, int] = {}
+
+        def weight_of(eqn: Any) -> int | None:
+            """The const that is the matrix of a vector times a transposed matrix."""
+            if eqn.primitive.name != "dot_general":
+                return None
+            row, weight = eqn.invars
+            (_, summed), batched = eqn.params["dimension_numbers"]
+            name, i = source.get(weight, ("", 0)) if isinstance(weight, Var) else ("", 0)
+            plain = row.aval.ndim == 1 and weight.aval.ndim == 2 and not any(batched)
+            free = name == "const" and i in self.kernel.transposed
+            return i if free and plain and summed == (1,) else None
+
+        for eqn in jaxpr.eqns:
+            if (i := weight_of(eqn)) is not None:
+                turned.setdefault(i, len(turned))
+        self._turned = tuple(turned)
+        if not turned:
+            return
+
+        def evaluate(args: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+            env = dict(zip(jaxpr.constvars, self._backward_consts, strict=True))
+            env.update(zip(jaxpr.invars, args, strict=True))
+            for eqn in jaxpr.eqns:
+                if (i := weight_of(eqn)) is None:
+                    run_equation(jaxpr, eqn, env)
+                    continue
+                (summed, _), batched = eqn.params["dimension_numbers"]
+                env[eqn.outvars[0]] = jax.lax.dot_general(
+                    value_of(eqn.invars[0], env),
+                    weights[turned[i]],
+                    ((summed, (0,)), batched),
+                    precision=eqn.params["precision"],
+                    preferred_element_type=eqn.params["preferred_element_type"],
+                )
+            return [value_of(v, env) for v in jaxpr.outvars]
+
+        kinds = (self.kernel.const_kinds[i] for i in turned)
+        weights = [jax.ShapeDtypeStruct(shape[::-1], dtype) for shape, dtype in kinds]
+        closed = jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), weights)
+        self._backward, self._backward_consts = closed.jaxpr, closed.consts
+
+    def _share_cotangents(self, places: list[Any]) -> None:
+        """Lets taps with one cotangent (a product and its bias) share a row, and finds it room."""
+        num_moving = len(self._moving)
+        sent = self._backward.outvars[:num_moving]
+        of_places = self._sources_of_results()[num_moving:]
+        self._sources_of = dict(zip(places, of_places, strict=True))
+        rows: dict[Any, int] = {}
+        self._row_of = {}
+        made = {v: eqn for eqn in self._backward.eqns for v in eqn.outvars}
+        for k, (place, v) in enumerate(
+            zip(places, self._backward.outvars[num_moving:], strict=True)
+        ):
+            while isinstance(v, Var) and v in made and _is_reshape(made[v]):
+                v = made[v].invars[0]
+            self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
+        kept: list[Any] = [
+            v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
+        ]
+        self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
+        self._backward = self._backward.replace(outvars=[*sent, *kept])
+
+        needed = {i for name, i in self._row_sources if name == "saved"}
+        free = {i: kind for i, kind in enumerate(self.saved) if i not in needed}
+        rooms: list[int] = []
+        extra: list[Kind] = []
+        for kind in self.cotangents:
+            over = next((i for i, other in free.items() if other == kind), None)
+            if over is None:
+                rooms.append(len(self.saved) + len(extra))
+                extra.append(kind)
+            else:
+                rooms.append(over)
+                del free[over]
+        self.rooms, self.extra = tuple(rooms), tuple(extra)
+
+    def _make_tap(self, eqn: Any) -> Tap:
+        kernel = self.kernel
+        consts = [v for v in reads(eqn) if kernel.is_const(v) and is_inexact(v)]
+        fixed = [v for v in reads(eqn) if kernel.is_const(v) and not is_inexact(v)]
+        others = self._rows_read(eqn)
+        unread = [v for v in reads(eqn) if not kernel.is_const(v) and v not in others]
+
+        def rows(operands, saved):
+            env = kernel.environment(operands)
+            for v in others:
+                if v in self._again:
+                    for step in self._again[v]:
+                        kernel.run(step, env)
+                else:
+                    name, i = self._row_sources[self._wanted.index(v)]
+                    env[v] = (
+                        i if name == "literal" else {"saved": saved, "operand": operands}[name][i]
+                    )
+            return [env[v] for v in others]
+
+        def apply(const_values, fixed_values, row_values):
+            env = dict(zip(consts, const_values, strict=True))
+            env.update(zip(fixed, fixed_values, strict=True))
+            env.update(zip(others, row_values, strict=True))
+            env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
+            kernel.run(eqn, env)
+            return [env[v] for v in eqn.outvars if is_inexact(v)]
+
+        name = eqn.primitive.name
+        return Tap(
+            consts=tuple(map(kernel.const_vars.index, consts)),
+            fixed=tuple(map(kernel.const_vars.index, fixed)),
+            cotangents=tuple(self._row_of[v] for v in eqn.outvars if is_inexact(v)),
+            shapes=tuple(v.aval.shape for v in eqn.outvars if is_inexact(v)),
+            sources=tuple(self._sources_of[v] for v in eqn.outvars if is_inexact(v)),
+            rows=rows,
+            apply=apply,
+            linear=name in LINEAR or name in LOOK_UPS,
+            look_up=name in LOOK_UPS,
+            scale=name == "mul" and len(others) == 1 and _alike(*eqn.invars, *eqn.outvars),
+        )
+
+    def _make_returned(self, s: int) -> Tap:
+        """The tap of a const that is itself a result."""
+        const = self.kernel.const_vars.index(self.kernel.jaxpr.outvars[s])
+        return Tap(
+            consts=(const,),
+            fixed=(),
+            cotangents=(self._row_of[s],),
+            shapes=(self.kernel.results[s].shape,),
+            sources=(self._sources_of[s],),
+            rows=lambda *_: [],
+            apply=lambda consts, *_: list(consts),
+        )
+
+    def save(self, consts: Sequence[Any], operands: Sequence[Any]) -> tuple[list, list]:
+        """(results, saved) of one lane."""
+        out = jax.core.eval_jaxpr(self._forward, self._forward_consts, *consts, *operands)
+        return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
+
+    def prepare(self, consts: Sequence[Any]) -> tuple[list, list]:
+        """Computes what `backward` reads and that depends on consts only; once per program."""
+        derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
+        return derived, [jnp.transpose(consts[i]) for i in self._turned]
+
+    def backward(
+        self, consts, prepared, operands, results, saved, cotangents, alive
+    ) -> tuple[list, list]:
+        """(cotangents of the operands that have one, rows for the taps) of one lane.
+
+        `alive` says of each result whether its cotangent exists, which is zeros if not; what is
+        made of no cotangent that exists may be anything.
+        """
+        derived, turned = prepared
+        found = {
+            "const": consts,
+            "derived": derived,
+            "operand": operands,
+            "result": results,
+            "saved": saved,
+        }
+        leaves: list[Any] = []
+        for name, x in self._sources:
+            if name == "nothing":  # not read
+                leaves.append(jnp.zeros(x.shape, x.dtype))
+            else:
+                leaves.append(x if name == "literal" else found[name][x])
+        given = [cotangents[s] for s in self.returned]
+        flags = [alive[s] for s in self.returned] if self.is_guarded else []
+        out = jax.core.eval_jaxpr(
+            self._backward, self._backward_consts, *leaves, *given, *turned, *flags
+        )
+        return out[: len(self._moving)], out[len(self._moving) :]
+
+
+def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
+    """Whether JAX can differentiate result s with respect to some operands."""
+    try:
+        Reverse(kernel, [s], operands)
+    except Exception:
+        return False
+    return True
+
+
+def _is_reshape(eqn: Any) -> bool:
+    """Whether an operation gives its operand another shape, and does nothing else."""
+    if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before.size == after.size
+
+
+def _alike(*atoms: Any) -> bool:
+    """Whether all are arrays of single or double precision, of one shape."""
+    kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
+    ((shape, dtype), *rest) = kinds
+    return not rest and bool(shape) and dtype in (np.float32, np.float64)
+
+
+def _recomputable(kernel: Any) -> dict[Any, list[Any]]:
+    """Variables that structural operations make from operands, with those operations."""
+    again: dict[Any, list[Any]] = {v: [] for v in kernel.operand_vars}
+    for eqn in kernel.body:
+        if eqn.primitive.name in STRUCTURAL and reads(eqn) and again.keys() >= set(reads(eqn)):
+            steps = [step for v in reads(eqn) for step in again[v]]
+            steps = list({id(step): step for step in [*steps, eqn]}.values())
+            again.update((v, steps) for v in eqn.outvars)
+    return again
+
+
+def _cut(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
+    """The items cut at some places."""
+    ends = [0, *places, len(items)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]

@@ -1,0 +1,70 @@
+"""Widths: into which chunks a batch is cut.
+
+XLA compiles kernels of fixed width, batches have any number of nodes. Each batch is therefore
+cut into chunks whose widths come from the short ladder of its type (see `_kernel.target`), as few
+and as narrow as what a chunk costs to start suggests; what is left over is padding, lanes that
+repeat a live one. How a batch is cut depends on its size alone, never on what was compiled before.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_WIDTHS = 5  # of the longest ladder
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The widths of chunks of one node type.
+
+    Attributes:
+      widths: in lanes, ascending; each is a program of its own to compile.
+      overhead: what starting a chunk costs, in lanes.
+    """
+
+    widths: tuple[int, ...]
+    overhead: int = 8
+
+    @functools.cached_property
+    def columns(self) -> tuple[int, ...]:
+        """The widths in the columns of a table that has `NUM_WIDTHS`, 0 where there is none."""
+        return (*self.widths, *[0] * (NUM_WIDTHS - len(self.widths)))
+
+    @functools.cached_property
+    def _unit(self) -> int:
+        """The lanes that all widths are multiples of."""
+        return math.gcd(*self.widths)
+
+    @functools.cached_property
+    def _cheapest(self) -> np.ndarray:
+        """int32[2 * widest / unit + 1, widths]: the cheapest chunks that cover n units of lanes."""
+        units = [width // self._unit for width in self.widths]
+        most = 2 * units[-1]
+        cost = np.zeros(most + 1)
+        trips = np.zeros((most + 1, len(units)), np.int32)
+        for n in range(1, most + 1):
+            left = [max(0, n - unit) for unit in units]
+            costs = [cost[k] + self.overhead + w for k, w in zip(left, self.widths, strict=True)]
+            best = int(np.argmin(costs))
+            cost[n] = costs[best]
+            trips[n] = trips[left[best]]
+            trips[n, best] += 1
+        return trips
+
+    def cover(self, sizes: np.ndarray) -> np.ndarray:
+        """int32[len(sizes), widths]: chunks of each width that a batch of each size takes."""
+        widest = self.widths[-1]
+        full = np.maximum(0, (sizes - widest) // widest)
+        trips = self._cheapest[-(-(sizes - full * widest) // self._unit)]
+        trips[:, -1] += full.astype(np.int32)
+        return trips
+
+    def lanes(self, trips: np.ndarray) -> np.ndarray:
+        """Lanes in chunks of each width, padding included."""
+        return trips[..., : len(self.widths)] @ np.array(self.widths)
+
+
+FINE = Ladder((2, 8, 24, 64, 256))
+COARSE = Ladder((8, 64, 512), 64)

@@ -1,0 +1,143 @@
+"""The order of nodes inside of a batch: it says which operands are slices.
+
+`append` leaves nodes as they were recorded.
+
+`longest` puts nodes with the longest way still to go first. Where a type makes chains (an LSTM
+over sentences), every step then reads the first rows of what the step before it wrote, whatever
+the lengths. It is one sort of all nodes at once.
+
+`reader` goes through the batches backwards and sorts each by who reads it.
+
+`pq` plans all batches together on a PQ-tree, as ED-Batch does (see `_layout.pq_planner`).
+
+The last two find slices in lattices too, at a price: a loop over batches, or a plan that takes
+several times as long as it runs.
+`auto`, the default, looks at the minibatch alone, so that results do not depend on what ran before:
+`longest` for types that make chains, what they read (embeddings) in the order in which they read
+it, and `append` for everything else.
+
+Source: Chen et al., ED-Batch, ICML 2023, section 4, for adjacency and alignment.
+"""
+
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._graph.graph import Graph
+from jedbatch._layout.pq_planner import arrange
+from jedbatch._schedule.schedule import Schedule
+
+MATTERS = 0.2  # share of all nodes that are of such types, for anything to be sorted
+
+
+def append(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """Nodes as they were recorded."""
+    return schedule.node
+
+
+def longest(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """Nodes with the longest path still to go first."""
+    return _by_height(graph, schedule, np.arange(len(schedule.node)))
+
+
+def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """`longest` for types that make chains; what they read in the order in which they read it."""
+    chained = graph.makes_chains
+    chains = np.flatnonzero(chained[graph.node_type[schedule.node]])
+    if not len(chains) or len(chains) < MATTERS * len(schedule.node):
+        return schedule.node
+    node = _by_height(graph, schedule, chains)
+    maker, reader = graph.edges
+    feeds = chained[graph.node_type[reader]] & ~chained[graph.node_type[maker]]
+    if not feeds.any():
+        return node
+    place = np.empty(len(node), np.int64)
+    place[node] = np.arange(len(node))
+    read_at = np.full(len(node), len(node))
+    np.minimum.at(read_at, maker[feeds], place[reader[feeds]])
+    others = np.flatnonzero(~chained[graph.node_type[schedule.node]])
+    some = node[others]
+    node[others] = some[np.lexsort((read_at[some], schedule.batch[some]))]
+    return node
+
+
+def _by_height(graph: Graph, schedule: Schedule, positions: np.ndarray) -> np.ndarray:
+    """The nodes at some positions of a schedule sorted by height, batch by batch."""
+    node = schedule.node.copy()
+    some = node[positions]
+    node[positions] = some[np.lexsort((-graph.height[some], schedule.batch[some]))]
+    return node
+
+
+def by_reader(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """Nodes in the order in which they are read, by the batch that reads them first.
+
+    Goes through the batches backwards. Those read as an earlier operand come before those read as
+    a later one, and what no batch reads comes last.
+    """
+    reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))
+    position = np.arange(len(graph.operand)) - graph.operand_ptr[reader]
+    read = np.flatnonzero(graph.operand >= 0)
+    maker = graph.value_node[graph.operand[read]]
+    reader, position = reader[read], position[read]
+    batch = schedule.batch
+    order = np.lexsort((position, batch[reader], maker))
+    first = order[np.flatnonzero(np.diff(maker[order], prepend=-1))]
+    read_by = np.full(len(batch), -1)
+    read_by[maker[first]] = reader[first]
+    when = np.full(len(batch), len(schedule))
+    when[maker[first]] = batch[reader[first]] * (int(position.max(initial=0)) + 1) + position[first]
+    place = np.zeros(len(batch) + 1, np.int64)  # in its batch; the last is for unread ones
+    node = schedule.node.copy()
+    for i in reversed(range(len(schedule))):
+        part = slice(schedule.node_ptr[i], schedule.node_ptr[i + 1])
+        some = node[part]
+        node[part] = some = some[np.lexsort((some, place[read_by[some]], when[some]))]
+        place[some] = np.arange(len(some))
+    return node
+
+
+def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """Nodes as the PQ-tree planner of ED-Batch arranges them.
+
+    Its variables are nodes, since the results of a node always lie in one lane. An operand whose
+    values come from more than one batch cannot be a slice and constrains nothing.
+    """
+    if not len(schedule):
+        return schedule.node
+    batch = schedule.batch
+    asked = []
+    batches = np.split(schedule.node, schedule.node_ptr[1:-1])
+    for nodes in batches:
+        operands = [nodes]
+        first = graph.operand_ptr[nodes]
+        for j in range(int((graph.operand_ptr[nodes + 1] - first).min())):
+            values = graph.operand[first + j]
+            if (values < 0).any():
+                continue
+            made_by = graph.value_node[values]
+            if (batch[made_by] == batch[made_by[0]]).all():
+                operands.append(made_by)
+        asked.append([x.tolist() for x in operands])
+    found = arrange(len(batch), asked)
+    pieces = [nodes[list(o)] for nodes, o in zip(batches, found.operations, strict=True)]
+    return np.concatenate(pieces)
+
+
+ORDERS = {
+    "append": append,
+    "auto": auto,
+    "longest": longest,
+    "reader": by_reader,
+    "pq": planned,
+}
+
+
+def checked_order(order: str, argument: str) -> str:
+    """The order if there is one of that name; raises `ValueError` if not."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ValueError(
+            f"{argument}={checks.brief(order)} names no order of nodes inside of batches; expected "
+            "one of "
+            f"{sorted(ORDERS)}."
+        )
+    return order

@@ -1,0 +1,8 @@
+"""Imperative code in a scope.
+
+Read in this order:
+
+1. `futures`: Futures: what operations return inside of a lazy scope, and what they are
+   afterwards.
+2. `scope`: `lazy`: just-in-time dynamic batching of imperative code.
+"""

@@ -1,0 +1,76 @@
+"""The policy of a batched function that was given none."""
+
+from jedbatch._graph.graph import Graph
+from jedbatch._learn.candidates import MARGIN, MOST, learn
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.schedule import Schedule, by_rank, lower_bound
+
+EPISODES = 64  # of Q-learning when a minibatch is planned: two seconds with compilation
+REMEMBERED = 4  # minibatches to learn from
+LARGE = 3e7  # nodes * types * batches from which learning would take longer than it is worth
+
+
+class Adaptive:
+    """Schedules by rank as long as that works, which is optimal, and by a learned machine after.
+
+    The machine is learned from the first minibatch that needs it, while that is planned. It is
+    learned again when a minibatch has four times as many instances as the largest so far, up to
+    the number that learning can use, and when it has more new types than were there before. So
+    there are few times, and the same minibatches in the same order give the same schedules.
+
+    Imitation takes a second or less, and is left at that if it comes within a hundredth of the
+    search that it imitates; otherwise there is some Q-learning. Where even imitation would take
+    long, the machine is an empty one, which leaves all to `critical`.
+    """
+
+    def __init__(self) -> None:
+        self._machine: FSM | None = None
+        self._by_rank = True
+        self._graphs: list[Graph] = []
+        self._labels: set[str] = set()
+        self._most = 0  # instances of a minibatch learned from
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """Schedules a graph, and learns how to if need be."""
+        if self._by_rank:
+            found = by_rank(graph)
+            if found is not None:
+                self._graphs = [graph.bare()]
+                self._machine = None
+                return found
+            self._by_rank, self._machine, self._graphs = False, None, []
+        if self._machine is None or self._is_new(graph):
+            kept = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
+            self._graphs = [*kept, graph.bare()][-REMEMBERED:]
+            self._labels |= self._present(graph)
+            self._most = max(self._most, graph.num_instances)
+            self._machine = self._learned(graph)
+        return self._machine.schedule(graph)
+
+    def _learned(self, graph: Graph) -> FSM:
+        used = min(1, 2 * MOST / graph.num_instances) * len(graph.node_type)
+        if used * max(map(len, graph.components)) * lower_bound(graph) > LARGE:
+            return FSM("phase", tuple(sorted(self._present(graph))), ())
+        copied = learn(self._graphs, encoding="phase", episodes=0)
+        costs = {entry.name: entry.training for entry in copied.report.entries}
+        best = min(cost for name, cost in costs.items() if name.startswith("FSM"))
+        if MARGIN * best <= costs.get("beam 16", best):
+            return copied
+        return learn(self._graphs, encoding="phase", episodes=EPISODES)
+
+    def _present(self, graph: Graph) -> set[str]:
+        return {graph.labels[t] for types in graph.components for t in types}
+
+    def _is_new(self, graph: Graph) -> bool:
+        more = 4 * self._most <= graph.num_instances and self._most < MOST
+        return more or len(self._present(graph) - self._labels) > len(self._labels)
+
+    @property
+    def machine(self) -> FSM | None:
+        """The machine in use; None before anything was planned.
+
+        As long as schedules are made by rank it is one that imitates them.
+        """
+        if self._machine is None and self._graphs:
+            self._machine = learn(self._graphs, episodes=0)
+        return self._machine

@@ -1,0 +1,78 @@
+"""Rows of arenas in JAX: reading them, writing them in place, and keeping the two apart.
+
+An arena is updated in place as long as XLA sees that nobody reads it afterwards, and does not fuse
+reading some of its rows with writing others.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jedbatch._kernel.target import Target
+from jedbatch._layout.access import BROADCAST, SLICE, STRIDE
+from jedbatch._program.tables import TableForm
+
+
+def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
+    """`table[name][*index, start : start + size]`; to the end of the row without a size."""
+    offset, shape = form.places[name]
+    stride = math.prod(shape)
+    for i, length in zip(index, shape, strict=False):
+        stride //= length
+        offset = offset + i * stride
+    return cut(table, offset + start, size or shape[-1])
+
+
+def take(arena: Any, rows: Any) -> Any:
+    """Rows of an arena, known to exist."""
+    return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def cut(arena: Any, start: Any, size: int) -> Any:
+    """Consecutive rows of an arena."""
+    return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
+
+
+def put(arena: Any, rows: Any, start: Any) -> Any:
+    """The arena with consecutive rows replaced."""
+    rows = rows.astype(arena.dtype)
+    return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
+
+
+def spread(flags: Any, x: Any) -> Any:
+    """Flags of the leading axes of x, in as many dimensions as x has."""
+    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
+
+
+def read(arena: Any, first: Any, mode: int, width: int) -> Any:
+    """Rows of an arena from the first one on, as many as there are lanes (see `_layout.access`)."""
+    if mode == SLICE:
+        return cut(arena, first, width)
+    if mode == BROADCAST:
+        return jnp.broadcast_to(cut(arena, first, 1), (width, *arena.shape[1:]))
+    return cut(arena, first, STRIDE * width)[::STRIDE]
+
+
+def isolated(target: Target, lane: Any, read: Any, write: Callable, state: Any) -> Any:
+    """`write(lane, read, state)`, apart from what has been read.
+
+    Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU
+    does so unless writing is a loop of its own, of one trip; XLA:GPU minds a barrier.
+    """
+    if target.control == "switch":
+        return write(lane, lax.optimization_barrier(read), state)
+
+    def once(carry):
+        at, state = carry
+        return at + 1, write(at, read, state)
+
+    return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
+
+
+def empty(rows: int, kind: tuple[tuple[int, ...], Any]) -> Any:
+    """An arena of zeros."""
+    shape, dtype = kind
+    return jnp.zeros((rows, *shape), dtype)

@@ -1,0 +1,141 @@
+"""In which rows the cotangents that operands send back are kept.
+
+In reverse every operand of every lane sends a cotangent to the value it reads. Its row is written
+when the lane runs backwards, and read when the node that made the value does. In small programs
+every lane has rows of its own. Where these would be many, rows are used again as soon as they have
+been read (see `_layout.allocator`): a chain needs those of two steps, whatever its length.
+Cotangents of inputs, and those that leaves hand to shared values (look-ups of a table), wait until
+the end.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._graph.paths import pointers
+from jedbatch._jaxpr.storage import row_bytes
+from jedbatch._kernel.vjp import differentiable
+from jedbatch._layout.allocator import allocate
+from jedbatch._program.alive import Alive
+from jedbatch._program.lower import Placed, Signature, capacity
+
+WORTH_SHARING = 1 << 22  # bytes of cotangents; for fewer, sharing rows saves less than it takes
+SPARE = 1.0  # of rows over those needed at a time, for which planning looks no further
+WORTHWHILE = 0.75  # the rows that are shared, as a part of those for all
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Blocks of rows for the cotangents that batches send, if they share rows.
+
+    Attributes:
+      block: int64[S, operands], the row in which each operand of each batch begins, counted from
+        the first that is shared.
+      rows: int64[...], rows shared in each arena of the program.
+      own: int64[...], rows there would be in each if every lane had its own.
+    """
+
+    block: np.ndarray
+    rows: np.ndarray
+    own: np.ndarray
+
+    @staticmethod
+    def find(placed: Placed, signature: Signature, alive: Alive) -> "Sent":
+        """Places the blocks: each is alive from the batch that writes it to the last that reads it.
+
+        Batches run from the last to the first.
+        """
+        schedule, padded = placed.schedule, placed.layout.padded
+        first = np.arange(len(schedule))[::-1]
+        arena, last = _last_reads(placed, signature, alive)
+        block = np.zeros_like(last)
+        rows, own = np.zeros((2, len(signature.arenas)), np.int64)
+        for a in range(len(rows)):
+            batch, operand = np.nonzero(arena == a)
+            if not len(batch):
+                continue
+            size = padded[batch]
+            found = allocate(size, first[batch], last[batch, operand], slack=SPARE)
+            block[batch, operand] = found.offset
+            rows[a], own[a] = found.peak, size.sum()
+        return Sent(block, rows, own)
+
+    def saves_much(self, signature: Signature) -> bool:
+        """Whether rows for all would be many more."""
+        sizes = np.array(list(map(row_bytes, signature.arenas)))
+        return bool(self.rows @ sizes <= WORTHWHILE * (self.own @ sizes))
+
+    def room(self, signature: Signature) -> list[int]:
+        """Capacity for each arena: as large a part of the rows for all as this minibatch needs."""
+        least = [0] * len(signature.arenas)  # for the widest chunk that is compiled
+        for arenas, widths in zip(arenas_of_operands(signature), signature.widths, strict=True):
+            for a in arenas:
+                if a >= 0:
+                    least[a] = max(least[a], widths[-1])
+        ends, found = signature.cotangent_rows[1], []
+        for a, (rows, own) in enumerate(zip(self.rows.tolist(), self.own.tolist(), strict=True)):
+            most = ends[a] - signature.outputs[a]
+            found.append(max(least[a], min(most, capacity(rows * most / max(own, 1)))))
+        return found
+
+    def rows_of(self, placed: Placed, nodes: np.ndarray, operand: int) -> np.ndarray:
+        """int64[nodes], the shared row of an operand of some nodes."""
+        layout, batch = placed.layout, placed.schedule.batch[nodes]
+        return self.block[batch, operand] + layout.lane[nodes] - layout.start[batch]
+
+    def rows_of_lanes(self, placed: Placed, type_id: int) -> np.ndarray:
+        """int64[operands, lanes], the shared row of every operand of every lane of a type."""
+        layout = placed.layout
+        nodes = layout.lane_node[layout.lane_ptr[type_id] : layout.lane_ptr[type_id + 1]]
+        batch = placed.schedule.batch[nodes]
+        return self.block[batch].T + np.arange(len(nodes)) - layout.start[batch]
+
+
+def _last_reads(
+    placed: Placed, signature: Signature, alive: Alive
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[S, operands], int64[S, operands]): arenas of what batches send, and the last step.
+
+    Steps count the batches from the last to the first; after them, gradients of inputs and of what
+    leaves read are made.
+    """
+    graph, schedule = placed.graph, placed.schedule
+    steps = len(schedule)
+    of_kernel = arenas_of_operands(signature)
+    arena = np.full((steps, max(map(len, of_kernel), default=0)), -1)
+    last = np.repeat(np.arange(steps)[::-1, None], arena.shape[1], axis=1)
+    waits = np.zeros(len(graph.types), bool)
+    waits[list(placed.type_ids)] = [kernel.reverse.is_leaf for kernel in placed.kernels]
+    until = np.full(graph.num_values + graph.num_inputs, steps)  # input i is at -1 - i
+    made = np.where(waits[graph.node_type], steps, steps - 1 - schedule.batch)
+    until[: graph.num_values] = made[graph.value_node]
+    sizes, types = np.diff(schedule.node_ptr), graph.node_type[schedule.node]
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        mine = of_kernel[signature.kernels.index(kernel)]
+        if not mine:
+            continue
+        batches = np.flatnonzero(schedule.batch_type == t)
+        nodes = schedule.node[types == t]
+        begins = pointers(sizes[batches])[:-1]
+        arena[batches, : len(mine)] = mine
+        for j in range(len(mine)):
+            edges = graph.operand_ptr[nodes] + j
+            read = until[graph.operand[edges]]
+            if alive.reads is not None:
+                read = np.where(alive.reads[edges], read, 0)
+            last[batches, j] = np.maximum(last[batches, j], np.maximum.reduceat(read, begins))
+    return arena, last
+
+
+def arenas_of_operands(signature: Signature) -> list[list[int]]:
+    """For each kernel the arena of each operand's cotangent; -1 if it has none."""
+    return [
+        [signature.arena(t) if differentiable(t) else -1 for t in kernel.operands]
+        for kernel in signature.kernels
+    ]
+
+
+def shares_rows(signature: Signature) -> bool:
+    """Whether cotangents of a program share rows."""
+    kinds = zip(signature.cotangent_rows[1], signature.outputs, signature.arenas, strict=True)
+    return sum((end - n) * row_bytes(kind) for end, n, kind in kinds) > WORTH_SHARING

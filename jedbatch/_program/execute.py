@@ -1,0 +1,492 @@
+"""Running a program: one XLA program for every topology.
+
+The table of a program is data, so XLA compiles once per signature. The arenas are the carry
+of a loop over batches, which XLA updates in place (see `_program.interpreter` for how it finds the
+next):
+
+    for each stretch (kernel and width, first lane, number of chunks):
+        for each chunk of it:
+            read operands, run the kernel under vmap, write consecutive rows
+
+A kernel may have two bodies for each width: one gathers its operands row by row, the other reads
+those as slices that often are.
+
+Differentiating such a loop with JAX costs a copy of the arenas per step. The program is one
+primitive instead (see `_jaxpr.derivatives`), whose reverse walks the batches backwards: it sums up
+the cotangent rows of each value's readers, runs the kernel's reverse, writes a row per operand.
+There is no scatter in it, and sums are always taken in the same order. Weight gradients follow
+after the sweep, from all lanes at once (see `_kernel.kernel`).
+
+Source: ED-Batch for batches over contiguous arenas; the forms of the loop were measured.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import Kind
+from jedbatch._jaxpr.zeros import where_alive
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.vjp import differentiable
+from jedbatch._kernel.weight_gradients import Tap
+from jedbatch._layout.access import GATHER, Reading, extent
+from jedbatch._layout.bucketing import Ladder
+from jedbatch._program.arenas import cut, empty, isolated, put, read, row, spread, take
+from jedbatch._program.interpreter import bodies_of, sweep
+from jedbatch._program.lower import Signature
+from jedbatch._program.lower_vjp import ReverseSignature
+
+
+class Forward:
+    """The forward half of a program.
+
+    Its state is `(arenas, saved)`: the rows of every value, and for each kernel the rows its
+    reverse cannot read again, if `saving`.
+    """
+
+    def __init__(self, signature: Signature, saving: bool):
+        self.signature = signature
+        self.saving = saving
+
+    def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> Any:
+        """The state before the first batch, in `used` arenas, if there are any, or new ones."""
+        signature = self.signature
+        arenas = []
+        if used is not None:
+            arenas = [put(x, given, 0) for x, given in zip(used, inputs, strict=True)]
+        else:
+            for rows, kind, given in zip(signature.rows, signature.arenas, inputs, strict=True):
+                fresh = empty(rows - len(given), kind)
+                arenas.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
+        saved = []
+        if self.saving:
+            for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
+                saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
+        return tuple(arenas), tuple(saved)
+
+    def resume(self, inputs: Sequence[Any], state: Any) -> Any:
+        """A state with input rows written again, where there are any."""
+        arenas = zip(state[0], inputs, strict=True)
+        return tuple(put(x, rows, 0) if len(rows) else x for x, rows in arenas), state[1]
+
+    def moved(self, before: Signature, state: Any) -> Any:
+        """The state of a smaller program with the same kernels, as one of this program."""
+        signature = self.signature
+        arenas = [empty(*kind) for kind in zip(signature.rows, signature.arenas, strict=True)]
+        for a, (kind, rows) in enumerate(zip(before.arenas, before.inputs, strict=True)):
+            new = signature._arena_ids[kind]
+            arenas[new] = put(arenas[new], cut(state[0][a], 0, rows), 0)
+        saved = list(self.start([x[:0] for x in arenas])[1])
+        for k, (kernel, lanes) in enumerate(zip(before.kernels, before.lanes, strict=True)):
+            new = signature.kernels.index(kernel)
+            for s, t in enumerate(kernel.results):
+                rows = cut(state[0][before.arena(t)], before.bases[k][s], lanes)
+                a = signature.arena(t)
+                arenas[a] = put(arenas[a], rows, signature.bases[new][s])
+            if self.saving:
+                pairs = zip(saved[new], state[1][k], strict=True)
+                saved[new] = tuple(put(room, rows, 0) for room, rows in pairs)
+        return tuple(arenas), tuple(saved)
+
+    def operands(
+        self,
+        k: int,
+        table: Any,
+        arenas: Any,
+        lane: Any,
+        width: int,
+        reading: Reading | None = None,
+        wanted: Collection[int] | None = None,
+    ) -> list[Any]:
+        """Operands of `width` lanes of kernel k; None in place of those not wanted."""
+        signature = self.signature
+        found: list[Any] = []
+        for j, t in enumerate(signature.kernels[k].operands):
+            if wanted is not None and j not in wanted:
+                found.append(None)
+                continue
+            arena = arenas[signature.arena(t)]
+            mode = reading[j] if reading else GATHER
+            if extent(mode, width) > len(arena):  # no chunk like this can ever run
+                mode = GATHER
+            size = width if mode == GATHER else 1
+            rows = row(signature.form, table, ("operands", k), j, start=lane, size=size)
+            found.append(take(arena, rows) if mode == GATHER else read(arena, rows[0], mode, width))
+        return found
+
+    def chunk(
+        self,
+        k: int,
+        width: int,
+        consts: Any,
+        table: Any,
+        state: Any,
+        lane: Any,
+        reading: Reading | None = None,
+    ) -> Any:
+        """Runs `width` lanes of kernel k, from `lane` on."""
+        signature = self.signature
+        kernel = signature.kernels[k]
+        operands = self.operands(k, table, state[0], lane, width, reading)
+        places = self.results(k, table, lane)
+
+        def write(lane, read, state):
+            operands, places = read
+            arenas, saved = list(state[0]), list(state[1])
+            if self.saving:
+                save = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
+                results, rows = save(consts[k], operands)
+                saved[k] = tuple(
+                    put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True)
+                )
+            else:
+                run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
+                results = run(consts[k], operands)
+            for t, first, rows in zip(kernel.results, places, results, strict=True):
+                a = signature.arena(t)
+                arenas[a] = put(arenas[a], rows, first)
+            return tuple(arenas), tuple(saved)
+
+        return isolated(signature.target, lane, (operands, places), write, state)
+
+    def results(self, k: int, table: Any, lane: Any) -> list[Any]:
+        """The first row of each result of the chunk of kernel k that begins in a lane."""
+        signature = self.signature
+        if signature.shared_rows is None:
+            return [base + lane for base in signature.bases[k]]
+        return [
+            row(signature.form, table, ("results", k), s, start=lane, size=1)[0]
+            for s in range(len(signature.kernels[k].results))
+        ]
+
+    def finish(self, table: Any, state: Any) -> tuple[Any, ...]:
+        """The rows returned from each arena."""
+        form = self.signature.form
+        return tuple(
+            take(arena, row(form, table, ("outputs", a))) for a, arena in enumerate(state[0])
+        )
+
+
+def rooms_for_more(kernel: Kernel) -> Sequence[Kind]:
+    """(shape, dtype) of the rows of a kernel for which there is no room over what was saved."""
+    return () if kernel.reverse.is_leaf else kernel.reverse.extra
+
+
+class Reverse:
+    """The reverse half of a program.
+
+    Its state is `(cotangents, rooms)`: for each arena the rows that operands send back; and for
+    each kernel what was saved, which the rows that weight gradients are made of replace as the
+    sweep goes. Its tables are that of the forward half, its own, and, if the program tells results
+    apart, int32[1]: which of them are differentiated, as bits.
+    """
+
+    def __init__(self, signature: ReverseSignature):
+        self.signature = signature
+        self.forward = Forward(signature.forward, saving=True)
+
+    def start(self, outputs: Sequence[Any], saved: Any) -> Any:
+        """The state before the first step; `outputs` are cotangents of the rows returned."""
+        signature, forward = self.signature, self.signature.forward
+        cotangents = []
+        for a, (kind, given) in enumerate(zip(forward.arenas, outputs, strict=True)):
+            if has_gradient(kind[1]):
+                fresh = empty(signature.zero[a] + 1 - len(given), kind)
+                cotangents.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
+            else:
+                cotangents.append(None)
+        rooms = [
+            (*rows, *(empty(lanes, kind) for kind in rooms_for_more(kernel)))
+            for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
+        ]
+        return tuple(cotangents), tuple(rooms)
+
+    def gather(self, name: tuple, table: Any, cotangents: Any, start: Any = 0, size: int = 0):
+        """Sums of the cotangent rows listed in the columns of a table."""
+        form = self.signature.form
+        count, width = form.places[name][1]
+        size = size or width
+        if not count or not size:
+            return jnp.zeros((size, *cotangents.shape[1:]), cotangents.dtype)
+        columns = [
+            take(cotangents, row(form, table, name, i, start=start, size=size))
+            for i in range(count)
+        ]
+        return functools.reduce(jnp.add, columns)
+
+    def prepare(self, consts: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """For each kernel its consts, and what its reverse makes of them."""
+        kernels = self.signature.forward.kernels
+        return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
+
+    def alive(self, k: int, s: int, tables: Any, start: Any = 0, size: int = 0) -> Any:
+        """bool[size]: whether result s of lanes of kernel k has a cotangent."""
+        signature, form = self.signature, self.signature.form
+        if signature.tells:
+            leads_to = row(form, tables[1], ("leads_to", k, s), start=start, size=size)
+            return (leads_to & tables[2]) != 0
+        zero = signature.zero[signature.forward.arena(signature.forward.kernels[k].results[s])]
+        return row(form, tables[1], ("readers", k, s), 0, start=start, size=size) != zero
+
+    def alive_by(self, k: int, tables: Any, sources: Collection[int], start: Any, size: int) -> Any:
+        """bool[size]: whether any of some results has a cotangent."""
+        flags = [self.alive(k, s, tables, start, size) for s in sorted(sources)]
+        nobody = jnp.zeros(size or self.signature.forward.lanes[k], bool)
+        return functools.reduce(jnp.logical_or, flags, nobody)
+
+    def chunk(self, k, width, consts, tables, arenas, state, lane):
+        """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
+        signature, forward = self.signature, self.signature.forward
+        kernel = forward.kernels[k]
+        cotangents, rooms = state
+        back = kernel.reverse
+        operands = self.forward.operands(
+            k, tables[0], arenas, lane, width, wanted=back.operands_read
+        )
+        results, given = [], []
+        for s, t in enumerate(kernel.results):
+            a = forward.arena(t)
+            again = s in back.results_read
+            results.append(cut(arenas[a], forward.bases[k][s] + lane, width) if again else None)
+            name = ("readers", k, s)
+            moving = s in back.returned
+            given.append(
+                self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
+            )
+        places = self.sent(k, tables[1], lane)
+        kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
+        alive = {
+            s: self.alive(k, s, tables, lane, width)
+            for s in back.returned
+            if back.is_guarded or signature.tells
+        }
+
+        def write(lane, read, state):
+            operands, results, kept, given, places = read
+            cotangents, rooms = list(state[0]), list(state[1])
+            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
+            sent, rows = run(*consts[k], operands, results, kept, given, alive)
+            inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+            for j, out in zip(inexact, sent, strict=True):
+                if signature.tells and back.flow[j]:  # else nobody reads what is not alive
+                    flags = [alive[s] for s in sorted(back.flow[j])]
+                    out = where_alive(spread(functools.reduce(jnp.logical_or, flags), out), out)
+                a = forward.arena(kernel.operands[j])
+                cotangents[a] = put(cotangents[a], out, places[j])
+            mine = list(rooms[k])
+            for room, x in zip(back.rooms, rows, strict=True):
+                mine[room] = put(mine[room], x, lane)
+            rooms[k] = tuple(mine)
+            return tuple(cotangents), tuple(rooms)
+
+        read = operands, results, kept, given, places
+        return isolated(forward.target, lane, read, write, state)
+
+    def sent(self, k: int, table: Any, lane: Any) -> list[Any]:
+        """The first cotangent row of each operand of the chunk of kernel k that begins in a lane.
+
+        For operands that have none, any number.
+        """
+        signature = self.signature
+        if signature.sent is None:
+            return [base + lane for base in signature.bases[k]]
+        return [
+            row(signature.form, table, ("sent", k), j, start=lane, size=1)[0]
+            for j in range(len(signature.forward.kernels[k].operands))
+        ]
+
+    def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
+        """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
+        cotangents = list(state[0])
+        rows = self.gather(("sums", a), table, cotangents[a], lane, width)
+        if self.signature.forward.target.control == "switch":
+            rows = lax.optimization_barrier(rows)
+        cotangents[a] = put(cotangents[a], rows, self.signature.sum_bases[a] + lane)
+        return tuple(cotangents), state[1]
+
+    def inputs(self, table: Any, state: Any) -> tuple[Any, ...]:
+        """Cotangents of the input rows of each arena; None where there are none."""
+        return tuple(
+            None if cotangents is None else self.gather(("input_readers", a), table, cotangents)
+            for a, cotangents in enumerate(state[0])
+        )
+
+    def consts(
+        self, consts: Any, tables: Any, arenas: Any, state: Any
+    ) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Gradients of the consts of every kernel, from the rows the sweep left behind.
+
+        None for those that have none. And for each, bool[], whether it comes from any lane.
+        """
+        gradients, alive = [], []
+        for k, kernel in enumerate(self.signature.forward.kernels):
+            taps = kernel.reverse.taps
+            sources: dict[int, set[int]] = {}
+            for tap in taps:
+                for c in tap.consts:
+                    sources.setdefault(c, set()).update(*tap.sources)
+            kinds = enumerate(kernel.const_kinds)
+            total = [jnp.zeros(*kind) if c in sources else None for c, kind in kinds]
+            for tap in taps:
+                total = self._tap(k, tap, consts[k], tables, arenas, state, total)
+            gradients.append(total)
+            flags = [
+                self.alive_by(k, tables, sources[c], 0, 0).any() if c in sources else None
+                for c in range(kernel.num_consts)
+            ]
+            alive.append(flags)
+        return gradients, alive
+
+    def _tap(self, k, tap, consts, tables, arenas, state, total):
+        """Adds what one tapped operation contributes to the gradients of its consts."""
+        forward, form = self.signature.forward, self.signature.form
+        back, rooms = forward.kernels[k].reverse, state[1][k]
+        saved = rooms[: len(back.saved)]
+
+        def rows_of(lane, width):
+            operands = self.forward.operands(k, tables[0], arenas, lane, width)
+            kept = [cut(rows, lane, width) for rows in saved]
+            return jax.vmap(tap.rows, axis_size=width)(operands, kept)
+
+        def cotangents_of(lane, width):
+            if not back.is_leaf:
+                return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+            results = [back.echoed[c] for c in tap.cotangents]
+            found = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
+            return [
+                self.gather(("readers", k, s), tables[1], state[0][a], lane, width)
+                for s, a in found
+            ]
+
+        def alive_of(lane, width):
+            return [self.alive_by(k, tables, some, lane, width) for some in tap.sources]
+
+        trips = row(form, tables[1], ("blocks", k))
+        blocks, lanes = forward.target.blocks, forward.lanes[k]
+        return tap_gradient(
+            tap, consts, rows_of, cotangents_of, alive_of, blocks, lanes, trips, total
+        )
+
+
+def tap_gradient(
+    tap: Tap,
+    consts: Sequence[Any],
+    rows_of: Callable,
+    cotangents_of: Callable,
+    alive_of: Callable,
+    blocks: Ladder | None,
+    lanes: int,
+    trips: Any,
+    total: Sequence[Any],
+) -> list[Any]:
+    """Adds what a tapped operation contributes to the gradients of its consts.
+
+    `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, in
+    `blocks` of which there are so many `trips`; `alive_of(lane, width)` says in which lanes each
+    cotangent exists. Where it does not, rows and cotangents may be anything.
+    """
+    everywhere = None
+    if not tap.linear:  # a row of zeros might not give zero; that of a lane that is alive will do
+        everywhere = functools.reduce(jnp.logical_or, alive_of(0, lanes))
+        first = rows_of(jnp.argmax(everywhere), 1)
+
+    def block(width, lane, total):
+        alive = alive_of(lane, width)
+        triples = zip(alive, cotangents_of(lane, width), tap.shapes, strict=True)
+        given = [
+            where_alive(spread(flags, x), x).reshape(len(x), *shape) for flags, x, shape in triples
+        ]
+        live = functools.reduce(jnp.logical_or, alive)
+        rows = rows_of(lane, width)
+        others = [jnp.zeros_like(x) for x in rows] if tap.linear else first
+        rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, others, strict=True)]
+        total = list(total)
+        if tap.linear:
+            found = tap.added([total[c] for c in tap.consts], consts, rows, given)
+        else:
+            pairs = zip(tap.consts, tap.gradient(consts, rows, given), strict=True)
+            assert everywhere is not None
+            found = [total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs]
+        for c, x in zip(tap.consts, found, strict=True):
+            total[c] = x
+        return total
+
+    return each_block(blocks, lanes, trips, block, list(total))
+
+
+def each_block(ladder: Ladder | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+    """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
+
+    `trips` says how many there are of each width; `lanes` is their capacity. Without a ladder all
+    lanes are one block.
+    """
+    if ladder is None:
+        return block(lanes, 0, state)
+    carry = (state, jnp.int32(0))
+    for i, width in reversed([(i, w) for i, w in enumerate(ladder.widths) if w <= lanes]):
+        carry = lax.fori_loop(
+            0,
+            trips[i],
+            lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
+            carry,
+        )
+    return carry[0]
+
+
+# --- all of it as one program --------------------------------------------------------------
+
+
+def fused_forward(
+    forward: Forward, consts: Any, inputs: Any, table: Any, used: Any = None
+) -> tuple[Any, Any]:
+    """(rows returned from each arena, state after the last batch)."""
+    return advance(forward, consts, table, forward.start(inputs, used))
+
+
+def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any, Any]:
+    """Runs the batches of a table: (rows returned from each arena, state after the last)."""
+    signature = forward.signature
+
+    def chunk(k, reading):
+        return lambda width, state, lane: forward.chunk(
+            k, width, consts, table, state, lane, reading
+        )
+
+    bodies = [
+        b
+        for number, (k, reading) in enumerate(signature.bodies)
+        for b in bodies_of(number, signature.widths[k], chunk(k, reading))
+    ]
+    state = sweep(signature.form, table, bodies, signature.instructions, state)
+    return forward.finish(table, state), state
+
+
+def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outputs: Any):
+    """(gradients of the consts of each kernel, which exist, cotangents of inputs by arena)."""
+    arenas, saved = values
+    signature, forward = reverse.signature, reverse.signature.forward
+    prepared = reverse.prepare(consts)
+
+    def chunk(k):
+        return lambda width, state, lane: reverse.chunk(
+            k, width, prepared, tables, arenas, state, lane
+        )
+
+    def sums(a):
+        return lambda width, state, lane: reverse.sum_chunk(a, width, tables[1], state, lane)
+
+    runs = [*map(chunk, range(len(forward.kernels))), *map(sums, range(len(signature.sums)))]
+    bodies = [
+        b
+        for kind, (widths, run) in enumerate(zip(signature.widths, runs, strict=True))
+        for b in bodies_of(kind, widths, run, True)
+    ]
+    start = reverse.start(outputs, saved)
+    state = sweep(signature.form, tables[1], bodies, signature.instructions, start)
+    gradients, alive = reverse.consts(consts, tables, arenas, state)
+    return gradients, alive, reverse.inputs(tables[1], state)

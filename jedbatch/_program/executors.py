@@ -1,0 +1,366 @@
+"""Who runs a program.
+
+`Fused` runs each half of a program as one XLA program. `Dispatch` calls the same chunks one by one
+from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,
+and the same results.
+
+A program for inference keeps no history. Arenas that are not small are handed from call to call,
+by donation, so that a steady stream of minibatches allocates nothing. Calls at the same time take
+different ones. What the prologues of kernels make of the shared values (packed weights) is kept
+too, for as long as calls bring the very same arrays.
+"""
+
+import collections
+import functools
+import itertools
+import operator
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._jaxpr.configuration import devices_of, finds_faults, is_staging
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import row_bytes
+from jedbatch._jaxpr.transfers import handed_over
+from jedbatch._jaxpr.zeros import guarded, sources_of, where_alive
+from jedbatch._kernel.target import Target
+from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._program.arenas import empty, take
+from jedbatch._program.execute import Forward, Reverse, advance, fused_forward, fused_reverse
+from jedbatch._program.lower import Signature
+from jedbatch._program.lower_vjp import ReverseSignature
+
+
+class Packed(NamedTuple):
+    """Consts of every kernel, and the shared values they were made of, as long as these live."""
+
+    shared: tuple[weakref.ref, ...]
+    consts: list[list[Any]]
+
+    def is_of(self, shared: Sequence[Any]) -> bool:
+        """Whether these are the very same arrays."""
+        return all(ref() is x for ref, x in zip(self.shared, shared, strict=True))
+
+
+def is_lasting(x: Any) -> bool:
+    """True of arrays that will hold the same values as long as they exist."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+
+
+def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
+    """`jax.jit` with the compiler options of a target, where there is a program to compile.
+
+    Inside of another `jax.jit` they are its own to give (see `compiler_options`).
+    """
+    plain = jax.jit(function, **options)
+    compiler_options = target.compiler_options()
+    if not compiler_options:
+        return plain
+    tuned = jax.jit(function, compiler_options=compiler_options, **options)
+
+    def call(*args: Any) -> Any:
+        return (plain if is_staging() else tuned)(*args)
+
+    return call
+
+
+class Fused:
+    """Each half of a program as one XLA program.
+
+    Attributes:
+      arenas: of calls that are done, for later ones to use: a list of arenas for each set of
+        devices.
+      states: the same for calls that run in rounds.
+      worth_keeping: bytes of arenas; new ones of fewer bytes cost less than handing them on.
+    """
+
+    name = "fused"
+    worth_keeping = 1 << 20
+
+    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
+        self.prepare = prepare
+        self.signature = signature
+        self.compiled = compiled
+        self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.states: dict[Any, list[Any]] = collections.defaultdict(list)
+        size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
+        self.is_large = size > self.worth_keeping
+        self._packed: Packed | None = None
+        self._prologue: bool | None = None  # whether there is one, once it is known
+        compiled_for = functools.partial(jit_for, signature.target)
+        self.pack = jax.jit(self._pack)
+        self.once = compiled_for(self._once)
+        self.again = compiled_for(self._again, donate_argnums=3)
+        self.save = compiled_for(self._save)
+        self.reverse = compiled_for(self._reverse, static_argnums=0)
+        self.fresh = jax.jit(self._fresh, static_argnums=0)
+        self.move = jax.jit(self._move, static_argnums=(0, 1))
+        self.round = compiled_for(self._round, static_argnums=0, donate_argnums=4)
+        self.pick = jax.jit(pick)
+
+    def infer(self, shared, inputs, table):
+        """The rows returned from each arena."""
+        if is_staging():
+            return self.once({"shared": shared}, inputs, table)
+        given = self._weights(shared), inputs, table
+        devices = devices_of(given) if self.is_large and not finds_faults() else None
+        if devices is None:
+            return self.once(*given)
+        free = self.arenas[devices]
+        try:
+            arenas = free.pop()
+        except IndexError:  # the first call, or others at the same time have them all
+            arenas = tuple(map(empty, self.signature.rows, self.signature.arenas))
+            arenas = jax.device_put(arenas, devices[0]) if devices else arenas
+        outputs, arenas = self.again(*given, arenas)
+        free.append(arenas)
+        return outputs
+
+    def blank(self, saving, shared):
+        """The state before the first round; rows that inference has not written hold anything."""
+        free = self.states[devices_of(shared)]
+        return free.pop() if free and not saving else self.fresh(saving)
+
+    def give_back(self, shared, state):
+        """Keeps the state of a call for inference that is done for a later one."""
+        if self.is_large and not finds_faults():
+            self.states[devices_of(shared)].append(state)
+
+    def advance(self, saving, shared, inputs, table, state):
+        """Runs one round: (rows returned from each arena, state); see `_control_flow.workspace`."""
+        return self.round(saving, self._weights(shared), inputs, table, state)
+
+    def release(self) -> None:
+        """Forgets the arenas that wait for a call."""
+        self.arenas.clear()
+        self.states.clear()
+
+    def _weights(self, shared: Sequence[Any]) -> dict[str, Any]:
+        """Shared values, or what the prologues make of them, if these are arrays to stay."""
+        if not all(map(is_lasting, shared)) or not self._has_prologue(shared):
+            return {"shared": shared}
+        packed = self._packed
+        if packed is None or not packed.is_of(shared):
+            refs = tuple(weakref.ref(x, self._forget) for x in shared)
+            packed = self._packed = Packed(refs, self.pack(shared))
+        return {"consts": packed.consts}
+
+    def _forget(self, _: Any) -> None:
+        self._packed = None
+
+    def _has_prologue(self, shared: Sequence[Any]) -> bool:
+        if self._prologue is None:
+            self._prologue = bool(jax.make_jaxpr(self.prepare)(shared).eqns)
+        return self._prologue
+
+    def _pack(self, shared):
+        self.compiled("prologue")
+        return self.prepare(shared)
+
+    def _once(self, weights, inputs, table):
+        return self._again(weights, inputs, table, None)[0]
+
+    def _again(self, weights, inputs, table, arenas):
+        self.compiled("inference")
+        forward = Forward(self.signature, saving=False)
+        consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
+        outputs, state = fused_forward(forward, consts, inputs, table, arenas)
+        return outputs, state[0]
+
+    def _save(self, shared, inputs, table):
+        self.compiled("training")
+        forward = Forward(self.signature, saving=True)
+        return fused_forward(forward, self.prepare(shared), inputs, table)
+
+    def _fresh(self, saving):
+        return Forward(self.signature, saving).start(no_inputs(self.signature))
+
+    def _move(self, saving, before, state):
+        self.compiled("move")
+        return Forward(self.signature, saving).moved(before, state)
+
+    def _round(self, saving, weights, inputs, table, state):
+        self.compiled("round")
+        forward = Forward(self.signature, saving)
+        consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
+        return advance(forward, consts, table, forward.resume(inputs, state))
+
+    def _reverse(self, signature, shared, tables, values, outputs):
+        self.compiled("reverse")
+        consts = self.prepare(shared)
+        reverse = Reverse(signature)
+        gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)
+        return pulled_back(self.prepare, shared, gradients, alive), inputs
+
+
+class Dispatch:
+    """Every chunk an XLA program of its own, called from Python; for debugging."""
+
+    name = "dispatch"
+
+    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
+        self.signature = signature
+        self.compiled = compiled
+        self.prepare = prepare
+        self._jitted: dict[Any, Callable] = {}
+
+    def release(self) -> None:
+        """Nothing is kept from call to call."""
+
+    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> Any:
+        if key not in self._jitted:
+
+            def counted(*args):
+                self.compiled("chunk")
+                return function(*args)
+
+            self._jitted[key] = jax.jit(counted, donate_argnums=donate)
+        return self._jitted[key](*handed_over(args))
+
+    def infer(self, shared, inputs, table):
+        """The rows returned from each arena."""
+        return self._start(Forward(self.signature, saving=False), shared, inputs, table)[0]
+
+    def save(self, shared, inputs, table):
+        """The rows returned from each arena, and the state after the last batch."""
+        return self._start(Forward(self.signature, saving=True), shared, inputs, table)
+
+    def blank(self, saving, shared):
+        """The state before the first round."""
+        return Forward(self.signature, saving).start(no_inputs(self.signature))
+
+    def give_back(self, shared, state):
+        """Nothing is kept from call to call."""
+
+    def move(self, saving, before, state):
+        """The state of a smaller program as one of this program."""
+        return Forward(self.signature, saving).moved(before, state)
+
+    def pick(self, state, rows):
+        """Rows of each arena."""
+        return pick(state, rows)
+
+    def advance(self, saving, shared, inputs, table, state):
+        """Runs one round: (rows returned from each arena, state); see `_control_flow.workspace`."""
+        forward = Forward(self.signature, saving)
+        return self._run(forward, shared, table, forward.resume(inputs, state))
+
+    def _start(self, forward, shared, inputs, table):
+        state = self._call(("start", forward.saving), forward.start, inputs)
+        return self._run(forward, shared, table, state)
+
+    def _run(self, forward, shared, table, state):
+        saving = forward.saving
+        consts = self._call("prepare", self.prepare, shared)
+        bodies = self.signature.bodies
+        for body, width, lane in _host_chunks(self.signature, table):
+            k, reading = bodies[body]
+
+            def chunk(consts_k, table, state, lane, k=k, width=width, reading=reading):
+                return forward.chunk(k, width, {k: consts_k}, table, state, lane, reading)
+
+            key = ("chunk", saving, body, width)
+            state = self._call(key, chunk, consts[k], table, state, lane, donate=2)
+        return self._call(("finish", saving), forward.finish, table, state), state
+
+    def reverse(self, signature, shared, tables, values, outputs):
+        """Cotangents of the shared values and of the inputs."""
+        reverse = Reverse(signature)
+        kinds = len(signature.forward.kernels)
+        consts = self._call("prepare", self.prepare, shared)
+        consts = self._call(("prepare", signature), reverse.prepare, consts)
+        arenas, saved = values
+        state = self._call(("start", signature), reverse.start, outputs, saved)
+        for k, width, lane in _host_chunks(signature, tables[1]):
+            if k < kinds:
+
+                def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
+                    return reverse.chunk(k, width, {k: consts_k}, tables, arenas, state, lane)
+
+                key = ("reverse", signature, k, width)
+                args = (consts[k], tables, arenas, state, lane)
+                state = self._call(key, chunk, *args, donate=3)
+            else:
+
+                def sums(table, state, lane, a=k - kinds, width=width):
+                    return reverse.sum_chunk(a, width, table, state, lane)
+
+                key = ("sums", signature, k, width)
+                state = self._call(key, sums, tables[1], state, lane, donate=1)
+
+        def finish(shared, tables, arenas, state):
+            gradients, alive = reverse.consts(self.prepare(shared), tables, arenas, state)
+            of_shared = pulled_back(self.prepare, shared, gradients, alive)
+            return of_shared, reverse.inputs(tables[1], state)
+
+        return self._call(("finish", signature), finish, shared, tables, arenas, state)
+
+
+def no_inputs(signature: Signature) -> list[Any]:
+    """No input rows for any arena."""
+    return [empty(0, kind) for kind in signature.arenas]
+
+
+def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rows of each arena of a state."""
+    return tuple(take(arena, some) for arena, some in zip(state[0], rows, strict=True))
+
+
+def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
+    """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
+    form, instructions, table = signature.form, signature.instructions, np.asarray(table)
+    count = int(form.view(table, "num_stretches")[0])
+    for opcode, lane in instructions.chunks(form.view(table, "stretches")[:count]):
+        yield opcode // NUM_WIDTHS, int(instructions.width_of[opcode]), np.int32(lane)
+
+
+def pulled_back(
+    prepare: Callable, shared: Sequence[Any], gradients: Sequence[Any], alive: Sequence[Any]
+) -> list[Any]:
+    """Cotangents of the shared values from those of what `prepare` makes of them.
+
+    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do.
+    Again None for what gets nothing.
+    """
+    moving = [i for i, x in enumerate(shared) if has_gradient(x.dtype)]
+
+    def prepared(values):
+        full = list(shared)
+        for i, x in zip(moving, values, strict=True):
+            full[i] = x
+        made = itertools.chain(*prepare(full))
+        return [x for x, g in zip(made, every, strict=True) if g is not None]
+
+    every = list(itertools.chain(*gradients))
+    flags = [x for x in itertools.chain(*alive) if x is not None]
+    given = [x for x in every if x is not None]
+    _, pull_back = jax.vjp(prepared, [shared[i] for i in moving])
+    back = jax.make_jaxpr(lambda given: pull_back(given)[0])(given)
+    sources = sources_of(back.jaxpr, back.jaxpr.invars)
+    closed = guarded(back.jaxpr, back.consts, back.jaxpr.invars)
+    made = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given, *flags)
+    found: list[Any] = [None] * len(shared)
+    for i, x, some in zip(moving, made, sources, strict=True):
+        if some:
+            found[i] = where_alive(jnp.stack([flags[s] for s in sorted(some)]).any(), x)
+    return found
+
+
+EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
+
+
+def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:
+    """float[F], the median time of each function, run in turns and warmed up."""
+    times = np.zeros((repeat, len(functions)))
+    for row in [np.zeros(len(functions)), *times]:
+        for i, run in enumerate(functions):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            row[i] = time.perf_counter() - start
+    return np.median(times, axis=0)

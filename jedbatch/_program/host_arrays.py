@@ -1,0 +1,127 @@
+"""What enters the arenas and what comes out: values of instances as rows, and rows as results."""
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._graph.graph import InputRows
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
+from jedbatch._jaxpr.transfers import fetched
+from jedbatch._program.lower import Signature
+from jedbatch._program.plan import ResultForm, Slice, input_name
+from jedbatch._program.returned import split
+
+
+def assemble(
+    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """The input rows of each arena, up to capacity."""
+    rows: Any
+    parts = collections.defaultdict(list)
+    for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
+        for chunk in record.whole.chunks[record.index]:
+            rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, mine, i)
+            parts[stored(chunk.type)].append(rows)
+    inputs: dict[str, Any] = {}
+    for kind, room in zip(signature.arenas, signature.inputs, strict=True):
+        shape, dtype = kind
+        found = parts[kind]
+        if any(isinstance(x, Tracer) for x in found):
+            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in found])
+            rows = jnp.pad(rows, [(0, room - len(rows)), *[(0, 0)] * len(shape)])
+        else:
+            rows = np.zeros((room, *shape), dtype)
+            if found:
+                np.concatenate(found, out=rows[: sum(map(len, found))], casting="unsafe")
+        inputs[input_name(kind)] = rows
+    return inputs
+
+
+def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
+    """The values of some inputs [k, *shape]."""
+    if chunk.leaf is None:
+        return chunk.rows
+    if chunk.leaf >= len(arrays):  # the result of a region, to be written there
+        return np.zeros((1, *chunk.type.shape), chunk.type.dtype)
+    array = arrays[chunk.leaf]
+    if is_key(chunk.type.dtype):
+        array = jax.random.key_data(array)
+    if not isinstance(array, Tracer):
+        array = fetched(array)
+    if isinstance(array, np.ndarray) and not is_key(chunk.type.dtype):
+        _check_range(array, chunk.type.dtype, instance)
+    if chunk.rows is not None:
+        return array[chunk.rows]
+    return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
+
+
+def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
+    """Raises `OverflowError` if 64-bit integers do not fit 32 bits."""
+    if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+        return
+    info = np.iinfo(dtype)
+    low, high = array.min(), array.max()
+    if low < info.min or high > info.max:
+        raise OverflowError(
+            f"instance {instance} has {array.dtype} values from {low} to {high}, which do not "
+            f"fit the {dtype} that JAX computes in; use smaller numbers, or "
+            "`jax.config.update('jax_enable_x64', True)`."
+        )
+
+
+def results_from(
+    form: ResultForm,
+    signature: Signature,
+    outputs: Sequence[Any],
+    packed: Sequence[Sequence[Any]] = (),
+) -> Any:
+    """Returns results made of the outputs of each arena and the packed results of regions.
+
+    Arenas return rows or, already, pieces of them (see `_program.returned`).
+    """
+    if not any(isinstance(x, list) for x in outputs):
+        outputs = split(outputs, form.batch)
+    on_host = functools.cache(lambda stage, result: _on_host(packed[stage][result]))
+
+    def leaf(kind: Kind, place: Any) -> Any:
+        if isinstance(place, Slice):
+            return cut_out(place)
+        return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
+
+    def cut_out(place: Slice) -> Any:
+        rows = on_host(place.stage, place.result)
+        rows = rows[place.start : place.start + place.shape[place.axis]]
+        xp = np if isinstance(rows, np.ndarray) else jnp
+        return jnp.asarray(xp.moveaxis(rows, 0, place.axis))
+
+    arena = dict(zip(signature.arenas, outputs, strict=True))
+    if form.batch is not None:
+        (structure,), (places,) = form.structures, form.places
+        leaves = []
+        for kind, first in places:
+            if isinstance(first, tuple):
+                leaves.append(jnp.stack(list(map(cut_out, first))))
+                continue
+            rows = arena[stored_kind(kind)][first // form.batch]
+            leaves.append(from_stored(rows, ValueType(*kind)))
+        return jax.tree.unflatten(structure, leaves)
+    return [
+        jax.tree.unflatten(
+            structure,
+            [leaf(kind, place) for kind, place in places],
+        )
+        for structure, places in zip(form.structures, form.places, strict=True)
+    ]
+
+
+def _on_host(rows: Any) -> Any:
+    """Rows where any number of them is taken out without compiling anything, if they are known."""
+    return rows if isinstance(rows, Tracer) else fetched(rows)

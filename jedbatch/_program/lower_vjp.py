@@ -1,0 +1,499 @@
+"""Lowering the reverse: who reads what, as tables.
+
+In reverse every operand of every lane has a row for the cotangent it sends to the value it reads
+(see `_program.cotangent_rows`), and so has every output. A value's cotangent is the sum of the rows
+of its readers, which a table lists, at most `MAX_READERS`; more readers are first summed, four rows
+at a time, by steps of their own. One row of each arena is zero, for readers that do not exist.
+
+A reader counts only if something comes back from it: if a result of its node is alive (read by
+somebody who counts, or returned) from which the operand gets a cotangent at all. So a value without
+readers is one that nobody differentiates, and the program can tell (see `_jaxpr.zeros`). If not all
+that is returned is differentiated, the program must also know which results a value leads to: the
+table has them as bits, so that one table will do whichever they are.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jedbatch._graph.paths import distinct, ranges
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._kernel.vjp import differentiable
+from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
+from jedbatch._program.cotangent_rows import Sent, arenas_of_operands, shares_rows
+from jedbatch._program.instructions import Branch, InstructionSet
+from jedbatch._program.lower import Placed, Signature, capacity
+from jedbatch._program.runs import find_stretches
+from jedbatch._program.tables import TableForm
+
+MAX_READERS = 4
+SUMS = 1 << 30  # rows from here on are those of sums, until a program is chosen
+
+
+@dataclass(frozen=True)
+class ReverseSignature:
+    """What is compiled to run minibatches backwards.
+
+    Attributes:
+      forward: the program it reverses.
+      readers: readers listed per value, for each result of each type.
+      input_readers: readers listed per input, for each arena.
+      sums: capacity of the rows that sum up readers, for each arena.
+      sent: capacity of the rows that cotangents of operands share, for each arena; None if every
+        lane has rows of its own.
+      stretches: capacity of stretches.
+      tells: whether the table says to which results values lead (see `Alive.leads_to`).
+      refused: results of kernels that cannot be differentiated and would have to be.
+      branches: of several opcodes, or in a loop (see `_program.instructions`).
+    """
+
+    forward: Signature
+    readers: tuple[tuple[int, ...], ...]
+    input_readers: tuple[int, ...]
+    sums: tuple[int, ...]
+    sent: tuple[int, ...] | None
+    stretches: int
+    tells: bool
+    refused: tuple[Refused, ...]
+    branches: tuple[Branch, ...] = ()
+
+    @functools.cached_property
+    def bases(self) -> tuple[tuple[int, ...], ...]:
+        """The first cotangent row of each operand of each type if lanes have rows of their own.
+
+        -1 for operands that have none.
+        """
+        return self.forward.cotangent_rows[0]
+
+    @functools.cached_property
+    def sum_bases(self) -> tuple[int, ...]:
+        """The first row of sums of each arena."""
+        if self.sent is None:
+            return self.forward.cotangent_rows[1]
+        return tuple(map(sum, zip(self.forward.outputs, self.sent, strict=True)))
+
+    @property
+    def zero(self) -> tuple[int, ...]:
+        """The row of zeros, the last of each arena."""
+        return tuple(a + b for a, b in zip(self.sum_bases, self.sums, strict=True))
+
+    @functools.cached_property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """The widths compiled for each kernel, then for the sums of each arena."""
+        sums, forward = self.forward.target.sums.widths, self.forward
+        pairs = zip(forward.kernels, forward.widths, strict=True)
+        kernels = (() if kernel.reverse.is_leaf else widths for kernel, widths in pairs)
+        return *kernels, *(tuple(w for w in sums if w <= rows) for rows in self.sums)
+
+    @functools.cached_property
+    def instructions(self) -> InstructionSet:
+        """How chunks become instructions."""
+        single = [
+            Branch((kind * NUM_WIDTHS + i,))
+            for kind, widths in enumerate(self.widths)
+            for i in range(len(widths))
+        ]
+        *kernels, sums = self.forward.kernel_widths
+        widths = np.array([*kernels, *[sums] * len(self.sums)], np.int64).ravel()
+        return InstructionSet(
+            self.forward.target.control,
+            (*single, *self.branches),
+            np.arange(len(widths)) // NUM_WIDTHS,
+            widths,
+            reverse=True,
+        )
+
+    @functools.cached_property
+    def form(self) -> TableForm:
+        forward, form = self.forward, TableForm()
+        form.add(("num_stretches",), 1)
+        form.add(("stretches",), self.stretches, self.instructions.columns)
+        for k, lanes in enumerate(forward.lanes):
+            form.add(("blocks", k), len(forward.target.blocks.widths))
+            if self.sent is not None:
+                form.add(("sent", k), len(forward.kernels[k].operands), lanes)
+            for s, readers in enumerate(self.readers[k]):
+                form.add(("readers", k, s), readers, lanes)
+                if self.tells:
+                    form.add(("leads_to", k, s), lanes)
+        for a, rows in enumerate(forward.inputs):
+            form.add(("input_readers", a), self.input_readers[a], rows)
+            form.add(("sums", a), MAX_READERS, self.sums[a])
+        return form
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The reverse of a minibatch, before a program is chosen for it.
+
+    Attributes:
+      columns: cotangent rows that make up the cotangent of every value and input, -1 for none:
+        a list of int32[V + I], in which input i is at -1 - i. Sum i is at `SUMS + i`.
+      sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
+      sent: where the operands of each batch have their rows, if these are shared.
+      stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
+        whose cotangents are summed up.
+      leads_to: int32[V], the results that each value leads to, as bits; None if they are not
+        told apart.
+      refused: see `ReverseSignature`.
+    """
+
+    columns: list[np.ndarray]
+    sums: list[np.ndarray]
+    sent: Sent | None
+    stretches: np.ndarray
+    leads_to: np.ndarray | None
+    refused: tuple[Refused, ...]
+
+    @functools.cached_property
+    def _encoded(self) -> dict[InstructionSet, np.ndarray]:
+        return {}
+
+    def encoded(self, instructions: InstructionSet) -> np.ndarray:
+        """The stretches as instructions; kept, since programs are chosen by how many these are."""
+        if instructions not in self._encoded:
+            self._encoded[instructions] = instructions.encode(self.stretches)
+        return self._encoded[instructions]
+
+
+def find_readers(
+    placed: Placed,
+    signature: Signature,
+    leaves: Sequence[np.ndarray] | None = None,
+    wanted: Sequence[np.ndarray] | None = None,
+    shares: bool | None = None,
+) -> Readers:
+    """Lists the readers of every value.
+
+    Args:
+      placed: the minibatch.
+      signature: its program.
+      leaves: for each arena, int[outputs]: the number of the result that each row returned belongs
+        to, if results are to be told apart.
+      wanted: for each arena, bool[outputs]: what is differentiated; None if all is.
+      shares: whether cotangents share rows; None for where that saves much.
+    """
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    alive = None
+    if wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels):
+        alive = Alive.everything(placed)
+        sent = _find_sent(placed, signature, alive, shares)
+        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
+        columns, left = _list_edges(placed, target, row)
+        is_read = np.zeros(graph.num_values, bool)
+        if columns:
+            np.greater_equal(columns[0][: graph.num_values], 0, out=is_read)
+        if not computes_what_is_read(placed, is_read):
+            alive = None
+    if alive is None:
+        alive = Alive.find(placed, wanted)
+        sent = _find_sent(placed, signature, alive, shares)
+        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
+        columns, left = _list_edges(placed, target, row)
+
+    position = np.full(len(graph.types), -1)
+    position[list(placed.type_ids)] = [signature.kernels.index(k) for k in placed.kernels]
+    batches = [position[schedule.batch_type], layout.start, layout.trips]
+    steps = np.column_stack(batches)[::-1]
+    works = np.array([not kernel.reverse.is_leaf for kernel in signature.kernels], bool)
+    works = works[steps[:, 0]]
+    sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
+    if len(left):
+        busy = np.isin(target, distinct(target[left]))
+        arena = np.repeat(*np.array(runs).T)
+        sums, before = _sum_up(
+            target[busy],
+            row[busy],
+            arena[busy],
+            placed,
+            columns,
+            len(sums),
+        )
+        batch = np.arange(len(schedule))[::-1]
+        steps = np.concatenate([steps, before[:, 2:]])
+        works = np.append(works, np.ones(len(before), bool))
+        order = np.lexsort(
+            (
+                np.concatenate([np.full(len(batch), np.iinfo(int).max), before[:, 1]]),
+                -np.concatenate([batch, before[:, 0]]),
+            )
+        )
+        steps, works = steps[order], works[order]
+    steps = steps[works]
+    kernels = signature.kernels
+    sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
+    widths = signature.kernel_widths
+    stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], widths, reverse=True)
+    leads_to = None if leaves is None else find_leads(placed, leaves)
+    refused = find_refused(placed, alive, leads_to, signature)
+    return Readers(columns, sums, sent, stretches, leads_to, refused)
+
+
+def _find_sent(
+    placed: Placed, signature: Signature, alive: Alive, shares: bool | None
+) -> Sent | None:
+    """Returns the rows that cotangents share, if they do; see `find_readers`."""
+    if shares or (shares is None and shares_rows(signature)):
+        sent = Sent.find(placed, signature, alive)
+        return sent if shares or sent.saves_much(signature) else None
+    return None
+
+
+def _find_edges(
+    placed: Placed,
+    signature: Signature,
+    alive: Alive,
+    sent: Sent | None,
+    wanted: Sequence[np.ndarray] | None,
+) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Returns who sends a cotangent to whom.
+
+    That is int64[edges] the value or input read, int64[edges] the row of the cotangent, and
+    (arena, number of edges) for each run of edges in one arena.
+    """
+    graph, layout = placed.graph, placed.layout
+    bases = signature.cotangent_rows[0]
+    targets, rows, arenas = [], [], []
+    for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
+        if has_gradient(kind[1]):
+            some = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
+            targets.append(outputs[some])
+            rows.append(some)
+            arenas.append((signature._arena_ids[kind], len(some)))
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        nodes = placed.nodes[t]
+        k = signature.kernels.index(kernel)
+        for j, value_type in enumerate(kernel.operands):
+            if differentiable(value_type):
+                some = nodes
+                if alive.reads is not None:
+                    some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
+                a = signature.arena(value_type)
+                targets.append(graph.operand[graph.operand_ptr[some] + j])
+                if sent is None:
+                    rows.append(bases[k][j] + layout.lane[some])
+                else:
+                    rows.append(signature.outputs[a] + sent.rows_of(placed, some, j))
+                arenas.append((a, len(some)))
+    target, row = (np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows))
+    size = graph.num_values + graph.num_inputs
+    return np.where(target >= 0, target, size + target), row, arenas
+
+
+def _list_edges(
+    placed: Placed, target: np.ndarray, row: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(`Readers.columns`, the edges that do not fit into them)."""
+    size = placed.graph.num_values + placed.graph.num_inputs
+    columns: list[np.ndarray] = []
+    left = np.arange(len(target))
+    while len(left) and len(columns) < MAX_READERS:
+        holder = np.full(size, -1)
+        holder[target[left]] = left  # the last of several stays
+        won = holder[target[left]] == left
+        column = np.full(size, -1, np.int32)
+        column[target[left[won]]] = row[left[won]]
+        columns.append(column)
+        left = left[~won]
+    return columns, left
+
+
+def _sum_up(target, row, arena, placed, columns, num_arenas):
+    """Sums of four for values with many readers; changes `columns` for those values.
+
+    Returns the rows each sum adds up, by arena, and int64[..., 4 + NUM_WIDTHS]: (batch whose values
+    need them or -1 for inputs, level, kind, first lane, trips) of the steps that compute them.
+    """
+    graph, schedule = placed.graph, placed.schedule
+    when = np.empty(len(graph.node_type), np.int64)
+    when[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
+    order = np.argsort(target, kind="stable")
+    target, row, arena = target[order], row[order], arena[order]
+    made = []  # (target, arena, level, members) of every sum
+    level = 0
+    num_made = 0
+    while True:
+        first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+        counts = np.diff(np.r_[first, len(target)])
+        if counts.max() <= MAX_READERS:
+            break
+        groups = -(-counts // MAX_READERS)
+        sizes = np.minimum(
+            MAX_READERS,
+            np.repeat(counts, groups) - MAX_READERS * ranges(np.zeros_like(groups), groups),
+        )
+        starts = np.cumsum(sizes) - sizes
+        members = np.full((len(sizes), MAX_READERS), -1)
+        filled = np.arange(MAX_READERS) < sizes[:, None]
+        members[filled] = row
+        made.append((target[starts], arena[starts], np.full(len(sizes), level), members))
+        row = -2 - num_made - np.arange(len(sizes))  # sum s, until its lane is known
+        num_made += len(sizes)
+        target, arena = target[starts], arena[starts]
+        level += 1
+
+    of, where, levels, members = (np.concatenate(x) for x in zip(*made, strict=True))
+    is_value = of < graph.num_values
+    batch = np.full(len(of), -1)
+    batch[is_value] = when[graph.value_node[of[is_value]]]
+    final = np.empty(num_made, np.int64)  # the row of each sum
+    steps, lanes = [], [0] * num_arenas
+    order = np.lexsort((of, levels, -batch, where))
+    key = np.stack([where, batch, levels])[:, order]
+    change = np.flatnonzero(np.r_[True, (key[:, 1:] != key[:, :-1]).any(axis=0)])
+    lane_of = np.empty(num_made, np.int64)
+    for group in np.split(order, change[1:]):
+        a = int(where[group[0]])
+        trips = placed.target.sums.cover(np.array([len(group)]))[0]
+        lane_of[group] = lanes[a] + np.arange(len(group))
+        final[group] = SUMS + lane_of[group]
+        row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
+        steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
+        lanes[a] += int(placed.target.sums.lanes(trips))
+
+    def resolve(rows):
+        return np.where(rows <= -2, final[np.maximum(0, -2 - rows)], rows)
+
+    sums = []
+    for a in range(num_arenas):
+        mine = np.flatnonzero(where == a)
+        table = np.full((MAX_READERS, lanes[a]), -1, np.int32)
+        table[:, lane_of[mine]] = resolve(members[mine]).T
+        sums.append(table)
+    for column in columns:
+        column[target] = -1
+    first = np.flatnonzero(np.r_[True, target[1:] != target[:-1]])
+    counts = np.diff(np.r_[first, len(target)])
+    which = np.arange(len(target)) - np.repeat(first, counts)
+    rows = resolve(row)
+    for i, column in enumerate(columns):
+        column[target[which == i]] = rows[which == i]
+    return sums, np.array(steps, np.int64)
+
+
+def make_reverse_signature(
+    placed: Placed, readers: Readers, forward: Signature, model: ReverseSignature | None
+) -> ReverseSignature:
+    """A reverse signature with room for a minibatch, and for what `model` had room for."""
+    graph = placed.graph
+    listed = [[1] * len(kernel.results) for kernel in forward.kernels]
+    inputs = [0] * len(forward.arenas)
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        first = graph.value_ptr[placed.nodes[t]]
+        for s in range(len(kernel.results)):
+            listed[k][s] = max(1, _count(readers.columns, first + s))
+    for a, kind in enumerate(placed.arenas):
+        found = np.flatnonzero(placed.input_arena == a)
+        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
+    sums = [placed.capacity(x.shape[1]) for x in readers.sums]
+    sent = None
+    if readers.sent is not None:
+        sent = readers.sent.room(forward)
+        if model is not None and model.sent is not None:
+            sent = [max(a, b) for a, b in zip(sent, model.sent, strict=True)]
+    if model is not None:
+        listed = [
+            [max(a, b) for a, b in zip(x, y, strict=True)]
+            for x, y in zip(listed, model.readers, strict=True)
+        ]
+        inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
+        sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
+    more = max(0, len(readers.stretches) - len(placed.stretches))
+    stretches = forward.stretches + capacity(2 * more) if forward.target.control == "loops" else 0
+    return ReverseSignature(
+        forward,
+        tuple(map(tuple, listed)),
+        tuple(inputs),
+        tuple(sums),
+        None if sent is None else tuple(sent),
+        max(stretches, model.stretches if model else 0),
+        readers.leads_to is not None,
+        readers.refused,
+    )
+
+
+def learn_instructions(signature: ReverseSignature, readers: Readers) -> ReverseSignature:
+    """The signature with branches of its own, and room for instructions, if its target has them."""
+    target = signature.forward.target
+    if target.control == "loops":
+        return signature
+    found = signature.instructions.learn(readers.stretches, target.superinstruction)
+    made = replace(signature, branches=found)
+    needed = capacity(2 * len(made.instructions.encode(readers.stretches)))
+    return replace(made, stretches=max(needed, signature.stretches))
+
+
+def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
+    """Columns needed for some values: 0, 1, 2 or 4."""
+    used = [i for i, column in enumerate(columns) if (column[values] >= 0).any()]
+    return 1 << (used[-1]).bit_length() if used else 0
+
+
+def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseSignature) -> bool:
+    """Whether a program lists enough readers for a minibatch, and has room for its instructions."""
+    return (
+        needed.forward == signature.forward
+        and all(
+            a <= b
+            for x, y in zip(needed.readers, signature.readers, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
+        and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
+        and (readers.sent is None) == (signature.sent is None)
+        and (readers.sent is None or bool((readers.sent.rows <= signature.sent).all()))
+        and needed.stretches <= signature.stretches
+        and (needed.tells, needed.refused) == (signature.tells, signature.refused)
+        and len(readers.encoded(signature.instructions)) <= signature.stretches
+    )
+
+
+def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature) -> np.ndarray:
+    """The int32 table of a minibatch for a reverse program that it fits."""
+    graph, layout, forward = placed.graph, placed.layout, signature.forward
+    form = signature.form
+    table = np.zeros(form.size, np.int32)
+    instructions = readers.encoded(signature.instructions)
+    form.view(table, "num_stretches")[0] = len(instructions)
+    form.view(table, "stretches")[: len(instructions)] = instructions
+
+    def resolved(rows, a):
+        if readers.sums[a].shape[1]:
+            rows = np.where(rows >= SUMS, rows - SUMS + signature.sum_bases[a], rows)
+        return np.where(rows >= 0, rows, signature.zero[a])
+
+    def fill(view, values, places, a):
+        view[:] = signature.zero[a]
+        for rows, column in zip(view, readers.columns, strict=False):
+            rows[places] = resolved(column[values], a)
+
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        k = forward.kernels.index(kernel)
+        used = int(layout.lanes[t])
+        form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
+        nodes = placed.nodes[t]
+        if readers.sent is not None:
+            first = readers.sent.rows_of_lanes(placed, t)
+            for j, a in enumerate(arenas_of_operands(forward)[k]):
+                if a >= 0:
+                    form.view(table, "sent", k)[j, :used] = forward.outputs[a] + first[j]
+        for s, value_type in enumerate(kernel.results):
+            view = form.view(table, "readers", k, s)
+            values = graph.value_ptr[nodes] + s
+            fill(view, values, layout.lane[nodes], forward.arena(value_type))
+            if readers.leads_to is not None:
+                form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
+    for a, kind in enumerate(placed.arenas):
+        b = forward._arena_ids[kind]
+        found = np.flatnonzero(placed.input_arena == a)
+        view = form.view(table, "input_readers", b)
+        fill(view, -1 - found, placed.input_row[found], b)
+    for a, sums in enumerate(readers.sums):
+        view = form.view(table, "sums", a)
+        view[:] = signature.zero[a]
+        view[:, : sums.shape[1]] = resolved(sums, a)
+    return table

@@ -1,0 +1,266 @@
+"""`Plan`: a minibatch ready to run, and what it prints as."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.identity import tree_key
+from jedbatch._jaxpr.storage import Kind, row_bytes, stored
+from jedbatch._layout.layout import Layout, last_reads
+from jedbatch._program.lower import Lowered, Placed, Signature
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._schedule.schedule import Schedule, lower_bound, policies_compared
+
+READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a ragged result of an instance is: rows of the result of a region.
+
+    Attributes:
+      stage, result: whose rows.
+      start: the first of them.
+      shape: what they make up, the ragged axis at its place.
+      axis: that place.
+    """
+
+    stage: int
+    result: int
+    start: int
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
+class ResultForm:
+    """How rows become results.
+
+    Attributes:
+      structures: the pytree structure of each instance's result, or of all stacked ones.
+      places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
+        `Slice`, or one for each instance.
+      batch: instances stacked along the first axis; None for a list of results.
+    """
+
+    structures: tuple[Any, ...]
+    places: tuple[tuple[tuple[Kind, Any], ...], ...]
+    batch: int | None
+    _keys: tuple[Hashable, ...] = field(init=False, repr=False)  # tell structures apart exactly
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keys", tuple(map(tree_key, self.structures)))
+
+
+@dataclass(frozen=True)
+class Static:
+    """The part of a plan that is compiled: equal for plans that share programs.
+
+    Attributes:
+      keeps: whether everything is kept that the reverse would read.
+      stages: what runs before (see `_ragged.calls`).
+    """
+
+    session: Any
+    signature: Signature
+    reverse: ReverseSignature | None
+    results: ResultForm
+    keeps: bool
+    stages: tuple[Any, ...] = ()
+
+
+@dataclass(eq=False)
+class Host:
+    """What planning found out.
+
+    Attributes:
+      seconds: time spent in each stage of planning.
+      num_known: instances whose graphs were known already.
+      tracers: what is read from outside, by number or by name (see `SharedValue`).
+      prelude: what runs before the graph, if there are ragged arrays.
+      apart: why arrays of different lengths are not run together; None if they are.
+    """
+
+    placed: Placed
+    lowered: Lowered
+    seconds: dict[str, float]
+    num_known: int = 0
+    tracers: Any = ()
+    prelude: Any = None
+    apart: str | None = None
+
+
+@jax.tree_util.register_pytree_node_class
+class Plan:
+    """A minibatch ready to run: integer tables, inputs, and what to compile.
+
+    As a pytree a plan has its tables and its inputs for leaves and a hashable rest, so a train
+    step that takes a plan compiles once for every topology. What planning found out does not
+    survive flattening: print a plan, or draw it with `jedbatch.viz`, before passing it on.
+
+    Attributes:
+      inputs: dict from dtype and shape, such as "float32[300]", to array [rows, *shape]: the
+        values that enter, instance after instance, up to a capacity.
+      graph, schedule, layout: what was planned; None once the plan has been flattened.
+      device_seconds: seconds a run took, if it was measured (`Batched.profile`).
+    """
+
+    def __init__(self, static, table, reverse_table, inputs, ragged=(), host=None):
+        self.static: Static = static
+        self.table = table
+        self.reverse_table = reverse_table
+        self.inputs: dict[str, Any] = inputs
+        self.ragged = ragged  # the tables of what runs before
+        self.host: Host | None = host
+        self.device_seconds: float | None = None
+
+    def tree_flatten(self) -> Any:
+        """For JAX: (leaves, static part)."""
+        return (self.table, self.reverse_table, self.inputs, self.ragged), self.static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Plan":
+        """For JAX: a plan without the records of the host."""
+        return cls(static, *children)
+
+    @property
+    def graph(self) -> Graph | None:
+        return self.host.placed.graph if self.host else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.host.placed.schedule if self.host else None
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.host.placed.layout if self.host else None
+
+    @property
+    def ragged_rows(self) -> tuple[int, int] | None:
+        """(rows computed, rows that exist) of arrays that differ in length, in row-wise phases.
+
+        None if there are none, or once the plan has been flattened.
+        """
+        prelude = self.host.prelude if self.host else None
+        return prelude.counts[::-1] if prelude else None
+
+    def __str__(self) -> str:
+        if self.host is None:
+            types = len(self.static.signature.kernels)
+            return f"Plan of {types} node types (its host records did not survive flattening)"
+        return poster(self)
+
+    __repr__ = __str__
+
+
+def input_name(kind: Kind) -> str:
+    """The name of an arena among a plan's inputs."""
+    shape, dtype = kind
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def poster(plan: Plan) -> str:
+    """A plan for people."""
+    assert plan.host is not None
+    host, placed, static = plan.host, plan.host.placed, plan.static
+    graph, schedule, layout = placed.graph, placed.schedule, placed.layout
+    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    others = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
+    bound = lower_bound(graph)
+    certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"
+    fallback = f", {schedule.unseen} left to its fallback" if schedule.unseen else ""
+    lines = [
+        f"Plan of {graph.num_instances} instances",
+        f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
+        f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
+        f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
+        *(host.prelude.lines if host.prelude else ()),
+        *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
+        "",
+        "  nodes  batches  widest  padding  slices  type",
+    ]
+    sizes = np.diff(schedule.node_ptr)
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        mine = sizes[schedule.batch_type == t]
+        padding = layout.lanes[t] / counts[t] - 1
+        lines.append(
+            f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  "
+            f"{host.lowered.sliced(kernel):6.0%}  {graph.types[t]}"
+        )
+    arenas = sum(
+        rows * row_bytes(kind)
+        for rows, kind in zip(static.signature.rows, static.signature.arenas, strict=True)
+    )
+    read = ", ".join(
+        f"{size(n)} {how}"
+        for n, how in zip(host.lowered.read_bytes.tolist(), READ_AS, strict=True)
+        if n
+    )
+    held, once = held_bytes(placed)
+    kept = f"{size(held)} for results"
+    if placed.reuse:
+        kept += f", {size(once)} if rows were not used again"
+    kernels = sum(static.signature.widest)
+    compiled = static.session.compilations
+    programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
+    times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
+    lines += [
+        "",
+        f"  operands  {read or 'none'}; order {layout.order}",
+        f"  memory    {kept}, {size(live_bytes(graph, schedule))} live at most; "
+        f"arenas of {size(arenas)}",
+        f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
+        f"XLA programs built so far: {programs}",
+        f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
+        f"({host.num_known} of {graph.num_instances} instances known)",
+    ]
+    if plan.device_seconds is not None:
+        lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
+    return "\n".join(lines)
+
+
+def held_bytes(placed: Placed) -> tuple[int, int]:
+    """(bytes kept for results, bytes if every lane had rows of its own), padding included."""
+    layout = placed.layout
+    once = sum(
+        int(layout.lanes[t]) * kernel.result_bytes
+        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True)
+    )
+    if not placed.reuse:
+        return once, once
+    rows = zip(layout.rows.tolist(), placed.arenas, strict=True)
+    return sum(n * row_bytes(kind) for n, kind in rows), once
+
+
+def live_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Most bytes of results alive at the same time, without padding.
+
+    A result is alive from the batch that computes it to the last that reads it, or to the end if
+    it is returned. No allocation can do with less.
+    """
+    present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
+    per_result = [
+        row_bytes(stored(t)) if has_nodes else 0
+        for node_type, has_nodes in zip(graph.types, present, strict=True)
+        for t in node_type.results
+    ]
+    first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
+    weight = np.array(per_result, np.int64)[first[graph.value_node] + graph.value_slot]
+    born = schedule.batch[graph.value_node]
+    dies = np.minimum(last_reads(graph, schedule), len(schedule) - 1)
+    change = np.bincount(born, weight, len(schedule) + 1)
+    change -= np.bincount(dies + 1, weight, len(schedule) + 1)
+    return int(change.cumsum().max(initial=0))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    units = ["B", "kB", "MB", "GB"]
+    while num_bytes >= 1000 and len(units) > 1:
+        num_bytes /= 1000
+        del units[0]
+    return f"{num_bytes:.3g} {units[0]}"

@@ -1,0 +1,148 @@
+"""The values that a program returns, in pieces that are differentiated or not.
+
+A program returns rows of each arena. A loss may read some results and not others, and JAX tells us
+which, as long as they reach it one by one: as pieces, which are a row for each instance, or single
+rows where there is a list of results. A lazy scope, which reads rows again, takes arenas whole.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import Kind, stored_kind
+from jedbatch._jaxpr.transfers import handed_over
+from jedbatch._program.alive import LEAVES
+from jedbatch._program.lower import Placed
+from jedbatch._program.plan import ResultForm, Slice
+
+BLOCK = 64  # rows taken out of an array at a time
+WHOLE = 0  # rows of a piece, where it is all there are
+
+Pieces = tuple[list[Any], ...]  # of each arena
+
+
+def split(outputs: Sequence[Any], batch: int | None) -> Pieces:
+    """The rows returned from each arena, `batch` at a time or one by one."""
+    if batch == WHOLE:
+        return tuple([rows] for rows in outputs)
+    if batch is None:
+        return tuple(map(unstacked, outputs))
+    return tuple([_some(rows, i, batch) for i in range(0, len(rows), batch)] for rows in outputs)
+
+
+def _some(rows: Any, first: int, count: int) -> Any:
+    if len(rows) == count:
+        return rows
+    # `rows[a:b]` costs three times as much outside of jit
+    return jax.lax.slice_in_dim(rows, first, first + count)
+
+
+def joined(
+    arenas: Sequence[Kind], counts: Sequence[int], cotangents: Pieces, batch: int | None
+) -> tuple[tuple[Any, ...], list[np.ndarray]]:
+    """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
+
+    `counts` has the number of rows returned from each arena; pieces are None where there is none.
+    """
+    found: list[Any] = []
+    exist = []
+    for (shape, dtype), count, pieces in zip(arenas, counts, cotangents, strict=True):
+        flags = np.array([x is not None for x in pieces], bool)
+        exist.append(flags & has_gradient(dtype))
+        if not has_gradient(dtype):
+            found.append(None)
+            continue
+        nothing = jnp.zeros(shape if batch is None else (batch or count, *shape), dtype)
+        pieces = [x if there else nothing for x, there in zip(pieces, flags, strict=True)]
+        if batch is None:
+            found.append(_stacked(pieces, nothing))
+        else:
+            found.append(pieces[0] if len(pieces) == 1 else _end_to_end(pieces, nothing))
+    return tuple(found), exist
+
+
+def _end_to_end(parts: Sequence[Any], nothing: Any) -> Any:
+    return jnp.concatenate(parts) if parts else nothing[:0]
+
+
+def leaf_numbers(form: ResultForm, arenas: Sequence[Kind]) -> list[np.ndarray]:
+    """For each arena, int[pieces], the number of the result that each piece belongs to.
+
+    Results that have no cotangent, and ragged ones, do not count.
+    """
+    numbers: dict[Kind, list[int]] = {kind: [] for kind in arenas}
+    for places in form.places:
+        count = 0
+        for kind, place in places:
+            if isinstance(place, Slice | tuple):
+                continue
+            numbers[stored_kind(kind)].append(count)
+            count += has_gradient(kind[1])
+    return [np.array(numbers[kind], np.int64) for kind in arenas]
+
+
+def rows_wanted(
+    placed: Placed, arenas: Sequence[Kind], exist: Sequence[np.ndarray], batch: int | None
+) -> list[np.ndarray] | None:
+    """For each arena of a minibatch, bool[outputs], which rows have a cotangent; None if all do.
+
+    `exist` says it of the pieces of the arenas of a program.
+    """
+    flags = dict(zip(arenas, exist, strict=True))
+    found = []
+    everything = True
+    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
+        size = len(outputs) if batch == WHOLE else batch or 1
+        found.append(np.repeat(flags[kind], size)[: len(outputs)])
+        everything &= bool(found[-1].all()) or not has_gradient(kind[1])
+    return None if everything else found
+
+
+def bits_of(numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> np.ndarray:
+    """int32[1]: the results of which some piece is differentiated, as bits."""
+    bits = 0
+    for mine, flags in zip(numbers, exist, strict=True):
+        for leaf in mine[flags[: len(mine)]].tolist():
+            bits |= 1 << min(leaf, LEAVES - 1)
+    return np.array([bits], np.int32)
+
+
+@jax.jit
+def _put_on_top(*rows: Any) -> Any:
+    return jnp.stack(rows)
+
+
+def _stacked(rows: Sequence[Any], nothing: Any) -> Any:
+    """Rows as an array, by programs that serve any number of them."""
+    blocks = []
+    for start in range(0, len(rows), BLOCK):
+        some = list(rows[start : start + BLOCK])
+        count = len(some)
+        if len(rows) > BLOCK:
+            some += [nothing] * (BLOCK - count)
+        blocks.append(_put_on_top(*some)[:count])
+    if not blocks:
+        return nothing[None][:0]
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
+    """`count` rows of an array from `start` on, one by one."""
+    some = jax.lax.dynamic_slice_in_dim(rows, start, count)
+    return [some[i] for i in range(count)]
+
+
+def unstacked(rows: Any) -> list[Any]:
+    """The rows of an array one by one, by programs that serve arrays of any length."""
+    block = min(BLOCK, len(rows))
+    found: list[Any] = []
+    for start in range(0, len(rows), block or 1):
+        start = min(start, len(rows) - block)
+        found[start:] = some_rows(rows, handed_over(np.int32(start)), block)
+    return found

@@ -1,0 +1,180 @@
+"""What operations do along an axis: each row by itself, or rows together.
+
+Whether instances of different lengths can share an operation is decided here. Along an axis an
+operation is *row-wise* if row i of its result depends on row i of its operands and on nothing else
+of that axis; then it makes no difference which instance a row belongs to. A matrix product with
+weights is row-wise along the rows, a softmax over features is, a sum over rows is not.
+"""
+
+from typing import Any
+
+import jax
+
+from jedbatch._jaxpr.interpret import inner_programs, scan_parts
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
+
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+ELEMENTWISE = _names(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
+    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
+    "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
+    "log1p logistic lt max min mul ne neg nextafter not optimization_barrier or population_count",
+    "pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
+)
+REDUCTIONS = _names(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
+)
+CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+# The same elements in another shape or precision.
+VIEWS = _names("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
+LOOK_UPS = _names("slice dynamic_slice gather")
+SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
+
+
+class CannotMergeError(Exception):
+    """An operation that is not known to run for instances of different lengths together."""
+
+
+def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
+    """(operand, axis) of the ragged axes along which an equation is not row-wise.
+
+    What makes rows that depend on each other, out of no ragged axis, has (0, 0) for a mark: a loop
+    of ragged length, random bits.
+
+    Raises `CannotMergeError` for what is not known.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
+    if name == "scan" and (ragged or symbols_in(params["length"])):
+        return _scan(eqn, ragged)
+    if name in ELEMENTWISE or name in SOURCES:
+        return []
+    if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
+        return _random_bits(eqn)
+    if inner_programs(eqn) and name != "custom_jvp_call" and symbols_in(params):
+        raise CannotMergeError(f"`{name}` of a program that asks for a length")
+    if not ragged:
+        made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
+        if made and name not in LOOK_UPS and name != "broadcast_in_dim":
+            raise CannotMergeError(f"`{name}` makes an array of ragged length")
+        return []
+    rule = _RULES.get(name)
+    if rule is None:
+        if name == "custom_jvp_call" and is_elementwise(eqn):
+            return []
+        raise CannotMergeError(f"`{name}` of arrays of different lengths")
+    return [(i, a) for i, a in ragged if rule(eqn, params, i, a)]
+
+
+def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The axes that a loop runs along."""
+    first = sum(scan_parts(eqn))
+    if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
+        raise CannotMergeError("`scan` over arrays that have another ragged axis too")
+    return ragged or [(0, 0)]
+
+
+def _random_bits(eqn: Any) -> list[tuple[int, int]]:
+    """A mark for random bits, of which more give the same ones first, and others after them."""
+    shape = eqn.params["shape"]
+    (axis, *others) = ragged_axes(shape)
+    counted = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    first = not others and _product(shape[:axis]) == 1
+    if not (counted and first and "fry" in str(eqn.invars[0].aval.dtype)):
+        raise CannotMergeError("random numbers of ragged length, which depend on the length")
+    return [(0, 0)]
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether a call consists of operations on single elements."""
+    inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
+    if inner is None:
+        return eqn.primitive.name in ELEMENTWISE
+    return all(map(is_elementwise, getattr(inner, "jaxpr", inner).eqns))
+
+
+def _reshape(eqn, params, i, a):
+    """Whether an axis is merged with others or cut."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if params.get("dimensions") is not None:
+        return True
+    kept = [b for b in ragged_axes(after) if after[b] == before[a]]
+    return not any(_product(before[:a]) == _product(after[:b]) for b in kept)
+
+
+def _product(shape):
+    total = 1
+    for d in shape:
+        total = total * d
+    return total
+
+
+def _dot(eqn, params, i, a):
+    return a in params["dimension_numbers"][0][i]
+
+
+def _slice(eqn, params, i, a):
+    strides = params["strides"] or (1,) * len(params["start_indices"])
+    whole = eqn.invars[0].aval.shape[a]
+    same = params["start_indices"][a] == 0 and params["limit_indices"][a] == whole
+    return not (same and strides[a] == 1)
+
+
+def _dynamic_slice(eqn, params, i, a):
+    return i == 0 and params["slice_sizes"][a] != eqn.invars[0].aval.shape[a]
+
+
+def _gather(eqn, params, i, a):
+    numbers = params["dimension_numbers"]
+    if i == 1:  # indices: one row for each of theirs
+        return a == eqn.invars[1].aval.ndim - 1
+    whole = params["slice_sizes"][a] == eqn.invars[0].aval.shape[a]
+    if a in numbers.operand_batching_dims:
+        return False
+    return not (whole and a not in numbers.start_index_map)
+
+
+def _conv(eqn, params, i, a):
+    if symbols_in(params["padding"]):
+        raise CannotMergeError("`conv_general_dilated` with padding that depends on the length")
+    return not (i == 0 and a == params["dimension_numbers"].lhs_spec[0])
+
+
+_RULES = {
+    "broadcast_in_dim": lambda eqn, params, i, a: (
+        eqn.outvars[0].aval.shape[params["broadcast_dimensions"][a]] != eqn.invars[0].aval.shape[a]
+    ),
+    "reshape": _reshape,
+    "bitcast_convert_type": lambda eqn, params, i, a: (
+        eqn.outvars[0].aval.ndim != eqn.invars[0].aval.ndim
+    ),
+    "squeeze": lambda *_: False,
+    "expand_dims": lambda *_: False,
+    "transpose": lambda *_: False,
+    "dot_general": _dot,
+    "concatenate": lambda eqn, params, i, a: a == params["dimension"],
+    "split": lambda eqn, params, i, a: a == params["axis"],
+    "rev": lambda eqn, params, i, a: a in params["dimensions"],
+    "sort": lambda eqn, params, i, a: a == params["dimension"],
+    "top_k": lambda eqn, params, i, a: a == params.get("axis", eqn.invars[0].aval.ndim - 1),
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
+    "conv_general_dilated": _conv,
+    **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},
+    **{name: lambda eqn, params, i, a: a == params["axis"] for name in CUMULATIVE},
+}
+
+
+def is_look_up(eqn: Any) -> bool:
+    """Whether rows are taken out of something without ragged axes, as many as an extent says."""
+    looks = eqn.primitive.name in LOOK_UPS
+    out = eqn.outvars[0].aval.shape
+    sources = [v.aval.shape for v in eqn.invars]
+    return looks and is_ragged(out) and not any(map(is_ragged, sources))

@@ -1,0 +1,293 @@
+"""Phases over instances: what takes the rows of one instance together.
+
+Instances of about the same length run side by side, a few at a time, each in room for 8, 16, 32, …
+rows; how many there are of each is data. Where an instance is longer than a tile, and rows of what
+it writes depend on few of the rows it reads, it runs tile by tile (see `_ragged.tiling`).
+
+    over instances  [a0 a1 a2 · ] [b0 · · · ] [c0 c1 · · ]
+
+The reverse computes the phase again, so that nothing quadratic in a length outlives the instances
+at hand.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+
+from jedbatch._jaxpr.interpret import has_gradient, value_of
+from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._program.arenas import spread, take
+from jedbatch._ragged.axis_rules import CUMULATIVE
+from jedbatch._ragged.lane_rules import Padded
+from jedbatch._ragged.packing import Here, ragged_axis
+from jedbatch._ragged.phases import Phase
+from jedbatch._ragged.tiling import TILE, Axes, find_tiles
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Instances that run at the same time.
+
+    Attributes:
+      here: the minibatch.
+      most: room for the rows of each, where they are not tiles.
+      calls: int32[G], which they are.
+      alive: bool[G], whether there is such an instance; if not, another one stands in.
+      lengths: int32[G] for every symbol.
+      tiles: the axes of variables along which there is a tile only.
+      offset: where it begins.
+    """
+
+    here: Here
+    most: int
+    calls: Any
+    alive: Any
+    lengths: Mapping[str, Any]
+    tiles: Axes
+    offset: Any
+
+    @staticmethod
+    def all(here: Here) -> list["Group"]:
+        """All instances, where each has a slot (see `_ragged.groups`)."""
+        groups, first = [], 0
+        for most, size in zip(*here.room.groups, strict=True):
+            groups.append(Group.at(here, first, size, most, {}, jnp.int32(0)))
+            first += size
+        return groups
+
+    @staticmethod
+    def at(here: Here, first: Any, size: int, most: int, tiles: Axes, offset: Any) -> "Group":
+        """The instances from a place of the order on."""
+        calls = here.get("order", start=first, size=size)
+        alive = calls < here.room.calls
+        if here.room.slots:  # the first call exists, and may be longer than a slot
+            calls = jnp.where(alive, calls, 0)
+            lengths = {s: jnp.minimum(take(x, calls), most) for s, x in here.lengths().items()}
+        else:
+            calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
+            lengths = {s: take(x, calls) for s, x in here.lengths().items()}
+        return Group(here, most, calls, alive, lengths, tiles, offset)
+
+    def rows(self, variable: Any) -> tuple[Any, Any]:
+        """(int32[G, rows], bool[G, rows]): packed rows of a variable, and which of them exist."""
+        here = self.here
+        extent = variable.aval.shape[ragged_axis(variable)]
+        e = here.index(extent)
+        if variable in self.tiles:
+            index = self.offset + lax.iota(jnp.int32, TILE)[None]
+        else:
+            room = extent_at(extent, dict.fromkeys(self.lengths, self.most))
+            index = lax.iota(jnp.int32, room)[None]
+        counts = jnp.maximum(extent_at(extent, self.lengths), 0)
+        counts = jnp.broadcast_to(counts, self.calls.shape)[:, None]
+        starts = take(here.get("starts", e), self.calls)[:, None]
+        rows = starts + jnp.minimum(index, counts - 1)
+        exist = (index < counts) & self.alive[:, None]
+        return jnp.clip(rows, 0, jnp.maximum(here.total(e) - 1, 0)), exist
+
+    def read(self, variable: Any, x: Any) -> Any:
+        """[G, rows, ...] or [G, ...] of a variable; what does not exist repeats what does."""
+        if ragged_axis(variable) is None:
+            return take(x, self.calls)
+        return take(x, self.rows(variable)[0])
+
+    def write(self, variable: Any, x: Any, new: Any, add: bool = False) -> Any:
+        """All calls' x of a variable with what the group has computed, or added to it."""
+        if ragged_axis(variable) is None:
+            rows, exist = self.calls, self.alive
+        else:
+            rows, exist = self.rows(variable)
+        at = x.at[jnp.where(exist, rows, len(x))]
+        return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
+
+    def cotangents(self, variable: Any, x: Any) -> Any:
+        """Cotangents of a variable; zeros for what does not exist."""
+        exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
+        x = self.read(variable, x)
+        return jnp.where(spread(exist, x), x, 0)
+
+
+class OverInstances:
+    """A phase over instances."""
+
+    def __init__(self, phase: Phase):
+        self.phase = phase
+        self._tiles = find_tiles(phase)
+        # These make values of their own where nothing is, which may be too large, or zero.
+        self._makes_more = any(
+            eqn.primitive.name in CUMULATIVE
+            or eqn.primitive.name in ("conv_general_dilated", "scan", "pad", "concatenate")
+            for eqn in phase.equations
+        )
+        inexact = [
+            [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
+            for variables in (phase.shared, phase.reads, phase.writes)
+        ]
+        self._moving_shared, self._moving, self._returned = inexact
+
+    def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
+        """What the phase writes: packed rows, or [K, ...]."""
+        shared = [env[v] for v in self.phase.shared]
+        operands = [env[v] for v in self.phase.reads]
+
+        @jax.custom_vjp
+        def run(shared, operands, table):
+            return self._forward(here.reading(table), shared, operands)
+
+        def save(*primals):
+            primals = custom_vjp_primal_tree_values(primals)
+            return run(*primals), primals
+
+        def reverse(kept, given):
+            shared, operands, table = kept
+            return *self._reverse(here.reading(table), shared, operands, given), None
+
+        run.defvjp(save, reverse, symbolic_zeros=True)
+        return run(shared, operands, here.table)
+
+    def _forward(self, here: Here, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        phase = self.phase
+
+        def made(group):
+            blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
+            return self._lanes(group, shared, blocks)
+
+        if here.room.slots:
+            parts = zip(*map(made, Group.all(here)), strict=True)
+            return [_from_slots(here, v, x) for v, x in zip(phase.writes, parts, strict=True)]
+
+        def body(group, written):
+            return [
+                group.write(v, x, new)
+                for v, x, new in zip(phase.writes, written, made(group), strict=True)
+            ]
+
+        return self._each_group(here, list(map(here.empty, phase.writes)), body)
+
+    def _reverse(self, here: Here, shared, operands, given) -> tuple[list[Any], list[Any]]:
+        """Cotangents of the shared values and of the operands."""
+        phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
+        returned = [i for i in self._returned if not isinstance(given[i], SymbolicZero)]
+
+        def pulled(group):
+            blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
+
+            def forward(some_shared, some_blocks):
+                all_shared = _replaced(shared, moving_shared, some_shared)
+                made = self._lanes(group, all_shared, _replaced(blocks, moving, some_blocks))
+                return [made[i] for i in returned]
+
+            _, pull_back = jax.vjp(
+                forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
+            )
+            return pull_back([group.cotangents(phase.writes[i], given[i]) for i in returned])
+
+        def body(group, sums):
+            of_shared, of_blocks = pulled(group)
+            return (
+                [a + b for a, b in zip(sums[0], of_shared, strict=True)],
+                [
+                    group.write(phase.reads[i], x, new, add=True)
+                    for i, x, new in zip(moving, sums[1], of_blocks, strict=True)
+                ],
+            )
+
+        if here.room.slots:
+            found = list(map(pulled, Group.all(here)))
+            of_shared = [sum(x[1:], x[0]) for x in zip(*(some for some, _ in found), strict=True)]
+            parts = list(zip(*(some for _, some in found), strict=True))
+            of_operands = [
+                _from_slots(here, phase.reads[i], x, rest=0)
+                for i, x in zip(moving, parts, strict=True)
+            ]
+        else:
+            zeros = (
+                [jnp.zeros_like(shared[i]) for i in moving_shared],
+                [jnp.zeros_like(operands[i]) for i in moving],
+            )
+            of_shared, of_operands = self._each_group(here, zeros, body)
+        nothing = [None] * len(shared), [None] * len(operands)
+        return (
+            _replaced(nothing[0], moving_shared, of_shared),
+            _replaced(nothing[1], moving, of_operands),
+        )
+
+    def _each_group(self, here: Here, state: Any, body: Callable) -> Any:
+        """Runs `body(group, state)` for all instances, tile by tile where they are long."""
+        trips = here.get("trips")
+        first = jnp.int32(0)
+        for c, (most, size) in enumerate(zip(here.room.lengths, here.room.together, strict=True)):
+            tiles = self._tiles if most > TILE else {}
+
+            def step(_, carry, most=most, size=size, tiles=tiles):
+                state, first = carry
+                if not tiles:
+                    group = Group.at(here, first, size, most, {}, jnp.int32(0))
+                    return body(group, state), first + size
+                whole = Group.at(here, first, size, most, {}, jnp.int32(0))
+                extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
+                longest = jnp.int32(0)
+                for extent in extents:
+                    longest = jnp.maximum(longest, jnp.max(extent_at(extent, whole.lengths)))
+
+                def tile(i, state):
+                    return body(Group.at(here, first, size, most, tiles, i * TILE), state)
+
+                return lax.fori_loop(0, -(-longest // TILE), tile, state), first + size
+
+            state, first = lax.fori_loop(0, trips[c], step, (state, first))
+        return state
+
+    def _lanes(self, group: Group, shared: Sequence[Any], blocks: Sequence[Any]) -> list[Any]:
+        """What the phase writes for the instances of a group."""
+        lane = functools.partial(self._lane, group)
+        return jax.vmap(lane, in_axes=(0, None, 0))(dict(group.lengths), shared, blocks)
+
+    def _lane(self, group: Group, lengths, shared, blocks) -> list[Any]:
+        """What the phase writes for one instance."""
+        phase = self.phase
+        sizes = dict.fromkeys(lengths, group.most)
+        guarded = group.here.room.guarded or self._makes_more
+        padded = Padded(sizes, lengths, guarded, group.tiles, group.offset)
+        env = dict(zip(phase.shared, shared, strict=True))
+        for v, x in zip(phase.reads, blocks, strict=True):
+            axis = ragged_axis(v)
+            env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
+        for eqn in phase.equations:
+            values = [value_of(v, env) for v in eqn.invars]
+            env.update(zip(eqn.outvars, padded.run(eqn, values), strict=True))
+        found = []
+        for v in phase.writes:
+            axis = ragged_axis(v)
+            found.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
+        return found
+
+
+def _from_slots(here: Here, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
+    """All calls' rows of a variable, or calls', from what each group has in its slots.
+
+    There are rows, or calls, in the room for them that do not exist: `rest`, or anything.
+    """
+    axis = ragged_axis(variable)
+    if axis is None:
+        places, exist = here.get("slot"), jnp.arange(here.room.calls) < here.get("calls")[0]
+    else:
+        e = here.index(variable.aval.shape[axis])
+        places, exist = here.get("place", e), jnp.arange(here.room.rows[e]) < here.total(e)
+        parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
+    found = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
+    return found if rest is None else jnp.where(spread(exist, found), found, rest)
+
+
+def _replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The items with some replaced."""
+    found = list(items)
+    for i, x in zip(places, new, strict=True):
+        found[i] = x
+    return found

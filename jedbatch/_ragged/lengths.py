@@ -1,0 +1,353 @@
+"""Which arrays of instances have lengths of their own.
+
+Nobody says so. An instance may hold arrays `[n, ...]` whose n differs from the next one's: then
+n gets a symbol, and what is done to the array is recorded for every n at once (see
+`_jaxpr.symbolic_dims`). An axis is taken to be ragged once it has been seen to differ: between
+instances of the same form (equal but for lengths); or, where forms differ as those of trees do,
+between arrays of the same kind (equal but for the length), such as sentences at the leaves.
+
+Every array has a symbol of its own, also where two are equally long by chance. But `x + y` asks for
+equal lengths. Recording fails then, and tells which two lengths JAX has compared (see
+`Questions`). From then on instances of this form are told apart by whether these two are equal:
+where they are, both arrays have one symbol; where not, the instance is recorded by itself, or by
+its shapes if that fails. So the key of an instance says which of its lengths must be equal, and
+no record is used for an instance that it does not hold for.
+"""
+
+import itertools
+import traceback
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import export
+
+from jedbatch._jaxpr.symbolic_dims import (
+    SYMBOL,
+    LengthDecisionError,
+    Questions,
+    is_user_code,
+    make_symbol,
+)
+from jedbatch._ragged.axis_rules import CannotMergeError
+from jedbatch._record.instances import array_type
+
+LETTERS = "nmkl"
+ArrayType = tuple[tuple[Any, ...], Any, bool]  # (shape, dtype, weak), an extent may be a symbol
+Pair = tuple[int, int]  # of arrays of an instance
+
+
+class Form:
+    """Instances that are equal but for the lengths of arrays, and numbers.
+
+    Attributes:
+      types: of the arrays of the first instance.
+      varied: for each array, whether it had another length in a later one.
+      pairs: arrays whose lengths have been compared, so that instances are told apart by whether
+        they are equal.
+      apart: why instances are recorded by their shapes, by which of these pairs are equal.
+      shared: the arrays that share a symbol, by which pairs are equal.
+    """
+
+    def __init__(self, types: Sequence[ArrayType]):
+        self.types = list(types)
+        self.lengths = [_length(t) for t in types]
+        self.varied = [False] * len(types)
+        self.pairs: dict[Pair, None] = {}
+        self.apart: dict[bytes, str] = {}
+        self.shared: dict[bytes, list[int]] = {}
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        """Takes note of one instance."""
+        if lengths != self.lengths:
+            self.varied = [
+                known or n != before
+                for known, n, before in zip(self.varied, lengths, self.lengths, strict=True)
+            ]
+
+    def add(self, pairs: Iterable[Pair]) -> None:
+        """Tells instances apart by more pairs."""
+        self.pairs.update(dict.fromkeys(pairs))
+        self.apart.clear()
+        self.shared.clear()
+
+    def equal(self, lengths: Sequence[Sequence[int]]) -> list[bytes]:
+        """For each instance which of the pairs are equally long."""
+        if not self.pairs:
+            return [b""] * len(lengths)
+        a, b = np.array(list(self.pairs)).T
+        every = np.array(lengths)
+        return [row.tobytes() for row in every[:, a] == every[:, b]]
+
+    def classes(self, equal: bytes) -> list[int]:
+        """For each array the first one that it shares a symbol with."""
+        found = self.shared.get(equal)
+        if found is None:
+            found = list(range(len(self.types)))
+            for (a, b), same in zip(self.pairs, equal, strict=True):
+                if same and found[a] != found[b]:
+                    low, high = sorted((found[a], found[b]))
+                    found = [low if c == high else c for c in found]
+            self.shared[equal] = found
+        return found
+
+
+class Given(NamedTuple):
+    """How the arrays of an instance are recorded.
+
+    Attributes:
+      key: what decides its graph.
+      types: of its arrays.
+      symbols: the arrays whose length each symbol is.
+      form: of the instance.
+      lengths: of its arrays; -1 for numbers.
+    """
+
+    key: Hashable
+    types: list[ArrayType]
+    symbols: dict[str, list[int]]
+    form: Form
+    lengths: list[int]
+
+
+class Lengths:
+    """What has been seen of the lengths of arrays.
+
+    Args:
+      off: see the attribute.
+      forms: where those seen are kept.
+
+    Attributes:
+      off: why lengths are not told apart from shapes; None as long as they are.
+      longest: the greatest length there was.
+      bound: the greatest length there can be, if the function has to know one.
+    """
+
+    def __init__(self, off: str | None, forms: dict[Hashable, Form]):
+        self.off = off
+        self.longest = 0
+        self.bound: int | None = None
+        self._forms = forms
+        self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
+        self._relations: dict[tuple, None] = {}  # (kind, places further on, kind) of pairs
+        self._names = 0  # symbols that a scope must have
+        self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their bound and number
+        self._apart: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """Why lengths are not told apart from shapes, if any differ."""
+        if self.off is None:
+            return self._apart
+        return self.off if any(n is None for n in self._kinds.values()) else None
+
+    def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
+        """How instances are recorded; None for one without ragged arrays.
+
+        Args:
+          keys: of the instances, as `instance_key` makes them.
+          arrays: of the instances.
+        """
+        self._apart = None
+        if not any(arrays):
+            return [None] * len(keys)
+        seen = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
+        found: list[Given | None] = [None] * len(keys)
+        if self.off:
+            return found
+        by_form: dict[Form, list[int]] = {}
+        for i, (_, form, _) in enumerate(seen):
+            by_form.setdefault(form, []).append(i)
+        ragged = {form: self._ragged(form) for form in by_form}
+        self._names = max(self._names, *map(len, ragged.values()))
+        for form, mine in by_form.items():
+            if not ragged[form]:
+                continue
+            equal = form.equal([seen[i][2] for i in mine])
+            for i, pattern in zip(mine, equal, strict=True):
+                if pattern in form.apart:
+                    self._apart = form.apart[pattern]
+                else:
+                    general, _, lengths = seen[i]
+                    found[i] = self._given(general, form, lengths, ragged[form], pattern)
+        return found
+
+    def _observe(self, key: Hashable, arrays: Sequence[Any]) -> tuple[Hashable, Form, list[int]]:
+        """(key without lengths, form, lengths of the arrays) of an instance."""
+        general = _without_lengths(key)
+        form = None if general is None else self._forms.get(_without_values(general))
+        if form is None:
+            form = Form([array_type(x) for x in arrays])
+            form.add(self._related(form))
+            self._forms[_without_values(general)] = form
+        lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
+        for n, (shape, dtype, _) in zip(lengths, form.types, strict=True):
+            if n >= 0 and self._kinds.setdefault((shape[1:], dtype), n) != n:
+                self._kinds[shape[1:], dtype] = None
+        self.longest = max(self.longest, *lengths, 0)
+        form.observe(lengths)
+        return general, form, lengths
+
+    def _ragged(self, form: Form) -> list[int]:
+        """The arrays of a form whose lengths differ from instance to instance."""
+        if any(form.varied):
+            return [i for i, varied in enumerate(form.varied) if varied]
+        if len(self._forms) <= 1:
+            return []
+        return [
+            i
+            for i, (shape, dtype, _) in enumerate(form.types)
+            if shape and self._kinds[shape[1:], dtype] is None
+        ]
+
+    def _given(
+        self, general: Hashable, form: Form, lengths: list[int], ragged: list[int], equal: bytes
+    ) -> Given:
+        classes = form.classes(equal)
+        symbols: dict[str, list[int]] = {}
+        names: dict[int, str] = {}
+        types = [
+            ((n, *shape[1:]) if shape else (), dtype, weak)
+            for n, (shape, dtype, weak) in zip(lengths, form.types, strict=True)
+        ]
+        scope = self._scope()
+        for i in ragged:
+            name = names.setdefault(classes[i], _name(len(names)))
+            symbols.setdefault(name, []).append(i)
+            shape, dtype, weak = types[i]
+            types[i] = (self._symbol(scope, name), *shape[1:]), dtype, weak
+        key: Hashable = None
+        if general is not None:
+            fixed = list(lengths)
+            for i in ragged:
+                fixed[i] = -1 - classes[i]
+            key = ("ragged", scope, general, tuple(fixed), tuple(ragged))
+        return Given(key, types, symbols, form, lengths)
+
+    def relate(self, given: Given, asked: Questions, error: Exception | None) -> bool:
+        """Takes note of lengths that have been compared; whether to record again.
+
+        Args:
+          given: how an instance was recorded.
+          asked: what was asked about lengths meanwhile.
+          error: why it could not be recorded, if so.
+        """
+        compared = [pair for pair in asked.unequal if pair[0] in given.symbols]
+        if error is not None and not isinstance(error, LengthDecisionError) and not compared:
+            named = dict.fromkeys(SYMBOL.findall(str(error)))  # JAX complains of shapes
+            compared = list(itertools.combinations([s for s in named if s in given.symbols], 2))
+        form, lengths = given.form, given.lengths
+        new: list[Pair] = []
+        for names in compared:
+            a, b = sorted(given.symbols[s][0] for s in names)
+            if (a, b) not in form.pairs:
+                new.append((a, b))
+                self._relations[_kind(form, a), b - a, _kind(form, b)] = None
+        if new:
+            form.add(new)
+        return any(error is None or lengths[a] == lengths[b] for a, b in new)
+
+    def _related(self, form: Form) -> list[Pair]:
+        """Arrays like others of which the lengths have been compared."""
+        kinds = [_kind(form, i) for i in range(len(form.types))]
+        return [
+            (a, a + steps)
+            for first, steps, second in self._relations
+            for a, kind in enumerate(kinds)
+            if kind == first and a + steps < len(kinds) and kinds[a + steps] == second
+        ]
+
+    def give_up(self, error: Exception, given: Given | None) -> None:
+        """Tells arrays apart by their shapes from now on.
+
+        Those of one form only, where lengths differ that have been compared.
+        """
+        reason = _reason(error)
+        if given is not None:
+            (equal,) = given.form.equal([given.lengths])
+            if not all(equal):
+                given.form.apart[equal] = reason
+                return
+        self.off = reason
+
+    def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
+        """Bounds lengths by the rooms of tables; False if there is none, or no other one.
+
+        `shared` are shapes of arrays, some of which may be tables with a row for every position.
+        """
+        rooms = [shape[0] for shape in shared if shape and shape[0] >= self.longest]
+        if not rooms or min(rooms) == self.bound:
+            return False
+        self.bound = min(rooms)
+        return True
+
+    def _scope(self) -> tuple[int | None, int]:
+        """The scope in use: (bound of its symbols, how many those are)."""
+        if self.bound is None:
+            return None, 0  # it can have any number
+        return self.bound, max(len(LETTERS), 1 << (self._names - 1).bit_length())
+
+    def _symbol(self, key: tuple[int | None, int], name: str) -> Any:
+        if key not in self._scopes:
+            bound, number = key
+            names = [_name(k) for k in range(number)]
+            scope = export.SymbolicScope([f"{s} <= {bound}" for s in names])
+            self._scopes[key] = {"n": make_symbol("n", scope)}
+        symbols = self._scopes[key]
+        if name not in symbols:
+            symbols[name] = make_symbol(name, symbols["n"].scope)
+        return symbols[name]
+
+
+def _name(k: int) -> str:
+    return LETTERS[k] if k < len(LETTERS) else f"n{k}"
+
+
+def _length(array: ArrayType) -> int:
+    return array[0][0] if array[0] else -1
+
+
+def _kind(form: Form, i: int) -> tuple:
+    """Returns the type of array `i` of a form without its length."""
+    shape, dtype, weak = form.types[i]
+    return shape[1:], dtype, weak
+
+
+def _reason(error: Exception) -> str:
+    """Why instances cannot be recorded for all lengths at once, in words."""
+    if isinstance(error, CannotMergeError | LengthDecisionError):
+        return str(error)
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if is_user_code(f)]
+    if not frames:
+        return "an operation of it is not known to work for several lengths at once"
+    lines = [n for f, n in traceback.walk_tb(error.__traceback__) if f is frames[-1]]
+    where = f"{frames[-1].f_code.co_filename}:{lines[-1]}"
+    return f"the operation at {where} has to know the lengths of arrays"
+
+
+def _without_lengths(key: Hashable) -> Hashable:
+    """A key of instances (see `instance_key`) that does not depend on lengths."""
+    if not isinstance(key, tuple):
+        return key
+    return tuple(
+        ("array", token[1][1:], len(token[1]), *token[2:])
+        if isinstance(token, tuple) and token and isinstance(token[0], str) and token[0] == "array"
+        else token
+        for token in key
+    )
+
+
+def _without_values(key: Hashable) -> Hashable:
+    """The key without the values of numbers."""
+    if not isinstance(key, tuple):
+        return key
+    return tuple(
+        token[0]
+        if isinstance(token, tuple) and token and isinstance(token[0], type) and _is_number(token)
+        else token
+        for token in key
+    )
+
+
+def _is_number(token: tuple) -> bool:
+    return issubclass(token[0], int | float | complex | np.number)

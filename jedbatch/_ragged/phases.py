@@ -1,0 +1,348 @@
+"""A program over ragged arrays as a sequence of phases, none of which pads.
+
+What an instance does to its arrays [n, ...] alternates between two kinds of work. Most of the
+arithmetic is *row-wise* (see `_ragged.axis_rules`): embeddings, products with weights,
+normalisation, feed-forward layers. Rows of all instances run through that side by side, as one
+array of as many rows as there are. The rest takes the rows of *one instance* together: sums,
+attention, sorting.
+
+    x [n, d]  ─rows→  q, k, v  ─instances→  softmax(q kᵀ) v [n, d]  ─rows→  …  ─instances→ [d]
+
+A phase is a longest run of one kind of work. Between phases values have at most one ragged axis,
+and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
+of one instance, exist inside of a phase only, for a few instances at a time; a phase that needs
+them again computes them again. What depends on extents alone (positions, causal masks, divisors) is
+computed wherever it is read, and so are values that are others in another shape.
+
+Source: InsNet (padding-free batching of operators); the phases are ours.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Var
+
+from jedbatch._jaxpr.interpret import body_of, inlined, reads, used_variables
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
+from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
+
+EXTREMES = {
+    "reduce_max": "a maximum",
+    "reduce_min": "a minimum",
+    "argmax": "the place of a maximum",
+    "argmin": "the place of a minimum",
+}
+SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A part of a program.
+
+    Attributes:
+      extent: that of the rows it runs over; None if it runs over instances.
+      equations: what it computes, in order.
+      reads: what it reads that belongs to instances: operands, or results of earlier phases.
+      shared: what it reads that all instances share.
+      writes: what is read later, or returned.
+    """
+
+    extent: Any
+    equations: tuple[Any, ...]
+    reads: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    writes: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        what = "instances" if self.extent is None else f"rows of {self.extent}"
+        names: dict[str, int] = {}
+        for eqn in self.equations:
+            names[eqn.primitive.name] = names.get(eqn.primitive.name, 0) + 1
+        counted = ", ".join(k if n == 1 else f"{n} {k}" for k, n in names.items())
+        return f"over {what}: {counted}"
+
+
+@dataclass(frozen=True, eq=False)
+class Phased:
+    """A program in phases.
+
+    Attributes:
+      jaxpr: the whole program: shared values first, then operands of the instance.
+      consts: of the program.
+      num_shared: how many of its arguments all instances share.
+      before: equations on shared values alone, done once.
+      phases: the rest.
+      symbols: whose values differ from instance to instance.
+      nonempty: extents that must not be 0, each with the operation that says so.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    num_shared: int
+    before: tuple[Any, ...]
+    phases: tuple[Phase, ...]
+    symbols: tuple[str, ...]
+    nonempty: tuple[tuple[Any, str], ...]
+
+    @property
+    def operands(self) -> list[Any]:
+        """Variables of what each instance brings."""
+        return self.jaxpr.invars[self.num_shared :]
+
+    @functools.cached_property
+    def extents(self) -> list[Any]:
+        """Every extent of rows that are kept, each once."""
+        kept = [v for p in self.phases for v in (*p.reads, *p.writes)]
+        return list(dict.fromkeys(e for v in (*self.operands, *kept) for e in extents_of(v)))
+
+    @functools.cached_property
+    def all_extents(self) -> list[Any]:
+        """Every ragged extent of a value, each once."""
+        return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.phases))
+
+
+def extents_of(variable: Any) -> list[Any]:
+    """The ragged extents of a variable."""
+    shape = variable.aval.shape
+    return [shape[a] for a in ragged_axes(shape)]
+
+
+def flattened(closed: Any) -> Any:
+    """A program without calls, but for those of elementwise functions with rules of their own."""
+    return inlined(closed, _body)
+
+
+_called = body_of("jit", "remat2", "checkpoint", "closed_call")
+
+
+def _body(eqn: Any) -> Any:
+    """The program that a call stands for; None of operations."""
+    own_rule = eqn.primitive.name == "custom_jvp_call"
+    if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
+        return _called(eqn)
+    inner = eqn.params["call_jaxpr"]
+    if not _is_softmax(inner):
+        raise CannotMergeError("a function with a derivative of its own")
+    return inner
+
+
+def _is_softmax(closed: Any) -> bool:
+    """Whether a function with a derivative rule has the derivative that JAX would find.
+
+    The rule of `jax.nn.softmax` saves memory, no more.
+    """
+    names = [eqn.primitive.name for eqn in flattened(closed).jaxpr.eqns]
+    sums = names.count("exp") == names.count("div") == names.count("reduce_sum") == 1
+    return sums and set(names) <= SOFTMAX
+
+
+def _is_ragged(eqn: Any) -> bool:
+    return any(is_ragged(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
+
+
+def find_phases(closed: Any, num_shared: int) -> Phased:
+    """Cuts a program of symbolic shapes into phases; its first arguments are shared.
+
+    Raises `CannotMergeError` if instances of different lengths cannot run it together.
+    """
+    closed = flattened(closed)
+    jaxpr = closed.jaxpr
+    for v in (*jaxpr.invars, *jaxpr.outvars):
+        if _relates(v):
+            raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
+    if any(
+        is_key(v.aval.dtype) and (is_ragged(v.aval.shape) or v in jaxpr.outvars)
+        for v in _variables(jaxpr)
+    ):
+        raise CannotMergeError("an array of random keys is ragged, or kept")
+    used = used_variables(jaxpr)
+    equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
+    finder = _Finder(jaxpr, num_shared)
+    for eqn in equations:
+        finder.place(eqn)
+    extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
+    symbols = symbols_in((*extents, *(eqn.params for eqn in equations)))
+    for extent in dict.fromkeys(extents):
+        if not grows(extent):
+            raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
+    return Phased(
+        jaxpr,
+        tuple(closed.consts),
+        num_shared,
+        tuple(finder.before),
+        tuple(finder.phases()),
+        tuple(sorted(symbols)),
+        tuple(_nonempty(equations)),
+    )
+
+
+def _variables(jaxpr: Any) -> list[Any]:
+    return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _relates(variable: Any) -> bool:
+    """Whether a value has a number for every pair of rows."""
+    return len(ragged_axes(variable.aval.shape)) > 1
+
+
+def _shown(variable: Any) -> str:
+    return f"[{', '.join(map(str, variable.aval.shape))}]"
+
+
+class _Finder:
+    """Puts equations into phases, one after the other.
+
+    Attributes:
+      before: equations on shared values alone.
+      known: variables that all instances share.
+      kinds: of every phase so far: the extent of its rows, or None.
+      mine: the equations of every phase.
+      where: the phase that computes each variable; -1 for operands.
+      again: equations that are computed wherever they are read, by result.
+    """
+
+    def __init__(self, jaxpr: Any, num_shared: int):
+        self.jaxpr = jaxpr
+        self.before: list[Any] = []
+        self.known = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
+        self.kinds: list[Any] = []
+        self.mine: list[list[Any]] = []
+        self.where: dict[Any, int] = dict.fromkeys(jaxpr.invars[num_shared:], -1)
+        self.again: dict[Any, Any] = {}
+        self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
+        self._free: set[Any] = set()  # depend on extents alone
+        self._relating: set[int] = set()  # phases with values that have two ragged axes
+        self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
+
+    def place(self, eqn: Any) -> None:
+        """Puts an equation into the first phase it can be in."""
+        own = [v for v in reads(eqn) if v not in self.known]
+        ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
+        shares = len(own) < len(reads(eqn))
+        if not own and not ragged and not symbols_in(eqn.params):
+            self.before.append(eqn)
+            self.known.update(eqn.outvars)
+            return
+        free = not shares and self._free.issuperset(own)
+        if free:
+            self._free.update(eqn.outvars)
+        pairs = any(map(_relates, eqn.outvars))
+        keys = any(is_key(v.aval.dtype) for v in eqn.outvars)  # have no rows to be kept in
+        cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
+        mixed = mixed_axes(eqn)  # complains of what is not known
+        if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
+            self.again.update((v, eqn) for v in eqn.outvars)
+            return
+        kinds = [None] if mixed else self._kinds_for(eqn, shares)
+        after = max((self.where[v] for v in self._stored(own)), default=-1)
+        relates = any(map(_relates, own))
+        if mixed and not relates and after in self._relating:
+            after += 1  # so that rows of what relates rows can be computed a few at a time
+        phase = self._first(after, kinds)
+        if relates:
+            self._relating.add(phase)
+        self.mine[phase].append(eqn)
+        self.where.update((v, phase) for v in eqn.outvars)
+
+    def _kinds_for(self, eqn: Any, shares: bool) -> list[Any]:
+        """The kinds of phases that an equation on single rows can be in, the best first."""
+        variables = (*eqn.invars, *eqn.outvars)
+        extents = list(dict.fromkeys(e for v in variables for e in extents_of(v)))
+        if len(extents) != 1 or any(map(_relates, variables)):
+            return [None]
+        return [extents[0]] if shares else [extents[0], None]
+
+    def _first(self, after: int, kinds: Sequence[Any]) -> int:
+        """The phase `after` or the first behind it of one of these kinds, which may be new."""
+        for phase in range(max(after, 0), len(self.kinds)):
+            if self.kinds[phase] in kinds:
+                return phase
+        self.kinds.append(kinds[0])
+        self.mine.append([])
+        return len(self.kinds) - 1
+
+    def _stored(self, variables: Sequence[Any]) -> list[Any]:
+        """What is kept between phases of what some variables depend on, themselves if possible."""
+        found: dict[Any, None] = {}
+        stack = list(variables)
+        seen = set()
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in self.again:
+                stack += [u for u in reads(self.again[v]) if u not in self.known]
+            else:
+                found[v] = None
+        return list(found)
+
+    def phases(self) -> list[Phase]:
+        """The phases, each with what it reads and writes."""
+        whole = [self._with_again(mine) for mine in self.mine]
+        found = []
+        for i, (kind, equations) in enumerate(zip(self.kinds, whole, strict=True)):
+            made = {v for eqn in equations for v in eqn.outvars}
+            read = list(dict.fromkeys(v for eqn in equations for v in reads(eqn) if v not in made))
+            later = {v for other in whole[i + 1 :] for eqn in other for v in reads(eqn)}
+            own = [v for eqn in self.mine[i] for v in eqn.outvars]
+            found.append(
+                Phase(
+                    kind,
+                    tuple(equations),
+                    tuple(v for v in read if v not in self.known),
+                    tuple(v for v in read if v in self.known),
+                    tuple(v for v in own if v in later or v in self._returned),
+                )
+            )
+        return found
+
+    def _with_again(self, equations: Sequence[Any]) -> list[Any]:
+        """The equations of a phase with those it does again."""
+        found = {id(eqn): eqn for eqn in equations}
+        stack = list(equations)
+        while stack:
+            for v in reads(stack.pop()):
+                eqn = self.again.get(v)
+                if eqn is not None and id(eqn) not in found:
+                    found[id(eqn)] = eqn
+                    stack.append(eqn)
+        return sorted(found.values(), key=lambda eqn: self._order[id(eqn)])
+
+
+def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Extents that must not be 0, each with what is taken of so many rows.
+
+    Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
+    """
+    extent: dict[Any, Any] = {}
+    readers: dict[Any, list[Any]] = {}
+    for eqn in equations:
+        for v in reads(eqn):
+            readers.setdefault(v, []).append(eqn)
+    found = []
+    for eqn in equations:
+        name, (out, *_) = eqn.primitive.name, eqn.outvars
+        if name == "dim_as_value":
+            extent[out] = eqn.params["dim"]
+        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
+            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
+        elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
+            found.append((extent[eqn.invars[1]], "a mean"))
+        elif name in EXTREMES and not _starts(readers.get(out, ())):
+            found += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
+    return found
+
+
+def _starts(equations: Sequence[Any]) -> bool:
+    """Whether an extreme is read only together with a number that it starts from."""
+    return bool(equations) and all(
+        eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)
+        for eqn in equations
+    )

@@ -1,0 +1,431 @@
+"""The ragged parts of an instance's graph, taken out of it.
+
+What an instance does to arrays whose length differs from instance to instance is recorded like
+everything else, with symbols for the lengths (see `_jaxpr.symbolic_dims`). Such nodes do not go
+through the
+scheduler: instances that do the same run side by side whatever their lengths (see
+  `_ragged.packed_program`), and first of all. So a recorded graph is cut in two:
+
+    ragged nodes and what they depend on  →  calls of regions; run first
+    everything else                       →  a graph, for which results of regions are inputs
+
+A *region* is a connected part of the first kind, as a program. Calls of one region, in whatever
+instances and however many in each (the sentences at the leaves of a tree), run together. Arrays
+have symbols of their own, so that what is done to two sentences of a tree is recorded with n for
+one and m for the other: parts that differ in the names of symbols only are calls of one region (see
+`_ragged.renaming`).
+"""
+
+import functools
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.paths import pointers
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
+from jedbatch._ragged.packed_program import Packed
+from jedbatch._ragged.phases import find_phases
+from jedbatch._ragged.renaming import Renaming, written_type
+from jedbatch._record.registry import Registry
+
+
+class Region:
+    """A program of ragged arrays that calls of many instances run together.
+
+    Attributes:
+      id: position among the regions of a session.
+      shared: ids of the shared values it reads, its first arguments.
+      operands, results: value types of a call.
+      packed: how it is run.
+      order: for each symbol of the program, its number among those of a call.
+    """
+
+    def __init__(self, id: int, shared: Sequence[int], operands, results, packed: Packed, order):
+        self.id = id
+        self.order: tuple[int, ...] = tuple(order)
+        self.shared = tuple(shared)
+        self.operands: tuple[ValueType, ...] = tuple(operands)
+        self.results: tuple[ValueType, ...] = tuple(results)
+        self.packed = packed
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols whose values a call must bring."""
+        return self.packed.phased.symbols
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a region by one instance.
+
+    Attributes:
+      region: what is called.
+      operands: where each operand comes from, one row each.
+      leaves: for each symbol, an array of the instance whose length it is.
+    """
+
+    region: Region
+    operands: tuple[InputRows, ...]
+    leaves: tuple[int, ...]
+
+    def lengths(self, arrays: Sequence[Any]) -> list[int]:
+        """The value of every symbol, for the arrays of an instance."""
+        return [len(arrays[leaf]) for leaf in self.leaves]
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedRecord(Record):
+    """What recording an instance with ragged arrays gave.
+
+    Attributes:
+      calls: of regions. Their results are inputs of the graph: what an `InputRows` names as leaf
+        `num_arrays + k` is result number k of all calls.
+      num_arrays: arrays of the instance.
+      ragged: for each leaf of the function's result that has a ragged axis, (its position, call,
+        result).
+      places: (call, result) of each number k.
+    """
+
+    calls: tuple[Call, ...] = ()
+    num_arrays: int = 0
+    ragged: tuple[tuple[int, int, int], ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+
+class Regions:
+    """The regions met so far.
+
+    Numbers in a function are operands of what reads them, and most are the same in all instances
+    (the divisor of a score, an epsilon). Those are constants of a region, until they differ.
+
+    Attributes:
+      changed: whether a number has been found to differ since this was last set to False.
+    """
+
+    def __init__(self, registry: Registry):
+        self.registry = registry
+        self.regions: list[Region] = []
+        self._ids: dict[Hashable, Region] = {}
+        self._ragged: dict[int, bool] = {}
+        self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._canonical: dict[Hashable, int] = {}
+        self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
+        self.changed = False
+
+    def is_ragged(self, type_id: int) -> bool:
+        """Whether nodes of a type read or give ragged values, or ask for an extent."""
+        if type_id not in self._ragged:
+            node_type = self.registry.node_types[type_id]
+            operation: Any = node_type.operation
+            self._ragged[type_id] = any(
+                is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)
+            ) or bool(symbols_in(operation.jaxpr))
+        return self._ragged[type_id]
+
+    def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
+        """(a number equal for node types that differ in the names of symbols only, these)."""
+        if type_id not in self._renamed:
+            written, symbols = written_type(self.registry, type_id)
+            number = self._canonical.setdefault(written, len(self._canonical))
+            self._renamed[type_id] = number, symbols
+        return self._renamed[type_id]
+
+    def cut(
+        self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
+    ) -> "Cut | None":
+        """The graph of a record with ragged nodes, to be cut in two; None if it has none.
+
+        Args:
+          record: of an instance.
+          num_arrays: how many arrays the instance has.
+          leaf_of: those whose length each symbol is.
+        """
+        graph = Graph.select([(record.whole, record.index)])
+        returned = any(is_ragged(shape) for shape, _ in record.types)
+        if not (returned or any(map(self.is_ragged, set(graph.node_type.tolist())))):
+            return None
+        return Cut(self, graph, record, num_arrays, leaf_of)
+
+    def note(self, form: "_CallForm") -> None:
+        """Takes note of the numbers among the operands of a call."""
+        for k, number in form.numbers.items():
+            value = number.tobytes()
+            if self._numbers.setdefault((form.key, k), value) not in (value, None):
+                self._numbers[form.key, k] = None
+                self.changed = True
+
+    def fixed(self, form: "_CallForm") -> dict[int, np.ndarray]:
+        """The numbers among the operands of a call that have been the same in all calls so far."""
+        numbers = form.numbers.items()
+        return {k: x for k, x in numbers if self._numbers[form.key, k] is not None}
+
+    def region(self, key: Hashable, symbols: Sequence[str], make: Any) -> Region:
+        """The region of a key; `make()` gives its (shared, operands, program).
+
+        `symbols` are those of the call, in the order of their numbers.
+        """
+        found = self._ids.get(key)
+        if found is None:
+            shared, operands, closed = make()
+            packed = Packed(find_phases(closed, len(shared)))
+            packed.try_out([self.registry.shared[s].aval for s in shared])
+            results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
+            order = map(list(symbols).index, packed.phased.symbols)
+            found = Region(len(self.regions), shared, operands, results, packed, order)
+            self._ids[key] = found
+            self.regions.append(found)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _CallForm:
+    """A connected part of a graph, apart from where in the graph it is.
+
+    Attributes:
+      nodes: (type, what it reads) of each: operands by number, results by (node, number).
+      sources: where operands come from.
+      returned: the results: (node, number), or the number of an operand.
+      symbols: in the order in which they come up.
+      key: equal for calls that differ in values and in the names of symbols alone.
+    """
+
+    nodes: tuple[tuple[int, tuple[Any, ...]], ...]
+    sources: tuple[InputRows, ...]
+    returned: tuple[Any, ...]
+    symbols: tuple[str, ...]
+    key: Hashable
+
+    @property
+    def kinds(self) -> tuple[ValueType, ...]:
+        """The value types of operands."""
+        return tuple(source.type for source in self.sources)
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, np.ndarray]:
+        """The operands that are numbers, which the function or the instance has brought."""
+        found = {}
+        for k, source in enumerate(self.sources):
+            number = source.leaf is None and source.type.shape == ()
+            if number and not is_key(source.type.dtype):
+                assert source.rows is not None
+                found[k] = source.rows[0]
+        return found
+
+
+class Cut:
+    """The graph of one instance, to be cut in two.
+
+    First, the numbers in it are noted, of all instances; what they tell decides what is a constant
+    of a region.
+    """
+
+    def __init__(self, regions: Regions, graph: Graph, record: Record, num_arrays, leaf_of):
+        self.regions, self.graph, self.record = regions, graph, record
+        self.num_arrays, self.leaf_of = num_arrays, leaf_of
+        self.types = graph.node_type.tolist()
+        self.reads = [
+            graph.operand[a:b].tolist()
+            for a, b in zip(graph.operand_ptr[:-1], graph.operand_ptr[1:], strict=True)
+        ]
+        self.maker = graph.value_node.tolist()
+        self.inputs = [_single(chunk, k) for chunk in graph.inputs for k in range(len(chunk))]
+        self.outputs = graph.outputs.tolist()
+        self.parts = self._parts()
+        self.leaving = self._leaving()
+        # Arrays of the instance that are returned as they are, each by a part without nodes.
+        own = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
+        self.leaving += [[v] for v in own]
+        parts = [*self.parts, *([] for _ in own)]
+        self.forms = [self._form(*pair) for pair in zip(parts, self.leaving, strict=True)]
+
+    def _is_ragged_input(self, value: int) -> bool:
+        return is_ragged(self.inputs[-1 - value].type.shape)
+
+    def _parts(self) -> list[list[int]]:
+        """Connected nodes that are ragged or that ragged ones depend on."""
+        inside = [self.regions.is_ragged(t) for t in self.types]
+        for node in reversed(range(len(inside))):
+            if inside[node]:
+                for value in self.reads[node]:
+                    if value >= 0:
+                        inside[self.maker[value]] = True
+        part = list(range(len(inside)))
+
+        def root(node: int) -> int:
+            while part[node] != node:
+                part[node] = part[part[node]]
+                node = part[node]
+            return node
+
+        for node in np.flatnonzero(inside).tolist():
+            for value in self.reads[node]:
+                if value >= 0:
+                    part[root(node)] = root(self.maker[value])
+        groups: dict[int, list[int]] = {}
+        for node in np.flatnonzero(inside).tolist():
+            groups.setdefault(root(node), []).append(node)
+        return list(groups.values())
+
+    def _leaving(self) -> list[list[int]]:
+        """The values of each part that are read elsewhere or returned."""
+        graph = self.graph
+        inside = {node for part in self.parts for node in part}
+        wanted = set(self.outputs)
+        for node, read in enumerate(self.reads):
+            if node not in inside:
+                wanted.update(read)
+        leaving = []
+        for part in self.parts:
+            first = graph.value_ptr[part].tolist()
+            counts = graph.num_results[part].tolist()
+            values = (range(a, a + n) for a, n in zip(first, counts, strict=True))
+            leaving.append([v for v in itertools.chain(*values) if v in wanted])
+        return leaving
+
+    def result(self) -> RaggedRecord:
+        """The record, cut in two.
+
+        Raises:
+          CannotMergeError: a ragged node cannot run for several lengths together.
+        """
+        graph = self.graph
+        inside = {node for part in self.parts for node in part}
+        outer = [node for node in range(len(self.types)) if node not in inside]
+        calls: list[Call] = []
+        given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
+        for form, leaving in zip(self.forms, self.leaving, strict=True):
+            given.update((v, (len(calls), k)) for k, v in enumerate(leaving))
+            calls.append(self._call(form))
+
+        # Values are numbered anew: results of the nodes left; inputs with results of calls behind.
+        number: dict[int, int] = {}
+        for node in outer:
+            for v in range(int(graph.value_ptr[node]), int(graph.value_ptr[node + 1])):
+                number[v] = len(number)
+        ragged = []
+        outputs: list[int] = []
+        places: list[tuple[int, int]] = []
+        chunks: list[InputRows] = []
+
+        def renumbered(v: int) -> int:
+            if v in number:
+                return number[v]
+            if v < 0:
+                chunks.append(self.inputs[-1 - v])
+            else:
+                call, k = given[v]
+                kind = calls[call].region.results[k]
+                chunks.append(InputRows(kind, None, self.num_arrays + len(places)))
+                places.append((call, k))
+            number[v] = -len(chunks)
+            return number[v]
+
+        operands = [[renumbered(v) for v in self.reads[node]] for node in outer]
+        for position, v in enumerate(self.outputs):
+            if v in given and is_ragged(calls[given[v][0]].region.results[given[v][1]].shape):
+                ragged.append((position, *given[v]))
+            else:
+                outputs.append(renumbered(v))
+        flat = [v for read in operands for v in read]
+        rest = Graph(
+            graph.types,
+            graph.node_type[outer],
+            pointers(np.array([len(read) for read in operands], np.int64)),
+            np.array(flat, np.int32),
+            tuple(chunks),
+            np.array(outputs, np.int32),
+        )
+        return RaggedRecord(
+            rest,
+            0,
+            self.record.structure,
+            self.record.types,
+            tuple(calls),
+            self.num_arrays,
+            tuple(ragged),
+            tuple(places),
+        )
+
+    def note(self) -> None:
+        """Takes note of the numbers that ragged nodes read."""
+        for form in self.forms:
+            self.regions.note(form)
+
+    def _form(self, part: list[int], leaving: list[int]) -> _CallForm:
+        """A connected part as a call."""
+        graph = self.graph
+        place: dict[int, Any] = {}  # (node, result) by value
+        operand: dict[int, int] = {}  # position by input
+        number: dict[str, int] = {}  # of symbols
+        nodes: list[tuple[int, tuple]] = []
+        key: list[Hashable] = []
+        renamed = self.regions.renamed
+        for i, node in enumerate(part):
+            refs = tuple(
+                [
+                    place[v] if v >= 0 else operand.setdefault(v, len(operand))
+                    for v in self.reads[node]
+                ]
+            )
+            nodes.append((self.types[node], refs))
+            same, symbols = renamed(self.types[node])
+            key.append((same, refs, *[number.setdefault(s, len(number)) for s in symbols]))
+            a, b = graph.value_ptr[node : node + 2].tolist()
+            place.update((v, (i, v - a)) for v in range(a, b))
+        if not part:
+            operand.update((v, k) for k, v in enumerate(leaving))
+            kinds = [self.inputs[-1 - v].type for v in leaving]
+            key += [Renaming(number).written((t.shape, t.dtype, t.weak)) for t in kinds]
+        sources = tuple(self.inputs[-1 - v] for v in operand)
+        returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
+        written = tuple(key), returned
+        return _CallForm(tuple(nodes), sources, returned, tuple(number), written)
+
+    def _call(self, form: _CallForm) -> Call:
+        """A connected part as a call of a region."""
+        registry, sources = self.regions.registry, form.sources
+        kinds = form.kinds
+        fixed = self.regions.fixed(form)
+        moving = [k for k in range(len(sources)) if k not in fixed]
+
+        def make() -> tuple:
+            node_types = [registry.node_types[t] for t, _ in form.nodes]
+            shared = list(dict.fromkeys(s for t in node_types for s in t.shared))
+
+            def compute(shared_values, operand_values):
+                values = dict(zip(shared, shared_values, strict=True))
+                read = dict(zip(moving, operand_values, strict=True))
+                read.update((k, x.item() if kinds[k].weak else x) for k, x in fixed.items())
+                made: list[list[Any]] = []
+                for node_type, (_, refs) in zip(node_types, form.nodes, strict=True):
+                    args = [values[s] for s in node_type.shared]
+                    args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
+                    operation: Any = node_type.operation
+                    closed = operation.jaxpr
+                    made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+                return [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in form.returned]
+
+            avals = [registry.shared[s].aval for s in shared]
+            mine = [kinds[k] for k in moving]
+            operands = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in mine]
+            return shared, mine, jax.make_jaxpr(compute)(avals, operands)
+
+        written = tuple((k, x.tobytes()) for k, x in fixed.items())
+        region = self.regions.region((form.key, written), form.symbols, make)
+        leaves = tuple(self.leaf_of[form.symbols[k]][0] for k in region.order)
+        return Call(region, tuple(sources[k] for k in moving), leaves)
+
+
+def _single(chunk: InputRows, k: int) -> InputRows:
+    """Row k of some inputs."""
+    if chunk.rows is None:
+        return chunk
+    return replace(chunk, rows=chunk.rows[k : k + 1])

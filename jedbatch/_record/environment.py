@@ -1,0 +1,486 @@
+"""The values that a function reads besides its arguments, and detection of changes to them.
+
+A batched function remembers what it recorded, and a pure function does the same again whenever it
+is called. But it may close over things that change between two calls: the weights of a module that
+an optimizer updates in place, an attribute of the object whose method it is, a global that is
+assigned again. So everything that it can reach is looked at before each call:
+
+    functions     closures, defaults, attributes, the globals that their code names, what they wrap
+    methods       the object and the function
+    containers    what is in them
+    objects       attributes; methods and attributes of their class
+    modules       what is named by the code that names the module
+
+Numbers and strings are compared by type and value, as in `_jaxpr.identity`, arrays of JAX by
+identity, arrays of NumPy by what is in them. Code of installed packages and of Python itself is not
+looked into, only the objects it was given; nor is more than `MOST` objects, the nearest first. All
+that is taken to stay as it is. Arrays found nowhere are not: what reads them is recorded every
+time.
+
+The first look writes everything out. Later ones only ask whether each container still holds the
+very same things, which takes 30 ns a thing; if one does not, everything is written out again. What
+was recorded belongs to one such text, by its number. Arrays are known by their place in it, and
+are handed to the compiled program at each call: other weights at the same places, another number
+and other records, but the same program.
+
+What changes while the function itself runs, such as a list in which it counts its calls, does not
+count: a pure function does not read what it writes.
+"""
+
+import collections
+import functools
+import itertools
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._jaxpr.identity import (
+    BY_IDENTITY,
+    attribute_names,
+    is_all_python,
+    typed,
+    typed_or_same,
+)
+
+MOST = 20_000  # things looked at, before the rest is taken not to change
+MOST_BYTES = 1 << 20  # of arrays of NumPy that are compared
+TEXTS = 16  # that have a number, before the oldest is forgotten
+_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque)
+_OPAQUE = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "jedbatch"})
+_MISSING = object()
+_of_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+class _Weakly:
+    """Equal to another exactly if both are of the same object, which still lives."""
+
+    __slots__ = ("hash", "ref")
+
+    def __init__(self, value: Any):
+        self.ref = weakref.ref(value)
+        self.hash = id(value)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.ref()
+        return isinstance(other, _Weakly) and mine is not None and mine is other.ref()
+
+
+class _Guard(NamedTuple):
+    """The objects found by one read of a subject; arrays are held weakly.
+
+    Attributes:
+      read: gives them again.
+      subject: where it was read.
+      found: the things.
+      weak: whether there are arrays among them.
+    """
+
+    read: Callable[[Any], Any]
+    subject: Any
+    found: tuple[Any, ...]
+    weak: bool
+
+    @staticmethod
+    def of(read: Callable, subject: Any) -> "_Guard":
+        found = tuple(read(subject))
+        weak = list(map(_is_array, found))
+        if any(weak):
+            found = tuple([_Weakly(x) if w else x for x, w in zip(found, weak, strict=True)])
+        return _Guard(read, subject, found, any(weak))
+
+    def holds(self) -> bool:
+        """Whether it gives the same things."""
+        now = tuple(self.read(self.subject))
+        if len(now) != len(self.found):
+            return False
+        if not self.weak:
+            return all(map(operator.is_, now, self.found))
+        return all(
+            f is x or (type(f) is _Weakly and f.ref() is x)
+            for f, x in zip(self.found, now, strict=True)
+        )
+
+
+class Reached(NamedTuple):
+    """A snapshot of what a function reads besides its arguments.
+
+    Attributes:
+      number: equal for times between which nothing has changed.
+      arrays: the arrays of JAX.
+      names: under which programs read them (see `SharedValue`): the way to each.
+    """
+
+    number: int
+    arrays: tuple[Any, ...]
+    names: tuple["Way", ...]
+
+    @property
+    def ways(self) -> dict[int, "Way"]:
+        """The way to each array, by its id."""
+        return {id(x): name for x, name in zip(self.arrays, self.names, strict=True)}
+
+
+class Way(NamedTuple):
+    """How one gets from a function to an array: steps of (how, key)."""
+
+    steps: tuple[tuple[str, Any], ...]
+
+
+NOWHERE = Reached(0, (), ())
+
+
+class Environment:
+    """The values that a function reads besides its arguments, watched for changes."""
+
+    def __init__(self, fn: Any):
+        self._fn = fn
+        self._guards: list[_Guard] = []
+        self._arrays: list[weakref.ref] = []
+        self._names: tuple[Way, ...] = ()
+        self._numbers: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
+        self._count = itertools.count(1)
+        self._number = 0
+
+    def look(self) -> Reached:
+        """Returns a snapshot of what the function reads now."""
+        if not self._is_same():
+            text, arrays = self._read()
+            self._number = self._numbers.pop(text, 0) or next(self._count)
+            self._keep(text)
+        else:
+            arrays = tuple([ref() for ref in self._arrays])
+        return Reached(self._number, arrays, self._names)
+
+    def follow(self, way: Way) -> Any:
+        """Returns the object that is now at the end of a way; None if a step of it fails."""
+        x = self._fn
+        try:
+            for how, key in way.steps:
+                x = _FOLLOW[how](x, key)
+        except (LookupError, AttributeError, TypeError, ValueError):
+            return None
+        return x
+
+    def settle(self, before: Reached) -> None:
+        """Takes note of what the function itself has changed; other arrays are another text."""
+        if before.number == self._number and not self._is_same():
+            text, arrays = self._read()
+            same = len(arrays) == len(before.arrays)
+            if not (same and all(map(operator.is_, arrays, before.arrays))):
+                self._number = 0
+                return
+            self._keep(text)
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self._guards, self._arrays, self._names, self._number = [], [], (), 0
+        self._numbers.clear()
+
+    def _is_same(self) -> bool:
+        return self._number > 0 and all(guard.holds() for guard in self._guards)
+
+    def _read(self) -> tuple[Hashable, tuple[Any, ...]]:
+        walk = _Walk()
+        text = walk.write(self._fn)
+        self._guards, self._arrays = walk.guards, list(map(weakref.ref, walk.arrays))
+        self._names = tuple(walk.names)
+        return text, tuple(walk.arrays)
+
+    def _keep(self, text: Hashable) -> None:
+        self._numbers[text] = self._number
+        while len(self._numbers) > TEXTS:
+            self._numbers.popitem(last=False)
+
+
+class _Thing(NamedTuple):
+    """Something to be looked at.
+
+    Attributes:
+      value: the thing.
+      way: how one gets there: (way to where it was read, how, key).
+      names: those in the code that can get at it.
+    """
+
+    value: Any
+    way: Any
+    names: frozenset[str]
+
+
+class _Walk:
+    """One look at everything, the nearest first.
+
+    Attributes:
+      guards: how to see that nothing has changed.
+      arrays: the arrays of JAX that were met.
+      names: the way to each.
+    """
+
+    def __init__(self) -> None:
+        self.guards: list[_Guard] = []
+        self.arrays: list[Any] = []
+        self.names: list[Way] = []
+        self._text: list[Hashable] = []
+        self._places: dict[int, tuple[int, Any]] = {}
+        self._queue: collections.deque[_Thing] = collections.deque()
+        self._queued = 0
+        self._bytes = 0
+        self._functions: list[types.FunctionType] = []
+        self._cells: list[types.CellType] = []
+        self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+
+    def write(self, fn: Any) -> Hashable:
+        """All that a function reaches, written out."""
+        self._queue.append(_Thing(fn, None, frozenset()))
+        while self._queue:
+            thing = self._queue.popleft()
+            x = thing.value
+            kind = type(x)
+            if kind in _PLAIN:
+                self._text.append(typed(x))
+            elif isinstance(x, types.ModuleType):
+                self._text.append(typed(x))
+                if not _is_installed(x.__name__):
+                    self._visit_names(thing, "attribute", vars(x), thing.names)
+            elif id(x) in self._places:
+                self._text.append(("again", self._places[id(x)][0]))
+            else:
+                self._places[id(x)] = len(self._text), x
+                self._visit(thing, x, type(x))
+        self.guards.append(_Guard.of(_of_functions, self._functions))
+        self.guards.append(_Guard.of(_of_cells, self._cells))
+        for held, known in self._named.values():
+            self.guards.append(_Guard.of(functools.partial(_of_names, tuple(known)), held))
+        return tuple(self._text)
+
+    def _add(
+        self, thing: _Thing, how: str, keys: Any, values: Any, names: frozenset[str] = frozenset()
+    ) -> bool:
+        """Adds what can be read from a thing under some keys, if there is room."""
+        self._text.append(len(values))
+        if self._queued + len(values) > MOST:
+            return False
+        self._queued += len(values)
+        pairs = zip(keys, values, strict=True)
+        self._queue.extend([_Thing(x, (thing.way, how, key), names) for key, x in pairs])
+        return True
+
+    def _visit(self, thing: _Thing, x: Any, kind: Any) -> None:
+        text = self._text
+        if _is_array(x):
+            text.append(_Weakly(x))
+            if not kind.__module__.startswith("jedbatch."):  # a symbol: its recorder's to judge
+                self.arrays.append(x)
+                self.names.append(_steps(thing.way))
+        elif isinstance(x, np.ndarray):
+            self._visit_rows(x)
+        elif isinstance(x, types.FunctionType):
+            self._visit_function(thing, x)
+        elif isinstance(x, type):
+            text.append(typed(x))
+            for k in x.__mro__:
+                if not _is_installed(k.__module__):
+                    self._visit_class(thing, k)
+        elif isinstance(x, _CONTAINERS):
+            text.append(kind)
+            self._visit_container(thing, x)
+            self._visit_attributes(thing)
+        elif isinstance(x, BY_IDENTITY) or kind.__module__.partition(".")[0] in _OPAQUE:
+            text.append(typed_or_same(x))
+            self._visit_parts(thing)
+        else:
+            text.append(kind if is_all_python(kind) else typed_or_same(x))
+            self._add(thing, "type", [None], [kind])
+            self._visit_parts(thing)
+            self._visit_attributes(thing)
+
+    def _visit_function(self, thing: _Thing, fn: types.FunctionType) -> None:
+        self._text.append(fn.__code__)
+        if getattr(fn, "cell", None) is not None:  # ours
+            self._add(thing, "get", ["cell.fn"], [fn.cell.fn])  # type: ignore[attr-defined]
+            return
+        names = code_names(fn.__code__)
+        cells = list(fn.__closure__ or ())
+        parts = [k for k in ("__defaults__", "__kwdefaults__", "__dict__") if getattr(fn, k)]
+        room = self._add(thing, "get", parts, [getattr(fn, part) for part in parts])
+        if room and self._add(thing, "cell", range(len(cells)), _of_cells(cells), names):
+            self._functions.append(fn)
+            self._cells += cells
+        if not _is_installed(fn.__module__ or ""):
+            self._visit_names(thing, "global", fn.__globals__, names)
+
+    def _visit_names(
+        self, thing: _Thing, how: str, held: dict[str, Any], names: frozenset[str]
+    ) -> None:
+        """Visits the entries of a module's namespace that code reads by name."""
+        _, known = self._named.setdefault(id(held), (held, {}))
+        here = sorted(name for name in names if name in held)
+        self._text += here
+        if self._add(thing, how, here, [held[name] for name in here], names):
+            known.update(dict.fromkeys(sorted(names)))
+
+    def _visit_class(self, thing: _Thing, kind: type) -> None:
+        held = {k: x for k, x in vars(kind).items() if k not in _OF_EVERY_CLASS}
+        if self._add(thing, "class", [(kind, k) for k in held], list(held.values())):
+            self.guards.append(_Guard.of(_of_class, kind))
+
+    def _visit_container(self, thing: _Thing, x: Any) -> None:
+        self._text.append(len(x))
+        if len(x) > MOST:
+            return
+        if isinstance(x, dict):
+            self._text += map(typed_or_same, x)
+            if self._add(thing, "item", list(x), list(x.values())):
+                self.guards.append(_Guard.of(_of_dict, x))
+        elif self._add(thing, "item", range(len(x)), list(x)):
+            self.guards.append(_Guard.of(tuple, x))
+
+    def _visit_attributes(self, thing: _Thing) -> None:
+        x = thing.value
+        names = attribute_names(x)
+        self._text += names
+        if names or hasattr(x, "__dict__"):
+            found = _of_attributes(x)
+            if self._add(thing, "attribute", names, found[len(names) :]):
+                plain = len(names) == len(getattr(x, "__dict__", ()))
+                self.guards.append(_Guard.of(_of_object if plain else _of_attributes, x))
+
+    def _visit_parts(self, thing: _Thing) -> None:
+        """The functions and objects that something was made of, for good."""
+        x = thing.value
+        kinds = (kind for kind in _PARTS if isinstance(x, kind))
+        parts = _PARTS.get(next(kinds, None), ["__wrapped__"] if callable(x) else [])
+        found = {part: getattr(x, part, None) for part in parts}
+        found = {k: x for k, x in found.items() if x is not None}
+        self._add(thing, "get", list(found), list(found.values()))
+
+    def _visit_rows(self, x: np.ndarray) -> None:
+        """An array of NumPy: what is in it, unless it is large and may change."""
+        fixed = not x.flags.writeable and (x.base is None or isinstance(x.base, bytes))
+        if fixed or x.dtype.hasobject:
+            self._text.append(_Weakly(x))
+            return
+        self._bytes += x.nbytes
+        if self._bytes <= MOST_BYTES:
+            copy = x.copy()
+            self._text.append((x.dtype, x.shape, copy.tobytes()))
+            self.guards.append(_Guard.of(functools.partial(_of_rows, copy), x))
+        else:
+            self._text.append(object())  # equal to nothing
+            self.guards.append(_Guard(tuple, (), (None,), False))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Tracer | jax.Array)  # in this order: the second asks tracers for a type
+
+
+# --- what is read, and how ---
+
+
+def _steps(way: Any) -> Way:
+    """A way from the function, which was noted from its end, as steps."""
+    steps = []
+    while way is not None:
+        way, how, key = way
+        steps.append((how, key))
+    return Way(tuple(reversed(steps)))
+
+
+def _attribute(x: Any, name: str) -> Any:
+    held = getattr(x, "__dict__", {})
+    return held[name] if name in held else getattr(x, name)
+
+
+_FOLLOW: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": _attribute,
+    "cell": lambda fn, k: fn.__closure__[k].cell_contents,
+    "class": lambda _, place: vars(place[0])[place[1]],
+    "get": lambda x, name: operator.attrgetter(name)(x),
+    "global": lambda fn, name: fn.__globals__[name],
+    "item": lambda x, key: x[key],
+    "type": lambda x, _: type(x),
+}
+_PARTS: dict[Any, list[str]] = {
+    functools.partial: ["func", "args", "keywords"],
+    types.MethodType: ["__func__", "__self__"],
+    types.BuiltinFunctionType: ["__self__"],
+    property: ["fget"],
+    functools.cached_property: ["func"],
+    staticmethod: ["__func__"],
+    classmethod: ["__func__"],
+    jax.custom_jvp: ["fun", "jvp"],
+    jax.custom_vjp: ["fun", "fwd", "bwd"],
+}
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
+
+
+def _of_functions(functions: list[types.FunctionType]) -> list[Any]:
+    return [part for fn in functions for part in (*_of_function(fn), len(fn.__dict__))]
+
+
+def _of_cells(cells: list[types.CellType]) -> list[Any]:
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:  # a name not assigned yet
+        return [_contents(cell) for cell in cells]
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _of_names(names: tuple[str, ...], held: dict[str, Any]) -> Iterator[Any]:
+    return map(held.get, names, itertools.repeat(_MISSING))
+
+
+def _of_dict(x: dict) -> tuple[Any, ...]:
+    return *x, *x.values()
+
+
+def _of_class(kind: type) -> tuple[Any, ...]:
+    return tuple(vars(kind).values())
+
+
+def _of_object(x: Any) -> tuple[Any, ...]:
+    held = x.__dict__
+    return *held, *held.values()
+
+
+def _of_attributes(x: Any) -> list[Any]:
+    names = attribute_names(x)
+    return [*names, *(_attribute(x, name) for name in names)]
+
+
+def _of_rows(copy: np.ndarray, x: np.ndarray) -> tuple[bool]:
+    same = x.dtype == copy.dtype and x.shape == copy.shape
+    return (same and x.tobytes() == copy.tobytes(),)
+
+
+@functools.lru_cache(maxsize=4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code reads, functions in it included."""
+    inner = (code_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to an installed package or to Python."""
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names or root == "jedbatch":
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file

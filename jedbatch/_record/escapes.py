@@ -1,0 +1,70 @@
+"""Traced values that outlive their trace: kept by the user, or by the caches of libraries.
+
+`jax.checking_leaks` takes every traced value that is alive for an escape. JAX itself and libraries
+such as Equinox keep programs in caches, and traced values that these close over; nobody meets them
+again. So where it finds something we look who holds the values, from holder to holder: what leads
+to caches and to installed packages only is none.
+"""
+
+import gc
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from jax.core import Tracer
+
+from jedbatch._record.environment import _is_installed
+
+CACHES = ("WeakrefLRUCache", "_lru_cache_wrapper")
+CONTAINERS = (list, dict, tuple, set)
+
+
+def live_tracers() -> list[Any]:
+    """All traced values that there are."""
+    gc.collect()
+    return [x for x in gc.get_objects() if issubclass(type(x), Tracer)]
+
+
+def is_kept(tracers: Sequence[Any], before: set[int]) -> bool:
+    """Whether code that is not of an installed package can reach some of these.
+
+    `before` has the ids of what there was before these were made; newer things do not count.
+    """
+    layer: Any = list(tracers)
+    seen = {id(tracers), *map(id, tracers)}
+    while layer:
+        seen.add(id(layer))
+        holders = gc.get_referrers(*layer)
+        seen.add(id(holders))
+        held = {id(x) for holder in holders for x in gc.get_referents(holder)}
+        if any(isinstance(x, CONTAINERS) and id(x) not in held and id(x) in before for x in layer):
+            return True  # by a function that runs
+        new = [x for x in holders if id(x) not in seen and not _is_cache(x)]
+        if any(id(x) in before and _is_of_user(x) for x in new):
+            return True
+        seen |= set(map(id, new))
+        layer = [x for x in new if not _is_end(x)]
+        del new, holders
+    return False
+
+
+def _is_cache(x: Any) -> bool:
+    return type(x).__name__ in CACHES
+
+
+def _is_module(x: Any) -> bool:
+    return type(x) is dict and "__name__" in x and "__spec__" in x
+
+
+def _is_end(x: Any) -> bool:
+    """Whether who holds it does not matter."""
+    return _is_module(x) or isinstance(x, types.FrameType | types.ModuleType)
+
+
+def _is_of_user(x: Any) -> bool:
+    if isinstance(x, types.FrameType):
+        return not _is_installed(x.f_globals.get("__name__", ""))
+    if _is_module(x):
+        return not _is_installed(x["__name__"])
+    module = x.__module__ if isinstance(x, types.FunctionType) else type(x).__module__
+    return not _is_installed(module or "")

@@ -1,0 +1,227 @@
+"""How calls of cells are recorded the second time: by what their arguments are, at a glance.
+
+This is the hottest path of recording, 0.8 microseconds a node. A call is described without
+looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
+returned, keyword arguments and a container of shared values by a token. `registry.calls` is a tree
+of dictionaries that leads from such a description to a `Callee`, the way in which a call like this
+was recorded before. Whatever has no description goes the long way every time (see
+`Recorder.long_way`).
+"""
+
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._jaxpr.identity import tree_key
+from jedbatch._record.cell import Cell, reachable_cells
+from jedbatch._record.instances import array_type, may_change
+from jedbatch._record.registry import END
+
+PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
+
+
+def short_way(recorder: Any) -> Callable:
+    """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
+
+    A call is described by what its arguments are, without looking into them, and recorded
+    the way a call of that description was recorded before: `registry.calls` is a tree of
+    dictionaries with a `Callee` at the end of every known description.
+    """
+    known, kept, numbers, arrays = (
+        recorder.known,
+        recorder.kept,
+        recorder.numbers,
+        recorder.arrays,
+    )
+    watched, result = recorder.watched, recorder.result
+    calls, references, callees = recorder.registry.calls, recorder.references, recorder.callees
+    input_group, input_value = recorder.input_group, recorder.input_value
+
+    def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
+        reads = []
+        try:
+            callee = calls[cell]
+            if static:
+                callee = callee[options_token(static)]
+            for c in cell.closure:
+                callee = callee[id(c.cell_contents)]
+            for arg in args:
+                found = known.get(id(arg))
+                if found is not None:
+                    token, index = found
+                    callee = callee[token]
+                    if index is not None:
+                        reads.append(index)
+                    continue
+                kind = type(arg)
+                if kind is result and arg._trace is recorder:
+                    callee = callee[arg.type]
+                    reads.append(arg.index)
+                elif kind is np.ndarray:
+                    group, token = arrays[arg.shape, arg.dtype]
+                    callee = callee[token]
+                    input_group.append(group)
+                    input_value.append(arg.copy())  # it may change before it is read
+                    reads.append(-len(input_group))
+                elif id(arg) in watched:
+                    callee = callee[watched[id(arg)].token_of(arg)]
+                elif kind is tuple or kind is list:  # a state put together by hand
+                    callee = callee[kind, len(arg)]
+                    for x in arg:
+                        found = known.get(id(x))
+                        if found is not None:
+                            callee = callee[found[0]]
+                            if found[1] is not None:
+                                reads.append(found[1])
+                        elif type(x) is result and x._trace is recorder:
+                            callee = callee[x.type]
+                            reads.append(x.index)
+                        else:
+                            raise KeyError(kind)
+                else:
+                    group, token = numbers[kind]  # an int or a float, if it is found
+                    callee = callee[token]
+                    input_group.append(group)
+                    input_value.append(arg)
+                    reads.append(-len(input_group))
+            callee = callee[END]
+        except (KeyError, ValueError):
+            callee = None
+        if callee is None:
+            return recorder.long_way(cell, args, static)
+        kinds = callee.results
+        references.extend(reads)
+        callees.append(callee.id)
+        index = recorder.num_values
+        recorder.num_values = index + len(kinds)
+        if callee.tree is None:
+            return result(recorder, index, kinds[0])
+        if callee.unit is None:
+            return recorder.results(callee, index)
+        if len(kinds) == 2:  # a state (h, c), spelled out
+            out: tuple = (result(recorder, index, kinds[0]), result(recorder, index + 1, kinds[1]))
+        else:
+            out = tuple([result(recorder, i, kind) for i, kind in enumerate(kinds, index)])
+        known[id(out)] = callee.unit, index
+        kept.append(out)
+        return out
+
+    return call_cell
+
+
+def described(recorder: Any, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
+    """The way to a call in `registry.calls`; None if it needs a closer look every time."""
+    tokens: list[Hashable] = [cell]
+    if reachable_cells(cell.fn) != cell.closure:
+        return None
+    if static:
+        try:
+            tokens.append(options_token(static))
+        except KeyError:
+            return None
+    for c in cell.closure:
+        try:
+            x = c.cell_contents
+        except ValueError:  # a name not assigned yet
+            return None
+        if isinstance(x, Tracer) or may_change(x):
+            return None
+        tokens.append(id(x))
+    for arg in args:
+        if is_referred(recorder, arg):
+            tokens.append(reference_token(recorder, arg))
+        elif type(arg) in (int, float):
+            tokens.append(number_token(recorder, type(arg))[1])
+        elif type(arg) is np.ndarray:
+            tokens.append(array_token(recorder, arg)[1])
+        elif id(arg) in recorder.watched:
+            tokens.append(recorder.watched[id(arg)].token_of(arg))
+        elif put_together(recorder, arg):
+            tokens += [(type(arg), len(arg)), *(reference_token(recorder, x) for x in arg)]
+        else:
+            return None
+    return [*tokens, END]
+
+
+def is_referred(recorder: Any, x: Any) -> bool:
+    """Whether something is a symbol, or a container that has a token of its own."""
+    return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
+
+
+def reference_token(recorder: Any, x: Any) -> Hashable:
+    """The token of what is referred to."""
+    return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
+
+
+def put_together(recorder: Any, x: Any) -> bool:
+    """Whether something is a tuple or list of symbols and of what cells returned."""
+    if type(x) not in (tuple, list) or is_referred(recorder, x):
+        return False
+    return all(is_referred(recorder, part) for part in x)
+
+
+def options_token(static: dict) -> Hashable:
+    """A token of keyword arguments; raises `KeyError` if one of them has none."""
+    kinds = tuple(map(type, static.values()))  # True, 1 and 1.0 are equal, but not the same
+    if PLAIN.issuperset(kinds):
+        return kinds, tuple(static.items())
+    raise KeyError(kinds)
+
+
+def number_token(recorder: Any, kind: type) -> tuple[int, Hashable]:
+    """(input group, token) of Python numbers of a kind."""
+    value_type = recorder.registry.value_type(*array_type(kind(0)))
+    found = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
+    recorder.numbers[kind] = found
+    return found
+
+
+def array_token(recorder: Any, x: np.ndarray) -> tuple[int, Hashable]:
+    """(input group, token) of arrays of NumPy of the type of this one."""
+    value_type = recorder.registry.value_type(*array_type(x))
+    token = recorder.registry.token(np.ndarray, value_type)
+    found = recorder.registry.group("value", value_type), token
+    recorder.arrays[x.shape, x.dtype] = found
+    return found
+
+
+def widths_of(recorder: Any, args: tuple) -> tuple[int, ...]:
+    """How many operands each reference of a short description stands for."""
+    single = (0, 0)
+    parts = [x for arg in args for x in (arg if put_together(recorder, arg) else [arg])]
+    found = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
+    return tuple(
+        1 if token >= 0 else len(recorder.registry.units[-1 - token])
+        for token, index in found
+        if index is not None
+    )
+
+
+class Watched:
+    """A container that may change: what it held when it was described, and the description."""
+
+    __slots__ = ("container", "keys", "leaves", "structure", "token")
+
+    def __init__(self, container: Any, leaves: list, structure: Any, token: Hashable):
+        self.container = container
+        self.leaves = leaves
+        self.structure = tree_key(structure)
+        self.token = token
+        self.keys = None
+        if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
+            self.keys, self.leaves = tuple(container), list(container.values())
+
+    def token_of(self, x: Any) -> Hashable:
+        """The description; raises `KeyError` if the container holds something else by now."""
+        if self.keys is not None:  # a flat dict; `tree.flatten` takes three times as long
+            if tuple(x) == self.keys and all(map(operator.is_, x.values(), self.leaves)):
+                return self.token
+            raise KeyError(self.token)
+        leaves, structure = jax.tree.flatten(x)
+        if tree_key(structure) == self.structure and all(map(operator.is_, leaves, self.leaves)):
+            return self.token
+        raise KeyError(self.token)

@@ -1,0 +1,1 @@
+"""What a node is: taking calls apart and putting operations together."""

@@ -1,0 +1,153 @@
+"""Where in the user's program an operation is performed: its call site.
+
+Two operations of one kind at one place of a program are likely to play the same part, for
+instance in every call of a recursive function; at different places they do not. A place is the
+path of Python frames that leads to the operation: code object and instruction of each, from the
+operation outwards, through JAX and Flax into the user's functions.
+
+The path must be the same at every level of a recursion, so it ends at the innermost call of a
+function that recurs. Which functions recur is learned on the way: the first path that meets a
+function twice names it. Only functions of the user count; layers of a library call each other
+through the same few functions of the library, whatever the model. A path therefore has as many
+frames as lie between an operation and the recursion around it, not as many as the recursion is
+deep. What was recorded before a function was known to recur has to be recorded again.
+"""
+
+import bisect
+import dis
+import itertools
+import sys
+from collections.abc import Iterable
+from types import CodeType, FrameType
+
+from jedbatch._support.frames import is_private, records_calls
+
+MOST_FRAMES = 256  # of one path
+
+# Functions of these do not recur on the user's behalf; the standard library is one of them.
+LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "numpy", "optax"})
+
+_OUTSIDE, _OWN, _LIBRARY, _USER, _RECURSIVE = range(5)
+
+
+class Sites:
+    """Call sites met so far, as small integers."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, int] = {}  # by the id of the code: comparing codes is slow
+        self._codes: dict[int, CodeType] = {}
+        self._starts: dict[int, list[int]] = {}  # of the instructions
+        self._paths: list[tuple[int, ...]] = []
+        self._ids: dict[tuple[int, ...], int] = {}
+        self._onward: dict[tuple[int, int], bool] = {}
+        self._last: FrameType | None = None
+        self._news = False
+
+    def here(self) -> tuple[int, bool]:
+        """(site of the caller, whether the same call of a function was the outermost before)."""
+        kinds = self._kinds
+        frame: FrameType | None = sys._getframe(1)
+        last = None
+        path: list[int] = []
+        users: list[int] = []
+        for _ in range(MOST_FRAMES):
+            if frame is None:
+                break
+            code = id(frame.f_code)
+            kind = kinds.get(code)
+            if kind is None:
+                kind = self._meet(frame)
+            if kind == _OUTSIDE:
+                break
+            if kind != _OWN:  # how it reaches us makes no difference
+                path += code, frame.f_lasti
+                last = frame
+            if kind == _RECURSIVE:
+                break
+            if kind == _USER:
+                if code in users:
+                    kinds[code] = _RECURSIVE
+                    self._news = True
+                    break
+                users.append(code)
+            frame = frame.f_back
+        same = last is self._last and last is not None
+        self._last = last  # kept, or another frame might get its place in memory
+        return self._site(tuple(path)), same
+
+    def news(self) -> bool:
+        """Whether a function was found to recur since this was asked last, and forgets frames."""
+        news, self._news = self._news, False
+        self._last = None
+        return news
+
+    def _site(self, path: tuple[int, ...]) -> int:
+        site = self._ids.get(path)
+        if site is None:
+            exact = [
+                part
+                for code, last in zip(path[::2], path[1::2], strict=True)
+                for part in (code, self._instruction(code, last))
+            ]
+            site = self._ids.setdefault(tuple(exact), len(self._paths))
+            if site == len(self._paths):
+                self._paths.append(tuple(exact))
+            self._ids[path] = site
+        return site
+
+    def _instruction(self, code: int, last: int) -> int:
+        """The beginning of an instruction.
+
+        Python specialises instructions while it runs, and some of them then leave a frame at
+        their end.
+        """
+        if code not in self._starts:
+            self._starts[code] = [i.offset for i in dis.get_instructions(self._codes[code])]
+        starts = self._starts[code]
+        return starts[bisect.bisect_right(starts, last) - 1]
+
+    def _meet(self, frame: FrameType) -> int:
+        """What kind of function a frame belongs to that was not met before."""
+        module = frame.f_globals.get("__name__") or ""
+        root = module.partition(".")[0]
+        if records_calls(frame.f_globals):
+            kind = _OUTSIDE
+        elif is_private(module):
+            kind = _OWN
+        elif root in LIBRARIES or root in sys.stdlib_module_names:
+            kind = _LIBRARY
+        else:
+            kind = _USER
+        code = frame.f_code
+        self._codes[id(code)] = code  # keeps the id from being used again
+        self._kinds[id(code)] = kind
+        return kind
+
+    def onward(self, site: int, after: int) -> bool:
+        """Whether a function that does something at one site gets to another by going on.
+
+        If not, it has gone back in a loop. What loops inside of a library counts as going on.
+        """
+        found = self._onward.get((site, after))
+        if found is None:
+            found = self._onward[site, after] = self._goes_on(site, after)
+        return found
+
+    def _goes_on(self, site: int, after: int) -> bool:
+        path, other = self._paths[site], self._paths[after]
+        for k in range(2, min(len(path), len(other)) + 1, 2):
+            (code, last), (next_code, next_last) = path[-k:][:2], other[-k:][:2]
+            if code != next_code or last != next_last:
+                inside = self._kinds[code] < _USER and self._kinds[next_code] < _USER
+                return inside or (code == next_code and next_last > last)
+        return len(path) != len(other)
+
+    def name(self, sites: Iterable[int]) -> str:
+        """The innermost function of the user that all of the sites lie in."""
+        ways = []
+        for site in sites:
+            codes = reversed(self._paths[site][::2])
+            ways.append([self._codes[c] for c in codes if self._kinds[c] >= _USER])
+        steps = itertools.takewhile(lambda s: all(c is s[0] for c in s), zip(*ways, strict=False))
+        common = list(steps)
+        return common[-1][0].co_name if common else "block"

@@ -1,0 +1,361 @@
+"""Reading an instance: which of it is arrays, and when two instances are the same.
+
+An instance is any Python object. Its arrays become symbolic; numbers, strings, lists and
+objects reach the function as they are. Because the function is pure, instances that agree
+in everything but the contents of their arrays have the same graph, so the graph is cached
+under a key that says exactly that.
+
+Such a key is harder to make than it looks. `(1, 2) == (1.0, 2) == (True, 2)` although their
+graphs differ, `0.0 == -0.0`, NaN differs from itself, and `hash` and `==` overflow the C
+stack on a tree 50,000 levels deep. So what an instance is made of is written out (see
+`_jaxpr.identity`), and nothing here recurses in C. Plain containers of numbers and strings take a
+short cut: `marshal` writes them, with their types, at 10 ns a number, and refuses deep ones.
+"""
+
+import collections
+import copy
+import dataclasses
+import enum
+import itertools
+import marshal
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, node_key, snapshot, typed
+
+_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_LEAVES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+_NO_NUMBERS = frozenset(
+    {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
+)
+_WIDE = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+_CONSTANT = (*_LEAVES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
+
+
+def is_array(x: Any) -> bool:
+    """True of NumPy arrays, JAX arrays and tracers, but not of NumPy scalars.
+
+    Nor of arrays of NumPy that JAX cannot compute with: of strings, dates, objects and records.
+    """
+    if isinstance(x, np.ndarray):
+        return x.dtype.type not in _NO_NUMBERS
+    return isinstance(x, jax.Array)
+
+
+def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
+    """(shape, dtype, weak) of an array or number as JAX sees it.
+
+    Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype in _WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"got {dtype} values (shape {np.shape(x)}) while JAX computes in 32 bits; expected "
+            "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
+            "program to compute in 64 bits, or `x.astype(numpy.float32)`."
+        )
+    try:
+        aval = jax.typeof(x)
+    except OverflowError:
+        raise OverflowError(
+            f"got {checks.brief(x)}, which does not fit the whole numbers that JAX computes with; "
+            "expected a smaller one, or write `jax.config.update('jax_enable_x64', True)`."
+        ) from None
+    return aval.shape, aval.dtype, aval.weak_type
+
+
+def flatten(tree: Any, whose: str) -> tuple[list[Any], Any]:
+    """Leaves and structure of a pytree; `whose` is said in errors.
+
+    Raises:
+      ValueError: a container holds itself.
+      RecursionError: containers are nested too deep for JAX.
+    """
+    try:
+        return jax.tree.flatten(tree)
+    except (RecursionError, SystemError) as error:  # JAX makes one of the other
+        if (circle := _find_circle(tree)) is not None:
+            raise ValueError(
+                f"{whose} holds a {type(circle).__name__} that holds itself; expected a tree or a "
+                "graph without circles. Keep links to parents out of it."
+            ) from None
+        if isinstance(error.__cause__, RecursionError):
+            raise RecursionError(
+                f"{whose} holds containers that are nested deeper than JAX can look into; "
+                "expected a pytree of arrays. Put arrays that are many into one."
+            ) from None
+        raise
+
+
+def _find_circle(tree: Any, limit: int = 1_000_000) -> Any:
+    """A container of a pytree that holds itself; None if none is found."""
+    seen = {id(tree): tree}  # alive, as long as they are known by their ids
+    path = {id(tree): iter(parts_of(tree))}
+    while path and len(seen) < limit:
+        for part in path[next(reversed(path))]:
+            if id(part) in path:
+                return part
+            if id(part) not in seen and not jax.tree_util.all_leaves([part]):
+                seen[id(part)] = part
+                path[id(part)] = iter(parts_of(part))
+                break
+        else:
+            path.popitem()
+    return None
+
+
+def parts_of(x: Any) -> list[Any]:
+    """The parts that a container of a pytree holds directly."""
+    is_part = itertools.chain([False], itertools.repeat(True))  # JAX asks of the whole first
+    return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
+
+
+def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
+    """What decides the graph of an instance, and its arrays in order.
+
+    The key is None if the instance holds something that may change behind our back: a mutable
+    object. Containers are keyed by what they contain, attributes included; what is met again, an
+    array as well, by where it was met first. The arrays are listed as often as they are met.
+    """
+    if _is_plain_tree(instance):
+        try:
+            return marshal.dumps(instance, 2), []
+        except ValueError:
+            pass  # too deep
+
+    tokens: list[Hashable] = []
+    arrays = []
+    cacheable = True
+    places: dict[int, tuple[int, Any]] = {}  # and the object, so that no other one has its id
+    stack = [instance]
+    while stack:
+        x = stack.pop()
+        kind = type(x)
+        if id(x) in places:
+            tokens.append(("again", places[id(x)][0]))
+            if is_array(x):
+                arrays.append(x)
+            continue
+        if x is None or kind in _PLAIN:
+            tokens.append(typed(x))
+        elif is_array(x):
+            places[id(x)] = len(tokens), x
+            tokens.append(("array", *array_type(x)))
+            arrays.append(x)
+        elif isinstance(x, Graph):  # immutable, and too large to compare
+            tokens.append(Same(x))
+        elif (node := _children(x)) is not None:
+            token, children, mutable = node
+            places[id(x)] = len(tokens), x
+            cacheable = cacheable and not mutable
+            tokens.append((kind, len(children), token))
+            stack.extend(reversed(children))
+        elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
+            tokens.append((kind, x.dtype, x.shape, x.tobytes()))
+        elif isinstance(x, (*_LEAVES, np.generic)) or kind in (range, slice):
+            tokens.append(typed(x))
+        else:
+            cacheable = False
+    if not cacheable:
+        return None, arrays
+    try:
+        hash(key := tuple(tokens))
+    except TypeError:
+        return None, arrays
+    return key, arrays
+
+
+def _is_plain_tree(instance: Any) -> bool:
+    """True of tuples, lists and dicts of numbers and strings, none of them met twice.
+
+    `marshal` writes a part once for every time it is met.
+    """
+    plain, containers = _PLAIN, (tuple, list, dict)
+    seen: set[int] = set()
+    stack = [instance]
+    while stack:
+        x = stack.pop()
+        kind = type(x)
+        if kind not in containers:
+            return kind in plain
+        if id(x) in seen:
+            return False
+        seen.add(id(x))
+        if kind is dict:
+            if not plain.issuperset(map(type, x)):
+                return False
+            x = x.values()
+        for part in x:
+            kind = type(part)
+            if kind not in plain:
+                if kind not in containers:
+                    return False
+                stack.append(part)
+    return True
+
+
+def is_constant(x: Any) -> bool:
+    """True of what cannot change: strings, functions, modules, frozen dataclasses of such."""
+    if type(x) in _PLAIN or x is None or isinstance(x, _CONSTANT):
+        return True
+    if isinstance(x, tuple):
+        return all(map(is_constant, x))
+    return is_frozen(x)
+
+
+def may_change(x: Any) -> bool:
+    """True of containers that are compared by what is in them and may be changed."""
+    if isinstance(x, tuple):
+        return any(map(may_change, x))
+    return isinstance(x, list | dict | set | bytearray | np.ndarray | collections.deque)
+
+
+def immutable(instance: Any) -> bool:
+    """True of plain instances without lists or dicts in them: they will not change."""
+    try:
+        hash(instance)
+    except TypeError:
+        return False
+    return True
+
+
+def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
+    """The instance with its arrays replaced, in order; what was shared is shared again.
+
+    Raises `ValueError` if an object holds itself.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # and the object, so that no other one has its id
+    unfinished = object()
+
+    def replace(x: Any) -> Any:
+        if is_array(x):
+            other = next(arrays)  # one for each time that it is met
+            return done.setdefault(id(x), (other, x))[0]
+        if type(x) in _PLAIN or (node := _children(x)) is None:
+            return x
+        if id(x) not in done:
+            done[id(x)] = unfinished, x
+            done[id(x)] = _rebuild(x, [replace(child) for child in node[1]]), x
+        if done[id(x)][0] is unfinished:
+            raise ValueError(
+                f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
+                "a tree or a graph without circles. Keep links to parents out of the instance."
+            )
+        return done[id(x)][0]
+
+    return replace(instance)
+
+
+def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
+    """Ids of the JAX arrays an object holds on to, through attributes and containers."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    stack = [instance]
+    while stack and len(seen) < limit:
+        x = stack.pop()
+        if type(x) in _PLAIN or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if is_array(x):
+            found.add(id(x))
+        elif (node := _children(x)) is not None:
+            stack.extend(node[1])
+        elif not isinstance(x, (*_LEAVES, types.ModuleType)):
+            slots = [s for k in type(x).__mro__ for s in getattr(k, "__slots__", ())]
+            stack.extend(getattr(x, s) for s in slots if hasattr(x, s))
+            stack.extend(getattr(x, "__dict__", {}).values())
+    return found
+
+
+def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
+    """(what else decides it, parts, is mutable) of a container; None of anything else."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return None, list(x), False
+    if isinstance(x, tuple | list | dict | collections.deque):
+        names = attribute_names(x)
+        extra = [getattr(x, name) for name in names]
+        if isinstance(x, dict):
+            known = kind in (dict, collections.OrderedDict)
+            try:
+                return (tuple(map(typed, x)), *names), [*x.values(), *extra], not known
+            except TypeError:
+                return None, [*x.values(), *extra], True
+        known = kind is collections.deque or hasattr(kind, "_fields")
+        return (getattr(x, "maxlen", None), *names), [*x, *extra], not known
+    if isinstance(x, np.ndarray) and x.dtype == object:
+        return x.shape, list(x.flat), kind is not np.ndarray
+    if isinstance(x, Graph | np.ndarray):
+        return None
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = _dataclass_attributes(x)
+        whole = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
+        return tuple(names), [getattr(x, name) for name in names], not whole
+    if jax.tree_util.all_leaves([x]):
+        return None
+    parts, structure = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    try:
+        return (node_key(structure), *_beside(x, parts, structure)), parts, False
+    except TypeError:
+        return None, parts, True
+
+
+def _dataclass_attributes(x: Any) -> list[str]:
+    """The names of the fields of an object, and of its attributes beside them."""
+    names = [f.name for f in dataclasses.fields(x)]
+    return [*names, *(name for name in attribute_names(x) if name not in names)]
+
+
+def _beside(x: Any, parts: list[Any], structure: Any) -> list[Hashable]:
+    """Attributes of a container of a pytree that are neither its parts nor what it carries.
+
+    Raises `TypeError` if one of them may change.
+    """
+    _, carried = structure.node_data()
+    known = {id(x) for x in (*parts, carried)}
+    if isinstance(carried, tuple | list):
+        known.update(map(id, carried))
+    found = ((name, getattr(x, name)) for name in attribute_names(x))
+    return [(name, snapshot(value)) for name, value in found if id(value) not in known]
+
+
+def _rebuild(x: Any, parts: list[Any]) -> Any:
+    kind: Any = type(x)
+    if isinstance(x, np.ndarray):
+        array = np.empty(x.shape, object)
+        for place, part in zip(np.ndindex(x.shape), parts, strict=True):
+            array[place] = part
+        return array
+    if isinstance(x, tuple | list | dict | collections.deque):
+        own, extra = parts[: len(x)], parts[len(x) :]
+        other = _filled(x, own)
+        for name, part in zip(attribute_names(x), extra, strict=True):
+            object.__setattr__(other, name, part)
+        return other
+    if dataclasses.is_dataclass(x):
+        other = object.__new__(kind)
+        for name, part in zip(_dataclass_attributes(x), parts, strict=True):
+            object.__setattr__(other, name, part)
+        return other
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
+
+
+def _filled(x: Any, parts: list[Any]) -> Any:
+    """A container like another one that holds other parts."""
+    kind: Any = type(x)
+    if hasattr(kind, "_fields"):
+        return tuple.__new__(kind, parts)
+    if isinstance(x, collections.deque):
+        return collections.deque(parts, x.maxlen)
+    if isinstance(x, tuple | list):
+        return kind(parts)
+    other = copy.copy(x)
+    other.update(zip(x, parts, strict=True))
+    return other

@@ -1,0 +1,586 @@
+"""A recorder of what a function does to symbolic values.
+
+The user's function runs once per instance, as ordinary Python, on symbolic values. Each
+operation it performs becomes a node of the instance's graph and nothing is computed. Work enters
+through four doors:
+
+1. a call of a `@cell`: a dictionary look-up and a few list appends, no JAX in it;
+2. a call of a `jax.jit`-ted function, which reaches us as one primitive that brings its own
+   program along: one node;
+3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive;
+4. `evaluate`, which records a graph prepared with NumPy, all nodes at once.
+
+Doors 2 and 3 open because symbolic values are JAX tracers of a trace of our own, so that JAX
+hands us every primitive together with its operands. What an operation reads decides what becomes
+of it:
+
+    something symbolic          a node of the graph
+    shared arguments only       computed once per minibatch, before the nodes; unless it depends
+                                on the instance by a number (`params * len(tree)`) or by how
+                                often it is repeated: a node
+    neither                     computed now; the result is a constant
+
+A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
+reference, not two. References are turned into operands for all instances together, in NumPy.
+
+Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a custom
+`jax.core.Trace` as in JAX's autodidax.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Trace, Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch import checks
+from jedbatch._jaxpr.identity import Same, tree_key, typed_or_same
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.symbolic_dims import as_number
+from jedbatch._record.cell import (
+    Cell,
+    free_values,
+    function_identity,
+    pause,
+    spelled,
+    static_options,
+    with_free_values,
+)
+from jedbatch._record.fast_path import Watched, described, short_way, widths_of
+from jedbatch._record.instances import (
+    array_type,
+    flatten,
+    is_array,
+    is_constant,
+    owned_arrays,
+    parts_of,
+    replace_arrays,
+)
+from jedbatch._record.operators import (
+    index_shared,
+    index_value,
+    known_operation,
+    operate,
+    remember_operation,
+)
+from jedbatch._record.registry import NUMBERS, Callee, Registry
+from jedbatch._record.symbols import Shared, Symbol, Value, frozen
+from jedbatch.errors import EscapedValueError
+
+
+class Recorder(Trace):
+    """Records instances, one after the other, into flat lists.
+
+    Attributes:
+      result: the class of the results of nodes.
+      caller: JAX's trace around the batched function.
+      callees: the kind of call of every node.
+      references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
+        its first element's.
+      input_group, input_value: how every input is read, and its value or position.
+      tracers: tracers of outer transformations that the function closes over.
+      caching: whether the current instance's graph is good for later calls too.
+      leaves: (number, path) of the instance's arrays and their parts, by reference.
+      read: gives the value of a symbol as a NumPy array; None if values are not to be had.
+      together: what some functions return, which may wait for values each on its own.
+      grouping: who merges nodes later or takes them apart; None if nobody does.
+      sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
+    """
+
+    result: type[Value] = Value
+
+    def __init__(self, registry: Registry, caller: Any, grouping: Any = None):
+        super().__init__()
+        self.registry = registry
+        self.caller = caller
+        self.active = True
+        self.caching = True
+        self.read: Callable | None = None
+        self.together: Callable = lambda parts: [part() for part in parts]
+        self.callees: list[int] = []
+        self.references: list[int] = []
+        self.num_values = 0
+        self.input_group: list[int] = []
+        self.input_value: list[Any] = []
+        self.tracers: list[Any] = []
+        self._instance: Any = None
+        self.known: dict[int, tuple[Any, int | None]] = {}
+        self.kept: list[Any] = []  # keeps what `known` knows by id alive
+        self._containers: dict[int, tuple[Hashable, None]] = {}
+        self._shared: Any = None
+        self.leaves: dict[int, tuple[int, Any]] = {}
+        self._made: dict[int, Any] = {}
+        self._owned: set[int] | None = None
+        self.watched: dict[int, Watched] = {}  # containers that may change
+        self.numbers: dict[type, tuple[int, Hashable]] = {}  # (input group, token) by kind
+        self.arrays: dict[tuple, tuple[int, Hashable]] = {}  # and by shape and dtype
+        self.call_cell = short_way(self)
+        self.grouping = grouping
+        self.sites: list[tuple[int, bool]] = []
+        self._here = None if grouping is None else grouping.here
+        self.locates = self._here is not None
+        if self.locates:
+            self.call_cell = self._marking(self.call_cell)
+
+    def is_valid(self) -> bool:
+        if self.active:
+            return True
+        raise EscapedValueError(
+            "a symbolic value is used after its function was recorded; expected it to be "
+            "returned from the function. `help(jedbatch.errors.EscapedValueError)` says how "
+            "values escape."
+        )
+
+    def share(self) -> Any:
+        """The shared arguments with symbols for leaves."""
+        leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
+        self._shared = jax.tree.unflatten(self.registry.structure, leaves)
+        stack = [self._shared]
+        while stack:  # remember the containers: cells get them whole
+            x = stack.pop()
+            leaves, structure = jax.tree.flatten(x)
+            token = self.registry.token(structure, *(leaf.index for leaf in leaves))
+            self._containers[id(x)] = (token, None)
+            if not isinstance(x, Shared) and leaves:
+                stack += parts_of(x)
+        return self._shared
+
+    def begin(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+        """Starts an instance after another is done; its arrays are replaced by symbols.
+
+        `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
+        """
+        for kept in (self.known, self.kept, self.leaves):
+            kept.clear()
+        self.known.update(self._containers)
+        self.caching = True
+        self.turn_to(instance)
+        return self.symbolic(instance, arrays, types)
+
+    def turn_to(self, instance: Any) -> None:
+        """What is recorded from now on belongs to an instance, begun now or before."""
+        self._instance = instance
+        self._owned = None
+
+    def symbolic(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+        """The instance with its arrays replaced by symbols (of these types)."""
+        if not arrays:
+            return instance
+        types = map(array_type, arrays) if types is None else types
+        kinds = list(itertools.starmap(self.registry.value_type, types))
+        values = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+        return replace_arrays(instance, iter(values))
+
+    def forget(self) -> None:
+        """Lets go of everything symbolic."""
+        self.active = False
+        self._instance = self._shared = self._owned = None
+        for kept in (self.known, self._containers, self.kept, self._made, self.leaves):
+            kept.clear()
+
+    @property
+    def written(self) -> tuple[list, ...]:
+        """What was recorded: (callees, references, groups of inputs, values of inputs)."""
+        return self.callees, self.references, self.input_group, self.input_value
+
+    def new_input(self, group: int, value: Any) -> int:
+        self.input_group.append(group)
+        self.input_value.append(value)
+        return -len(self.input_group)
+
+    def leaf_value(self, kind: int, leaf: int, path: tuple) -> Value:
+        """An array of the instance, or the part of it that static indices lead to."""
+        row = len(path) == 1 and isinstance(path[0], int)
+        group = self.registry.group("leaf", kind, leaf, row, None if row else frozen(path))
+        position = self.new_input(group, path[0] if row else path)
+        self.leaves[position] = (leaf, path)
+        return Value(self, position, kind)
+
+    def input(self, x: Any) -> Value:
+        """A number or concrete array as an input of the instance."""
+        kind = self.registry.value_type(*array_type(x))
+        x = x.copy() if isinstance(x, np.ndarray) else x  # it may change before it is read
+        return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
+
+    def stand_in(self, kind: int) -> Value:
+        """An input that stands for any value of a type."""
+        return Value(self, self.new_input(-1, None), kind)
+
+    def symbol(self, x: Any) -> Any:
+        """Any array or number as a symbol."""
+        if isinstance(x, Tracer):
+            if isinstance(x, Symbol):
+                x._trace.is_valid()
+            if x._trace is self:
+                return x
+            if (way := self.registry.reached.get(id(x))) is not None:
+                return Shared(self, self.registry.outer(way, jax.typeof(x)))
+            self.caching = False  # a tracer of an outer transformation: here today, gone tomorrow
+            position = next((k for k, t in enumerate(self.tracers) if t is x), len(self.tracers))
+            if position == len(self.tracers):
+                self.tracers.append(x)
+            return Shared(self, self.registry.outer(position, jax.typeof(x)))
+        if id(x) in self._made:  # it cannot change: one input for all who read it
+            if id(x) not in self.known:
+                value = self.input(x)
+                self.known[id(x)] = value.type, value.index
+            kind, index = self.known[id(x)]
+            assert index is not None
+            return Value(self, index, kind)
+        if isinstance(x, jax.Array) and x.ndim and not self._is_owned(x):
+            self.trust(x)
+            way = self.registry.reached.get(id(x))
+            if way is None:
+                return Shared(self, self.registry.closed_over(x))
+            return Shared(self, self.registry.outer(way, jax.typeof(x)))
+        self.trust(x)
+        return self.input(x)
+
+    def _is_owned(self, x: Any) -> bool:
+        """Whether an array is part of the instance."""
+        if self._owned is None:
+            self._owned = owned_arrays(self._instance)
+        return id(x) in self._owned
+
+    def _is_weight_reached(self, x: Any) -> bool:
+        """True of arrays that the function reaches and that programs read: all but numbers."""
+        if id(x) not in self.registry.reached or not isinstance(x, jax.Array):
+            return False
+        return x.ndim > 0 and has_gradient(x.dtype) and not self._is_owned(x)
+
+    def value_reached(self, symbol: Symbol) -> np.ndarray | None:
+        """The value of a symbol that depends on arrays which the function reaches and no more."""
+        registry = self.registry
+        if not isinstance(symbol, Shared) or not registry.is_reached(symbol.index):
+            return None
+        compute, closed_over = registry.prologue([[symbol.index]])
+        values = [registry.arrays_reached[registry.shared[i].tracer] for i in closed_over]
+        if any(isinstance(x, Tracer) for x in values):
+            return None
+        with pause(), jax.ensure_compile_time_eval():
+            return np.asarray(compute([*[None] * registry.num_leaves, *values])[0][0])
+
+    def trust(self, x: Any) -> None:
+        """Notes that an instance reads an array; another one may be read the next time."""
+        if isinstance(x, jax.Array) and self.caching:
+            known = id(x) in self._made or id(x) in self.registry.reached
+            self.caching = known or self._is_owned(x)
+
+    # --- door 1: cells ---
+
+    def _marking(self, call_cell: Callable) -> Callable:
+        """The same, noting call sites."""
+
+        def call(cell: Cell, args: tuple, static: dict) -> Any:
+            out = call_cell(cell, args, static)
+            self.mark()
+            return out
+
+        return call
+
+    def mark(self) -> None:
+        """Notes the call site of what was recorded last, for whoever groups nodes by it."""
+        if self._here is not None and len(self.sites) != len(self.callees):
+            self.sites += [self._here()] * (len(self.callees) - len(self.sites))
+
+    def mark_again(self) -> None:
+        """Notes the call site of the last node as that of the caller."""
+        if self.locates:
+            _, same = self.sites.pop()
+            assert self._here is not None
+            self.sites.append((self._here()[0], same))
+
+    def results(self, callee: Callee, index: int) -> Any:
+        """What a recorded call returns."""
+        values = [self.result(self, i, kind) for i, kind in enumerate(callee.results, index)]
+        if callee.tree is None:
+            return values[0]
+        out = jax.tree.unflatten(callee.tree, values)
+        if callee.unit is not None:
+            self.known[id(out)] = callee.unit, index
+            self.kept.append(out)
+        for position, token, first in callee.parts:
+            self.known[id(out[position])] = token, index + first
+            self.kept.append(out[position])
+        return out
+
+    def record(self, callee: Callee) -> Any:
+        """Appends a node whose references are in place already; returns its results."""
+        self.callees.append(callee.id)
+        self.mark()
+        index = self.num_values
+        self.num_values = index + len(callee.results)
+        return self.results(callee, index)
+
+    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
+        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
+        return described(self, cell, args, static)
+
+    def long_way(self, cell: Cell, args: tuple, static: dict) -> Any:
+        """Records a call of a cell: any pytrees of anything."""
+        found = self.cell_callee(cell, args, static)
+        if found is None:  # inside another transformation: not ours to record
+            return cell.fn(*args, **static)
+        callee, references = found
+        way = self.description(cell, args, static)
+        if way is not None and self.registry.is_proven(callee):
+            self.registry.remember(
+                way, callee, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
+            )
+        self.references += references
+        return self.record(callee)
+
+    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
+        """(how to record a call of a cell, its references); None if it is not ours to record."""
+        fn = cell.fn
+        options = static_options(cell, static)
+        captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
+        leaves, tree = flatten((args, captured), f"an argument of cell `{cell.name}`")
+        leaves = [as_number(leaf) for leaf in leaves]
+        if self._foreign(leaves):
+            return None
+        slots: list[Hashable] = []
+        operands: list[Value] = []
+        shared: list[int] = []
+        fixed: list[Any] = []
+        for leaf in leaves:
+            if is_array(leaf) or isinstance(leaf, NUMBERS):
+                symbol = self.symbol(leaf)
+                if isinstance(symbol, Value):
+                    slots.append("value")
+                    operands.append(symbol)
+                else:
+                    slots.append("shared")
+                    shared.append(symbol.index)
+                continue
+            if not is_constant(leaf):
+                raise TypeError(
+                    f"cell `{cell.name}` got {checks.shown(leaf)} as a "
+                    "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                    "by keyword if it is hashable, or close over it."
+                )
+            slots.append(("fixed", typed_or_same(leaf)))
+            fixed.append(leaf)
+        identity = function_identity(fn, self.registry.reached)
+        if hasattr(fn, "__code__"):
+            self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+
+        def call(shared_values, operand_values):
+            sources = {"shared": iter(shared_values), "value": iter(operand_values)}
+            constants = iter(fixed)
+            filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
+            args, captured = jax.tree.unflatten(tree, filled)
+            return with_free_values(fn, iter(captured))(*args, **static)
+
+        key = ("cell", identity, options, tree_key(tree), tuple(slots))
+        kinds = tuple(v.type for v in operands)
+        try:
+            callee = self.registry.callee(
+                cell.name,
+                key,
+                call,
+                tuple(shared),
+                kinds,
+                user_code=True,
+                static=spelled(static),
+            )
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                f"This happened inside cell `{cell.name}`, whose positional arguments are "
+                "values, Python numbers too. If Python must decide on one, pass it by keyword: "
+                "keyword arguments are static."
+            )
+            raise
+        self.caching &= self.registry.is_proven(callee)
+        if self.grouping is not None and self.grouping.met is not None:
+            self.grouping.met((identity, options, *shared), callee, call)
+        return callee, [v.index for v in operands]
+
+    def _foreign(self, leaves: Sequence[Any]) -> bool:
+        """True if a leaf belongs to a transformation that is running inside the function."""
+        if not any(isinstance(x, Tracer) and x._trace is not self for x in leaves):
+            return False
+        with take_current_trace() as current:
+            return current is not self
+
+    # --- doors 2 and 3: everything else ---
+
+    index_value = index_value
+    index_shared = index_shared
+    operate = operate
+
+    def process_primitive(self, primitive, tracers, params, /):
+        key = self.registry.keys.primitive_key(primitive, params)
+        known = known_operation(self, key, tracers)
+        if known is not None:
+            out = self.record(known)
+            return out if primitive.multiple_results else out[0]
+
+        def call(*values):
+            out = primitive.bind(*values, **params)
+            return out if primitive.multiple_results else [out]
+
+        name = params["name"] if primitive.name == "jit" else primitive.name
+        before = len(self.input_group), len(self.callees)
+        out = self._operation(name, key.written, call, tracers, is_ragged=key.is_ragged)
+        if before == (len(self.input_group), len(self.callees) - 1):
+            remember_operation(self, key, tracers)
+        return out if primitive.multiple_results else out[0]
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
+        def call(*values):
+            with take_current_trace() as trace, set_current_trace(trace):
+                return trace.process_custom_jvp_call(
+                    primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
+                )
+
+        return self._custom((fun, jvp), call, tracers)
+
+    def process_custom_vjp_call(
+        self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
+    ):
+        def call(*values):
+            with take_current_trace() as trace, set_current_trace(trace):
+                return trace.process_custom_vjp_call(
+                    primitive,
+                    fun,
+                    fwd,
+                    bwd,
+                    values,
+                    out_trees=out_trees,
+                    symbolic_zeros=symbolic_zeros,
+                )
+
+        return self._custom((fun, fwd, bwd), call, tracers)
+
+    def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Any]) -> list[Any]:
+        """Records a function with a derivative rule of its own, rule included."""
+        fun = functions[0]
+        ran = []
+
+        def noted(*values):
+            ran.append(True)
+            return call(*values)
+
+        name = getattr(fun, "__name__", "custom")
+        ways = self.registry.reached
+        key = ("custom", *(function_identity(part, ways) for part in functions))
+        code = getattr(getattr(fun, "f", fun), "__code__", None)
+        if code is not None:
+            self.registry.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
+        out = self._operation(name, key, noted, tracers)
+        if not ran:  # JAX reads the structure of the result off a run of `fun`
+            with pause():
+                jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
+        return out
+
+    def stage_value(self, val):
+        """A number or array of NumPy as an array of JAX that nobody can change."""
+        if isinstance(val, jax.Array):
+            return val
+        shape, dtype, weak = array_type(val)
+        number = next((t for t in (int, float, complex) if isinstance(val, t)), None)
+
+        def stage(x):
+            return [jnp.asarray(number(x)) if weak and number else jnp.asarray(np.array(x, dtype))]
+
+        return self._constant(("stage", shape, dtype, weak), stage, [val])[0]
+
+    def _operation(
+        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
+    ) -> list:
+        """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic.
+
+        What `is_ragged` depends on the extent of an array of the instance.
+        """
+        if self.registry.reached:
+            args = [self.symbol(x) if self._is_weight_reached(x) else x for x in args]
+        if not is_ragged and not any(isinstance(x, Tracer) for x in args):
+            return self._constant(key, call, args)
+        tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
+        shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
+        if len(shared) == len(tracers) and not is_ragged:
+            numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
+            if not self.registry.varies(key, shared, numbers):
+                return self._shared_operation(key, call, args, tracers)
+        symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
+        slots = tuple(isinstance(s, Value) for s in symbols)
+
+        def arranged(shared_values, operand_values):
+            sources = iter(shared_values), iter(operand_values)
+            return list(call(*(next(sources[is_value]) for is_value in slots)))
+
+        shared = tuple(s.index for s in symbols if isinstance(s, Shared))
+        operands = [s for s in symbols if isinstance(s, Value)]
+        return self.node(name, (key, slots), arranged, shared, operands)
+
+    def node(self, name, key, call, shared, operands) -> Any:
+        kinds = tuple(v.type for v in operands)
+        callee = self.registry.callee(name, key, call, shared, kinds, user_code=False)
+        self.references += [v.index for v in operands]
+        return self.record(callee)
+
+    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
+        """Computes an operation on concrete values, or finds what it gave before."""
+        for x in args:
+            self.trust(x)
+        constants = self.registry.constants
+        full = (key, *map(_identity_of_constant, args))
+        out = constants.get(full)
+        if out is None:
+            with pause(), jax.ensure_compile_time_eval():
+                out = list(call(*args))
+            constants[full] = out
+        self._made.update((id(x), x) for x in out)
+        return out
+
+    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
+        """Records an operation on shared values and constants, done once per minibatch."""
+        marks = tuple(
+            "shared" if i in tracers else _identity_of_constant(x) for i, x in enumerate(args)
+        )
+
+        def filled(*values):
+            source = iter(values)
+            return call(*(next(source) if i in tracers else x for i, x in enumerate(args)))
+
+        # A call kept for later must not keep this recorder's tracers alive.
+        args = [None if i in tracers else x for i, x in enumerate(args)]
+        shared = tuple(s.index for s in tracers.values())
+        tracers = set(tracers)
+        ids = self.registry.shared_results((key, marks), filled, shared)
+        return [Shared(self, i) for i in ids]
+
+    # --- results ---
+
+    def output(self, leaf: Any) -> tuple[int, tuple]:
+        """(reference, (shape, dtype)) of a leaf of what the function returns."""
+        leaf = as_number(leaf)
+        if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+            raise TypeError(
+                f"the function returned {checks.shown(leaf)}; expected an "
+                "array, a number or a pytree of them."
+            )
+        if isinstance(leaf, Tracer) or self._is_weight_reached(leaf):
+            symbol = self.symbol(leaf)
+        else:
+            self.trust(leaf)
+            symbol = self.input(leaf)
+        if isinstance(symbol, Shared):
+            shared = (symbol.index,)
+            symbol = self.node("shared", "identity", lambda shared, _: shared[0], shared, [])
+        value_type = self.registry.value_types[symbol.type]
+        return symbol.index, (value_type.shape, value_type.dtype)
+
+
+# --- small helpers ----------------------------------------------------------------------
+
+
+def _identity_of_constant(x: Any) -> Hashable:
+    if isinstance(x, np.ndarray):  # its contents may change
+        return type(x), x.dtype, x.shape, x.tobytes()
+    return Same(x) if is_array(x) else typed_or_same(x)

@@ -1,0 +1,615 @@
+"""What has been met while recording, interned.
+
+A `Registry` belongs to one structure of shared arguments and lives as long as the batched
+function. It turns "the same operation on the same types" into small integers: value types, node
+types, shared values, groups of inputs. An operation is traced by JAX once, when its type is new.
+"""
+
+import functools
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+from jedbatch import checks
+from jedbatch._graph.operations import Alike, Callee, Operation
+from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._jaxpr.interpret import one_by_one
+from jedbatch._jaxpr.symbolic_dims import (
+    RaggedType,
+    extents_in,
+    numbered,
+    shape_at,
+    symbol_of,
+    symbols_in,
+)
+from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._record.cell import pause
+from jedbatch._record.environment import Reached, Way
+from jedbatch._record.escapes import is_kept, live_tracers
+from jedbatch._record.instances import flatten, is_array
+from jedbatch._record.keys import Keys
+from jedbatch._support.caches import Memory
+from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+
+FEW = 4  # numbers that an operation on shared values meets, or repetitions, that are constants
+MANY = 32  # variants of one cell, or closed-over arrays, before we warn
+
+MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
+MANY_CONSTANTS = 10_000  # kept
+CONSTANT_BYTES = 1 << 26
+STATES = 4  # of what the function reads beside its arguments, of which records are kept
+END = None  # where a description of a call ends
+
+NUMBERS = (int, float, complex, np.generic)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedValue:
+    """A value that does not depend on the instance.
+
+    It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
+    or what is read from outside as `tracer`: a tracer of an outer transformation by its number, an
+    array that the function reaches by the way to it, a weight of a lazy scope by its name; or
+    result `result` of `call(*args)` on earlier shared values.
+    """
+
+    aval: ShapedArray
+    leaf: int | None = None
+    array: Any = None
+    tracer: Hashable = None
+    call: Callable | None = None
+    args: tuple[int, ...] = ()
+    result: int = 0
+    applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
+
+
+def owned(const: Any) -> Any:
+    """A constant that nobody else can change."""
+    return const.copy() if isinstance(const, np.ndarray) else const
+
+
+def _bytes_of_constant(key: Any, results: list[Any]) -> int:
+    return 100 * len(key) + sum(8 * x.size for x in results)
+
+
+class Registry:
+    """All that has been met while recording for one structure of shared arguments.
+
+    Attributes:
+      structure: the pytree structure of the shared arguments.
+      node_types, value_types, shared, callees, groups: what is interned, by id. The leaves of
+        the shared arguments come first among the shared values.
+      avals: the value types as JAX has them.
+      ragged_types: those of them with ragged axes as user code gets them, by their ids.
+      calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
+      constants: results of operations on concrete values.
+      num_varying: operations on shared values that turned out to depend on the instance.
+      reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
+      arrays_reached: these arrays, by the way to them.
+      keys: what operations are told apart by.
+      operations, operators: how operations and Python's operators on symbols were recorded.
+    """
+
+    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: Any):
+        self.structure = structure
+        self.num_leaves = len(leaf_avals)
+        self.node_types: list[NodeType] = []
+        self.value_types: list[ValueType] = []
+        self.avals: list[ShapedArray] = []
+        self.ragged_types: dict[int, RaggedType] = {}
+        self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
+        self.callees: list[Callee] = []
+        self.groups: list[tuple] = []
+        self.units: list[tuple[int, ...]] = []
+        self.calls: dict[Hashable, Any] = {}
+        self._num_calls = 0
+        self._kept: list[Any] = []
+        self.constants: dict[Hashable, list[Any]] = Memory(
+            MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant
+        )
+        self._ids: dict[Hashable, Any] = {}
+        self.keys = Keys()
+        self._of_states: dict[int, dict[Hashable, Callee]] = Memory(STATES)
+        self._of_user: dict[Hashable, Callee] = self._of_states.setdefault(0, {})
+        self.operations: dict[tuple, Callee] = {}
+        self.operators: dict[tuple, Any] = {}
+        self._single: dict[int, Callee] = {}
+        self._alike: dict[Hashable, Alike] = {}
+        self._known_transient: dict[int, bool] = {}
+        self._known_paths: dict[int, set[tuple]] = {}
+        self._variants: dict[Hashable, set[Hashable]] = {}
+        self.reached: Mapping[int, Way] = {}
+        self.arrays_reached: Mapping[Any, Any] = {}
+        self._number = 0
+        self._unproven: set[int] = set()
+        self.num_varying = 0
+        self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
+        self._types: tuple[NodeType, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How much has been met, in entries."""
+        known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
+        return known + len(self.operations) + len(self.operators)
+
+    @property
+    def types(self) -> tuple[NodeType, ...]:
+        """The node types as a tuple, one object as long as nothing is added."""
+        if len(self._types) != len(self.node_types):
+            self._types = tuple(self.node_types)
+        return self._types
+
+    def _intern(self, items: list, item: Hashable) -> int:
+        """The number of an item among its like.
+
+        Here and below, a number is given out last: an interrupt leaves an item without a number,
+        which nobody reads, never a number without an item.
+        """
+        index = self._ids.get((id(items), item))
+        if index is None:
+            index = len(items)
+            items.append(item)
+            self._ids[id(items), item] = index
+        return index
+
+    def value_type(self, shape: tuple[int, ...], dtype: Any, weak: bool) -> int:
+        """The id of a value type."""
+        index = self._intern(self.value_types, ValueType(shape, dtype, weak))
+        while len(self.avals) <= index:
+            new = self.value_types[len(self.avals)]
+            aval, ragged = RaggedType.of(new.shape, new.dtype, new.weak)
+            if ragged is not None:
+                self.ragged_types[len(self.avals)] = ragged
+            self.avals.append(aval)
+        return index
+
+    def unit(self, value_types: tuple[int, ...]) -> int:
+        """A negative token for a tuple of values of these types."""
+        return -1 - self._intern(self.units, value_types)
+
+    def token(self, *key: Hashable) -> str:
+        """A short name for a part of the description of a call; strings hash fastest."""
+        return self._ids.setdefault(("token", key), f"token {len(self._ids)}")
+
+    def group(self, *key: Hashable) -> int:
+        """The id of a group of inputs that are read the same way."""
+        return self._intern(self.groups, key)
+
+    def callee(
+        self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
+    ) -> Callee:
+        """How to record nodes that compute `call(shared values, operands)`.
+
+        Args:
+          name: for people.
+          key: equal for operations that are equal, whatever they read.
+          call: returns a pytree of arrays; traced if the type is new.
+          shared: ids of the shared values it reads.
+          operands: value type ids of the operands.
+          user_code: whether it might leak tracers.
+          static: the static arguments, for people.
+        """
+        full = (key, shared, operands)
+        known: dict[Hashable, Callee] = self._of_user if user_code else self._ids
+        found = known.get(full)
+        if found is None and user_code:
+            found = self._like_another(full, name, call, static)
+        if found is None:
+            jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
+            written = self.keys.jaxpr_key(jaxpr) if user_code else None
+            results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
+            node_type = NodeType(
+                name,
+                Operation((key, tree_key(tree), written), jaxpr),
+                tuple(self.value_types[v] for v in operands),
+                (*extra, *shared),
+                tuple(self.value_types[v] for v in results),
+                self._label(name, static, operands, shared),
+            )
+            flat = tree == jax.tree.structure((0,) * len(results))
+            found = known[full] = self.add_callee(
+                self._intern(self.node_types, node_type),
+                (1,) * len(operands),
+                results,
+                None if tree == jax.tree.structure(0) else tree,
+                self.unit(results) if flat else None,
+            )
+            if user_code and not self._is_proven(key, jaxpr):
+                self._unproven.add(found.id)
+                del known[full]
+            elif user_code and not extra:
+                self._note_symbols(full, found, jaxpr)
+        return found
+
+    def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
+        """(how to record calls but for the names of symbols in their operands, these names)."""
+        key, shared, operands = full
+        numbers: dict[str, int] = {}
+        types = [self.value_types[v] for v in operands]
+        written = [(*(numbered(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types]
+        return ("like", self._number, key, shared, *written), tuple(numbers)
+
+    def _note_symbols(self, full: tuple, callee: Callee, jaxpr: Any) -> None:
+        """Calls like two that were traced need not be, if these differ in the names of symbols.
+
+        The second one is traced to make sure: a static argument may hold an extent, too.
+        """
+        like, symbols = self._numbered(full)
+        if not symbols or not symbols_in(jaxpr) <= set(symbols):
+            return
+        numbers = {s: k for k, s in enumerate(symbols)}
+        extents = [numbered(d, numbers) for d in extents_in(jaxpr)]
+        first = self._alike.setdefault(like, Alike(callee, symbols, extents))
+        if first.callee is not callee and first.sure is None:
+            first.sure = first.extents == extents
+
+    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> Callee | None:
+        """How to record calls that differ in the names of symbols from known ones; None if none."""
+        like, symbols = self._numbered(full)
+        alike = self._alike.get(like) if symbols else None
+        if alike is None or not alike.sure:
+            return None
+        first, theirs = alike.callee, alike.symbols
+        _, shared, operands = full
+        every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
+        named = {t: symbol_of(every[s], s) for t, s in zip(theirs, symbols, strict=True)}
+        results = []
+        for aval in (self.avals[v] for v in first.results):
+            shape = shape_at(aval.shape, named)
+            results.append(self.value_type(shape, aval.dtype, aval.weak_type))
+        known = self.node_types[first.node_type]
+        operation: Any = known.operation
+        node_type = NodeType(
+            name,
+            Operation(
+                operation.key,
+                lambda: self._trace(name, call, shared, operands, False)[0],
+                (first.node_type, symbols),
+            ),
+            tuple(self.value_types[v] for v in operands),
+            known.shared,
+            tuple(self.value_types[v] for v in results),
+            self._label(name, static, operands, shared),
+        )
+        found = self._of_user[full] = self.add_callee(
+            self._intern(self.node_types, node_type),
+            first.widths,
+            tuple(results),
+            first.tree,
+            None if first.unit is None else self.unit(tuple(results)),
+        )
+        return found
+
+    def is_proven(self, callee: Callee) -> bool:
+        """Whether everything that a call reads was found where changes are seen."""
+        return callee.id not in self._unproven
+
+    def _is_proven(self, key: Hashable, jaxpr: Any) -> bool:
+        consts = {id(c) for c in jaxpr.consts if isinstance(c, jax.Array)}
+        stack = [key]
+        while stack and consts:
+            part = stack.pop()
+            if isinstance(part, Same):
+                consts.discard(id(part.value))
+            elif isinstance(part, tuple | frozenset):
+                stack += part
+        return not consts
+
+    def read(self, reached: Reached) -> None:
+        """Sets the values that recordings from now on read besides their arguments."""
+        if reached.number != self._number:
+            self.forget_calls()
+            self._number = reached.number
+            self._of_user = self._of_states.setdefault(reached.number, {})
+        self.reached = self.keys.reached = reached.ways
+        self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
+
+    def is_reached(self, index: int) -> bool:
+        """Whether a shared value depends on arrays that the function reaches and no more."""
+        value = self.shared[index]
+        if value.call is not None:
+            return all(map(self.is_reached, value.args))
+        return value.tracer in self.arrays_reached
+
+    def forget_calls(self) -> None:
+        """Forgets the descriptions of calls."""
+        self.calls.clear()
+        self._kept.clear()
+        self._num_calls = 0
+
+    def _label(self, name: str, static: str, operands, shared) -> str:
+        """A type in words that do not depend on what was met before."""
+        types = [str(self.value_types[v]) for v in operands]
+        paths = [path for s in shared for path in self._paths(s)]
+        parts = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*paths, strict=False))
+        where = tuple(keys[0] for keys in parts)
+        at = f" @ {jax.tree_util.keystr(where)}" if where else ""
+        return f"{name}{static}({', '.join(types)}){at}"
+
+    def _paths(self, index: int) -> set[tuple]:
+        """Where the leaves of the shared arguments are that a shared value is made of."""
+        if index not in self._known_paths:
+            value = self.shared[index]
+            if value.leaf is not None:
+                found = {self._leaf_paths[value.leaf]}
+            else:
+                found = {path for other in value.args for path in self._paths(other)}
+            self._known_paths[index] = found
+        return self._known_paths[index]
+
+    @functools.cached_property
+    def _leaf_paths(self) -> list[tuple]:
+        with pause():  # containers of Flax ask JAX who is tracing
+            tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
+        return [path for path, _ in jax.tree.leaves_with_path(tree)]
+
+    def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
+        """A way of recording nodes of a type; what it returns depends on the type."""
+        key = ("callee", node_type, widths)
+        if (known := self._ids.get(key)) is not None:
+            return known
+        parts = () if tree is None or unit is not None else self._parts(tree, results)
+        callee = Callee(len(self.callees), node_type, widths, results, tree, unit, parts)
+        self.callees.append(callee)
+        self._ids[key] = callee
+        return callee
+
+    def singly(self, callee: Callee) -> Callee:
+        """The kind of call with the same nodes whose references stand for one operand each."""
+        found = self._single.get(callee.node_type)
+        if found is None:
+            found, arity = callee, sum(callee.widths)
+            if arity != len(callee.widths):
+                found = self.add_callee(
+                    callee.node_type, (1,) * arity, callee.results, callee.tree, callee.unit
+                )
+            self._single[callee.node_type] = found
+        return found
+
+    def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
+        """The ids of value types."""
+        return [self.value_type(t.shape, t.dtype, t.weak) for t in types]
+
+    def _parts(self, tree: Any, results: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+        """Flat tuples in what a call returns, such as a state (h, c) beside other results."""
+        if (tree.node_data() or (None,))[0] is not tuple:
+            return ()
+        found = []
+        first = 0
+        for position, child in enumerate(tree.children()):
+            end = first + child.num_leaves
+            if child == jax.tree.structure((0,) * child.num_leaves):
+                found.append((position, self.unit(results[first:end]), first))
+            first = end
+        return tuple(found)
+
+    def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
+        """Files a callee under the description of a call; `keep` is described by its id."""
+        if self._num_calls > MANY_CALLS:
+            self.forget_calls()
+        place = self.calls
+        for token in way[:-1]:
+            place = place.setdefault(token, {})
+        if way[-1] in place:  # the description had to be found again
+            return
+        self._num_calls += 1
+        self._kept += keep
+        place[way[-1]] = self.add_callee(
+            callee.node_type, widths, callee.results, callee.tree, callee.unit
+        )
+
+    @unguarded
+    def _trace(self, name, call, shared, operands, user_code):
+        """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
+        shared_avals = [self.shared[s].aval for s in shared]
+        operand_avals = [self.avals[v] for v in operands]
+        trees = []
+
+        def flat(shared_values, operand_values):
+            result = call(shared_values, operand_values)
+            leaves, tree = flatten(result, f"the result of cell `{name}`")
+            for leaf in leaves:
+                if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+                    raise TypeError(
+                        f"cell `{name}` returned {checks.shown(leaf)}; "
+                        "expected an array or a pytree of arrays. Return arrays only, and pass "
+                        "other results around the cell."
+                    )
+            if not leaves:
+                raise TypeError(
+                    f"cell `{name}` returned {jax.tree.unflatten(tree, [])!r}, which holds no "
+                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
+                )
+            trees.append(tree)
+            return leaves
+
+        def traced():
+            return jax.make_jaxpr(flat)(shared_avals, operand_avals)
+
+        with pause():
+            jaxpr = self._traced_alone(name, traced) if user_code else traced()
+            if jaxpr.effects:
+                raise TypeError(
+                    f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
+                    "callback or a reference); expected a pure function, since batches pad and "
+                    "reorder calls. Return the value and look at it outside."
+                )
+            return self._closed(name, one_by_one(jaxpr), trees[-1])
+
+    def _traced_alone(self, name: str, traced: Callable) -> Any:
+        """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
+        try:
+            with jax.checking_leaks():
+                return traced()
+        except Exception as error:
+            # JAX's search for who keeps a value fails itself with some holders.
+            if "leaked trace" not in str(error).lower() and not isinstance(error, IndexError):
+                raise
+        before = set(map(id, gc.get_objects()))
+        jaxpr = traced()
+        kept = [x for x in live_tracers() if id(x) not in before]
+        if is_kept(kept, before):
+            raise EscapedValueError(
+                f"cell `{name}` keeps a traced value after it returns (a side effect); "
+                "expected a pure function. Return the value instead of storing it in a "
+                "list, global or attribute."
+            )
+        return jaxpr
+
+    def _closed(self, name, jaxpr, tree):
+        """Makes shared values among the constants of a jaxpr its leading arguments."""
+        extra = []
+        lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
+        for const in itertools.compress(jaxpr.consts, lifted):
+            if id(const) in self.reached:
+                extra.append(self.outer(self.reached[id(const)], jax.typeof(const)))
+            else:
+                index = getattr(const, "shared_index", None)
+                if index is None:
+                    raise SymbolicValueError(
+                        f"cell `{name}` uses a symbolic or traced value of type "
+                        f"{const.aval.str_short()} that is not among its arguments and that it "
+                        "does not close over directly (a helper function does); pass the value "
+                        "to the cell as an argument."
+                    )
+                extra.append(index)
+        if not extra:
+            return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
+
+        def call(leading, args):
+            leading = iter(leading)
+            pairs = zip(jaxpr.consts, lifted, strict=True)
+            consts = [next(leading) if is_lifted else owned(c) for c, is_lifted in pairs]
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
+
+        avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
+        return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
+
+    # --- shared values ---
+
+    def shared_results(self, key: tuple, call: Callable, args: tuple[int, ...]) -> list[int]:
+        """Ids of the results of `call(*shared values)`, which is traced if it is new.
+
+        `key` is the operation and the constants it reads.
+        """
+        full = ("shared", key, args)
+        found = self._ids.get(full)
+        if found is None:
+            with pause():
+                jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
+            call = functools.partial(
+                jax.core.eval_jaxpr, jaxpr.jaxpr, list(map(owned, jaxpr.consts))
+            )
+            applied: dict[Hashable, int] = {}
+            for earlier in (self.shared[a].applied for a in args):
+                applied.update((k, max(n, applied.get(k, 0))) for k, n in earlier.items())
+            applied[key[0]] = applied.get(key[0], 0) + 1
+            found = self._ids[full] = [
+                self._share(SharedValue(aval, call=call, args=args, result=k, applied=applied))
+                for k, aval in enumerate(jaxpr.out_avals)
+            ]
+        return found
+
+    def closed_over(self, array: Any) -> int:
+        """The id of a concrete array that the function closes over."""
+        key = ("array", Same(array))
+        if key not in self._ids:
+            self._ids[key] = self._share(SharedValue(jax.typeof(array), array=array))
+            self.warn_if_many("arrays", key, "an operation reads")
+        return self._ids[key]
+
+    def outer(self, name: Hashable, aval: Any) -> int:
+        """The id of a tracer that the function closes over, or of a lazy scope's weight."""
+        key = ("tracer", name, aval)
+        if key not in self._ids:
+            self._ids[key] = self._share(SharedValue(aval, tracer=name))
+            if isinstance(name, Way):
+                self.warn_if_many("arrays", key, "an operation reads")
+        return self._ids[key]
+
+    def _share(self, value: SharedValue) -> int:
+        """The id of a new shared value."""
+        self.shared.append(value)
+        return len(self.shared) - 1
+
+    def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
+        """How to compute shared values: (function, ids of the closed-over ones it needs).
+
+        The function maps the leaves of the shared arguments followed by those closed-over
+        values to one list of values for each list of ids wanted.
+        """
+        shared = self.shared
+        order: dict[int, None] = {}
+
+        def visit(index: int) -> None:
+            if index not in order:
+                for earlier in shared[index].args:
+                    visit(earlier)
+                order[index] = None
+
+        for ids in wanted:
+            for index in ids:
+                visit(index)
+        needed = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
+
+        def compute(values: Sequence[Any]) -> list[list[Any]]:
+            env = dict(zip(needed, values[self.num_leaves :], strict=True))
+            results: dict[tuple, list[Any]] = {}
+            for index in order:
+                value = shared[index]
+                if value.leaf is not None:
+                    env[index] = values[value.leaf]
+                elif value.call is not None:
+                    call = (value.call, value.args)
+                    if call not in results:
+                        results[call] = list(value.call(*(env[a] for a in value.args)))
+                    env[index] = results[call][value.result]
+            return [[env[index] for index in ids] for ids in wanted]
+
+        return compute, needed
+
+    def is_transient(self, index: int) -> bool:
+        """Whether a shared value depends on a tracer that the function closes over."""
+        if index not in self._known_transient:
+            value = self.shared[index]
+            found = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
+            self._known_transient[index] = found
+        return self._known_transient[index]
+
+    def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
+        """Whether an operation on shared values depends on the instance after all.
+
+        Its numbers may differ from one instance to the next, or how often it is repeated; then
+        there are as many shared values as instances, and each is compiled.
+        """
+        if any(self.shared[a].applied.get(operation, 0) >= FEW for a in args):
+            return True
+        seen = self._variants.setdefault(("numbers", operation, args), set())
+        if len(seen) <= FEW:
+            seen.add(numbers)
+            self.num_varying += len(seen) > FEW
+        return len(seen) > FEW
+
+    def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
+        """Warns once something has been met in many variants."""
+        seen = self._variants.setdefault(of, set())
+        if len(seen) == MANY or variant in seen:
+            return
+        seen.add(variant)
+        if len(seen) == MANY:
+            warnings.warn(
+                f"{what} has been met with {len(seen)} different closures, each of which makes "
+                "node types of its own that are compiled and batched by themselves. Pass what "
+                "changes as a positional argument, and arrays as part of the instance; "
+                "`help(jedbatch.errors.RecompilationWarning)` says more.",
+                RecompilationWarning,
+                stacklevel=2,
+            )

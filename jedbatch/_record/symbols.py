@@ -1,0 +1,167 @@
+"""Symbolic values: tracers that have a type and no value, and how they are indexed.
+
+What they are part of, and what becomes of an operation on them, their recorder knows.
+"""
+
+import operator
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
+from jedbatch.errors import SymbolicValueError
+
+
+def _by_value(what: str, convert: Callable) -> Callable:
+    """A method that needs the value: the recorder's to give, or else an error."""
+
+    def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
+        value = self._trace.value_reached(self)
+        if value is not None:
+            return convert(value, *args, **kwargs)
+        read = self._trace.read
+        if read is None:
+            raise SymbolicValueError(
+                f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, "
+                "which has not been computed: values are unknown while this is recorded. "
+                "`help(jedbatch.errors.SymbolicValueError)` says where Python may decide on "
+                "values, and what to write elsewhere."
+            )
+        return convert(read(self), *args, **kwargs)
+
+    return method
+
+
+def _remembering(name: str) -> Callable:
+    """An operator that does what that of a tracer does, the second time faster."""
+    long_way = getattr(Tracer, name)
+
+    def method(self: "Symbol", other: Any) -> Any:
+        if type(self) is Value or type(self) is Shared:
+            return self._trace.operate(long_way, self, other)
+        return long_way(self, other)  # a future may stand for something else by now
+
+    return method
+
+
+class Symbol(Tracer):
+    """A tracer of ours: it has a type and no value."""
+
+    __slots__ = ("index",)
+
+    __bool__ = _by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
+    __int__ = _by_value("`int()`", int)
+    __float__ = _by_value("`float()`", float)
+    __complex__ = _by_value("`complex()`", complex)
+    __index__ = _by_value("`range()` or indexing a Python list", operator.index)
+    __array__ = _by_value("`numpy.asarray`", np.asarray)
+    item = _by_value("`.item()`", np.ndarray.item)
+    tolist = _by_value("`.tolist()`", np.ndarray.tolist)
+
+    __add__, __radd__ = _remembering("__add__"), _remembering("__radd__")
+    __sub__, __rsub__ = _remembering("__sub__"), _remembering("__rsub__")
+    __mul__, __rmul__ = _remembering("__mul__"), _remembering("__rmul__")
+    __truediv__, __rtruediv__ = _remembering("__truediv__"), _remembering("__rtruediv__")
+    __matmul__, __rmatmul__ = _remembering("__matmul__"), _remembering("__rmatmul__")
+    __lt__, __le__ = _remembering("__lt__"), _remembering("__le__")
+    __gt__, __ge__ = _remembering("__gt__"), _remembering("__ge__")
+
+    def full_lower(self):
+        return self
+
+    @property
+    def aval(self):  # type: ignore[override]
+        self._trace.is_valid()
+        return self._type()
+
+    def __repr__(self):
+        if not self._type().shape:
+            refuse_writing(sys._getframe(1))
+        return f"symbolic {self._type().str_short()}"
+
+
+class Value(Symbol):
+    """A symbolic value of one instance: result `index`, or input `-1 - index`."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, recorder: Any, index: int, value_type: int):
+        self._trace = recorder
+        self.index = index
+        self.type = value_type
+
+    def _type(self):
+        return self._trace.registry.avals[self.type]
+
+    @property
+    def aval(self):  # type: ignore[override]
+        self._trace.is_valid()
+        registry = self._trace.registry
+        ragged = registry.ragged_types and registry.ragged_types.get(self.type)
+        return ragged if ragged and asks_for_type(sys._getframe(1)) else registry.avals[self.type]
+
+    def __getitem__(self, item):
+        return self._trace.index_value(self, item)
+
+    def __iter__(self):
+        if not self.shape:
+            raise TypeError("a symbolic array with no dimensions cannot be iterated over")
+        if is_ragged(self.shape[:1]):
+            refuse_iteration(sys._getframe(1))
+        return (self[i] for i in range(self.shape[0]))
+
+
+class Shared(Symbol):
+    """A symbolic value that all instances share: `registry.shared[index]`."""
+
+    __slots__ = ()
+
+    def __init__(self, recorder: Any, index: int):
+        self._trace = recorder
+        self.index = index
+
+    def _type(self):
+        return self._trace.registry.shared[self.index].aval
+
+    @property
+    def shared_index(self):
+        return self.index
+
+    def __getitem__(self, item):
+        return self._trace.index_shared(self, item)
+
+
+# --- static indices ---
+
+
+def is_static(item: Any) -> bool:
+    """True of an index without arrays: ints, slices, None, Ellipsis and tuples of them.
+
+    Not of bools, which are masks.
+    """
+    if isinstance(item, bool):
+        return False
+    if isinstance(item, tuple):
+        return all(map(is_static, item))
+    if isinstance(item, slice):
+        return all(map(is_static, (item.start, item.stop, item.step)))
+    return item is None or item is Ellipsis or isinstance(item, int | np.integer)
+
+
+def frozen(item: Any) -> Hashable:
+    """A static index as something hashable."""
+    if isinstance(item, tuple):
+        return tuple(map(frozen, item))
+    if isinstance(item, slice):
+        return "slice", item.start, item.stop, item.step
+    return item
+
+
+def row_index(i: Any, length: int) -> int:
+    """The index from the front; raises `IndexError` if it is out of bounds."""
+    if not -length <= i < length:
+        raise IndexError(f"index {i} is out of bounds for an axis of length {length}")
+    return int(i) % length

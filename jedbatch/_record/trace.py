@@ -1,0 +1,245 @@
+"""Recording a minibatch: every instance of it as a graph.
+
+The recorder writes flat lists of what happens, instance after instance. Here they become one
+`Graph` of all instances, in NumPy.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._record.cell import recording
+from jedbatch._record.deep import deeply
+from jedbatch._record.instances import flatten, is_array
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.registry import Registry
+from jedbatch._support.restored import Restored, collector
+
+RECORDS_CALLS = True  # see `_support.frames`
+
+
+def trace(
+    fn: Callable,
+    registry: Registry,
+    instances: Sequence[Sequence[Any]],
+    arrays: Sequence[Sequence[Any]],
+    arrange: Callable,
+    grouping: Any = None,
+    read: Callable | None = None,
+    types: Callable[[int], Any] | None = None,
+) -> tuple[list[Record], list[bool], list[Any]]:
+    """Runs `fn` on symbolic values, once per instance.
+
+    Args:
+      fn: the function of one instance.
+      registry: where types are interned.
+      instances: the mapped arguments of each instance.
+      arrays: the arrays in them, in order.
+      arrange: makes the arguments of `fn` from the shared and the mapped ones.
+      grouping: merges nodes or takes them apart, one of `GRANULARITIES`.
+      read: called with a symbol whose value is needed; by default that is an error.
+      types: called with the number of an instance that is about to be recorded, gives (shape,
+        dtype, weak) of its arrays; None, or given none, if extents are to be known.
+
+    Returns:
+      For each instance its record and whether it may be kept for later calls, and the tracers of
+      outer transformations that `fn` closes over.
+    """
+    record = functools.partial(
+        _record, fn, registry, instances, arrays, arrange, grouping, read, types
+    )
+    while True:
+        num_varying = registry.num_varying
+        recorder, outputs, forms, caching, ends = deeply(record)
+        # Whoever looks for what recurs must not see the same thing recorded in two ways.
+        news = grouping is not None and grouping.again()
+        if grouping is None or not (news or registry.num_varying != num_varying):
+            break
+    written = recorder.written
+    if grouping is not None:
+        nodes = grouping.group(recorder, outputs, ends)
+        written, outputs, ends = nodes.written()
+    whole = finish(registry, written, outputs, np.array(ends, np.int64).T)
+    records = [Record(whole, i, *form) for i, form in enumerate(forms)]
+    return records, caching, recorder.tracers
+
+
+def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
+    """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
+    caller = trace_of_caller()
+    recorder = Recorder(registry, caller, grouping)
+    recorder.read = read
+    end = ending(recorder)
+    with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
+        begin_recording(recorder)
+        return recorder, *_record_all(fn, recorder, instances, arrays, arrange, types)
+
+
+def _record_all(fn, recorder, instances, arrays, arrange, types):
+    outputs: list[int] = []
+    forms, caching = [], []
+    ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
+    shared = recorder.share()
+    for i, instance in enumerate(instances):
+        mapped = recorder.begin(instance, arrays[i], types and types(i))
+        try:
+            result = fn(*arrange(shared, mapped))
+            leaves, structure = flatten(result, "the result of the function")
+            results = [recorder.output(leaf) for leaf in leaves]
+        except Exception as error:
+            error.add_note(f"This happened while instance {i} was recorded.")
+            raise
+        outputs += [index for index, _ in results]
+        forms.append((structure, tuple([kind for _, kind in results])))
+        caching.append(recorder.caching)
+        counts = recorder.callees, recorder.references, recorder.input_group, outputs
+        ends.append(tuple(map(len, counts)))
+    return outputs, forms, caching, ends
+
+
+def trace_of_caller() -> Any:
+    """JAX's trace around what is recorded next.
+
+    Raises:
+      RuntimeError: another greenlet records in this thread.
+    """
+    with take_current_trace() as trace:
+        caller = trace
+    if isinstance(caller, Recorder) and recording.recorder is not caller:
+        raise RuntimeError(
+            "a batched function or a lazy scope of another greenlet is being recorded in this "
+            "thread, and JAX keeps its traces per thread; expected one greenlet to record at a "
+            "time. Do not wait for others (`gevent.sleep`, I/O) inside of batched functions and "
+            "lazy scopes, or let them take turns by a lock."
+        )
+    return caller
+
+
+def begin_recording(recorder: Recorder) -> None:
+    """From now on cells that are called in this thread are recorded, and nothing is collected."""
+    recording.recorder = recorder
+    collector.rest(recorder)
+
+
+def ending(recorder: Recorder) -> Callable[[], None]:
+    """Undoes `begin_recording`, for `Restored`; to be called before it."""
+    before = recording.recorder
+
+    def end() -> None:
+        recording.recorder = before
+        collector.go_on(recorder)
+        recorder.forget()
+
+    return end
+
+
+def finish(
+    registry: Registry, written: Sequence[list], outputs: list[int], ends: np.ndarray
+) -> Graph:
+    """What a recorder has written as one graph of all instances."""
+    node_ptr, _, input_ptr, output_ptr = ends
+    recorded, references, input_group, input_value = written
+    node_type, arity, operand = find_operands(registry, recorded, references)
+
+    # Inputs: drop what nobody reads, and group what is read the same way, by instance.
+    result = np.array(outputs, np.int64)
+    group = np.array(input_group, np.int64)
+    used = np.zeros(len(group), bool)
+    for read in (operand, result):
+        used[-1 - read[read < 0]] = True
+    kept = np.flatnonzero(used)
+    owner = np.searchsorted(input_ptr, kept, side="right") - 1
+    if len(np.flatnonzero(np.bincount(group[kept]))) > 1:
+        kept = kept[np.lexsort((kept, group[kept], owner))]
+        owner = np.searchsorted(input_ptr, kept, side="right") - 1
+    place = np.zeros(len(group), np.int64)
+    place[kept] = np.arange(len(kept))
+    for read in (operand, result):
+        negative = read < 0
+        read[negative] = -1 - place[-1 - read[negative]]
+
+    return Graph(
+        registry.types,
+        node_type,
+        pointers(arity),
+        operand.astype(np.int32),
+        tuple(cut_inputs(registry, input_value, kept, owner, group[kept])),
+        result.astype(np.int32),
+        node_ptr,
+        pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
+        output_ptr,
+    )
+
+
+def find_operands(
+    registry: Registry, recorded: list[int], references: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(int32[N] types of recorded calls, int64[N] operands of each, int64[E] these operands).
+
+    A reference to a tuple stands for all that is in it.
+    """
+    callee = np.array(recorded, np.int64)
+    present = np.flatnonzero(np.bincount(callee))
+    callees = [registry.callees[c] for c in present.tolist()]
+    local = np.zeros(len(registry.callees), np.int64)
+    local[present] = np.arange(len(present))
+    which = local[callee]
+    operand = np.array(references, np.int64)
+    num_references = np.array([len(c.widths) for c in callees], np.int64)
+    if any(width != 1 for c in callees for width in c.widths):
+        flat = np.array([width for c in callees for width in c.widths], np.int64)
+        starts = pointers(num_references)
+        operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
+    arity = np.array([sum(c.widths) for c in callees], np.int64)[which]
+    return np.array([c.node_type for c in callees], np.int32)[which], arity, operand
+
+
+def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
+    """Inputs in order, cut where the instance or the group changes.
+
+    `values` has those of all inputs, of which some are `kept`; `owner` and `group` belong to these.
+    """
+    if not len(kept):
+        return
+    change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
+    cuts = [0, *change.tolist(), len(kept)]
+    items = [values[k] for k in kept.tolist()]
+    kinds = [registry.groups[g] for g in group[cuts[:-1]].tolist()]
+    stacked: dict[tuple, np.ndarray] = {}
+    if len(set(kinds)) == 1 and kinds[0][0] == "value":  # most models: one conversion for all
+        value_type = registry.value_types[kinds[0][1]]
+        stacked[kinds[0]] = host_rows(items, value_type)
+    for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
+        how, value_id, *where = kind
+        value_type = registry.value_types[value_id]
+        if how == "value":
+            whole = stacked.get(kind)
+            yield InputRows(
+                value_type, host_rows(items[a:b], value_type) if whole is None else whole[a:b]
+            )
+            continue
+        leaf, row, _ = where
+        if row:
+            yield InputRows(value_type, np.array(items[a:b]), leaf)
+        else:
+            for item in items[a:b]:
+                yield InputRows(value_type, None, leaf, item)
+
+
+def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
+    """Numbers or concrete arrays of one type, stacked on the host."""
+    if is_key(value_type.dtype):
+        items = [jax.random.key_data(x) for x in items]
+        return np.stack([np.asarray(x) for x in items])
+    if is_array(items[0]):
+        items = [np.asarray(x) for x in items]
+    return np.array(items, value_type.dtype)

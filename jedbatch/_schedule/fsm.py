@@ -1,0 +1,444 @@
+"""Policies as finite-state machines: tables from what a frontier looks like to a type.
+
+A learned policy should be small enough to read and general enough to fit minibatches it has not
+seen. So it sees an *encoding* of the frontier, a few words about each type that has ready nodes,
+and looks up what to run:
+
+    base   which types are ready
+    max    and which of them has the most ready nodes (all that do, if several)
+    sort   and their order by the number of ready nodes (equal ones share a place)
+    phase  and how far each has come: how much shorter than the longest path left is the longest
+           that begins in one of its ready nodes (0, 1, 2 to 3, or more edges: tallest, low, lower,
+           far); which has most nodes that begin such a path (many); and whether the paths of all
+           of these, some or none go on with another type (turning, mixed, steady); and whether
+           all longest chains of the type begin in ready nodes (sure: the bound will fall)
+
+The first three are those of ED-Batch. They cannot tell the beginning of a computation from its
+end: if the roles of two types are swapped half way, what was right becomes wrong. `phase` can.
+
+Components of types are run one after the other, and a type that is ready alone is run, so a state
+is looked up only where there is a choice. A state that is not in the table is left to a heuristic.
+
+States that have the same types ready and run the same type are one state of the machine, which
+is how it is printed, drawn and stored.
+
+Source: Chen et al., ED-Batch, ICML 2023, section 2 and appendix A.4, for the idea, the encodings
+and the counter-example to them; `phase` and the division into components are ours.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import operator
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jedbatch import checks
+from jedbatch._graph.graph import Graph, checked_graph
+from jedbatch._schedule.frontier import Frontier
+from jedbatch._schedule.schedule import (
+    Schedule,
+    agenda,
+    by_component,
+    critical,
+    height,
+    schedule,
+    sufficient,
+)
+from jedbatch._support.files import write_text
+from jedbatch._support.state_diagram import state_diagram
+
+FORMAT = "jedbatch policy, version 1"
+FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
+CODES = 64  # what an encoding may say about a type
+
+Code = tuple[int, ...]  # for each ready type, CODES * its number + what is said about it
+Encoder = Callable[[Frontier, Sequence[int]], list[int]]
+
+
+def base(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """Nothing more than which types are ready."""
+    return [0] * len(ready)
+
+
+def most(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """1 for the types with the most ready nodes."""
+    num_ready = frontier.num_ready
+    largest = max(num_ready)
+    return [int(num_ready[t] == largest) for t in ready]
+
+
+def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """How many types have more ready nodes (the last code stands for all from there on)."""
+    num_ready = frontier.num_ready
+    counts = sorted((num_ready[t] for t in ready), reverse=True)
+    return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
+
+
+def packed(low: Any, many: Any, turn: Any, sure: Any) -> Any:
+    """The code of `phase`: of numbers, or of arrays of them.
+
+    `low` is 0 if tallest, 1 if low, 2 if lower, 3 if far; `turn` is 0 if steady, 1 if mixed, 2 if
+    turning; `many` and `sure` are 0 or 1. Of what is far no more is said than whether it is sure.
+    """
+    return 12 * low + (low < 3) * (6 * many + 2 * turn) + sure
+
+
+GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower, far
+
+
+def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
+    """How far each type has come (see `packed`)."""
+    seen = list(map(frontier.tallest, ready))
+    top, most_nodes = max(seen)[0], max([n for _, n, _ in seen])
+    return [
+        packed(bisect_right(GAPS, top - h), n == most_nodes, (k > 0) + (k == n), sure)
+        for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
+    ]
+
+
+ENCODINGS: dict[str, Encoder] = {"base": base, "max": most, "sort": sort, "phase": phase}
+PLACES = ("1st", "2nd", "3rd", *(f"{n}th" for n in range(4, CODES + 1)))
+WORDS: dict[str, dict[int, str]] = {
+    "base": {0: ""},
+    "max": {0: "", 1: "most"},
+    "sort": dict(enumerate(PLACES)),
+    "phase": {
+        packed(low, many, turn, sure): " ".join(
+            filter(None, [gap, "many" * many, turning if low < 3 else "", "sure" * sure])
+        )
+        for low, gap in enumerate(("tallest", "low", "lower", "far"))
+        for many in ((0, 1) if low < 3 else (0,))
+        for turn, turning in enumerate(("steady", "mixed", "turning") if low < 3 else ("",))
+        for sure in (0, 1)
+    },
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """What leads to one decision while the same types are ready.
+
+    Attributes:
+      run: the type to run, a position in the machine's `types`.
+      when: the encodings of frontiers that lead to it, sorted.
+      next: pairs of a state that came after it while learning and how often.
+    """
+
+    run: int
+    when: tuple[Code, ...]
+    next: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The types that have ready nodes."""
+        return tuple(c // CODES for c in self.when[0]) if self.when else ()
+
+
+@dataclass(frozen=True)
+class FSM:
+    """A policy as a finite-state machine; a value that can be compared, hashed, saved and drawn.
+
+    Use it as `policy=`; `jedbatch.learn` makes one. It prints as a table.
+
+    Attributes:
+      encoding: what it sees of a frontier: "base", "max", "sort" or "phase".
+      types: labels of the node types it knows.
+      states: its states, in the order in which they were met.
+      fallback: the heuristic that decides in states it does not know.
+      report: how it was learned and how good it is; not part of the files.
+    """
+
+    encoding: str
+    types: tuple[str, ...]
+    states: tuple[State, ...]
+    fallback: str = "critical"
+    report: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def of(
+        encoding: str,
+        types: Sequence[str],
+        table: Mapping[Code, int],
+        moves: Mapping[tuple[Code, Code], int] | None = None,
+        fallback: str = "critical",
+    ) -> "FSM":
+        """The machine with these decisions, states that can be one being one.
+
+        Args:
+          encoding: what the codes of frontiers mean.
+          types: labels of the types.
+          table: the type to run by the code of a frontier.
+          moves: how often one code followed another.
+          fallback: the heuristic for other codes.
+        """
+        groups: dict[tuple, list[Code]] = {}
+        for code, t in table.items():
+            groups.setdefault((t, *(c // CODES for c in code)), []).append(code)
+        number = {code: i for i, codes in enumerate(groups.values()) for code in codes}
+        counts: list[collections.Counter[int]] = [collections.Counter() for _ in groups]
+        for (before, after), times in (moves or {}).items():
+            if before in number and after in number:
+                counts[number[before]][number[after]] += times
+        states = (
+            State(key[0], tuple(sorted(codes)), tuple(sorted(after.items())))
+            for (key, codes), after in zip(groups.items(), counts, strict=True)
+        )
+        return FSM(encoding, tuple(types), tuple(states), fallback)
+
+    def check(self) -> None:
+        """Raises `ValueError` unless this is a machine that can run."""
+
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(
+                    f"not a valid FSM: {what}; expected one as `jedbatch.learn` returns"
+                )
+
+        for name, known_names in (("encoding", ENCODINGS), ("fallback", FALLBACKS)):
+            came = getattr(self, name)
+            require(
+                isinstance(came, str) and came in known_names,
+                f"its {name} is {checks.brief(came)}, not one of {list(known_names)}",
+            )
+        for name, kind in (("types", str), ("states", State)):
+            came = getattr(self, name)
+            require(
+                isinstance(came, tuple) and all(isinstance(x, kind) for x in came),
+                f"its {name} are {checks.brief(came)}, not a tuple of {kind.__name__}",
+            )
+        require(len(set(self.types)) == len(self.types), "two of its types have the same label")
+        known = WORDS[self.encoding]
+        met = set()
+        for state in self.states:
+            require(bool(state.when), "a state has no encodings")
+            for code in state.when:
+                ready = [c // CODES for c in code]
+                require(
+                    bool(ready) and tuple(ready) == state.ready,
+                    "the encodings of a state differ in which types are ready",
+                )
+                require(
+                    ready == sorted(set(ready)) and ready[0] >= 0 and ready[-1] < len(self.types),
+                    f"the encoding {code} names types that do not exist, or not in order",
+                )
+                require(
+                    state.run in ready, f"a state runs type {state.run}, ready are only {ready}"
+                )
+                require(
+                    all(c % CODES in known for c in code), f"{code} is no {self.encoding} encoding"
+                )
+                require(code not in met, f"the encoding {code} is in two states")
+                met.add(code)
+            for after, times in state.next:
+                require(0 <= after < len(self.states) and times > 0, "a move leads nowhere")
+
+    @functools.cached_property
+    def table(self) -> dict[Code, int]:
+        """The type to run by the code of a frontier."""
+        return {code: state.run for state in self.states for code in state.when}
+
+    def numbers(self, labels: Sequence[str]) -> list[int]:
+        """Which of the machine's types each label names; a negative number of its own if none."""
+        return numbers_of(self.types, labels)
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
+        checked_graph("FSM.schedule", graph)
+        number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
+        if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
+            _ = graph.chain  # of all components at once: kept for instances that come again
+        found = by_component(graph, lambda part: self._run(part, number))
+        return dataclasses.replace(found, policy=f"FSM {self.encoding}")
+
+    def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
+        numbers = [number[label] for label in graph.labels]
+        fallback, table, unseen = FALLBACKS[self.fallback], self.table, 0
+
+        def choose(frontier: Frontier) -> int:
+            nonlocal unseen
+            ready = frontier.ready_types
+            if len(ready) == 1:
+                return ready[0]
+            run = table.get(encode(self.encoding, frontier, ready, numbers))
+            if run is not None:
+                return numbers.index(run)
+            unseen += 1
+            return fallback(frontier)
+
+        found = schedule(graph, choose)
+        return dataclasses.replace(found, unseen=unseen)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    # --- for people ---
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The types in short: the beginning of the label, numbered where that is not unique."""
+        short = [re.split("[(@]", label)[0].strip() for label in self.types]
+        return tuple(
+            name if short.count(name) == 1 else f"{name}.{short[: i + 1].count(name)}"
+            for i, name in enumerate(short)
+        )
+
+    def describe(self, code: Code) -> str:
+        """An encoding in words, such as `char tallest many, word low turning`."""
+        if len(code) == 1:
+            return self.names[code[0] // CODES]
+        words = WORDS[self.encoding]
+        return ", ".join(f"{self.names[c // CODES]} {words[c % CODES]}".strip() for c in code)
+
+    def __str__(self) -> str:
+        num_codes = sum(len(s.when) for s in self.states)
+        lines = [
+            f"FSM over {self.encoding}: {len(self.states)} states, {num_codes} encodings, "
+            f"otherwise {self.fallback}"
+        ]
+        width = max((len(self.names[s.run]) for s in self.states), default=3)
+        lines.append(f"  state  {'run':{width}}  when")
+        for i, state in enumerate(self.states):
+            first, *others = map(self.describe, state.when)
+            lines.append(f"  {i:5}  {self.names[state.run]:{width}}  {first}")
+            lines += [f"  {'':5}  {'':{width}}  or {text}" for text in others]
+        return "\n".join(lines)
+
+    def _repr_svg_(self) -> str:
+        """The state diagram, for notebooks."""
+        boxes = []
+        for state in self.states:
+            ready = ", ".join(self.names[t] for t in state.ready)
+            note = [] if len(state.when) == 1 else [f"{len(state.when)} encodings"]
+            boxes.append((f"run {self.names[state.run]}", [f"ready: {ready}", *note]))
+        arrows = [(i, j, n) for i, s in enumerate(self.states) for j, n in s.next]
+        return state_diagram(boxes, arrows)
+
+    # --- files ---
+
+    def to_json(self) -> str:
+        """The machine as text: see `save`."""
+        words = WORDS[self.encoding]
+
+        def spelled(code: Code) -> dict[str, str]:
+            said = [words[c % CODES] for c in code] if len(code) > 1 else [""]
+            return {self.types[c // CODES]: w for c, w in zip(code, said, strict=True)}
+
+        states = [
+            {
+                "run": self.types[state.run],
+                "when": list(map(spelled, state.when)),
+                "next": {str(after): times for after, times in state.next},
+            }
+            for state in self.states
+        ]
+        content = {"format": FORMAT, "encoding": self.encoding, "fallback": self.fallback}
+        return json.dumps({**content, "types": self.types, "states": states}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "the text") -> "FSM":
+        """Reads what `to_json` wrote; raises `ValueError` on anything else."""
+        checks.of_type("FSM.from_json", text, str, "a text", "`FSM.load` reads a file.")
+        try:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                found = content.get("format") if isinstance(content, dict) else content
+                raise ValueError(f"its format is {checks.brief(found)}, not {FORMAT!r}")
+            encoding, types = content["encoding"], content["types"]
+            for name in ("types", "states"):
+                if not isinstance(content[name], list):
+                    raise ValueError(f"its {name} are {checks.brief(content[name])}, not a list")
+            if encoding not in tuple(ENCODINGS):
+                raise ValueError(
+                    f"its encoding is {checks.brief(encoding)}, not one of {list(ENCODINGS)}"
+                )
+            number = {label: i for i, label in enumerate(types)}
+            said = {word: code for code, word in WORDS[encoding].items()} | {"": 0}
+            states = tuple(
+                State(
+                    number[state["run"]],
+                    tuple(
+                        tuple(sorted(CODES * number[t] + said[w] for t, w in code.items()))
+                        for code in state["when"]
+                    ),
+                    tuple((int(after), operator.index(n)) for after, n in state["next"].items()),
+                )
+                for state in content["states"]
+            )
+            return FSM(encoding, tuple(types), states, content["fallback"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            what = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
+            raise ValueError(
+                f"`FSM.load` cannot read {source}: {checks.cut(what)}. It expects a file written "
+                "by `FSM.save`."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine as JSON: types by label, each state with what it runs and when.
+
+        The file is written whole or not at all.
+        """
+        write_text("FSM.save", path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> "FSM":
+        """Reads what `save` wrote.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          TypeError: it is no name of a file.
+          ValueError: it is not a policy, or one of another version.
+        """
+        name = os.fsdecode(checks.path("FSM.load", path))
+        text = Path(name).read_text(encoding="utf-8", errors="replace")
+        return FSM.from_json(text, repr(name))
+
+
+def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
+    """What an encoding says about a frontier, in terms of a machine's types."""
+    said = ENCODINGS[encoding](frontier, ready)
+    code = [CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]
+    code.sort()
+    return tuple(code)
+
+
+def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:
+    """The place of each label among those that are known; a negative number of its own if none.
+
+    Labels that differ in sizes only are taken to be the same if there are equally many of them on
+    both sides: what was learned with 64 hidden units serves 256 as well.
+    """
+    place = {label: i for i, label in enumerate(known)}
+    numbers = [place.get(label, -1 - i) for i, label in enumerate(labels)]
+    if min(numbers, default=0) >= 0:
+        return numbers
+    mine, theirs = by_form(set(known).difference(labels)), by_form(set(labels).difference(known))
+    same: dict[str, str] = {}
+    for form, some in theirs.items():
+        if len(mine.get(form, ())) == len(some):
+            same.update(zip(some, mine[form], strict=True))
+    return [
+        place[same[label]] if label in same else n for label, n in zip(labels, numbers, strict=True)
+    ]
+
+
+def by_form(labels: Iterable[str]) -> dict[str, list[str]]:
+    """The labels, grouped by what is left if sizes are left out; each group sorted by size."""
+    shape = re.compile(r"(?<=\w)\[[\d,]*\]")  # as in f32[64]
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        groups.setdefault(shape.sub(lambda m: re.sub(r"\d+", "_", m[0]), label), []).append(label)
+
+    def sizes(label: str) -> tuple:
+        return [list(map(int, re.findall(r"\d+", s))) for s in shape.findall(label)], label
+
+    return {form: sorted(some, key=sizes) for form, some in groups.items()}

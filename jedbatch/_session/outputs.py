@@ -1,0 +1,92 @@
+"""The form of a result: which rows of which arenas make up what a batched function returns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._jaxpr.storage import Kind, stored_kind
+from jedbatch._program.plan import ResultForm, Slice, input_name
+
+Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
+
+
+def check_stack(name: str, i: int, first: Form, form: Form) -> None:
+    """Raises `ValueError` unless the results of instances 0 and i stack; `name` is for messages."""
+    if (first[0], tuple(first[1])) != (form[0], tuple(form[1])):
+        shown = [
+            str(jax.tree.unflatten(structure, map(input_name, types))).replace("'", "")
+            for structure, types in (first, form)
+        ]
+        raise ValueError(
+            f"the results of instances 0 and {i} of the batched `{name}` do not "
+            f"stack: {shown[0]} and {shown[1]}. Return the same "
+            "shapes for every instance, or get a list with one result per instance by "
+            "`jedbatch.batch(fn, out_axes=None)`."
+        )
+
+
+def form_of_results(
+    name: str,
+    records: Sequence[Any],
+    outputs: np.ndarray,
+    slices: Sequence[Mapping[int, Slice]],
+    stacked: bool,
+) -> tuple[dict[Kind, list[int]], ResultForm]:
+    """(what each arena returns, the form of the result) from what all instances return.
+
+    Args:
+      name: of the function, for messages.
+      records: structure and types of the results of each instance.
+      outputs: what the graph returns, instance after instance.
+      slices: the ragged results of each instance by position, which arenas do not return.
+      stacked: along a new first axis, or a list of results.
+    """
+    if stacked and not any(slices):
+        return _plain(name, records, outputs)
+    rows: dict[Kind, list[int]] = {}
+    references = iter(outputs.tolist())
+    forms: list[Form] = []
+    places = []
+    for i, record in enumerate(records):
+        ragged = slices[i] if slices else {}
+        mine: list[tuple[Kind, Any]] = []
+        for position, kind in enumerate(record.types):
+            if position in ragged:
+                mine.append(((ragged[position].shape, kind[1]), ragged[position]))
+                continue
+            found = rows.setdefault(stored_kind(kind), [])
+            mine.append((kind, len(found)))
+            found.append(next(references))
+        forms.append((record.structure, [kind for kind, _ in mine]))
+        places.append(tuple(mine))
+    if not stacked:
+        return rows, ResultForm(tuple(structure for structure, _ in forms), tuple(places), None)
+    for i, form in enumerate(forms):
+        check_stack(name, i, forms[0], form)
+    together: list[tuple[Kind, Any]] = []
+    order: dict[Kind, list[int]] = {kind: [] for kind in rows}
+    for column in zip(*places, strict=True):
+        kind, place = column[0]
+        if isinstance(place, Slice):
+            together.append((kind, tuple(place for _, place in column)))
+            continue
+        found = order[stored_kind(kind)]
+        together.append((kind, len(found)))
+        found += [rows[stored_kind(kind)][place] for _, place in column]
+    return order, ResultForm((forms[0][0],), (tuple(together),), len(records))
+
+
+def _plain(name: str, records: Sequence[Any], outputs: np.ndarray) -> Any:
+    """The form of results without ragged ones, stacked."""
+    first = records[0]
+    for i, record in enumerate(records):
+        check_stack(name, i, (first.structure, first.types), (record.structure, record.types))
+    rows: dict[Kind, list[int]] = {}
+    stacked = []
+    for kind, column in zip(first.types, outputs.reshape(len(records), -1).T.tolist(), strict=True):
+        found = rows.setdefault(stored_kind(kind), [])
+        stacked.append((kind, len(found)))
+        found += column
+    return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))

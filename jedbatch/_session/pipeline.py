@@ -1,0 +1,251 @@
+"""A recorded minibatch as a plan, and what running a plan gives.
+
+    Graph ─schedule→ Schedule ─layout→ lanes ─lower→ tables ─run→ rows
+
+This is what `batch` and `lazy` have in common, from the graph they recorded to the rows that their
+results are made of.
+"""
+
+import functools
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch import checks
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.record import Record
+from jedbatch._jaxpr.derivatives import reverse_mode_only
+from jedbatch._jaxpr.storage import Kind
+from jedbatch._jaxpr.transfers import handed_over
+from jedbatch._kernel.vjp import Reverse
+from jedbatch._layout.layout import assign_lanes
+from jedbatch._layout.node_order import checked_order
+from jedbatch._program.differentiable import Differentiable
+from jedbatch._program.executors import EXECUTORS
+from jedbatch._program.host_arrays import assemble
+from jedbatch._program.lower import Placed
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.plan import Host, Plan, ResultForm, input_name
+from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
+from jedbatch._program.verify import is_wanted
+from jedbatch._ragged.calls import Calls, make_prelude
+from jedbatch._record.instances import is_array
+from jedbatch._schedule.schedule import checked_policy, schedule
+from jedbatch._session.indices import check_rows
+from jedbatch._session.session import Session, shared_values
+from jedbatch._session.verify import verify
+
+STAGES = ("schedule", "layout", "lower")
+
+
+def check_options(
+    name: str, policy: Any, executor: str | None, layout: str, reuse: bool | None
+) -> None:
+    """Raises `ValueError` or `TypeError` if an option of function `name` makes no sense."""
+    if policy is not None:
+        checked_policy(policy)
+    checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None))
+    checked_order(layout, f"`{name}` got layout")
+    if reuse is not None and not isinstance(reuse, bool):
+        raise TypeError(
+            f"`{name}` got reuse={checks.brief(reuse)}; expected True or False, or None to use "
+            "rows again "
+            "where it saves much."
+        )
+
+
+def make_plan(
+    session: Session,
+    graph: Graph,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Any]],
+    returned: tuple[dict[Kind, list[int]], ResultForm],
+    policy: Any,
+    *,
+    layout: str,
+    reuse: bool | None,
+    gradient: bool,
+    keeps: bool,
+    brought: Collection[Any] | None = None,
+    calls: Sequence[Calls] = (),
+) -> Plan:
+    """Plans a graph.
+
+    Args:
+      session: whose programs may be used, and who keeps new ones.
+      graph: what to compute.
+      records: the graphs it was made of.
+      arrays: the arrays of their instances, which inputs are read from.
+      returned: the values that each arena returns, and how they become results.
+      policy: cuts the graph into batches.
+      layout: as for `jedbatch.batch`.
+      reuse: as for `jedbatch.batch`.
+      gradient: whether to plan the reverse too.
+      keeps: whether everything is kept that the reverse would read.
+      brought: names of what is there to be read from outside (see `SharedValue`); None if a
+        program may be used whatever it reads.
+      calls: of regions, whose results are inputs of the graph.
+    """
+    rows, form = returned
+    clock = [time.perf_counter()]
+    batches = schedule(graph, policy)
+    clock.append(time.perf_counter())
+    type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
+    kernels = tuple(map(session.kernel, type_ids))
+    ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
+    lanes = assign_lanes(graph, batches, [ladders.get(t) for t in range(len(graph.types))], layout)
+    placed = Placed.find(
+        lanes,
+        kernels,
+        type_ids,
+        rows,
+        stacked=form.batch is not None,
+        keeps=keeps,
+        reuse=reuse,
+        target=session.target,
+    )
+    clock.append(time.perf_counter())
+
+    lowered = session.lower(placed, brought)
+    signature, table = lowered.signature, lowered.table
+    reverse = reverse_table = None
+    if gradient:
+        numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+        tells = any(x.any() for x in numbers)
+        reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
+    inputs = assemble(signature, records, arrays)
+    check_rows(session.registry, graph, placed, inputs)
+    prelude = None
+    if calls:
+        stages = [session.stage(mine) for mine in calls]
+        prelude = make_prelude(stages, calls, records, arrays, placed, signature)
+        inputs |= prelude.operands
+    clock.append(time.perf_counter())
+
+    seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
+    static = session.static(signature, reverse, form, keeps, prelude.stages if prelude else ())
+    ragged = (prelude.tables, prelude.targets) if prelude else ()
+    host = Host(placed, lowered, seconds, prelude=prelude)
+    plan = Plan(static, table, reverse_table, inputs, ragged, host)
+    if is_wanted():
+        verify(plan)
+    return plan
+
+
+def run_plan(
+    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str, whole: bool = False
+) -> tuple[Any, Any]:
+    """(rows returned from each arena, or pieces of them if traced; results of regions).
+
+    Differentiable in the leaves and the inputs.
+
+    Args:
+      plan: what to run.
+      leaves: of the shared arguments.
+      inputs: rows for the arenas, as `plan.inputs` has them.
+      name: what is run, for messages.
+      whole: whether what an arena returns is one piece.
+    """
+    static, session = plan.static, plan.static.session
+    signature = static.signature
+    tracers = plan.host.tracers if plan.host else ()
+    packed: Any = ()
+    if static.stages:
+        with reverse_mode_only(name):
+            inputs, packed = session.prelude(
+                static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
+            )
+    shared = shared_values(session, session.program(signature)[1], leaves, tracers)
+    rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
+    given = shared, *handed_over((rows, plan.table))
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        return session.executor(signature, given).infer(*given), packed
+
+    def permit():
+        if not static.keeps:
+            raise ValueError(
+                "`apply` is differentiated with a plan made for inference, which does not "
+                "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
+                "is the default."
+            )
+
+    placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
+
+    batch = WHOLE if whole else static.results.batch
+
+    def reverse_of(table, exist, moving):
+        if static.reverse is not None:
+            bits = None
+            if static.reverse.tells:
+                bits = bits_of(leaf_numbers(static.results, signature.arenas), exist)
+            refuse(static.reverse, bits, moving, name)
+            return static.reverse, table, handed_over(bits)
+        assert placed
+        wanted = rows_wanted(placed, signature.arenas, exist, batch)
+        reverse, table = session.reverse(placed, signature, wanted=wanted)
+        refuse(reverse, None, moving, name)
+        return reverse, handed_over(table), None
+
+    executor_of = functools.partial(session.executor, signature)
+    run = Differentiable(executor_of, signature, batch, permit, reverse_of)
+    with reverse_mode_only(name):
+        return run(*given, handed_over(plan.reverse_table)), packed
+
+
+def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
+    """The rows given for the arenas of a plan, or an error if they are not such as it has."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"`apply` got inputs={checks.brief(inputs)}; expected a dict of arrays like "
+            "`plan.inputs`, or None for those."
+        )
+    signature = plan.static.signature
+    expected = {name: (x.shape, x.dtype) for name, x in plan.inputs.items()} | {
+        input_name((shape, dtype)): ((rows, *shape), dtype)
+        for (shape, dtype), rows in zip(signature.arenas, signature.inputs, strict=True)
+    }
+    if inputs.keys() != expected.keys():
+        raise ValueError(
+            f"`apply` got inputs named {sorted(map(str, inputs))}; expected {sorted(expected)}. "
+            "Replace some and keep the others: `inputs={**plan.inputs, name: array}`."
+        )
+    for name, (shape, dtype) in expected.items():
+        if not is_array(inputs[name]):
+            raise TypeError(
+                f"`apply` got {checks.shown(inputs[name])} for inputs[{name!r}]; expected an array "
+                f"{shape} of {dtype}."
+            )
+        came = inputs[name].shape, inputs[name].dtype
+        if came != (shape, dtype):
+            raise ValueError(
+                f"`apply` got an array {came[0]} of {came[1]} for inputs[{name!r}]; expected "
+                f"{shape} of {dtype}, which the plan was made for. Other numbers of the same kind "
+                "go into the same rows; for other instances make another plan."
+            )
+    return inputs
+
+
+def refuse(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:
+    """Raises the error of JAX if something is differentiated that it cannot differentiate.
+
+    `bits` says which results are (see `bits_of`), None if all that have a cotangent; `moving` with
+    respect to what, as `Refused.origins` does.
+    """
+    for refused in signature.refused:
+        wanted = bits is None or refused.leads_to & int(bits[0])
+        if not wanted or not refused.origins & moving:
+            continue
+        kernel = signature.forward.kernels[refused.kernel]
+        try:
+            Reverse(kernel, [refused.result])
+        except Exception as error:
+            error.add_note(
+                f"This happened while {name} was differentiated: it depends on "
+                f"result {refused.result} of `{kernel.node_type}`. If no gradient is wanted "
+                "through it, write `jax.lax.stop_gradient` around it."
+            )
+            raise

@@ -1,0 +1,374 @@
+"""What a batched function keeps: types, graphs of instances, kernels and programs."""
+
+import collections
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray, Tracer
+
+from jedbatch._graph.record import Record
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.layout import Layout
+from jedbatch._program.executors import EXECUTORS
+from jedbatch._program.lower import (
+    Lowered,
+    Placed,
+    Signature,
+    fits,
+    lower,
+    make_signature,
+    resembles,
+)
+from jedbatch._program.lower_vjp import (
+    ReverseSignature,
+    find_readers,
+    learn_instructions,
+    make_reverse_signature,
+    reverse_fits,
+    reverse_table,
+)
+from jedbatch._program.plan import Static
+from jedbatch._ragged.calls import Calls, Stage, make_room, run_prelude
+from jedbatch._ragged.lengths import Given, Lengths
+from jedbatch._ragged.packing import Room
+from jedbatch._ragged.regions import RaggedRecord, Region, Regions
+from jedbatch._record.environment import NOWHERE, Environment, Reached, Way
+from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.registry import STATES, Registry
+from jedbatch._support.caches import Memory
+
+ROUNDS = 512  # layouts of rounds that are kept
+ROUND_BYTES = 1 << 28  # of these
+PROGRAMS = 64  # compiled for one structure of shared arguments
+ROOMS = 16  # for the calls of a region
+MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
+BYTES_PER_NODE = 100  # of an instance, estimated
+
+
+class Session:
+    """What a batched function keeps for one structure of shared arguments.
+
+    Attributes:
+      registry: types met so far.
+      grouping: merges nodes or takes them apart; None if nodes are what was recorded.
+      records: what recording gave, by the key of the instance.
+      seen: (instance, record) by the id of an instance that cannot change.
+      decides: whether the function has been seen to decide on values.
+      rounds, workspaces: what is kept for that: layouts of rounds by their structure, and the
+        largest program in use by the number of instances.
+      lengths, regions: of arrays whose length differs, and what is done to them.
+      compilations: XLA programs built, counted by kind.
+      target: what programs are made for.
+    """
+
+    def __init__(
+        self,
+        avals: Sequence[ShapedArray],
+        structure: Any,
+        executor: str | None,
+        limit: int,
+        granularity: str,
+        target: Target,
+        environment: Environment | None = None,
+        *,
+        limit_bytes: int = 1 << 30,
+        key: Hashable = None,
+    ):
+        self.target = target
+        self.registry = Registry(avals, structure)
+        self.grouping = GRANULARITIES[granularity](self.registry)
+        self.environment = environment
+        self.key = key
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._known: dict[int, tuple[Memory, Memory]] = Memory(STATES)
+        self.records: dict[Hashable, Record]
+        self.seen: dict[int, tuple[Any, Record]]
+        self._number = -1
+        self.read(NOWHERE)
+        self.decides = False
+        self.rounds: dict[Hashable, Layout] = Memory(ROUNDS, ROUND_BYTES, _bytes_of_round)
+        self.workspaces: dict[int, Signature] = Memory(PROGRAMS)
+        self.compilations: collections.Counter[str] = collections.Counter()
+        self._executor = executor
+        self._signatures: list[Signature] = []
+        self._reverses: list[ReverseSignature] = []
+        self._kernels: dict[int, Kernel] = {}
+        self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
+        self._latest: Signature | None = None
+        self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
+        self._executors: dict[Any, Any] = {}
+        self._statics: dict[Static, Static] = Memory(ROUNDS)
+        apart = None if self.grouping is None else f"granularity is {granularity!r}"
+        self.lengths = Lengths(apart, Memory(limit, limit_bytes // 4, _bytes_of_form))
+        self.regions = Regions(self.registry)
+        self._rooms: dict[Region, list[Room]] = collections.defaultdict(list)
+        self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(PROGRAMS)
+
+    def read(self, reached: Reached) -> None:
+        """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
+        self.registry.read(reached)
+        if reached.number == self._number:
+            return
+        if reached.number not in self._known:
+            half = self._limit_bytes // 2
+            self._known[reached.number] = (
+                Memory(self._limit, half, _bytes_of_record),
+                Memory(self._limit, half, _bytes_of_seen),
+            )
+        self._number = reached.number
+        self.records, self.seen = self._known[reached.number]
+        while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
+            others = [number for number in self._known if number != reached.number]
+            if not others:
+                break
+            del self._known[others[0]]
+
+    def nothing_to_read(self) -> None:
+        """Makes recordings from now on read their arguments alone; releases the arrays."""
+        self.registry.read(NOWHERE._replace(number=self._number))
+
+    def reach(self, index: int) -> Any:
+        """The array that the function closes over and that is a shared value.
+
+        Raises `ValueError` if it is not where it was, or another one.
+        """
+        found, aval = self._found(index), self.registry.shared[index].aval
+        if not _fits(found, aval):
+            raise ValueError(
+                f"a plan reads an array {aval.str_short()} that the function closes over, "
+                f"and found {found!r} in its place; make a new plan when such arrays change in "
+                "shape or are moved, or pass them as shared arguments."
+            )
+        return found
+
+    def reads_tracers(self, signature: Signature) -> bool:
+        """Whether a program reads values of an outer transformation that the function reaches."""
+        shared = self.registry.shared
+        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, Way)]
+        return any(isinstance(self.reach(i), Tracer) for i in reads)
+
+    def kernel(self, type_id: int) -> Kernel:
+        """The kernel of a node type."""
+        if type_id not in self._kernels:
+            node_type = self.registry.node_types[type_id]
+            transient = any(map(self.registry.is_transient, node_type.shared))
+            _, read = self.registry.prologue([node_type.shared])
+            reached = any(isinstance(self.registry.shared[i].tracer, Way) for i in read)
+            self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
+        return self._kernels[type_id]
+
+    def static(self, *parts: Any) -> Static:
+        """The static part of a plan, one object for equal parts."""
+        made = Static(self, *parts)
+        return self._statics.setdefault(made, made)
+
+    def lower(self, placed: Placed, brought: Collection[Any] | None = None) -> Lowered:
+        """A minibatch for a program in use if it fits one, or for a new one.
+
+        A program is used, or grown, only if what it reads from outside is `brought`.
+        """
+        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
+        usable = [s for s in usable if self.can_read(s, placed.kernels)]
+        for signature in sorted(usable, key=lambda s: sum(s.lanes)):
+            if fits(placed, signature) and (lowered := lower(placed, signature)) is not None:
+                self._use(signature)
+                return lowered
+        similar = (s for s in reversed(usable) if resembles(placed, s))
+        signature = make_signature(placed, next(similar, None))
+        self._signatures.append(signature)
+        self._use(signature)
+        lowered = lower(placed, signature)
+        assert lowered is not None
+        return lowered
+
+    def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
+        """Whether what a program reads is there, but for what these kernels read anyway.
+
+        A kernel that does not run must not read what has gone, such as a tracer.
+        """
+        return all(k in kernels or not k.reached or self._has(k) for k in signature.kernels)
+
+    def _has(self, kernel: Kernel) -> bool:
+        shared = self.registry.shared
+        reads = self.registry.prologue([kernel.node_type.shared])[1]
+        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, Way)]
+        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
+
+    def _found(self, index: int) -> Any:
+        """Returns the object now at the end of a shared value's way; None if there is none."""
+        way = self.registry.shared[index].tracer
+        return self.environment.follow(way) if self.environment and isinstance(way, Way) else None
+
+    def _use(self, signature: Signature) -> None:
+        """Notes that a program is used; the one that was not for longest is forgotten."""
+        if signature is self._latest:
+            return
+        self._latest = signature
+        self._used.pop(signature, None)
+        self._used[signature] = None
+        if len(self._used) <= PROGRAMS:
+            return
+        oldest = next(iter(self._used))
+        del self._used[oldest]
+        self._signatures = [s for s in self._signatures if s != oldest]
+        self._reverses = [r for r in self._reverses if r.forward != oldest]
+        self._programs.pop(oldest, None)
+        for key in [key for key in list(self._executors) if key[0] == oldest]:
+            del self._executors[key]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much has been met that it is better to begin again."""
+        return self.registry.size > MANY_ENTRIES
+
+    def reverse(
+        self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
+    ) -> tuple[ReverseSignature, Any]:
+        """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
+        before = (s for s in reversed(self._reverses) if s.forward == forward)
+        model = next(before, None)
+        shares = None if model is None else model.sent is not None
+        readers = find_readers(placed, forward, leaves, wanted, shares)
+        needed = make_reverse_signature(placed, readers, forward, None)
+        fitting = (s for s in self._reverses if reverse_fits(needed, readers, s))
+        signature = next(fitting, None)
+        if signature is None:
+            signature = make_reverse_signature(placed, readers, forward, model)
+            signature = learn_instructions(signature, readers)
+            self._reverses.append(signature)
+        return signature, reverse_table(placed, readers, signature)
+
+    def program(self, signature: Signature) -> tuple[Callable, list[int]]:
+        """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
+        found = self._programs.get(signature)
+        if found is None:
+            wanted = [kernel.node_type.shared for kernel in signature.kernels]
+            compute, closed_over = self.registry.prologue(wanted)
+
+            def prepare(shared: Sequence[Any]) -> list[list[Any]]:
+                values = compute(shared)
+                return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
+
+            found = self._programs[signature] = prepare, closed_over
+        return found
+
+    def _reads(self, signature: Signature) -> set[Any]:
+        """Names of the values from outside that a program reads."""
+        return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
+
+    def executor(self, signature: Signature, values: Any) -> Any:
+        """Who runs a program on these values; on traced ones always the fused executor."""
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+        name = "fused" if traced or self._executor is None else self._executor
+        key = signature, name
+        found = self._executors.get(key)
+        if found is None:
+            prepare, _ = self.program(signature)
+            for other in list(self._executors.values()):  # they may never be used again
+                other.release()
+            found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+        return found
+
+    def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
+        """How instances are recorded (see `Lengths.look`)."""
+        given = self.lengths.look(keys, arrays)
+        bound = self.lengths.bound
+        if bound is None or self.lengths.longest <= bound:
+            return given
+        if self.bind():
+            return self.look(keys, arrays)
+        return [  # what is longer than any table is the function's to refuse
+            None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
+            for g, mine in zip(given, arrays, strict=True)
+        ]
+
+    def numbers_differ(self) -> bool:
+        """Whether a number has been found to differ that records take to be a constant.
+
+        If so, they are forgotten.
+        """
+        if not self.regions.changed:
+            return False
+        self.regions.changed = False
+        old = [key for key, record in self.records.items() if isinstance(record, RaggedRecord)]
+        for key in old:
+            del self.records[key]
+        return True
+
+    def bind(self) -> bool:
+        """Bounds lengths by what shared tables have room for; whether that changes anything."""
+        return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
+
+    def stage(self, calls: Calls) -> Stage:
+        """What the calls of a region in a minibatch are compiled for."""
+        rooms = self._rooms[calls.region]
+        room, is_new = make_room(calls, rooms, self.target)
+        if is_new:
+            rooms.append(room)
+            del rooms[:-ROOMS]
+        return Stage(calls.region, room)
+
+    def prelude(
+        self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
+    ) -> Any:
+        """Runs regions: (inputs of the graph, results of each region); see `run_prelude`."""
+        found = self._preludes.get(stages)
+        if found is None:
+            compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
+
+            def run(shared, tables, targets, inputs):
+                self._count("ragged")
+                return run_prelude(stages, compute(shared), tables, targets, inputs)
+
+            found = self._preludes[stages] = jax.jit(run), closed_over
+        run, closed_over = found
+        shared = shared_values(self, closed_over, leaves, tracers)
+        return run(shared, *tables, dict(inputs))
+
+    def _count(self, kind: str) -> None:
+        self.compilations[kind] += 1
+
+
+def _fits(x: Any, aval: Any) -> bool:
+    return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
+
+
+def _bytes_of_record(key: Any, record: Record) -> int:
+    """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
+    whole = record.whole
+    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(whole, whole.nbytes)
+
+
+def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
+    whole = known[1].whole
+    return _share(whole, BYTES_PER_NODE * len(whole.node_type))
+
+
+def _share(graph: Any, total: int) -> int:
+    return total // max(1, graph.num_instances)
+
+
+def _bytes_of_round(key: Any, layout: Layout) -> int:
+    return 8 * sum(len(part) for part in key if isinstance(part, bytes))
+
+
+def _bytes_of_form(key: Any, _: Any) -> int:
+    return 64 * len(key) if isinstance(key, tuple) else 64
+
+
+def shared_values(
+    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
+) -> list[Any]:
+    """The leaves of the shared arguments, followed by what is closed over (see `SharedValue`)."""
+    found = list(leaves)
+    for index in closed_over:
+        value = session.registry.shared[index]
+        if value.tracer is None:
+            found.append(value.array)
+        elif isinstance(value.tracer, Way) and not isinstance(tracers, dict):
+            found.append(session.reach(index))
+        else:
+            found.append(tracers[value.tracer])
+    return found

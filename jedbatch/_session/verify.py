@@ -1,0 +1,219 @@
+"""Verifying plans as a whole: packed rows, what is returned, rounds (see `_program.verify`)."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jedbatch._jaxpr.storage import stored_kind
+from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
+from jedbatch._program.lower import Placed, Signature, lower
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.plan import Plan, ResultForm, Slice
+from jedbatch._program.verify import Goal, Symbols, Trial, require
+from jedbatch._program.verify_vjp import ReverseTrial, check_cover
+from jedbatch._ragged.calls import Stage
+
+
+def check_stages(
+    stages: Sequence[Stage],
+    tables: Sequence[np.ndarray],
+    targets: Sequence[Sequence[np.ndarray]],
+    signature: Signature,
+    known: collections.Counter[Any] | None,
+) -> None:
+    """Every row of packed arrays belongs to one call, and every call is computed once."""
+    written: set[tuple[int, int]] = set()
+    for stage, table, columns in zip(stages, tables, targets, strict=True):
+        _check_stage(stage, np.asarray(table))
+        calls = int(stage.region.packed.form(stage.room).view(np.asarray(table), "calls")[0])
+        plain = [t for t in stage.region.results if not is_ragged(t.shape)]
+        for kind, column in zip(plain, columns, strict=True):
+            a = signature.arena(kind)
+            room = signature.inputs[a]
+            rows = np.asarray(column).tolist()
+            require(all(row == room for row in rows[calls:]), "what no call makes is written")
+            for row in rows[:calls]:
+                if row != room:
+                    most = room if known is None else known[signature.arenas[a]]
+                    require(0 <= row < most, f"result of a call in row {row} of {most} inputs")
+                    require((a, row) not in written, f"two calls write input row {row}")
+                    written.add((a, row))
+
+
+def _check_stage(stage: Stage, table: np.ndarray) -> None:
+    packed, room = stage.region.packed, stage.room
+    form = packed.form(room)
+    require(table.shape == (form.size,), "the table of a region has another size")
+    calls = int(form.view(table, "calls")[0])
+    require(0 < calls <= room.calls, f"{calls} calls in room for {room.calls}")
+    lengths = form.view(table, "lengths")
+    longest = lengths[:, :calls].max(axis=0)
+    here = dict(zip(packed.phased.symbols, lengths[:, :calls], strict=True))
+    for e, extent in enumerate(packed.extents):
+        counts = np.broadcast_to(np.maximum(0, extent_at(extent, here)), (calls,))
+        total = int(form.view(table, "total", e)[0])
+        require(total == counts.sum() <= room.rows[e], f"{total} rows for {counts.sum()}")
+        starts, call = form.view(table, "starts", e), form.view(table, "call", e)
+        owner = np.full(total, -1)
+        for c, (start, count) in enumerate(
+            zip(starts[:calls].tolist(), counts.tolist(), strict=True)
+        ):
+            free = (owner[start : start + count] == -1).all() and start + count <= total
+            require(free, f"rows {start} to {start + count} of call {c} are those of another")
+            owner[start : start + count] = c
+        require((call[:total] == owner).all(), "a packed row is said to be that of another call")
+        require(((call >= 0) & (call < room.calls)).all(), "a packed row belongs to no call")
+        if not room.slots:
+            trips = form.view(table, "blocks", e)
+            check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
+    order, first, seen = form.view(table, "order"), 0, []
+    groups = [1] * len(room.slots) or form.view(table, "trips").tolist()
+    for most, group, n in zip(room.lengths, room.together, groups, strict=True):
+        mine = [c for c in order[first : first + n * group].tolist() if c != room.calls]
+        require(all(0 <= c < calls for c in mine), "a call that does not exist is computed")
+        require(all(longest[c] <= most for c in mine), f"a call is longer than {most} rows")
+        seen += mine
+        first += n * group
+    require(first <= len(order), "more groups of calls than there is room for")
+    require(sorted(seen) == list(range(calls)), f"{len(seen)} of {calls} calls are computed")
+    if room.slots:
+        _check_slots(stage, table)
+
+
+def _check_slots(stage: Stage, table: np.ndarray) -> None:
+    """Every packed row is read from the slot of its call."""
+    packed, room = stage.region.packed, stage.room
+    form = packed.form(room)
+    calls = int(form.view(table, "calls")[0])
+    order, slot = form.view(table, "order"), form.view(table, "slot")
+    require(((slot >= 0) & (slot < len(order))).all(), "a call is in no slot")
+    require((order[slot[:calls]] == np.arange(calls)).all(), "a call is read from another's slot")
+    for e, extent in enumerate(packed.extents):
+        begins: list[int] = []
+        end = 0
+        for length, slots in zip(room.lengths, room.slots, strict=True):
+            size = extent_at(extent, dict.fromkeys(packed.phased.symbols, length))
+            begins += [end + size * i for i in range(slots)]
+            end += size * slots
+        place, total = form.view(table, "place", e), int(form.view(table, "total", e)[0])
+        require(((place >= 0) & (place < max(1, end))).all(), "a row is in no slot")
+        call = form.view(table, "call", e)[:total]
+        within = np.arange(total) - form.view(table, "starts", e)[call]
+        right = place[:total] == np.array(begins)[slot[call]] + within
+        require(right.all(), "a packed row is read from another place")
+
+
+# --- plans ---
+
+
+def verify(plan: Plan) -> None:
+    """Raises `AssertionError` unless the tables of a plan compute what it is for."""
+    static, signature = plan.static, plan.static.signature
+    symbols = Symbols()
+    goal = None if plan.graph is None else Goal.of(plan.graph, symbols)
+    trial = Trial(signature, symbols, goal)
+    known = None if goal is None else goal.rows
+    ragged, targets = plan.ragged or ((), ())
+    check_stages(static.stages, ragged, targets, signature, known)
+    table = np.asarray(plan.table)
+    trial.run(table, static.keeps)
+    if plan.host is not None:
+        placed = plan.host.placed
+        outputs = check_returned(trial, placed, table)
+        assert goal is not None
+        _check_results(static.results, placed, goal)
+    else:
+        outputs = _positions(static.results, signature)
+        for a, positions in enumerate(outputs):
+            for i in positions:
+                trial.check_output(table, a, i, None)
+    if static.reverse is not None:
+        ReverseTrial(trial, static.reverse).run((table, plan.reverse_table), outputs)
+
+
+def check_returned(trial: Trial, placed: Placed, table: np.ndarray) -> list[Sequence[int]]:
+    """Raises unless a program returns the outputs asked for; returns their positions, by arena."""
+    signature = trial.signature
+    outputs: list[Sequence[int]] = [()] * len(signature.arenas)
+    assert trial.goal is not None
+    for kind, references in zip(placed.arenas, placed.outputs, strict=True):
+        if len(references):
+            a = signature.arenas.index(kind)
+            outputs[a] = range(len(references))
+            for i, reference in enumerate(references.tolist()):
+                trial.check_output(table, a, i, trial.goal[reference])
+    return outputs
+
+
+def _positions(form: ResultForm, signature: Signature) -> list[Sequence[int]]:
+    """The positions among what each arena returns that results are made of."""
+    found: list[list[int]] = [[] for _ in signature.arenas]
+    for places in form.places:
+        for kind, first in places:
+            if not isinstance(first, Slice | tuple):
+                a = signature.arenas.index(stored_kind(kind))
+                found[a] += range(first, first + (1 if form.batch is None else form.batch))
+    return [sorted(set(x)) for x in found]
+
+
+def _check_results(form: ResultForm, placed: Placed, goal: Goal) -> None:
+    """The leaves of results are what instances return, in order."""
+    graph = placed.graph
+    if not form.places or len(graph.output_ptr) - 1 != (form.batch or len(form.places)):
+        return  # rows are all that is asked for
+    returned = dict(zip(placed.arenas, placed.outputs, strict=True))
+    for i, (start, end) in enumerate(zip(graph.output_ptr[:-1], graph.output_ptr[1:], strict=True)):
+        places = form.places[0 if form.batch is not None else i]
+        plain = [(kind, at) for kind, at in places if not isinstance(at, Slice | tuple)]
+        expected = graph.outputs[start:end].tolist()
+        require(len(plain) == len(expected), f"instance {i} returns {len(expected)} values")
+        for (kind, at), reference in zip(plain, expected, strict=True):
+            place = at + i if form.batch is not None else at
+            found = int(returned[stored_kind(kind)][place])
+            require(goal[found] == goal[reference], f"a result of instance {i} is another value")
+
+
+# --- rounds ---
+
+
+class RoundsTrial:
+    """The rounds of a call, one after the other, on symbols (see `_control_flow.workspace`)."""
+
+    def __init__(self) -> None:
+        self.trial: Trial | None = None
+
+    def run(self, signature: Signature, table: np.ndarray, known: collections.Counter[Any]) -> None:
+        """Runs the table of a round."""
+        known = collections.Counter(known)
+        if self.trial is None:
+            self.trial = Trial(signature, Symbols(), None, known)
+        else:
+            self.trial = self.trial.resumed(signature, known)
+        self.trial.run(table, keeps=True)
+
+    def finish(
+        self,
+        placed: Placed,
+        signature: Signature,
+        reverse: tuple[ReverseSignature, np.ndarray] | None = None,
+        wanted: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Raises unless the rounds ran a plan of the whole, lane for lane, with a valid reverse."""
+        assert self.trial is not None
+        lowered = lower(placed, signature)
+        assert lowered is not None
+        whole = Trial(signature, self.trial.symbols, Goal.of(placed.graph, self.trial.symbols))
+        whole.run(lowered.table, keeps=True)
+        outputs = check_returned(whole, placed, lowered.table)
+        for k, kernel in enumerate(signature.kernels):
+            before = self.trial.signature.kernels.index(kernel)
+            mine = {i: lane.symbol for i, lane in whole.lanes[k].items()}
+            its = {i: lane.symbol for i, lane in self.trial.lanes[before].items()}
+            require(mine == its, f"rounds compute other lanes of {kernel.node_type}")
+        for kind, some in zip(placed.arenas, wanted or (), strict=False):
+            a = signature.arenas.index(kind)
+            outputs[a] = [i for i in outputs[a] if some[i]]
+        if reverse is not None:
+            ReverseTrial(whole, reverse[0]).run((lowered.table, reverse[1]), outputs)
