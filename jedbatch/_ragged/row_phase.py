@@ -7,7 +7,8 @@ rows on a CPU); how many of each there are is data, so few rows are computed tha
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,133 +87,231 @@ class OverRows:
             by_row.append(True)
         consts = self.kernel.prologue([env[v] for v in phase.shared])
         room = here.room
-        return rows_function(self.kernel, room.rows[e], room.blocks, tuple(by_row))(
-            consts, operands, here.get("call", e), here.total(e), here.trips(e)
+        function = RowFunction(self.kernel, room.rows[e], room.blocks, tuple(by_row))
+        return function(
+            RowArguments(consts, operands, here.get("call", e), here.total(e), here.trips(e))
         )
 
 
-def rows_function(
-    kernel: Kernel, room: int, blocks: Ladder | None, by_row: tuple[bool, ...]
-) -> Any:
-    """`run(consts, operands, call, total, trips)`: the results of a kernel for every row.
+class RowArguments(NamedTuple):
+    """The arguments of a kernel that runs over rows.
 
-    Args:
-      kernel: its lanes are rows.
-      room: capacity of rows, R.
-      blocks: how rows are cut into blocks; None if they are not.
-      by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
-
-    Rows in the room for them that do not exist repeat the last one if they are not cut into blocks,
-    and may be anything otherwise.
+    Attributes:
+      consts: of the kernel, after its prologue.
+      operands: [R, ...] or [K, ...] each, see `RowFunction`.
+      call: int32[R], the call of every row.
+      total: int32[], how many rows exist.
+      trips: how many blocks of each width there are; None if all rows are one block.
     """
 
-    def operands_of(operands, call, total, lane, width):
-        there = lane + jnp.arange(width) < total
-        calls = cut(call, lane, width)
-        found = []
-        for x, rows in zip(operands, by_row, strict=True):
-            if not rows:
-                found.append(take(x, calls))
+    consts: Sequence[Any]
+    operands: Sequence[Any]
+    call: Any
+    total: Any
+    trips: Any
+
+
+@dataclass(frozen=True, eq=False)
+class RowFunction:
+    """A kernel as a differentiable function of packed rows.
+
+    Rows beyond those that exist repeat the last one if rows are not cut into blocks, and may be
+    anything otherwise.
+
+    Attributes:
+      kernel: its lanes are rows.
+      capacity: of rows, R.
+      buckets: how rows are cut into blocks; None if they are not.
+      by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
+    """
+
+    kernel: Kernel
+    capacity: int
+    buckets: Ladder | None
+    by_row: tuple[bool, ...]
+
+    def __call__(self, arguments: RowArguments) -> list[Any]:
+        """Returns the results of the kernel for every row, [R, ...] each."""
+
+        @jax.custom_vjp
+        def run(*primals):
+            return self._forward(RowArguments(*primals), keep_residuals=False)[0]
+
+        def save(*primals):
+            primals = custom_vjp_primal_tree_values(primals)
+            results, residuals = self._forward(RowArguments(*primals), keep_residuals=True)
+            return results, (*primals, results, residuals)
+
+        def reverse(saved, cotangents):
+            *primals, results, residuals = saved
+            pull_back = RowReverse(self, RowArguments(*primals), results, cotangents)
+            return *pull_back.run(residuals), None, None, None
+
+        run.defvjp(save, reverse, symbolic_zeros=True)
+        return run(*arguments)
+
+    def operands_at(self, arguments: RowArguments, lane: Any, width: int) -> list[Any]:
+        """Returns the operands of `width` rows from `lane` on."""
+        exists = lane + jnp.arange(width) < arguments.total
+        calls = cut(arguments.call, lane, width)
+        rows = []
+        for x, by_row in zip(arguments.operands, self.by_row, strict=True):
+            if not by_row:
+                rows.append(take(x, calls))
                 continue
             x = cut(x, lane, width)
-            if blocks is not None:  # the first row of a block exists
-                x = jnp.where(spread(there, x), x, x[:1])
-            found.append(x)
-        return found
+            if self.buckets is not None:  # the first row of a block exists
+                x = jnp.where(spread(exists, x), x, x[:1])
+            rows.append(x)
+        return rows
 
-    def forwards(consts, operands, call, total, trips, saving):
-        kinds = [(t.shape, t.dtype) for t in kernel.results]
-        kinds += kernel.reverse.saved if saving else ()
-        run = kernel.reverse.save if saving else kernel.forward
+    def _forward(
+        self, arguments: RowArguments, keep_residuals: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns (results, residuals) of all rows; residuals only if they are kept."""
+        kernel = self.kernel
+        row_types = [(t.shape, t.dtype) for t in kernel.results]
+        row_types += kernel.reverse.saved if keep_residuals else ()
+        run = kernel.reverse.save if keep_residuals else kernel.forward
 
         def block(width, lane, state):
-            mine = operands_of(operands, call, total, lane, width)
-            out = jax.vmap(run, in_axes=(None, 0), axis_size=width)(consts, mine)
-            rows = [*out[0], *out[1]] if saving else out
+            operands = self.operands_at(arguments, lane, width)
+            out = jax.vmap(run, in_axes=(None, 0), axis_size=width)(arguments.consts, operands)
+            rows = [*out[0], *out[1]] if keep_residuals else out
             return [put(x, y, lane) for x, y in zip(state, rows, strict=True)]
 
-        empty = [jnp.zeros((room, *shape), dtype) for shape, dtype in kinds]
-        state = each_block(blocks, room, trips, block, empty)
+        empty = [jnp.zeros((self.capacity, *shape), dtype) for shape, dtype in row_types]
+        state = each_block(self.buckets, self.capacity, arguments.trips, block, empty)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
-    @jax.custom_vjp
-    def run(consts, operands, call, total, trips):
-        return forwards(consts, operands, call, total, trips, saving=False)[0]
 
-    def save(*primals):
-        primals = custom_vjp_primal_tree_values(primals)
-        consts, operands, call, total, trips = primals
-        results, saved = forwards(consts, operands, call, total, trips, saving=True)
-        return results, (*primals, results, saved)
+@dataclass(frozen=True, eq=False)
+class RowReverse:
+    """The reverse of a kernel that has run over rows.
 
-    def reverse(kept, given):
-        consts, operands, call, total, trips, results, saved = kept
+    Attributes:
+      function: that has run.
+      arguments: it ran on.
+      results: it returned.
+      cotangents: of the results; a `SymbolicZero` where there is none.
+    """
+
+    function: RowFunction
+    arguments: RowArguments
+    results: Sequence[Any]
+    cotangents: Sequence[Any]
+
+    def run(self, residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the cotangents of (consts, operands); None where there is none."""
+        kernel = self.function.kernel
         back = kernel.reverse
-        prepared = back.prepare(consts)
-        moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-        exists = [not isinstance(x, SymbolicZero) for x in given]
-        if any(exists[s] for s in back.refused):
+        if any(map(self.has_cotangent, back.refused)):
             Reverse(kernel, list(back.refused))  # raises the error of JAX
+        sums, slots = self._sweep(residuals)
+        of_consts = self._weight_gradients(slots)
+        of_operands: list[Any] = [None] * len(self.arguments.operands)
+        for j, x in zip(self._moving, sums, strict=True):
+            of_operands[j] = x if any(map(self.has_cotangent, back.flow[j])) else None
+        return of_consts, of_operands
+
+    def has_cotangent(self, result: int) -> bool:
+        """Whether something comes back to a result."""
+        return not isinstance(self.cotangents[result], SymbolicZero)
+
+    @property
+    def _moving(self) -> list[int]:
+        """The operands that have a cotangent."""
+        return [j for j, t in enumerate(self.function.kernel.operands) if differentiable(t)]
+
+    def _exists(self, lane: Any, width: int) -> Any:
+        """Returns bool[width]: which rows from `lane` on exist."""
+        return lane + jnp.arange(width) < self.arguments.total
+
+    def _cotangents_at(
+        self, exists: Any, lane: Any, width: int
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Returns (cotangents of results, bool[width]: where they exist, by result) of rows."""
+        kernel = self.function.kernel
+        cotangents: list[Any] = [None] * len(self.cotangents)
+        alive = {}
+        for s in kernel.reverse.returned:
+            has_cotangent, result = self.has_cotangent(s), kernel.results[s]
+            alive[s] = exists & has_cotangent
+            if has_cotangent:
+                x = cut(self.cotangents[s], lane, width)
+            else:
+                x = jnp.zeros((width, *result.shape), result.dtype)
+            cotangents[s] = where_alive(spread(alive[s], x), x)
+        return cotangents, alive
+
+    def _sweep(self, residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns (cotangents of the moving operands, slots for the rows that taps read)."""
+        function, arguments = self.function, self.arguments
+        back, moving = function.kernel.reverse, self._moving
+        prepared = back.prepare(arguments.consts)
 
         def block(width, lane, state):
-            sums, rooms = list(state[0]), list(state[1])
-            there = lane + jnp.arange(width) < total
-            mine = operands_of(operands, call, total, lane, width)
-            made = [cut(x, lane, width) for x in results]
-            old = [cut(x, lane, width) for x in rooms[: len(back.saved)]]
-            cotangents: list[Any] = [None] * len(given)
-            alive = {}
-            for s in back.returned:
-                alive[s] = there & exists[s]
-                x = cut(given[s], lane, width) if exists[s] else zeros_of(s, width)
-                cotangents[s] = where_alive(spread(alive[s], x), x)
+            sums, slots = list(state[0]), list(state[1])
+            exists = self._exists(lane, width)
+            operands = function.operands_at(arguments, lane, width)
+            results = [cut(x, lane, width) for x in self.results]
+            saved = [cut(x, lane, width) for x in slots[: len(back.saved)]]
+            cotangents, alive = self._cotangents_at(exists, lane, width)
             run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(consts, prepared, mine, made, old, cotangents, alive)
+            sent, rows = run(
+                arguments.consts, prepared, operands, results, saved, cotangents, alive
+            )
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
-                if not any(exists[s] for s in back.flow[j]):
+                if not any(map(self.has_cotangent, back.flow[j])):
                     continue
-                x = where_alive(spread(there, x), x)
-                if by_row[j]:
+                x = where_alive(spread(exists, x), x)
+                if function.by_row[j]:
                     sums[k] = put(sums[k], x, lane)
                 else:
-                    sums[k] = sums[k].at[cut(call, lane, width)].add(x)
-            for place, x in zip(back.rooms, rows, strict=True):
-                rooms[place] = put(rooms[place], x, lane)
-            return sums, rooms
+                    sums[k] = sums[k].at[cut(arguments.call, lane, width)].add(x)
+            for slot, x in zip(back.rooms, rows, strict=True):
+                slots[slot] = put(slots[slot], x, lane)
+            return sums, slots
 
-        def zeros_of(s, width):
-            return jnp.zeros((width, *kernel.results[s].shape), kernel.results[s].dtype)
+        capacity = function.capacity
+        sums = [jnp.zeros_like(arguments.operands[j]) for j in moving]
+        slots = [*residuals, *(jnp.zeros((capacity, *shape), dtype) for shape, dtype in back.extra)]
+        return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
 
-        sums = [jnp.zeros_like(operands[j]) for j in moving]
-        rooms = [*saved, *(jnp.zeros((room, *shape), dtype) for shape, dtype in back.extra)]
-        sums, rooms = each_block(blocks, room, trips, block, (sums, rooms))
+    def _weight_gradients(self, slots: Sequence[Any]) -> list[Any]:
+        """Returns the cotangents of the consts of the kernel."""
+        function, arguments = self.function, self.arguments
+        kernel = function.kernel
+        back = kernel.reverse
         gradients: list[Any] = [None] * kernel.num_consts
         for tap in back.taps:
-            if not any(exists[s] for some in tap.sources for s in some):
+            if not any(self.has_cotangent(s) for sources in tap.sources for s in sources):
                 continue
             for c in tap.consts:
                 if gradients[c] is None:
                     gradients[c] = jnp.zeros(*kernel.const_kinds[c])
 
             def rows_of(lane, width, tap=tap):
-                mine = operands_of(operands, call, total, lane, width)
-                old = [cut(x, lane, width) for x in rooms[: len(back.saved)]]
-                return jax.vmap(tap.rows, axis_size=width)(mine, old)
+                operands = function.operands_at(arguments, lane, width)
+                saved = [cut(x, lane, width) for x in slots[: len(back.saved)]]
+                return jax.vmap(tap.rows, axis_size=width)(operands, saved)
 
             def cotangents_of(lane, width, tap=tap):
-                return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+                return [cut(slots[back.rooms[c]], lane, width) for c in tap.cotangents]
 
             def alive_of(lane, width, tap=tap):
-                there = lane + jnp.arange(width) < total
-                return [there & any(exists[s] for s in some) for some in tap.sources]
+                exists = self._exists(lane, width)
+                return [exists & any(map(self.has_cotangent, sources)) for sources in tap.sources]
 
             gradients = tap_gradient(
-                tap, consts, rows_of, cotangents_of, alive_of, blocks, room, trips, gradients
+                tap,
+                arguments.consts,
+                rows_of,
+                cotangents_of,
+                alive_of,
+                function.buckets,
+                function.capacity,
+                arguments.trips,
+                gradients,
             )
-        of_operands: list[Any] = [None] * len(operands)
-        for j, x in zip(moving, sums, strict=True):
-            of_operands[j] = x if any(exists[s] for s in back.flow[j]) else None
-        return gradients, of_operands, None, None, None
-
-    run.defvjp(save, reverse, symbolic_zeros=True)
-    return run
+        return gradients
