@@ -24,8 +24,8 @@ from jedbatch._jaxpr.interpret import has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._program.arenas import spread, take
 from jedbatch._ragged.axis_rules import CUMULATIVE
-from jedbatch._ragged.lane_rules import Padded
 from jedbatch._ragged.packing import Here, ragged_axis
+from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE, Axes, find_tiles
 

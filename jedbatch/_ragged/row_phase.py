@@ -25,9 +25,9 @@ from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.arenas import cut, put, spread, take
 from jedbatch._program.execute import each_block, tap_gradient
 from jedbatch._ragged.axis_rules import is_look_up
-from jedbatch._ragged.lane_rules import run_row
 from jedbatch._ragged.packing import Here, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
+from jedbatch._ragged.row_rules import run_row
 from jedbatch._record.registry import Operation
 
 
