@@ -264,8 +264,8 @@ def test_trees_of_sentences(plain):
     assert batched.compilations == before
     exist = plan.ragged_rows[1]
     assert exist == sum(len(x) for tree in trees(1) for x in jax.tree.leaves(tree))
-    assert plan.host.prelude.stages[0].region.id == 0
-    assert len(plan.host.prelude.stages) == 1  # all sentences of all trees together
+    assert plan.host.ragged_calls.stages[0].region.id == 0
+    assert len(plan.host.ragged_calls.stages) == 1  # all sentences of all trees together
 
 
 def test_two_lengths_that_are_the_same_sometimes():

@@ -115,7 +115,7 @@ def test_what_differs_in_the_names_of_symbols_only_runs_together():
 
     ((a, b, c, d),) = arrays((3, 1, 4, 3))
     plan = jedbatch.batch(encode).plan(WEIGHT, [(a, b), (c, (d, a)), ((a, b), (c, d))])
-    assert len(plan.host.prelude.stages) == 1
+    assert len(plan.host.ragged_calls.stages) == 1
 
 
 # --- lengths that must be equal ---

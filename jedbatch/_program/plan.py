@@ -81,7 +81,7 @@ class Host:
       seconds: time spent in each stage of planning.
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
-      prelude: what runs before the graph, if there are ragged arrays.
+      ragged_calls: what runs before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
     """
 
@@ -90,7 +90,7 @@ class Host:
     seconds: dict[str, float]
     num_known: int = 0
     tracers: Any = ()
-    prelude: Any = None
+    ragged_calls: Any = None
     apart: str | None = None
 
 
@@ -145,8 +145,8 @@ class Plan:
 
         None if there are none, or once the plan has been flattened.
         """
-        prelude = self.host.prelude if self.host else None
-        return prelude.counts[::-1] if prelude else None
+        ragged_calls = self.host.ragged_calls if self.host else None
+        return ragged_calls.counts[::-1] if ragged_calls else None
 
     def __str__(self) -> str:
         if self.host is None:
@@ -178,7 +178,7 @@ def poster(plan: Plan) -> str:
         f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
-        *(host.prelude.lines if host.prelude else ()),
+        *(host.ragged_calls.lines if host.ragged_calls else ()),
         *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
         "",
         "  nodes  batches  widest  padding  slices  type",

@@ -21,7 +21,7 @@ from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Placed, Signature, capacity
 from jedbatch._program.plan import Slice, input_name
 from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
-from jedbatch._ragged.packing import Room
+from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 
 HEADROOM = 1.1  # least room for rows over those there are
@@ -34,7 +34,7 @@ class Stage:
     """A region and what it is compiled for."""
 
     region: Region
-    room: Room
+    room: RowCapacity
 
     def operand_name(self, k: int) -> str:
         """The name of an operand among a plan's inputs."""
@@ -43,12 +43,12 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class Prelude:
+class RaggedCalls:
     """The calls of a minibatch.
 
     Attributes:
       stages: regions, in the order of their ids.
-      tables: of each region, see `Packed.table`.
+      tables: of each region, see `PackedProgram.table`.
       targets: for each region and each of its results that are not ragged, int32[K]: the row of
         its arena's inputs for every call; beyond them, where there is no call.
       operands: what is read, by name.
@@ -82,7 +82,7 @@ class Prelude:
 
 
 @dataclass(frozen=True, eq=False)
-class Calls:
+class RegionCalls:
     """All calls of one region in a minibatch.
 
     Attributes:
@@ -100,7 +100,7 @@ class Calls:
     counts: list[np.ndarray]
 
 
-def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> list[Calls]:
+def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> list[RegionCalls]:
     """The calls of a minibatch by region.
 
     Raises `ValueError` if an instance has no rows of which something is taken that needs some.
@@ -116,11 +116,11 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> li
         mine = [c.lengths(arrays[i]) for c, (i, _) in zip(calls, places, strict=True)]
         lengths = dict(zip(region.symbols, np.array(mine, np.int64).T, strict=True))
         _refuse_empty(region, lengths, places)
-        found.append(Calls(region, places, calls, lengths, region.packed.row_counts(lengths)))
+        found.append(RegionCalls(region, places, calls, lengths, region.packed.row_counts(lengths)))
     return found
 
 
-def find_slices(calls: Sequence[Calls], records: Sequence[Record]) -> list[dict[int, Slice]]:
+def find_slices(calls: Sequence[RegionCalls], records: Sequence[Record]) -> list[dict[int, Slice]]:
     """For each instance where its ragged results are, by position among its results."""
     found: list[dict[int, Slice]] = [{} for _ in records]
     for stage, mine in enumerate(calls):
@@ -138,7 +138,9 @@ def find_slices(calls: Sequence[Calls], records: Sequence[Record]) -> list[dict[
     return found
 
 
-def make_room(calls: Calls, rooms: Sequence[Room], target: Target) -> tuple[Room, bool]:
+def find_capacity(
+    calls: RegionCalls, rooms: Sequence[RowCapacity], target: Target
+) -> tuple[RowCapacity, bool]:
     """(what to compile a region for, whether it is new); `rooms` are those compiled already."""
     widest = target.blocks.widths[-1]
     count = len(calls.calls)
@@ -153,7 +155,7 @@ def make_room(calls: Calls, rooms: Sequence[Room], target: Target) -> tuple[Room
         slots = not room.slots or slots_of(longest, room.groups) is not None
         if enough and fits and small and slots:
             return room, False
-    straight = _straight_room(count, rows, longest, guarded, rooms, target)
+    straight = _straight_capacity(count, rows, longest, guarded, rooms, target)
     if straight is not None:
         return straight, True
     needed = [-(-capacity(n * HEADROOM) // widest) * widest for n in rows]
@@ -167,17 +169,17 @@ def make_room(calls: Calls, rooms: Sequence[Room], target: Target) -> tuple[Room
         reach *= 2
     steps = (reach // target.shortest).bit_length()
     lengths = tuple(target.shortest << i for i in range(steps))
-    return Room(capacity(count), tuple(needed), lengths, guarded, target), True
+    return RowCapacity(capacity(count), tuple(needed), lengths, guarded, target), True
 
 
-def _straight_room(
+def _straight_capacity(
     count: int,
     rows: Sequence[int],
     longest: np.ndarray,
     guarded: bool,
-    rooms: Sequence[Room],
+    rooms: Sequence[RowCapacity],
     target: Target,
-) -> Room | None:
+) -> RowCapacity | None:
     """Room for calls that run without loops; None if that would be too much at once."""
     unit = target.blocks.widths[0]
     needed = [-(-capacity(n * HEADROOM) // unit) * unit for n in rows]
@@ -192,22 +194,22 @@ def _straight_room(
     if max((*needed, pairs_in(groups) // PAIRS)) > target.straight_rows:
         return None
     lengths, slots = groups
-    return Room(capacity(count), tuple(needed), lengths, guarded, target, slots)
+    return RowCapacity(capacity(count), tuple(needed), lengths, guarded, target, slots)
 
 
-def _near(rows: Sequence[int], room: Room, widest: int) -> bool:
+def _near(rows: Sequence[int], room: RowCapacity, widest: int) -> bool:
     """Whether a room is not much too large for so many rows, in blocks of up to `widest`."""
     return all(b <= SLACK * max(widest, a) for a, b in zip(rows, room.rows, strict=True))
 
 
-def make_prelude(
+def make_ragged_calls(
     stages: Sequence[Stage],
-    calls: Sequence[Calls],
+    calls: Sequence[RegionCalls],
     records: Sequence[Record],
     arrays: Sequence[Sequence[Any]],
     placed: Placed,
     signature: Signature,
-) -> Prelude:
+) -> RaggedCalls:
     """The calls of a minibatch, ready to run.
 
     Args:
@@ -236,7 +238,7 @@ def make_prelude(
                 for call, (i, _) in zip(mine.calls, mine.places, strict=True)
             ]
             operands[stage.operand_name(k)] = _packed(kind, values, packed, stage.room)
-    return Prelude(
+    return RaggedCalls(
         tuple(stages),
         tuple(c.region.packed.table(s.room, c.lengths) for s, c in zip(stages, calls, strict=True)),
         tuple(_columns(s, c, rows, signature) for s, c in zip(stages, calls, strict=True)),
@@ -283,7 +285,7 @@ def _targets(records: Sequence[Record], placed: Placed) -> dict[tuple[int, int, 
 
 
 def _columns(
-    stage: Stage, calls: Calls, targets: Mapping[tuple, int], signature: Signature
+    stage: Stage, calls: RegionCalls, targets: Mapping[tuple, int], signature: Signature
 ) -> tuple[np.ndarray, ...]:
     """For each result that is not ragged, the row of every call."""
     columns = []
@@ -296,7 +298,7 @@ def _columns(
     return tuple(columns)
 
 
-def _packed(kind: Any, values: Sequence[Any], packed: Any, room: Room) -> Any:
+def _packed(kind: Any, values: Sequence[Any], packed: Any, room: RowCapacity) -> Any:
     """What calls read as one array: [R, ...] if ragged, or [K, ...].
 
     Behind it, rows repeat the last one, if there is any, where they are not cut into blocks.
@@ -314,7 +316,7 @@ def _packed(kind: Any, values: Sequence[Any], packed: Any, room: Room) -> Any:
     return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)], mode=mode)
 
 
-def run_prelude(
+def run_regions(
     stages: Sequence[Stage],
     shared: Sequence[Sequence[Any]],
     tables: Sequence[Any],
@@ -326,8 +328,8 @@ def run_prelude(
     Args:
       stages: what to run.
       shared: of each region, the values it shares.
-      tables: see `Prelude`.
-      targets: see `Prelude`.
+      tables: see `RaggedCalls`.
+      targets: see `RaggedCalls`.
       inputs: of the plan, operands of regions among them.
     """
     found = dict(inputs)

@@ -24,14 +24,14 @@ from jedbatch._jaxpr.interpret import has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._program.arenas import spread, take
 from jedbatch._ragged.axis_rules import CUMULATIVE
-from jedbatch._ragged.packing import Here, ragged_axis
+from jedbatch._ragged.packing import PackedBatch, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE, Axes, find_tiles
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class InstanceGroup:
     """Instances that run at the same time.
 
     Attributes:
@@ -44,7 +44,7 @@ class Group:
       offset: where it begins.
     """
 
-    here: Here
+    here: PackedBatch
     most: int
     calls: Any
     alive: Any
@@ -53,16 +53,18 @@ class Group:
     offset: Any
 
     @staticmethod
-    def all(here: Here) -> list["Group"]:
+    def all(here: PackedBatch) -> list["InstanceGroup"]:
         """All instances, where each has a slot (see `_ragged.groups`)."""
         groups, first = [], 0
         for most, size in zip(*here.room.groups, strict=True):
-            groups.append(Group.at(here, first, size, most, {}, jnp.int32(0)))
+            groups.append(InstanceGroup.at(here, first, size, most, {}, jnp.int32(0)))
             first += size
         return groups
 
     @staticmethod
-    def at(here: Here, first: Any, size: int, most: int, tiles: Axes, offset: Any) -> "Group":
+    def at(
+        here: PackedBatch, first: Any, size: int, most: int, tiles: Axes, offset: Any
+    ) -> "InstanceGroup":
         """The instances from a place of the order on."""
         calls = here.get("order", start=first, size=size)
         alive = calls < here.room.calls
@@ -72,7 +74,7 @@ class Group:
         else:
             calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
             lengths = {s: take(x, calls) for s, x in here.lengths().items()}
-        return Group(here, most, calls, alive, lengths, tiles, offset)
+        return InstanceGroup(here, most, calls, alive, lengths, tiles, offset)
 
     def rows(self, variable: Any) -> tuple[Any, Any]:
         """(int32[G, rows], bool[G, rows]): packed rows of a variable, and which of them exist."""
@@ -113,7 +115,7 @@ class Group:
         return jnp.where(spread(exist, x), x, 0)
 
 
-class OverInstances:
+class InstancePhase:
     """A phase over instances."""
 
     def __init__(self, phase: Phase):
@@ -131,7 +133,7 @@ class OverInstances:
         ]
         self._moving_shared, self._moving, self._returned = inexact
 
-    def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
+    def run(self, here: PackedBatch, env: dict[Any, Any]) -> list[Any]:
         """What the phase writes: packed rows, or [K, ...]."""
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]
@@ -151,7 +153,9 @@ class OverInstances:
         run.defvjp(save, reverse, symbolic_zeros=True)
         return run(shared, operands, here.table)
 
-    def _forward(self, here: Here, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def _forward(
+        self, here: PackedBatch, shared: Sequence[Any], operands: Sequence[Any]
+    ) -> list[Any]:
         phase = self.phase
 
         def made(group):
@@ -159,7 +163,7 @@ class OverInstances:
             return self._lanes(group, shared, blocks)
 
         if here.room.slots:
-            parts = zip(*map(made, Group.all(here)), strict=True)
+            parts = zip(*map(made, InstanceGroup.all(here)), strict=True)
             return [_from_slots(here, v, x) for v, x in zip(phase.writes, parts, strict=True)]
 
         def body(group, written):
@@ -170,7 +174,7 @@ class OverInstances:
 
         return self._each_group(here, list(map(here.empty, phase.writes)), body)
 
-    def _reverse(self, here: Here, shared, operands, given) -> tuple[list[Any], list[Any]]:
+    def _reverse(self, here: PackedBatch, shared, operands, given) -> tuple[list[Any], list[Any]]:
         """Cotangents of the shared values and of the operands."""
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
         returned = [i for i in self._returned if not isinstance(given[i], SymbolicZero)]
@@ -199,7 +203,7 @@ class OverInstances:
             )
 
         if here.room.slots:
-            found = list(map(pulled, Group.all(here)))
+            found = list(map(pulled, InstanceGroup.all(here)))
             of_shared = [sum(x[1:], x[0]) for x in zip(*(some for some, _ in found), strict=True)]
             parts = list(zip(*(some for _, some in found), strict=True))
             of_operands = [
@@ -218,7 +222,7 @@ class OverInstances:
             _replaced(nothing[1], moving, of_operands),
         )
 
-    def _each_group(self, here: Here, state: Any, body: Callable) -> Any:
+    def _each_group(self, here: PackedBatch, state: Any, body: Callable) -> Any:
         """Runs `body(group, state)` for all instances, tile by tile where they are long."""
         trips = here.get("trips")
         first = jnp.int32(0)
@@ -228,28 +232,30 @@ class OverInstances:
             def step(_, carry, most=most, size=size, tiles=tiles):
                 state, first = carry
                 if not tiles:
-                    group = Group.at(here, first, size, most, {}, jnp.int32(0))
+                    group = InstanceGroup.at(here, first, size, most, {}, jnp.int32(0))
                     return body(group, state), first + size
-                whole = Group.at(here, first, size, most, {}, jnp.int32(0))
+                whole = InstanceGroup.at(here, first, size, most, {}, jnp.int32(0))
                 extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
                 longest = jnp.int32(0)
                 for extent in extents:
                     longest = jnp.maximum(longest, jnp.max(extent_at(extent, whole.lengths)))
 
                 def tile(i, state):
-                    return body(Group.at(here, first, size, most, tiles, i * TILE), state)
+                    return body(InstanceGroup.at(here, first, size, most, tiles, i * TILE), state)
 
                 return lax.fori_loop(0, -(-longest // TILE), tile, state), first + size
 
             state, first = lax.fori_loop(0, trips[c], step, (state, first))
         return state
 
-    def _lanes(self, group: Group, shared: Sequence[Any], blocks: Sequence[Any]) -> list[Any]:
+    def _lanes(
+        self, group: InstanceGroup, shared: Sequence[Any], blocks: Sequence[Any]
+    ) -> list[Any]:
         """What the phase writes for the instances of a group."""
         lane = functools.partial(self._lane, group)
         return jax.vmap(lane, in_axes=(0, None, 0))(dict(group.lengths), shared, blocks)
 
-    def _lane(self, group: Group, lengths, shared, blocks) -> list[Any]:
+    def _lane(self, group: InstanceGroup, lengths, shared, blocks) -> list[Any]:
         """What the phase writes for one instance."""
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.most)
@@ -269,7 +275,7 @@ class OverInstances:
         return found
 
 
-def _from_slots(here: Here, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
+def _from_slots(here: PackedBatch, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
     """All calls' rows of a variable, or calls', from what each group has in its slots.
 
     There are rows, or calls, in the room for them that do not exist: `rest`, or anything.

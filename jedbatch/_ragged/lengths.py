@@ -37,7 +37,7 @@ ArrayType = tuple[tuple[Any, ...], Any, bool]  # (shape, dtype, weak), an extent
 Pair = tuple[int, int]  # of arrays of an instance
 
 
-class Form:
+class LengthFamily:
     """Instances that are equal but for the lengths of arrays, and numbers.
 
     Attributes:
@@ -92,7 +92,7 @@ class Form:
         return found
 
 
-class Given(NamedTuple):
+class RaggedTypes(NamedTuple):
     """How the arrays of an instance are recorded.
 
     Attributes:
@@ -106,7 +106,7 @@ class Given(NamedTuple):
     key: Hashable
     types: list[ArrayType]
     symbols: dict[str, list[int]]
-    form: Form
+    form: LengthFamily
     lengths: list[int]
 
 
@@ -123,7 +123,7 @@ class Lengths:
       bound: the greatest length there can be, if the function has to know one.
     """
 
-    def __init__(self, off: str | None, forms: dict[Hashable, Form]):
+    def __init__(self, off: str | None, forms: dict[Hashable, LengthFamily]):
         self.off = off
         self.longest = 0
         self.bound: int | None = None
@@ -141,7 +141,9 @@ class Lengths:
             return self._apart
         return self.off if any(n is None for n in self._kinds.values()) else None
 
-    def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
+    def look(
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
+    ) -> list[RaggedTypes | None]:
         """How instances are recorded; None for one without ragged arrays.
 
         Args:
@@ -152,10 +154,10 @@ class Lengths:
         if not any(arrays):
             return [None] * len(keys)
         seen = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
-        found: list[Given | None] = [None] * len(keys)
+        found: list[RaggedTypes | None] = [None] * len(keys)
         if self.off:
             return found
-        by_form: dict[Form, list[int]] = {}
+        by_form: dict[LengthFamily, list[int]] = {}
         for i, (_, form, _) in enumerate(seen):
             by_form.setdefault(form, []).append(i)
         ragged = {form: self._ragged(form) for form in by_form}
@@ -172,12 +174,14 @@ class Lengths:
                     found[i] = self._given(general, form, lengths, ragged[form], pattern)
         return found
 
-    def _observe(self, key: Hashable, arrays: Sequence[Any]) -> tuple[Hashable, Form, list[int]]:
+    def _observe(
+        self, key: Hashable, arrays: Sequence[Any]
+    ) -> tuple[Hashable, LengthFamily, list[int]]:
         """(key without lengths, form, lengths of the arrays) of an instance."""
         general = _without_lengths(key)
         form = None if general is None else self._forms.get(_without_values(general))
         if form is None:
-            form = Form([array_type(x) for x in arrays])
+            form = LengthFamily([array_type(x) for x in arrays])
             form.add(self._related(form))
             self._forms[_without_values(general)] = form
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
@@ -188,7 +192,7 @@ class Lengths:
         form.observe(lengths)
         return general, form, lengths
 
-    def _ragged(self, form: Form) -> list[int]:
+    def _ragged(self, form: LengthFamily) -> list[int]:
         """The arrays of a form whose lengths differ from instance to instance."""
         if any(form.varied):
             return [i for i, varied in enumerate(form.varied) if varied]
@@ -201,8 +205,13 @@ class Lengths:
         ]
 
     def _given(
-        self, general: Hashable, form: Form, lengths: list[int], ragged: list[int], equal: bytes
-    ) -> Given:
+        self,
+        general: Hashable,
+        form: LengthFamily,
+        lengths: list[int],
+        ragged: list[int],
+        equal: bytes,
+    ) -> RaggedTypes:
         classes = form.classes(equal)
         symbols: dict[str, list[int]] = {}
         names: dict[int, str] = {}
@@ -222,9 +231,9 @@ class Lengths:
             for i in ragged:
                 fixed[i] = -1 - classes[i]
             key = ("ragged", scope, general, tuple(fixed), tuple(ragged))
-        return Given(key, types, symbols, form, lengths)
+        return RaggedTypes(key, types, symbols, form, lengths)
 
-    def relate(self, given: Given, asked: Questions, error: Exception | None) -> bool:
+    def relate(self, given: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
         """Takes note of lengths that have been compared; whether to record again.
 
         Args:
@@ -247,7 +256,7 @@ class Lengths:
             form.add(new)
         return any(error is None or lengths[a] == lengths[b] for a, b in new)
 
-    def _related(self, form: Form) -> list[Pair]:
+    def _related(self, form: LengthFamily) -> list[Pair]:
         """Arrays like others of which the lengths have been compared."""
         kinds = [_kind(form, i) for i in range(len(form.types))]
         return [
@@ -257,7 +266,7 @@ class Lengths:
             if kind == first and a + steps < len(kinds) and kinds[a + steps] == second
         ]
 
-    def give_up(self, error: Exception, given: Given | None) -> None:
+    def give_up(self, error: Exception, given: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
 
         Those of one form only, where lengths differ that have been compared.
@@ -307,7 +316,7 @@ def _length(array: ArrayType) -> int:
     return array[0][0] if array[0] else -1
 
 
-def _kind(form: Form, i: int) -> tuple:
+def _kind(form: LengthFamily, i: int) -> tuple:
     """Returns the type of array `i` of a form without its length."""
     shape, dtype, weak = form.types[i]
     return shape[1:], dtype, weak

@@ -20,29 +20,29 @@ from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._kernel.target import CPU
 from jedbatch._program.tables import TableForm
 from jedbatch._ragged.groups import places_in, slots_of
-from jedbatch._ragged.instance_phase import OverInstances
-from jedbatch._ragged.packing import Here, Room, ragged_axis, row_shape, table_form
-from jedbatch._ragged.phases import Phased
-from jedbatch._ragged.row_phase import OverRows
+from jedbatch._ragged.instance_phase import InstancePhase
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
+from jedbatch._ragged.phases import PhasedProgram
+from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE
 
 
-class Packed:
+class PackedProgram:
     """A program in phases, ready to run on packed rows.
 
     Attributes:
       phased: the program.
-      extents: of the rows it keeps, in the order of `Room.rows`.
+      extents: of the rows it keeps, in the order of `RowCapacity.rows`.
     """
 
-    def __init__(self, phased: Phased):
+    def __init__(self, phased: PhasedProgram):
         self.phased = phased
         self.extents = phased.extents
         self._phases = [
-            OverInstances(p) if p.extent is None else OverRows(p) for p in phased.phases
+            InstancePhase(p) if p.extent is None else RowPhase(p) for p in phased.phases
         ]
 
-    def form(self, room: Room) -> TableForm:
+    def form(self, room: RowCapacity) -> TableForm:
         """Where things are in the table of a minibatch."""
         return table_form(room, len(self.phased.symbols))
 
@@ -53,7 +53,7 @@ class Packed:
             np.broadcast_to(np.maximum(0, extent_at(e, lengths)), (calls,)) for e in self.extents
         ]
 
-    def table(self, room: Room, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+    def table(self, room: RowCapacity, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
         """The int32 table of calls whose symbols have these values, int[calls] each."""
         form = self.form(room)
         table = np.zeros(form.size, np.int32)
@@ -93,7 +93,9 @@ class Packed:
         return dict.fromkeys(self.phased.symbols, length)
 
     @staticmethod
-    def _write_order(room: Room, longest: np.ndarray, order: np.ndarray, trips: np.ndarray) -> None:
+    def _write_order(
+        room: RowCapacity, longest: np.ndarray, order: np.ndarray, trips: np.ndarray
+    ) -> None:
         """Writes which calls run one after the other, by length, and how often they do."""
         order[:] = room.calls
         first = 0
@@ -110,7 +112,7 @@ class Packed:
         `shared` are the shapes of what all calls share.
         """
         widest = CPU.blocks.widths[-1]
-        room = Room(2, (widest,) * len(self.extents), (CPU.shortest, 2 * TILE), True, CPU)
+        room = RowCapacity(2, (widest,) * len(self.extents), (CPU.shortest, 2 * TILE), True, CPU)
         table = jax.ShapeDtypeStruct((self.form(room).size,), np.int32)
         operands = []
         for v in self.phased.operands:
@@ -128,7 +130,7 @@ class Packed:
         jax.eval_shape(slope, list(shared), operands, table)
 
     def run(
-        self, room: Room, shared: Sequence[Any], operands: Sequence[Any], table: Any
+        self, room: RowCapacity, shared: Sequence[Any], operands: Sequence[Any], table: Any
     ) -> list[Any]:
         """The results: packed rows [R, ...] or [K, ...], by the kind of the result.
 
@@ -151,7 +153,7 @@ class Packed:
         env.update(zip(before.outvars, made, strict=True))
         known = set(env)
         env.update(zip(phased.operands, operands, strict=True))
-        here = Here(self.extents, phased.symbols, room, table)
+        here = PackedBatch(self.extents, phased.symbols, room, table)
         for phase in self._phases:
             env.update(zip(phase.phase.writes, phase.run(here, env), strict=True))
 

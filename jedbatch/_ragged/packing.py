@@ -25,7 +25,7 @@ from jedbatch._ragged.groups import Groups
 
 
 @dataclass(frozen=True)
-class Room:
+class RowCapacity:
     """What a packed program is compiled for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Room:
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 
-def table_form(room: Room, num_symbols: int) -> TableForm:
+def table_form(room: RowCapacity, num_symbols: int) -> TableForm:
     """Where things are in the table of a minibatch."""
     form = TableForm()
     form.add(("lengths",), num_symbols, room.calls)
@@ -94,7 +94,7 @@ def table_form(room: Room, num_symbols: int) -> TableForm:
     return form
 
 
-class Here:
+class PackedBatch:
     """What the phases of one run have in common: a minibatch's table, and how to read it.
 
     Attributes:
@@ -104,7 +104,9 @@ class Here:
       table: int32[...], of the minibatch.
     """
 
-    def __init__(self, extents: Sequence[Any], symbols: Sequence[str], room: Room, table: Any):
+    def __init__(
+        self, extents: Sequence[Any], symbols: Sequence[str], room: RowCapacity, table: Any
+    ):
         self.extents, self.symbols, self.room, self.table = extents, symbols, room, table
         self._form = table_form(room, len(symbols))
 
@@ -112,9 +114,9 @@ class Here:
         """A part of the table."""
         return row(self._form, self.table, name, start=start, size=size)
 
-    def reading(self, table: Any) -> "Here":
+    def reading(self, table: Any) -> "PackedBatch":
         """The same with another table, such as a traced one."""
-        return Here(self.extents, self.symbols, self.room, table)
+        return PackedBatch(self.extents, self.symbols, self.room, table)
 
     def index(self, extent: Any) -> int:
         """The number of an extent."""

@@ -66,7 +66,7 @@ class Phase:
 
 
 @dataclass(frozen=True, eq=False)
-class Phased:
+class PhasedProgram:
     """A program in phases.
 
     Attributes:
@@ -146,7 +146,7 @@ def _is_ragged(eqn: Any) -> bool:
     return any(is_ragged(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
 
 
-def find_phases(closed: Any, num_shared: int) -> Phased:
+def find_phases(closed: Any, num_shared: int) -> PhasedProgram:
     """Cuts a program of symbolic shapes into phases; its first arguments are shared.
 
     Raises `CannotMergeError` if instances of different lengths cannot run it together.
@@ -163,7 +163,7 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
         raise CannotMergeError("an array of random keys is ragged, or kept")
     used = used_variables(jaxpr)
     equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
-    finder = _Finder(jaxpr, num_shared)
+    finder = _PhaseFinder(jaxpr, num_shared)
     for eqn in equations:
         finder.place(eqn)
     extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
@@ -171,7 +171,7 @@ def find_phases(closed: Any, num_shared: int) -> Phased:
     for extent in dict.fromkeys(extents):
         if not grows(extent):
             raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
-    return Phased(
+    return PhasedProgram(
         jaxpr,
         tuple(closed.consts),
         num_shared,
@@ -195,7 +195,7 @@ def _shown(variable: Any) -> str:
     return f"[{', '.join(map(str, variable.aval.shape))}]"
 
 
-class _Finder:
+class _PhaseFinder:
     """Puts equations into phases, one after the other.
 
     Attributes:

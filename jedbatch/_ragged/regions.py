@@ -31,7 +31,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
-from jedbatch._ragged.packed_program import Packed
+from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
 from jedbatch._record.registry import Registry
@@ -48,7 +48,9 @@ class Region:
       order: for each symbol of the program, its number among those of a call.
     """
 
-    def __init__(self, id: int, shared: Sequence[int], operands, results, packed: Packed, order):
+    def __init__(
+        self, id: int, shared: Sequence[int], operands, results, packed: PackedProgram, order
+    ):
         self.id = id
         self.order: tuple[int, ...] = tuple(order)
         self.shared = tuple(shared)
@@ -154,7 +156,7 @@ class Regions:
             return None
         return Cut(self, graph, record, num_arrays, leaf_of)
 
-    def note(self, form: "_CallForm") -> None:
+    def note(self, form: "_Subgraph") -> None:
         """Takes note of the numbers among the operands of a call."""
         for k, number in form.numbers.items():
             value = number.tobytes()
@@ -162,7 +164,7 @@ class Regions:
                 self._numbers[form.key, k] = None
                 self.changed = True
 
-    def fixed(self, form: "_CallForm") -> dict[int, np.ndarray]:
+    def fixed(self, form: "_Subgraph") -> dict[int, np.ndarray]:
         """The numbers among the operands of a call that have been the same in all calls so far."""
         numbers = form.numbers.items()
         return {k: x for k, x in numbers if self._numbers[form.key, k] is not None}
@@ -175,7 +177,7 @@ class Regions:
         found = self._ids.get(key)
         if found is None:
             shared, operands, closed = make()
-            packed = Packed(find_phases(closed, len(shared)))
+            packed = PackedProgram(find_phases(closed, len(shared)))
             packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
             order = map(list(symbols).index, packed.phased.symbols)
@@ -186,7 +188,7 @@ class Regions:
 
 
 @dataclass(frozen=True, eq=False)
-class _CallForm:
+class _Subgraph:
     """A connected part of a graph, apart from where in the graph it is.
 
     Attributes:
@@ -359,7 +361,7 @@ class Cut:
         for form in self.forms:
             self.regions.note(form)
 
-    def _form(self, part: list[int], leaving: list[int]) -> _CallForm:
+    def _form(self, part: list[int], leaving: list[int]) -> _Subgraph:
         """A connected part as a call."""
         graph = self.graph
         place: dict[int, Any] = {}  # (node, result) by value
@@ -387,9 +389,9 @@ class Cut:
         sources = tuple(self.inputs[-1 - v] for v in operand)
         returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
         written = tuple(key), returned
-        return _CallForm(tuple(nodes), sources, returned, tuple(number), written)
+        return _Subgraph(tuple(nodes), sources, returned, tuple(number), written)
 
-    def _call(self, form: _CallForm) -> Call:
+    def _call(self, form: _Subgraph) -> Call:
         """A connected part as a call of a region."""
         registry, sources = self.regions.registry, form.sources
         kinds = form.kinds

@@ -25,13 +25,13 @@ from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.arenas import cut, put, spread, take
 from jedbatch._program.execute import each_block, tap_gradient
 from jedbatch._ragged.axis_rules import is_look_up
-from jedbatch._ragged.packing import Here, ragged_axis, row_shape
+from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 from jedbatch._record.registry import Operation
 
 
-class OverRows:
+class RowPhase:
     """A phase over rows: a kernel whose lanes are rows.
 
     Its operands are, of each row, what the phase reads; its position, if that matters; and
@@ -74,7 +74,7 @@ class OverRows:
             env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
         return [env[v] for v in phase.writes]
 
-    def run(self, here: Here, env: dict[Any, Any]) -> list[Any]:
+    def run(self, here: PackedBatch, env: dict[Any, Any]) -> list[Any]:
         """What the phase writes, packed."""
         phase = self.phase
         e = here.index(phase.extent)

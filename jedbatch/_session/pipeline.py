@@ -32,7 +32,7 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.plan import Host, Plan, ResultForm, input_name
 from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
-from jedbatch._ragged.calls import Calls, make_prelude
+from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instances import is_array
 from jedbatch._schedule.schedule import checked_policy, schedule
 from jedbatch._session.indices import check_rows
@@ -71,7 +71,7 @@ def make_plan(
     gradient: bool,
     keeps: bool,
     brought: Collection[Any] | None = None,
-    calls: Sequence[Calls] = (),
+    calls: Sequence[RegionCalls] = (),
 ) -> Plan:
     """Plans a graph.
 
@@ -119,17 +119,19 @@ def make_plan(
         reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
-    prelude = None
+    ragged_calls = None
     if calls:
         stages = [session.stage(mine) for mine in calls]
-        prelude = make_prelude(stages, calls, records, arrays, placed, signature)
-        inputs |= prelude.operands
+        ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
+        inputs |= ragged_calls.operands
     clock.append(time.perf_counter())
 
     seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
-    static = session.static(signature, reverse, form, keeps, prelude.stages if prelude else ())
-    ragged = (prelude.tables, prelude.targets) if prelude else ()
-    host = Host(placed, lowered, seconds, prelude=prelude)
+    static = session.static(
+        signature, reverse, form, keeps, ragged_calls.stages if ragged_calls else ()
+    )
+    ragged = (ragged_calls.tables, ragged_calls.targets) if ragged_calls else ()
+    host = Host(placed, lowered, seconds, ragged_calls=ragged_calls)
     plan = Plan(static, table, reverse_table, inputs, ragged, host)
     if is_wanted():
         verify(plan)
@@ -156,7 +158,7 @@ def run_plan(
     packed: Any = ()
     if static.stages:
         with reverse_mode_only(name):
-            inputs, packed = session.prelude(
+            inputs, packed = session.run_regions(
                 static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
             )
     shared = shared_values(session, session.program(signature)[1], leaves, tracers)

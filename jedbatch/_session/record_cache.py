@@ -12,7 +12,7 @@ from typing import Any
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
-from jedbatch._ragged.lengths import Given
+from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import Cut
 from jedbatch._record.instances import array_type, immutable, instance_key
 from jedbatch._record.trace import trace
@@ -126,7 +126,9 @@ class Attempt:
       asked: what was asked about lengths while each instance was recorded.
     """
 
-    def __init__(self, session: Session, arrays: Sequence[Any], given: Sequence[Given | None]):
+    def __init__(
+        self, session: Session, arrays: Sequence[Any], given: Sequence[RaggedTypes | None]
+    ):
         self.session = session
         self.arrays = arrays
         self.given = given

@@ -30,9 +30,9 @@ from jedbatch._program.lower_vjp import (
     reverse_table,
 )
 from jedbatch._program.plan import Static
-from jedbatch._ragged.calls import Calls, Stage, make_room, run_prelude
-from jedbatch._ragged.lengths import Given, Lengths
-from jedbatch._ragged.packing import Room
+from jedbatch._ragged.calls import RegionCalls, Stage, find_capacity, run_regions
+from jedbatch._ragged.lengths import Lengths, RaggedTypes
+from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import RaggedRecord, Region, Regions
 from jedbatch._record.environment import NOWHERE, Environment, Reached, Way
 from jedbatch._record.granularity.fuse import GRANULARITIES
@@ -42,7 +42,7 @@ from jedbatch._support.caches import Memory
 ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 28  # of these
 PROGRAMS = 64  # compiled for one structure of shared arguments
-ROOMS = 16  # for the calls of a region
+ROW_CAPACITIES = 16  # for the calls of a region
 MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
 BYTES_PER_NODE = 100  # of an instance, estimated
 
@@ -101,10 +101,12 @@ class Session:
         self._executors: dict[Any, Any] = {}
         self._statics: dict[Static, Static] = Memory(ROUNDS)
         apart = None if self.grouping is None else f"granularity is {granularity!r}"
-        self.lengths = Lengths(apart, Memory(limit, limit_bytes // 4, _bytes_of_form))
+        self.lengths = Lengths(apart, Memory(limit, limit_bytes // 4, _bytes_of_family))
         self.regions = Regions(self.registry)
-        self._rooms: dict[Region, list[Room]] = collections.defaultdict(list)
-        self._preludes: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(PROGRAMS)
+        self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
+        self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
+            PROGRAMS
+        )
 
     def read(self, reached: Reached) -> None:
         """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
@@ -271,7 +273,9 @@ class Session:
             found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
         return found
 
-    def look(self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]) -> list[Given | None]:
+    def look(
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
+    ) -> list[RaggedTypes | None]:
         """How instances are recorded (see `Lengths.look`)."""
         given = self.lengths.look(keys, arrays)
         bound = self.lengths.bound
@@ -301,28 +305,28 @@ class Session:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""
         return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
 
-    def stage(self, calls: Calls) -> Stage:
+    def stage(self, calls: RegionCalls) -> Stage:
         """What the calls of a region in a minibatch are compiled for."""
-        rooms = self._rooms[calls.region]
-        room, is_new = make_room(calls, rooms, self.target)
+        capacities = self._row_capacities[calls.region]
+        capacity, is_new = find_capacity(calls, capacities, self.target)
         if is_new:
-            rooms.append(room)
-            del rooms[:-ROOMS]
-        return Stage(calls.region, room)
+            capacities.append(capacity)
+            del capacities[:-ROW_CAPACITIES]
+        return Stage(calls.region, capacity)
 
-    def prelude(
+    def run_regions(
         self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
     ) -> Any:
-        """Runs regions: (inputs of the graph, results of each region); see `run_prelude`."""
-        found = self._preludes.get(stages)
+        """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
+        found = self._region_programs.get(stages)
         if found is None:
             compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
 
             def run(shared, tables, targets, inputs):
                 self._count("ragged")
-                return run_prelude(stages, compute(shared), tables, targets, inputs)
+                return run_regions(stages, compute(shared), tables, targets, inputs)
 
-            found = self._preludes[stages] = jax.jit(run), closed_over
+            found = self._region_programs[stages] = jax.jit(run), closed_over
         run, closed_over = found
         shared = shared_values(self, closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
@@ -354,7 +358,7 @@ def _bytes_of_round(key: Any, layout: Layout) -> int:
     return 8 * sum(len(part) for part in key if isinstance(part, bytes))
 
 
-def _bytes_of_form(key: Any, _: Any) -> int:
+def _bytes_of_family(key: Any, _: Any) -> int:
     return 64 * len(key) if isinstance(key, tuple) else 64
 
 
