@@ -87,7 +87,7 @@ def test_values_and_gradients_are_the_loops(monkeypatch):
     batched = check(attend, W, sentences(lengths), target="gpu", alone=jax.jit(attend))
     plan = batched.plan(W, sentences(lengths))
     (stage,) = plan.static.stages
-    assert len(stage.room.slots) > 2
+    assert len(stage.capacity.slots) > 2
 
 
 def test_there_are_no_loops():
@@ -122,7 +122,7 @@ def test_too_much_at_once_runs_in_loops():
     for lengths, straight in (([5, 9], True), ([500, 3], False), ([7, 20, 2], True)):
         xs = sentences(lengths)
         (stage,) = batched.plan(W, xs).static.stages
-        assert bool(stage.room.slots) == straight
+        assert bool(stage.capacity.slots) == straight
         expected = jnp.stack([attend(W, x) for x in xs])
         np.testing.assert_allclose(batched(W, xs), expected, rtol=1e-5, atol=1e-6)
 
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_found(part):
     testing.check_plan(plan)
     (stage,) = plan.static.stages
     table = plan.ragged[0][0].copy()
-    form = stage.region.packed.form(stage.room)
+    form = stage.region.packed.form(stage.capacity)
     for name in form.places:
         if name[0] == part:
             form.view(table, *name)[:] = form.view(table, *name)[..., ::-1].copy()

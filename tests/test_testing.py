@@ -286,7 +286,7 @@ def test_what_is_wrong_in_packed_rows_is_found(made, part, change):
     plan = made[4]
     table = plan.ragged[0][0].copy()
     (stage, *_) = plan.static.stages
-    form = stage.region.packed.form(stage.room)
+    form = stage.region.packed.form(stage.capacity)
     for name in form.places:
         if name[0] == part:
             view = form.view(table, *name)

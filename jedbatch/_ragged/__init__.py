@@ -8,13 +8,12 @@ Read in this order:
 4. `row_rules`: Running a row-wise equation for one row.
 5. `padded_rules`: Running equations for one instance whose arrays are padded.
 6. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
-7. `packing`: Packed rows: room for them, and where a minibatch has them.
-8. `row_phase`: Phases over rows: what is done to every row alike, for the rows of all instances.
-9. `instance_phase`: Phases over instances: what takes the rows of one instance together.
+7. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
+8. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
+9. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
 10. `packed_program`: Running a program in phases on the packed rows of all instances.
 11. `renaming`: Operations written down so that the names of symbols do not matter.
 12. `regions`: The ragged parts of an instance's graph, taken out of it.
 13. `lengths`: Which arrays of instances have lengths of their own.
-14. `calls`: What runs before a graph: the calls of its regions (see `_ragged.regions`), all of
-   one region together.
+14. `calls`: Calls of regions, which run before a graph, all of one region together.
 """

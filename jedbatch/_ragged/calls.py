@@ -1,5 +1,4 @@
-"""What runs before a graph: the calls of its regions (see `_ragged.regions`), all of one region
-together.
+"""Calls of regions (see `_ragged.regions`), which run before a graph, all of one region together.
 
 The host packs what the calls read and says in a table where each call begins; the device runs the
 regions and writes their results into the rows of inputs from which the graph reads them.
@@ -24,20 +23,20 @@ from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, 
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 
-HEADROOM = 1.1  # least room for rows over those there are
-LONGER = 2  # a new program has room for arrays so many times as long as there are
-SLACK = 4  # room is used for minibatches down to a quarter of it
+HEADROOM = 1.1  # least capacity of rows, by those there are
+LONGER = 2  # a new program takes arrays so many times as long as there are
+SLACK = 4  # a capacity is used for minibatches down to a quarter of it
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A region and what it is compiled for."""
+    """A region and the capacity that it is compiled for."""
 
     region: Region
-    room: RowCapacity
+    capacity: RowCapacity
 
     def operand_name(self, k: int) -> str:
-        """The name of an operand among a plan's inputs."""
+        """Returns the name of an operand among a plan's inputs."""
         kind = self.region.operands[k]
         return f"region {self.region.id}, operand {k}: {kind}"
 
@@ -51,7 +50,7 @@ class RaggedCalls:
       tables: of each region, see `PackedProgram.table`.
       targets: for each region and each of its results that are not ragged, int32[K]: the row of
         its arena's inputs for every call; beyond them, where there is no call.
-      operands: what is read, by name.
+      operands: arrays that the regions read, by name.
       counts: (rows that exist, rows computed) of row phases.
     """
 
@@ -63,22 +62,22 @@ class RaggedCalls:
 
     @property
     def lines(self) -> list[str]:
-        """What it is, for people."""
-        found = []
+        """Lines of a printed plan."""
+        lines = []
         for stage, table in zip(self.stages, self.tables, strict=True):
             packed = stage.region.packed
-            form = packed.form(stage.room)
+            form = packed.form(stage.capacity)
             calls = int(form.view(table, "calls")[0])
             rows = sum(int(form.view(table, "total", e)[0]) for e in range(len(packed.extents)))
             phases = packed.phased.phases
             over_rows = sum(phase.extent is not None for phase in phases)
-            found.append(
+            lines.append(
                 f"  ragged    {calls} calls with {rows:,} rows: {over_rows} phases over rows, "
                 f"{len(phases) - over_rows} over instances"
             )
         exist, computed = self.counts
         more = f", {computed / exist - 1:.1%} more than there are" if exist else ""
-        return [*found, f"            {computed:,} rows computed{more}"]
+        return [*lines, f"            {computed:,} rows computed{more}"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +85,7 @@ class RegionCalls:
     """All calls of one region in a minibatch.
 
     Attributes:
-      region: what is called.
+      region: that is called.
       places: (instance, number among its calls) of each.
       calls: the calls.
       lengths: int64[K] for every symbol.
@@ -101,7 +100,7 @@ class RegionCalls:
 
 
 def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> list[RegionCalls]:
-    """The calls of a minibatch by region.
+    """Returns the calls of a minibatch by region.
 
     Raises `ValueError` if an instance has no rows of which something is taken that needs some.
     """
@@ -110,61 +109,65 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> li
         if isinstance(record, RaggedRecord):
             for c, call in enumerate(record.calls):
                 grouped.setdefault(call.region, []).append((i, c))
-    found = []
+    all_calls = []
     for region, places in sorted(grouped.items(), key=lambda item: item[0].id):
         calls = [records[i].calls[c] for i, c in places]  # type: ignore[attr-defined]
-        mine = [c.lengths(arrays[i]) for c, (i, _) in zip(calls, places, strict=True)]
-        lengths = dict(zip(region.symbols, np.array(mine, np.int64).T, strict=True))
+        symbol_values = [c.lengths(arrays[i]) for c, (i, _) in zip(calls, places, strict=True)]
+        lengths = dict(zip(region.symbols, np.array(symbol_values, np.int64).T, strict=True))
         _refuse_empty(region, lengths, places)
-        found.append(RegionCalls(region, places, calls, lengths, region.packed.row_counts(lengths)))
-    return found
+        all_calls.append(
+            RegionCalls(region, places, calls, lengths, region.packed.row_counts(lengths))
+        )
+    return all_calls
 
 
 def find_slices(calls: Sequence[RegionCalls], records: Sequence[Record]) -> list[dict[int, Slice]]:
-    """For each instance where its ragged results are, by position among its results."""
-    found: list[dict[int, Slice]] = [{} for _ in records]
-    for stage, mine in enumerate(calls):
-        starts = [np.cumsum(c) - c for c in mine.counts]
-        for k, (i, c) in enumerate(mine.places):
+    """Returns for each instance the slices of its ragged results, by position among results."""
+    slices: list[dict[int, Slice]] = [{} for _ in records]
+    for stage, region_calls in enumerate(calls):
+        starts = [np.cumsum(c) - c for c in region_calls.counts]
+        for k, (i, c) in enumerate(region_calls.places):
             for position, call, result in records[i].ragged:  # type: ignore[attr-defined]
                 if call != c:
                     continue
-                shape = mine.region.results[result].shape
+                shape = region_calls.region.results[result].shape
                 (axis,) = ragged_axes(shape)
-                e = mine.region.packed.extents.index(shape[axis])
-                here = {s: int(x[k]) for s, x in mine.lengths.items()}
-                concrete = tuple(max(0, n) for n in shape_at(shape, here))
-                found[i][position] = Slice(stage, result, int(starts[e][k]), concrete, axis)
-    return found
+                e = region_calls.region.packed.extents.index(shape[axis])
+                symbol_values = {s: int(x[k]) for s, x in region_calls.lengths.items()}
+                concrete = tuple(max(0, n) for n in shape_at(shape, symbol_values))
+                slices[i][position] = Slice(stage, result, int(starts[e][k]), concrete, axis)
+    return slices
 
 
 def find_capacity(
-    calls: RegionCalls, rooms: Sequence[RowCapacity], target: Target
+    calls: RegionCalls, compiled: Sequence[RowCapacity], target: Target
 ) -> tuple[RowCapacity, bool]:
-    """(what to compile a region for, whether it is new); `rooms` are those compiled already."""
+    """Returns (the capacity to run calls with, whether it is not among those `compiled`)."""
     widest = target.blocks.widths[-1]
     count = len(calls.calls)
     rows = [int(n.sum()) for n in calls.counts]
     longest = np.max(list(calls.lengths.values()), axis=0)
     most = int(longest.max())
     guarded = any(bool((x == 0).any()) for x in calls.lengths.values())
-    for room in rooms:
-        enough = count <= room.calls and most <= room.longest and guarded <= room.guarded
-        fits = all(a <= b for a, b in zip(rows, room.rows, strict=True))
-        small = _near(rows, room, widest) and room.calls <= max(64, SLACK * count)
-        slots = not room.slots or slots_of(longest, room.groups) is not None
+    for candidate in compiled:
+        enough = (
+            count <= candidate.calls and most <= candidate.longest and guarded <= candidate.guarded
+        )
+        fits = all(a <= b for a, b in zip(rows, candidate.rows, strict=True))
+        small = _near(rows, candidate, widest) and candidate.calls <= max(64, SLACK * count)
+        slots = not candidate.slots or slots_of(longest, candidate.groups) is not None
         if enough and fits and small and slots:
-            return room, False
-    straight = _straight_capacity(count, rows, longest, guarded, rooms, target)
+            return candidate, False
+    straight = _straight_capacity(count, rows, longest, guarded, compiled, target)
     if straight is not None:
         return straight, True
     needed = [-(-capacity(n * HEADROOM) // widest) * widest for n in rows]
     reach = target.shortest
-    if rooms and not rooms[-1].slots:
-        reach = rooms[-1].longest
-        if _near(needed, rooms[-1], widest):
-            needed = list(map(max, needed, rooms[-1].rows))
-    grown = rooms and not rooms[-1].slots
+    if compiled and not compiled[-1].slots:
+        reach = compiled[-1].longest
+        if _near(needed, compiled[-1], widest):
+            needed = list(map(max, needed, compiled[-1].rows))
+    grown = compiled and not compiled[-1].slots
     while reach < LONGER * most and not (grown and most <= reach):
         reach *= 2
     steps = (reach // target.shortest).bit_length()
@@ -177,15 +180,15 @@ def _straight_capacity(
     rows: Sequence[int],
     longest: np.ndarray,
     guarded: bool,
-    rooms: Sequence[RowCapacity],
+    compiled: Sequence[RowCapacity],
     target: Target,
 ) -> RowCapacity | None:
-    """Room for calls that run without loops; None if that would be too much at once."""
+    """Returns a capacity for calls without loops; None if that is too much at once."""
     unit = target.blocks.widths[0]
     needed = [-(-capacity(n * HEADROOM) // unit) * unit for n in rows]
     reach = longest_slot(int(longest.max()))
-    if rooms and rooms[-1].slots:
-        last = rooms[-1]
+    if compiled and compiled[-1].slots:
+        last = compiled[-1]
         if longest.max() <= last.longest <= LONGER * longest.max():
             reach = last.longest
         if _near(needed, last, unit):
@@ -197,9 +200,9 @@ def _straight_capacity(
     return RowCapacity(capacity(count), tuple(needed), lengths, guarded, target, slots)
 
 
-def _near(rows: Sequence[int], room: RowCapacity, widest: int) -> bool:
-    """Whether a room is not much too large for so many rows, in blocks of up to `widest`."""
-    return all(b <= SLACK * max(widest, a) for a, b in zip(rows, room.rows, strict=True))
+def _near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
+    """Whether a capacity is not much too large for so many rows, in blocks of up to `widest`."""
+    return all(b <= SLACK * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
 
 
 def make_ragged_calls(
@@ -210,10 +213,10 @@ def make_ragged_calls(
     placed: Placed,
     signature: Signature,
 ) -> RaggedCalls:
-    """The calls of a minibatch, ready to run.
+    """Returns the calls of a minibatch, ready to run.
 
     Args:
-      stages: what the calls of each region are compiled for.
+      stages: regions, and the capacities for their calls.
       calls: of each region.
       records: of each instance.
       arrays: of each instance.
@@ -223,24 +226,26 @@ def make_ragged_calls(
     rows = _targets(records, placed)
     operands: dict[str, Any] = {}
     exist = computed = 0
-    for stage, mine in zip(stages, calls, strict=True):
-        packed = mine.region.packed
+    for stage, region_calls in zip(stages, calls, strict=True):
+        packed = region_calls.region.packed
         for e, extent in enumerate(packed.extents):
             if any(phase.extent == extent for phase in packed.phased.phases):
-                total = int(mine.counts[e].sum())
+                total = int(region_calls.counts[e].sum())
                 exist += total
-                blocks = stage.room.target.blocks
+                blocks = stage.capacity.target.blocks
                 covered = int(blocks.lanes(blocks.cover(np.array([total]))[0]))
-                computed += stage.room.rows[e] if stage.room.slots else covered
-        for k, kind in enumerate(mine.region.operands):
+                computed += stage.capacity.rows[e] if stage.capacity.slots else covered
+        for k, kind in enumerate(region_calls.region.operands):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]
-                for call, (i, _) in zip(mine.calls, mine.places, strict=True)
+                for call, (i, _) in zip(region_calls.calls, region_calls.places, strict=True)
             ]
-            operands[stage.operand_name(k)] = _packed(kind, values, packed, stage.room)
+            operands[stage.operand_name(k)] = _packed(kind, values, packed, stage.capacity)
     return RaggedCalls(
         tuple(stages),
-        tuple(c.region.packed.table(s.room, c.lengths) for s, c in zip(stages, calls, strict=True)),
+        tuple(
+            c.region.packed.table(s.capacity, c.lengths) for s, c in zip(stages, calls, strict=True)
+        ),
         tuple(_columns(s, c, rows, signature) for s, c in zip(stages, calls, strict=True)),
         operands,
         (exist, computed),
@@ -268,8 +273,8 @@ def _refuse_empty(
 
 
 def _targets(records: Sequence[Record], placed: Placed) -> dict[tuple[int, int, int], int]:
-    """The row of inputs for each (instance, call, result) that the graph reads."""
-    found = {}
+    """Returns the row of inputs for each (instance, call, result) that the graph reads."""
+    targets = {}
     position = 0
     for i, record in enumerate(records):
         own = record.whole.chunks[record.index]
@@ -279,40 +284,40 @@ def _targets(records: Sequence[Record], placed: Placed) -> dict[tuple[int, int, 
         for chunk in own:
             k = -1 if chunk.leaf is None else chunk.leaf - record.num_arrays
             if k >= 0:
-                found[(i, *record.places[k])] = int(placed.input_row[position])
+                targets[(i, *record.places[k])] = int(placed.input_row[position])
             position += len(chunk)
-    return found
+    return targets
 
 
 def _columns(
     stage: Stage, calls: RegionCalls, targets: Mapping[tuple, int], signature: Signature
 ) -> tuple[np.ndarray, ...]:
-    """For each result that is not ragged, the row of every call."""
+    """Returns for each result that is not ragged the row of every call."""
     columns = []
     for k, kind in enumerate(calls.region.results):
         if not is_ragged(kind.shape):
             beyond = signature.inputs[signature.arena(kind)]
-            rows = np.full(stage.room.calls, beyond, np.int32)
+            rows = np.full(stage.capacity.calls, beyond, np.int32)
             rows[: len(calls.places)] = [targets.get((*p, k), beyond) for p in calls.places]
             columns.append(rows)
     return tuple(columns)
 
 
-def _packed(kind: Any, values: Sequence[Any], packed: Any, room: RowCapacity) -> Any:
-    """What calls read as one array: [R, ...] if ragged, or [K, ...].
+def _packed(kind: Any, values: Sequence[Any], packed: Any, capacity: RowCapacity) -> Any:
+    """Returns the operands of all calls as one array: [R, ...] if ragged, or [K, ...].
 
-    Behind it, rows repeat the last one, if there is any, where they are not cut into blocks.
+    Rows beyond the last repeat it, if there is any, where they are not cut into blocks.
     """
     mode = "constant"
     xp = jnp if any(isinstance(x, Tracer) for x in values) else np
     if is_ragged(kind.shape):
         rows = xp.concatenate([xp.asarray(x, kind.dtype) for x in values])
-        missing = room.rows[packed.extents.index(kind.shape[0])] - len(rows)
-        if room.blocks is None and len(rows):
+        missing = capacity.rows[packed.extents.index(kind.shape[0])] - len(rows)
+        if capacity.blocks is None and len(rows):
             mode = "edge"
     else:
         rows = xp.stack([xp.asarray(x, stored(kind)[1]) for x in values])
-        missing = room.calls - len(rows)
+        missing = capacity.calls - len(rows)
     return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)], mode=mode)
 
 
@@ -323,33 +328,33 @@ def run_regions(
     targets: Sequence[Sequence[Any]],
     inputs: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[list[Any]]]:
-    """(inputs of the graph, for every region its results: packed rows; None for those of calls).
+    """Returns (inputs of the graph, results of every region: packed rows; None if not ragged).
 
     Args:
-      stages: what to run.
+      stages: to run.
       shared: of each region, the values it shares.
       tables: see `RaggedCalls`.
       targets: see `RaggedCalls`.
       inputs: of the plan, operands of regions among them.
     """
-    found = dict(inputs)
+    graph_inputs = dict(inputs)
     results: list[list[Any]] = []
     for stage, values, table, columns in zip(stages, shared, tables, targets, strict=True):
         region = stage.region
         names = [stage.operand_name(k) for k in range(len(region.operands))]
         operands = [
-            from_stored(jnp.asarray(found.pop(name)), kind)
+            from_stored(jnp.asarray(graph_inputs.pop(name)), kind)
             for name, kind in zip(names, region.operands, strict=True)
         ]
-        made = region.packed.run(stage.room, values, operands, table)
+        values_returned = region.packed.run(stage.capacity, values, operands, table)
         results.append([])
-        targets_left = iter(columns)
-        for kind, x in zip(region.results, made, strict=True):
+        columns_left = iter(columns)
+        for kind, x in zip(region.results, values_returned, strict=True):
             results[-1].append(x if is_ragged(kind.shape) else None)
             if is_ragged(kind.shape):
                 continue
-            rows, name = next(targets_left), input_name(stored(kind))
-            if len(found[name]):
-                arena = jnp.asarray(found[name])
-                found[name] = arena.at[rows].set(x.astype(arena.dtype), mode="drop")
-    return found, results
+            rows, name = next(columns_left), input_name(stored(kind))
+            if len(graph_inputs[name]):
+                arena = jnp.asarray(graph_inputs[name])
+                graph_inputs[name] = arena.at[rows].set(x.astype(arena.dtype), mode="drop")
+    return graph_inputs, results

@@ -20,7 +20,7 @@ import numpy as np
 
 STEP = 16  # lengths are multiples of it
 SLOTS = 8  # numbers of slots are
-MORE = 1.25  # slots over the calls there are, and room over the longest of them
+MORE = 1.25  # slots by the calls there are, and longest slots by the longest of them
 START = 400_000  # pairs of rows that could be computed while a group is started; estimated
 PAIRS = 128  # pairs of rows for each row that may be computed together
 
@@ -28,7 +28,7 @@ Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of
 
 
 def find_groups(longest: np.ndarray, least: int) -> Groups:
-    """The cheapest groups for calls.
+    """Returns the cheapest groups for calls.
 
     Args:
       longest: int[K], rows of each call.
@@ -47,8 +47,8 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
             cost += START + slots * length * length
             options.append((cost, [*groups, (length, slots)]))
         best.append(min(options))
-    found = best[-1][1]
-    return tuple(length for length, _ in found), tuple(slots for _, slots in found)
+    cheapest = best[-1][1]
+    return tuple(length for length, _ in cheapest), tuple(slots for _, slots in cheapest)
 
 
 def _slots(calls: int) -> int:
@@ -56,44 +56,44 @@ def _slots(calls: int) -> int:
 
 
 def longest_slot(rows: int) -> int:
-    """The length of the longest slots of a new program, for calls with at most so many rows."""
+    """Returns the length of the longest slots of a new program, for calls of up to `rows` rows."""
     return -(-int(rows * MORE) // STEP) * STEP
 
 
 def pairs_in(groups: Groups) -> int:
-    """Pairs of rows in all slots."""
+    """Returns the number of pairs of rows in all slots."""
     return sum(slots * length * length for length, slots in zip(*groups, strict=True))
 
 
 def slots_of(longest: np.ndarray, groups: Groups) -> np.ndarray | None:
-    """int[K], the slot in which each call runs; None if there are not enough of them."""
-    found = np.full(len(longest), -1)
+    """Returns int[K], the slot in which each call runs; None if there are too few slots."""
+    slot_of_call = np.full(len(longest), -1)
     waiting = np.argsort(longest, kind="stable")
     first = 0
     for length, slots in zip(*groups, strict=True):
         fitting = int(np.searchsorted(longest[waiting], length, side="right"))
-        here = waiting[: min(fitting, slots)]
-        found[here] = first + np.arange(len(here))
-        waiting = waiting[len(here) :]
+        placed = waiting[: min(fitting, slots)]
+        slot_of_call[placed] = first + np.arange(len(placed))
+        waiting = waiting[len(placed) :]
         first += slots
-    return None if len(waiting) else found
+    return None if len(waiting) else slot_of_call
 
 
 def places_in(
-    slots: np.ndarray, rooms: Sequence[int], sizes: Sequence[int], counts: np.ndarray
+    slots: np.ndarray, slot_rows: Sequence[int], sizes: Sequence[int], counts: np.ndarray
 ) -> np.ndarray:
-    """int[rows], where each packed row is among the rows of all slots.
+    """Returns int[rows]: where each packed row is among the rows of all slots.
 
     Args:
       slots: int[K], of each call.
-      rooms: rows of a slot of each group.
+      slot_rows: rows of a slot of each group.
       sizes: slots of each group.
       counts: int[K], rows of each call.
     """
-    begins = [0, *itertools.accumulate(r * s for r, s in zip(rooms, sizes, strict=True))]
+    begins = [0, *itertools.accumulate(r * s for r, s in zip(slot_rows, sizes, strict=True))]
     firsts = np.array([0, *itertools.accumulate(sizes)])
     group = np.searchsorted(firsts, slots, side="right") - 1
-    start = np.array(begins)[group] + (slots - firsts[group]) * np.array([*rooms, 0])[group]
+    start = np.array(begins)[group] + (slots - firsts[group]) * np.array([*slot_rows, 0])[group]
     ends = counts.cumsum()
     within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
     return np.repeat(start, counts) + within

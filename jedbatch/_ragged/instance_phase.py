@@ -1,6 +1,6 @@
-"""Phases over instances: what takes the rows of one instance together.
+"""Phases over instances: equations that take the rows of one instance together.
 
-Instances of about the same length run side by side, a few at a time, each in room for 8, 16, 32, …
+Instances of about the same length run side by side, a few at a time, each padded to 8, 16, 32, …
 rows; how many there are of each is data. Where an instance is longer than a tile, and rows of what
 it writes depend on few of the rows it reads, it runs tile by tile (see `_ragged.tiling`).
 
@@ -35,17 +35,17 @@ class InstanceGroup:
     """Instances that run at the same time.
 
     Attributes:
-      here: the minibatch.
-      most: room for the rows of each, where they are not tiles.
-      calls: int32[G], which they are.
-      alive: bool[G], whether there is such an instance; if not, another one stands in.
+      batch: the minibatch.
+      capacity: of rows of each instance, where they are not tiles.
+      calls: int32[G], their numbers.
+      alive: bool[G], whether there is such an instance; if not, another one takes its place.
       lengths: int32[G] for every symbol.
       tiles: the axes of variables along which there is a tile only.
-      offset: where it begins.
+      offset: the first row of the tile.
     """
 
-    here: PackedBatch
-    most: int
+    batch: PackedBatch
+    capacity: int
     calls: Any
     alive: Any
     lengths: Mapping[str, Any]
@@ -53,54 +53,54 @@ class InstanceGroup:
     offset: Any
 
     @staticmethod
-    def all(here: PackedBatch) -> list["InstanceGroup"]:
-        """All instances, where each has a slot (see `_ragged.groups`)."""
+    def all(batch: PackedBatch) -> list["InstanceGroup"]:
+        """Returns all instances, where each has a slot (see `_ragged.groups`)."""
         groups, first = [], 0
-        for most, size in zip(*here.room.groups, strict=True):
-            groups.append(InstanceGroup.at(here, first, size, most, {}, jnp.int32(0)))
+        for capacity, size in zip(*batch.capacity.groups, strict=True):
+            groups.append(InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0)))
             first += size
         return groups
 
     @staticmethod
     def at(
-        here: PackedBatch, first: Any, size: int, most: int, tiles: Axes, offset: Any
+        batch: PackedBatch, first: Any, size: int, capacity: int, tiles: Axes, offset: Any
     ) -> "InstanceGroup":
-        """The instances from a place of the order on."""
-        calls = here.get("order", start=first, size=size)
-        alive = calls < here.room.calls
-        if here.room.slots:  # the first call exists, and may be longer than a slot
+        """Returns the instances from a place of the order on."""
+        calls = batch.get("order", start=first, size=size)
+        alive = calls < batch.capacity.calls
+        if batch.capacity.slots:  # the first call exists, and may be longer than a slot
             calls = jnp.where(alive, calls, 0)
-            lengths = {s: jnp.minimum(take(x, calls), most) for s, x in here.lengths().items()}
+            lengths = {s: jnp.minimum(take(x, calls), capacity) for s, x in batch.lengths().items()}
         else:
             calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
-            lengths = {s: take(x, calls) for s, x in here.lengths().items()}
-        return InstanceGroup(here, most, calls, alive, lengths, tiles, offset)
+            lengths = {s: take(x, calls) for s, x in batch.lengths().items()}
+        return InstanceGroup(batch, capacity, calls, alive, lengths, tiles, offset)
 
     def rows(self, variable: Any) -> tuple[Any, Any]:
-        """(int32[G, rows], bool[G, rows]): packed rows of a variable, and which of them exist."""
-        here = self.here
+        """Returns (int32[G, rows], bool[G, rows]): packed rows of a variable, which exist."""
+        batch = self.batch
         extent = variable.aval.shape[ragged_axis(variable)]
-        e = here.index(extent)
+        e = batch.index(extent)
         if variable in self.tiles:
             index = self.offset + lax.iota(jnp.int32, TILE)[None]
         else:
-            room = extent_at(extent, dict.fromkeys(self.lengths, self.most))
-            index = lax.iota(jnp.int32, room)[None]
+            size = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
+            index = lax.iota(jnp.int32, size)[None]
         counts = jnp.maximum(extent_at(extent, self.lengths), 0)
         counts = jnp.broadcast_to(counts, self.calls.shape)[:, None]
-        starts = take(here.get("starts", e), self.calls)[:, None]
+        starts = take(batch.get("starts", e), self.calls)[:, None]
         rows = starts + jnp.minimum(index, counts - 1)
         exist = (index < counts) & self.alive[:, None]
-        return jnp.clip(rows, 0, jnp.maximum(here.total(e) - 1, 0)), exist
+        return jnp.clip(rows, 0, jnp.maximum(batch.total(e) - 1, 0)), exist
 
     def read(self, variable: Any, x: Any) -> Any:
-        """[G, rows, ...] or [G, ...] of a variable; what does not exist repeats what does."""
+        """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it."""
         if ragged_axis(variable) is None:
             return take(x, self.calls)
         return take(x, self.rows(variable)[0])
 
     def write(self, variable: Any, x: Any, new: Any, add: bool = False) -> Any:
-        """All calls' x of a variable with what the group has computed, or added to it."""
+        """Returns x, a variable of all calls, with the rows of the group set, or added to."""
         if ragged_axis(variable) is None:
             rows, exist = self.calls, self.alive
         else:
@@ -109,7 +109,7 @@ class InstanceGroup:
         return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
 
     def cotangents(self, variable: Any, x: Any) -> Any:
-        """Cotangents of a variable; zeros for what does not exist."""
+        """Returns cotangents of a variable; zeros for rows that do not exist."""
         exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
         x = self.read(variable, x)
         return jnp.where(spread(exist, x), x, 0)
@@ -121,7 +121,7 @@ class InstancePhase:
     def __init__(self, phase: Phase):
         self.phase = phase
         self._tiles = find_tiles(phase)
-        # These make values of their own where nothing is, which may be too large, or zero.
+        # These compute values in padding, which may be too large, or zero.
         self._makes_more = any(
             eqn.primitive.name in CUMULATIVE
             or eqn.primitive.name in ("conv_general_dilated", "scan", "pad", "concatenate")
@@ -133,28 +133,28 @@ class InstancePhase:
         ]
         self._moving_shared, self._moving, self._returned = inexact
 
-    def run(self, here: PackedBatch, env: dict[Any, Any]) -> list[Any]:
-        """What the phase writes: packed rows, or [K, ...]."""
+    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Any]:
+        """Returns the variables that the phase writes: packed rows, or [K, ...]."""
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]
 
         @jax.custom_vjp
         def run(shared, operands, table):
-            return self._forward(here.reading(table), shared, operands)
+            return self._forward(batch.reading(table), shared, operands)
 
         def save(*primals):
             primals = custom_vjp_primal_tree_values(primals)
             return run(*primals), primals
 
-        def reverse(kept, given):
-            shared, operands, table = kept
-            return *self._reverse(here.reading(table), shared, operands, given), None
+        def reverse(primals, cotangents):
+            shared, operands, table = primals
+            return *self._reverse(batch.reading(table), shared, operands, cotangents), None
 
         run.defvjp(save, reverse, symbolic_zeros=True)
-        return run(shared, operands, here.table)
+        return run(shared, operands, batch.table)
 
     def _forward(
-        self, here: PackedBatch, shared: Sequence[Any], operands: Sequence[Any]
+        self, batch: PackedBatch, shared: Sequence[Any], operands: Sequence[Any]
     ) -> list[Any]:
         phase = self.phase
 
@@ -162,9 +162,9 @@ class InstancePhase:
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
             return self._lanes(group, shared, blocks)
 
-        if here.room.slots:
-            parts = zip(*map(made, InstanceGroup.all(here)), strict=True)
-            return [_from_slots(here, v, x) for v, x in zip(phase.writes, parts, strict=True)]
+        if batch.capacity.slots:
+            parts = zip(*map(made, InstanceGroup.all(batch)), strict=True)
+            return [_from_slots(batch, v, x) for v, x in zip(phase.writes, parts, strict=True)]
 
         def body(group, written):
             return [
@@ -172,12 +172,14 @@ class InstancePhase:
                 for v, x, new in zip(phase.writes, written, made(group), strict=True)
             ]
 
-        return self._each_group(here, list(map(here.empty, phase.writes)), body)
+        return self._each_group(batch, list(map(batch.empty, phase.writes)), body)
 
-    def _reverse(self, here: PackedBatch, shared, operands, given) -> tuple[list[Any], list[Any]]:
-        """Cotangents of the shared values and of the operands."""
+    def _reverse(
+        self, batch: PackedBatch, shared, operands, cotangents
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns cotangents of the shared values and of the operands."""
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
-        returned = [i for i in self._returned if not isinstance(given[i], SymbolicZero)]
+        returned = [i for i in self._returned if not isinstance(cotangents[i], SymbolicZero)]
 
         def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
@@ -190,7 +192,7 @@ class InstancePhase:
             _, pull_back = jax.vjp(
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
             )
-            return pull_back([group.cotangents(phase.writes[i], given[i]) for i in returned])
+            return pull_back([group.cotangents(phase.writes[i], cotangents[i]) for i in returned])
 
         def body(group, sums):
             of_shared, of_blocks = pulled(group)
@@ -202,12 +204,14 @@ class InstancePhase:
                 ],
             )
 
-        if here.room.slots:
-            found = list(map(pulled, InstanceGroup.all(here)))
-            of_shared = [sum(x[1:], x[0]) for x in zip(*(some for some, _ in found), strict=True)]
-            parts = list(zip(*(some for _, some in found), strict=True))
+        if batch.capacity.slots:
+            parts_of_groups = list(map(pulled, InstanceGroup.all(batch)))
+            of_shared = [
+                sum(x[1:], x[0]) for x in zip(*(some for some, _ in parts_of_groups), strict=True)
+            ]
+            parts = list(zip(*(some for _, some in parts_of_groups), strict=True))
             of_operands = [
-                _from_slots(here, phase.reads[i], x, rest=0)
+                _from_slots(batch, phase.reads[i], x, rest=0)
                 for i, x in zip(moving, parts, strict=True)
             ]
         else:
@@ -215,33 +219,37 @@ class InstancePhase:
                 [jnp.zeros_like(shared[i]) for i in moving_shared],
                 [jnp.zeros_like(operands[i]) for i in moving],
             )
-            of_shared, of_operands = self._each_group(here, zeros, body)
-        nothing = [None] * len(shared), [None] * len(operands)
+            of_shared, of_operands = self._each_group(batch, zeros, body)
+        nones = [None] * len(shared), [None] * len(operands)
         return (
-            _replaced(nothing[0], moving_shared, of_shared),
-            _replaced(nothing[1], moving, of_operands),
+            _replaced(nones[0], moving_shared, of_shared),
+            _replaced(nones[1], moving, of_operands),
         )
 
-    def _each_group(self, here: PackedBatch, state: Any, body: Callable) -> Any:
+    def _each_group(self, batch: PackedBatch, state: Any, body: Callable) -> Any:
         """Runs `body(group, state)` for all instances, tile by tile where they are long."""
-        trips = here.get("trips")
+        trips = batch.get("trips")
         first = jnp.int32(0)
-        for c, (most, size) in enumerate(zip(here.room.lengths, here.room.together, strict=True)):
-            tiles = self._tiles if most > TILE else {}
+        for c, (capacity, size) in enumerate(
+            zip(batch.capacity.lengths, batch.capacity.together, strict=True)
+        ):
+            tiles = self._tiles if capacity > TILE else {}
 
-            def step(_, carry, most=most, size=size, tiles=tiles):
+            def step(_, carry, capacity=capacity, size=size, tiles=tiles):
                 state, first = carry
                 if not tiles:
-                    group = InstanceGroup.at(here, first, size, most, {}, jnp.int32(0))
+                    group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
                     return body(group, state), first + size
-                whole = InstanceGroup.at(here, first, size, most, {}, jnp.int32(0))
+                whole = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
                 extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
                 longest = jnp.int32(0)
                 for extent in extents:
                     longest = jnp.maximum(longest, jnp.max(extent_at(extent, whole.lengths)))
 
                 def tile(i, state):
-                    return body(InstanceGroup.at(here, first, size, most, tiles, i * TILE), state)
+                    return body(
+                        InstanceGroup.at(batch, first, size, capacity, tiles, i * TILE), state
+                    )
 
                 return lax.fori_loop(0, -(-longest // TILE), tile, state), first + size
 
@@ -251,15 +259,15 @@ class InstancePhase:
     def _lanes(
         self, group: InstanceGroup, shared: Sequence[Any], blocks: Sequence[Any]
     ) -> list[Any]:
-        """What the phase writes for the instances of a group."""
+        """Returns the variables that the phase writes for the instances of a group."""
         lane = functools.partial(self._lane, group)
         return jax.vmap(lane, in_axes=(0, None, 0))(dict(group.lengths), shared, blocks)
 
     def _lane(self, group: InstanceGroup, lengths, shared, blocks) -> list[Any]:
-        """What the phase writes for one instance."""
+        """Returns the variables that the phase writes for one instance."""
         phase = self.phase
-        sizes = dict.fromkeys(lengths, group.most)
-        guarded = group.here.room.guarded or self._makes_more
+        sizes = dict.fromkeys(lengths, group.capacity)
+        guarded = group.batch.capacity.guarded or self._makes_more
         padded = Padded(sizes, lengths, guarded, group.tiles, group.offset)
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):
@@ -268,32 +276,32 @@ class InstancePhase:
         for eqn in phase.equations:
             values = [value_of(v, env) for v in eqn.invars]
             env.update(zip(eqn.outvars, padded.run(eqn, values), strict=True))
-        found = []
+        written = []
         for v in phase.writes:
             axis = ragged_axis(v)
-            found.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
-        return found
+            written.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
+        return written
 
 
-def _from_slots(here: PackedBatch, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
-    """All calls' rows of a variable, or calls', from what each group has in its slots.
+def _from_slots(batch: PackedBatch, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
+    """Returns a variable of all calls, [R, ...] or [K, ...], from the slots of every group.
 
-    There are rows, or calls, in the room for them that do not exist: `rest`, or anything.
+    Rows, or calls, beyond those that exist are `rest`, or anything.
     """
     axis = ragged_axis(variable)
     if axis is None:
-        places, exist = here.get("slot"), jnp.arange(here.room.calls) < here.get("calls")[0]
+        places, exist = batch.get("slot"), jnp.arange(batch.capacity.calls) < batch.get("calls")[0]
     else:
-        e = here.index(variable.aval.shape[axis])
-        places, exist = here.get("place", e), jnp.arange(here.room.rows[e]) < here.total(e)
+        e = batch.index(variable.aval.shape[axis])
+        places, exist = batch.get("place", e), jnp.arange(batch.capacity.rows[e]) < batch.total(e)
         parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
-    found = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
-    return found if rest is None else jnp.where(spread(exist, found), found, rest)
+    rows = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
+    return rows if rest is None else jnp.where(spread(exist, rows), rows, rest)
 
 
 def _replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """The items with some replaced."""
-    found = list(items)
+    """Returns the items with some replaced."""
+    replaced = list(items)
     for i, x in zip(places, new, strict=True):
-        found[i] = x
-    return found
+        replaced[i] = x
+    return replaced

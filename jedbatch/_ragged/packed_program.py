@@ -4,7 +4,7 @@ Row-wise phases run in blocks of rows (see `_ragged.row_phase`), phases over ins
 few instances at a time (see `_ragged.instance_phase`). Loops run over what exists, so a program is
 compiled once for all combinations of lengths. Nothing is padded from one instance to another.
 
-Letters: `K` calls (instances, or parts of instances that run a program), `R` room for rows.
+Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,20 +42,20 @@ class PackedProgram:
             InstancePhase(p) if p.extent is None else RowPhase(p) for p in phased.phases
         ]
 
-    def form(self, room: RowCapacity) -> TableForm:
-        """Where things are in the table of a minibatch."""
-        return table_form(room, len(self.phased.symbols))
+    def form(self, capacity: RowCapacity) -> TableForm:
+        """Returns the layout of the table of a minibatch."""
+        return table_form(capacity, len(self.phased.symbols))
 
     def row_counts(self, lengths: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """int[K] for each extent: rows of every call."""
+        """Returns int[K] for each extent: the rows of every call."""
         calls = len(next(iter(lengths.values())))
         return [
             np.broadcast_to(np.maximum(0, extent_at(e, lengths)), (calls,)) for e in self.extents
         ]
 
-    def table(self, room: RowCapacity, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The int32 table of calls whose symbols have these values, int[calls] each."""
-        form = self.form(room)
+    def table(self, capacity: RowCapacity, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the int32 table of calls whose symbols have these values, int[calls] each."""
+        form = self.form(capacity)
         table = np.zeros(form.size, np.int32)
         stacked = np.stack([lengths[s] for s in self.phased.symbols])
         calls = stacked.shape[1]
@@ -63,14 +63,15 @@ class PackedProgram:
         form.view(table, "lengths")[:, calls:] = stacked[:, :1]
         form.view(table, "calls")[:] = calls
         longest = stacked.max(axis=0)
-        slots = slots_of(longest, room.groups) if room.slots else None
+        slots = slots_of(longest, capacity.groups) if capacity.slots else None
         if slots is not None:
             form.view(table, "slot")[:calls] = slots
-            form.view(table, "order")[:] = room.calls
+            form.view(table, "order")[:] = capacity.calls
             form.view(table, "order")[slots] = np.arange(calls)
         else:
-            assert not room.slots  # there is a slot for every call
-            self._write_order(room, longest, form.view(table, "order"), form.view(table, "trips"))
+            assert not capacity.slots  # there is a slot for every call
+            order, trips = form.view(table, "order"), form.view(table, "trips")
+            self._write_order(capacity, longest, order, trips)
         for e, counts in enumerate(self.row_counts(lengths)):
             total = int(counts.sum())
             starts = np.cumsum(counts) - counts
@@ -80,31 +81,34 @@ class PackedProgram:
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
             if slots is not None:
-                rooms = [extent_at(self.extents[e], self._padded(n)) for n in room.lengths]
-                places = places_in(slots, rooms, room.slots, counts)
+                slot_rows = [extent_at(self.extents[e], self._padded(n)) for n in capacity.lengths]
+                places = places_in(slots, slot_rows, capacity.slots, counts)
                 places = np.append(places, places[-1] if total else 0)
-                form.view(table, "place", e)[:] = places[np.minimum(np.arange(room.rows[e]), total)]
+                rows = np.minimum(np.arange(capacity.rows[e]), total)
+                form.view(table, "place", e)[:] = places[rows]
             else:
-                form.view(table, "blocks", e)[:] = room.target.blocks.cover(np.array([total]))[0]
+                blocks = capacity.target.blocks.cover(np.array([total]))[0]
+                form.view(table, "blocks", e)[:] = blocks
         return table
 
     def _padded(self, length: int) -> dict[str, int]:
-        """The symbols of a call in room for so many rows."""
+        """Returns the symbols of a call that is padded to a length."""
         return dict.fromkeys(self.phased.symbols, length)
 
     @staticmethod
     def _write_order(
-        room: RowCapacity, longest: np.ndarray, order: np.ndarray, trips: np.ndarray
+        capacity: RowCapacity, longest: np.ndarray, order: np.ndarray, trips: np.ndarray
     ) -> None:
         """Writes which calls run one after the other, by length, and how often they do."""
-        order[:] = room.calls
+        order[:] = capacity.calls
         first = 0
-        least = (-1, *room.lengths)
-        for c, (most, group) in enumerate(zip(room.lengths, room.together, strict=True)):
-            mine = np.flatnonzero((longest <= most) & (longest > least[c]))
-            trips[c] = -(-len(mine) // group)
-            order[first : first + len(mine)] = mine
-            first += int(trips[c]) * group
+        least = (-1, *capacity.lengths)
+        groups = zip(capacity.lengths, capacity.together, strict=True)
+        for c, (length, together) in enumerate(groups):
+            calls = np.flatnonzero((longest <= length) & (longest > least[c]))
+            trips[c] = -(-len(calls) // together)
+            order[first : first + len(calls)] = calls
+            first += int(trips[c]) * together
 
     def try_out(self, shared: Sequence[Any]) -> None:
         """Traces a run and its reverse, so that what cannot be run raises its error now.
@@ -112,17 +116,18 @@ class PackedProgram:
         `shared` are the shapes of what all calls share.
         """
         widest = CPU.blocks.widths[-1]
-        room = RowCapacity(2, (widest,) * len(self.extents), (CPU.shortest, 2 * TILE), True, CPU)
-        table = jax.ShapeDtypeStruct((self.form(room).size,), np.int32)
+        rows, lengths = (widest,) * len(self.extents), (CPU.shortest, 2 * TILE)
+        capacity = RowCapacity(2, rows, lengths, True, CPU)
+        table = jax.ShapeDtypeStruct((self.form(capacity).size,), np.int32)
         operands = []
         for v in self.phased.operands:
-            lead = room.calls if ragged_axis(v) is None else widest
+            lead = capacity.calls if ragged_axis(v) is None else widest
             operands.append(jax.ShapeDtypeStruct((lead, *row_shape(v)), v.aval.dtype))
 
         def slope(shared, operands, table):
             def inexact(shared, operands):
-                found = self.run(room, shared, operands, table)
-                return [x for x in found if has_gradient(x.dtype)]
+                results = self.run(capacity, shared, operands, table)
+                return [x for x in results if has_gradient(x.dtype)]
 
             out, pull_back = jax.vjp(inexact, list(shared), list(operands))
             return pull_back(out)
@@ -130,12 +135,12 @@ class PackedProgram:
         jax.eval_shape(slope, list(shared), operands, table)
 
     def run(
-        self, room: RowCapacity, shared: Sequence[Any], operands: Sequence[Any], table: Any
+        self, capacity: RowCapacity, shared: Sequence[Any], operands: Sequence[Any], table: Any
     ) -> list[Any]:
-        """The results: packed rows [R, ...] or [K, ...], by the kind of the result.
+        """Returns the results: packed rows [R, ...] or [K, ...], by the kind of the result.
 
         Args:
-          room: what to compile for.
+          capacity: to compile for.
           shared: the values all calls share.
           operands: of all calls: packed rows where ragged, [K, ...] elsewhere.
           table: see `table`.
@@ -153,14 +158,15 @@ class PackedProgram:
         env.update(zip(before.outvars, made, strict=True))
         known = set(env)
         env.update(zip(phased.operands, operands, strict=True))
-        here = PackedBatch(self.extents, phased.symbols, room, table)
+        batch = PackedBatch(self.extents, phased.symbols, capacity, table)
         for phase in self._phases:
-            env.update(zip(phase.phase.writes, phase.run(here, env), strict=True))
+            env.update(zip(phase.phase.writes, phase.run(batch, env), strict=True))
 
         def returned(atom: Any) -> Any:
             value = value_of(atom, env)
             if isinstance(atom, Var) and atom not in known:
                 return value
-            return jnp.broadcast_to(value, (room.calls, *jnp.shape(value)))  # alike for all calls
+            # It is alike for all calls.
+            return jnp.broadcast_to(value, (capacity.calls, *jnp.shape(value)))
 
         return list(map(returned, phased.jaxpr.outvars))

@@ -1,12 +1,12 @@
-"""Packed rows: room for them, and where a minibatch has them.
+"""Packed rows: the capacity for them, and where those of a minibatch are.
 
 The rows of an array [n, ...] of all instances are *packed*: instance after instance, with nothing
-in between. How many there are is data; what is compiled has room for more.
+in between. How many there are is data; a compiled program has a capacity of more.
 
     lengths        3, 1, 2
     packed rows    a0 a1 a2 b0 c0 c1 ·  ·       first rows 0, 3, 4
 
-Letters: `K` calls (instances, or parts of instances that run a program), `R` room for rows.
+Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
 """
 
 import functools
@@ -26,15 +26,15 @@ from jedbatch._ragged.groups import Groups
 
 @dataclass(frozen=True)
 class RowCapacity:
-    """What a packed program is compiled for.
+    """The sizes and the device that a packed program is compiled for.
 
     Attributes:
       calls: capacity of calls, K.
       rows: capacity of rows, for each extent of the program.
-      lengths: the rooms for the rows of an instance, ascending.
+      lengths: capacities of the rows of one instance, ascending.
       guarded: whether a length may be 0.
       target: the kind of device it is made for.
-      slots: how many instances run in each of these rooms, all of them at once (see
+      slots: how many instances run with each of these capacities, all of them at once (see
         `_ragged.groups`); nothing where instances run a few at a time, in loops.
     """
 
@@ -52,17 +52,17 @@ class RowCapacity:
 
     @property
     def blocks(self) -> Ladder | None:
-        """How rows are cut into blocks; None if all of them are one."""
+        """The widths of blocks of rows; None if all rows are one block."""
         return None if self.slots else self.target.blocks
 
     @property
     def longest(self) -> int:
-        """The greatest length there is room for."""
+        """The greatest length of an instance."""
         return self.lengths[-1]
 
     @functools.cached_property
     def together(self) -> tuple[int, ...]:
-        """How many instances run at a time, for each of these rooms.
+        """The number of instances that run at a time, for each of `lengths`.
 
         Of few instances there are still fewer of one length.
         """
@@ -72,93 +72,93 @@ class RowCapacity:
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 
-def table_form(room: RowCapacity, num_symbols: int) -> TableForm:
-    """Where things are in the table of a minibatch."""
+def table_form(capacity: RowCapacity, num_symbols: int) -> TableForm:
+    """Returns the layout of the table of a minibatch."""
     form = TableForm()
-    form.add(("lengths",), num_symbols, room.calls)
-    if room.slots:
-        form.add(("order",), sum(room.slots))
-        form.add(("slot",), room.calls)
+    form.add(("lengths",), num_symbols, capacity.calls)
+    if capacity.slots:
+        form.add(("order",), sum(capacity.slots))
+        form.add(("slot",), capacity.calls)
     else:
-        form.add(("order",), room.calls + sum(g - 1 for g in room.together))
-        form.add(("trips",), len(room.lengths))
+        form.add(("order",), capacity.calls + sum(g - 1 for g in capacity.together))
+        form.add(("trips",), len(capacity.lengths))
     form.add(("calls",), 1)
-    for e, rows in enumerate(room.rows):
-        form.add(("starts", e), room.calls)
+    for e, rows in enumerate(capacity.rows):
+        form.add(("starts", e), capacity.calls)
         form.add(("call", e), rows)
         form.add(("total", e), 1)
-        if room.slots:
+        if capacity.slots:
             form.add(("place", e), rows)
         else:
-            form.add(("blocks", e), len(room.target.blocks.widths))
+            form.add(("blocks", e), len(capacity.target.blocks.widths))
     return form
 
 
 class PackedBatch:
-    """What the phases of one run have in common: a minibatch's table, and how to read it.
+    """The packed rows of a minibatch: its table, and how it is read.
 
     Attributes:
       extents: of the rows that are kept, by number.
       symbols: by number.
-      room: what is compiled.
+      capacity: of the compiled program.
       table: int32[...], of the minibatch.
     """
 
     def __init__(
-        self, extents: Sequence[Any], symbols: Sequence[str], room: RowCapacity, table: Any
+        self, extents: Sequence[Any], symbols: Sequence[str], capacity: RowCapacity, table: Any
     ):
-        self.extents, self.symbols, self.room, self.table = extents, symbols, room, table
-        self._form = table_form(room, len(symbols))
+        self.extents, self.symbols, self.capacity, self.table = extents, symbols, capacity, table
+        self._form = table_form(capacity, len(symbols))
 
     def get(self, *name: Any, start: Any = 0, size: int = 0) -> Any:
-        """A part of the table."""
+        """Returns a part of the table."""
         return row(self._form, self.table, name, start=start, size=size)
 
     def reading(self, table: Any) -> "PackedBatch":
-        """The same with another table, such as a traced one."""
-        return PackedBatch(self.extents, self.symbols, self.room, table)
+        """Returns the same with another table, such as a traced one."""
+        return PackedBatch(self.extents, self.symbols, self.capacity, table)
 
     def index(self, extent: Any) -> int:
-        """The number of an extent."""
+        """Returns the number of an extent."""
         return self.extents.index(extent)
 
     def trips(self, e: int) -> Any:
-        """How many blocks of rows of an extent there are of each width; None if all are one."""
-        return None if self.room.slots else self.get("blocks", e)
+        """Returns how many blocks of rows an extent has of each width; None if all are one."""
+        return None if self.capacity.slots else self.get("blocks", e)
 
     def total(self, e: int) -> Any:
-        """Rows there are of an extent."""
+        """Returns the number of rows of an extent that exist."""
         return self.get("total", e)[0]
 
     def lengths(self) -> dict[str, Any]:
-        """int32[K], what every call has for each symbol."""
+        """Returns int32[K] for each symbol: its value for every call."""
         return {
-            s: row(self._form, self.table, ("lengths",), i, start=0, size=self.room.calls)
+            s: row(self._form, self.table, ("lengths",), i, start=0, size=self.capacity.calls)
             for i, s in enumerate(self.symbols)
         }
 
     def positions(self, e: int) -> Any:
-        """int32[R], the place of every row in its instance; those beyond repeat the last one."""
+        """Returns int32[R]: the position of every row in its call; rows beyond repeat the last."""
         starts = take(self.get("starts", e), self.get("call", e))
-        rows = jnp.arange(self.room.rows[e], dtype=jnp.int32)
+        rows = jnp.arange(self.capacity.rows[e], dtype=jnp.int32)
         return jnp.minimum(rows, jnp.maximum(self.total(e) - 1, 0)) - starts
 
     def empty(self, variable: Any) -> Any:
-        """Zeros for what all calls have of a variable: [R, ...], or [K, ...]."""
+        """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
         axis = ragged_axis(variable)
-        lead = self.room.calls
+        lead = self.capacity.calls
         if axis is not None:
-            lead = self.room.rows[self.index(variable.aval.shape[axis])]
+            lead = self.capacity.rows[self.index(variable.aval.shape[axis])]
         return jnp.zeros((lead, *row_shape(variable)), variable.aval.dtype)
 
 
 def ragged_axis(variable: Any) -> int | None:
-    """The ragged axis of a variable that is kept; None if it has none."""
+    """Returns the ragged axis of a variable that is kept; None if it has none."""
     axes = ragged_axes(variable.aval.shape)
     return axes[0] if axes else None
 
 
 def row_shape(variable: Any) -> tuple[int, ...]:
-    """The shape of a variable without its ragged axis."""
+    """Returns the shape of a variable without its ragged axis."""
     axis = ragged_axis(variable)
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)

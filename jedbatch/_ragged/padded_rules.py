@@ -31,11 +31,11 @@ from jedbatch._ragged.tiling import SHAPED, TILE, Axes
 
 
 class Padded:
-    """Runs equations for one instance whose arrays have room.
+    """Runs equations for one instance whose arrays are padded.
 
     Attributes:
-      sizes: the room for every symbol.
-      lengths: what the instance has of it: a scalar array for every symbol.
+      sizes: the capacity for every symbol.
+      lengths: its value for the instance: a scalar array for every symbol.
       guarded: whether a length may be 0. Then even the first entry holds nothing, a maximum is
         -inf and a sum 0, and 0 / 0 where nothing is would make NaN of gradients.
       tiles: the axes of variables along which only a tile is there (see `_ragged.tiling`), of so
@@ -54,27 +54,27 @@ class Padded:
         self.tiles, self.offset = tiles or {}, offset
 
     def size(self, extent: Any) -> int:
-        """The room for an extent."""
+        """Returns the capacity for an extent."""
         return extent_at(extent, self.sizes)
 
     def length(self, extent: Any) -> Any:
-        """The extent itself."""
+        """Returns the extent itself."""
         return jnp.asarray(extent_at(extent, self.lengths), jnp.int32)
 
     def exists(self, shape: Sequence[Any], axis: int) -> Any:
-        """Which entries along a ragged axis are there; broadcasts against the padded shape."""
+        """Returns which entries along a ragged axis exist; broadcasts against the padded shape."""
         index = lax.iota(jnp.int32, self.size(shape[axis]))
         there = index < self.length(shape[axis])
         return lax.expand_dims(there, [a for a in range(len(shape)) if a != axis])
 
     def masked(self, x: Any, shape: Sequence[Any], axes: Sequence[int], value: Any) -> Any:
-        """An array with a value wherever nothing is there."""
+        """Returns an array with a value in its padding."""
         for axis in axes:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
     def run(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
-        """The results of an equation."""
+        """Returns the results of an equation."""
         name = eqn.primitive.name
         if name == "dim_as_value":
             return [self.length(eqn.params["dim"]).astype(eqn.outvars[0].aval.dtype)]
@@ -92,7 +92,7 @@ class Padded:
         return _RULES[name](self, eqn, values, mixed)
 
     def _tile(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
-        """The results of an equation for a tile."""
+        """Returns the results of an equation for a tile."""
         name, params = eqn.primitive.name, dict(eqn.params)
         (axis,) = self.tiles[eqn.outvars[0]]
         if name in SHAPED:
@@ -109,7 +109,7 @@ class Padded:
         return out
 
     def _guard(self, x: Any, shape: Sequence[Any]) -> Any:
-        """An operand with ones wherever the result is nothing."""
+        """Returns an operand with ones wherever the result is padding."""
         if not jnp.issubdtype(x.dtype, jnp.inexact) or jnp.ndim(x) != len(shape):
             return x
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
@@ -147,7 +147,7 @@ class Padded:
         return [x]
 
     def _take(self, x: Any, indices: Any, axis: int) -> Any:
-        """Entries along an axis; the nearest where there is none."""
+        """Returns entries along an axis; the nearest where there is none."""
         return jnp.take(x, jnp.clip(indices, 0, max(0, x.shape[axis] - 1)), axis, mode="clip")
 
     def _concatenate(self, eqn, values, mixed):
@@ -173,8 +173,8 @@ class Padded:
     def _dynamic_slice(self, eqn, values, mixed):
         (x, *starts), sizes = values, list(eqn.params["slice_sizes"])
         for _, axis in mixed:
-            room = self.length(eqn.invars[0].aval.shape[axis]) - self.length(sizes[axis])
-            start = jnp.clip(starts[axis], 0, jnp.maximum(room, 0))
+            last_start = self.length(eqn.invars[0].aval.shape[axis]) - self.length(sizes[axis])
+            start = jnp.clip(starts[axis], 0, jnp.maximum(last_start, 0))
             sizes[axis] = self.size(sizes[axis])
             x = self._take(x, start + lax.iota(jnp.int32, sizes[axis]), axis)
             starts[axis] = jnp.zeros_like(starts[axis])
@@ -246,16 +246,16 @@ class Padded:
         length = self.length(params["length"])
         first = [x[length - 1 if params["reverse"] else 0] for x in xs]
 
-        def step(carry, given):
-            index, *rows = given
+        def step(carry, index_and_rows):
+            index, *rows = index_and_rows
             alive = index < length  # steps that are none repeat the first one
             before = carry
             carry = [jnp.where(alive, x, y) for x, y in zip(carry, init, strict=True)]
             rows = [jnp.where(alive, x, y) for x, y in zip(rows, first, strict=True)]
             out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *consts, *carry, *rows)
             new, ys = out[: len(carry)], out[len(carry) :]
-            kept = [jnp.where(alive, a, b) for a, b in zip(new, before, strict=True)]
-            return kept, ys
+            carry_out = [jnp.where(alive, a, b) for a, b in zip(new, before, strict=True)]
+            return carry_out, ys
 
         steps = lax.iota(jnp.int32, self.size(params["length"]))
         carry, ys = lax.scan(step, init, [steps, *xs], reverse=params["reverse"])
@@ -279,7 +279,7 @@ _RULES: dict[str, Callable] = {
 
 
 def identity_of(name: str, dtype: Any) -> Any:
-    """What leaves the result of a reduction as it is."""
+    """Returns the identity element of a reduction."""
     if name in ("reduce_max", "argmax", "cummax", "cumlogsumexp", "top_k"):
         return _lowest(dtype)
     if name in ("reduce_min", "argmin", "cummin"):

@@ -1,4 +1,4 @@
-"""Phases over rows: what is done to every row alike, for the rows of all instances.
+"""Phases over rows: equations that do the same to every row, of all instances.
 
 Such a phase is a kernel whose lanes are rows (see `_kernel.kernel`), so that its weights' gradients
 are taken from all rows at once. It runs in blocks of a few widths (`Target.blocks`: 512, 64 and 8
@@ -34,8 +34,8 @@ from jedbatch._record.registry import Operation
 class RowPhase:
     """A phase over rows: a kernel whose lanes are rows.
 
-    Its operands are, of each row, what the phase reads; its position, if that matters; and
-    extents that it needs as numbers.
+    The operands of a row are the variables that the phase reads; extents that it needs as numbers;
+    and the position of the row, if that matters.
     """
 
     def __init__(self, phase: Phase):
@@ -74,22 +74,22 @@ class RowPhase:
             env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
         return [env[v] for v in phase.writes]
 
-    def run(self, here: PackedBatch, env: dict[Any, Any]) -> list[Any]:
-        """What the phase writes, packed."""
+    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Any]:
+        """Returns the variables that the phase writes, packed."""
         phase = self.phase
-        e = here.index(phase.extent)
-        lengths = here.lengths()
+        e = batch.index(phase.extent)
+        lengths = batch.lengths()
         operands = [env[v] for v in phase.reads]
         operands += [jnp.asarray(extent_at(d, lengths), jnp.int32) for d in self._extents]
         by_row = [ragged_axis(v) is not None for v in phase.reads] + [False] * len(self._extents)
         if self._placed:
-            operands.append(here.positions(e))
+            operands.append(batch.positions(e))
             by_row.append(True)
         consts = self.kernel.prologue([env[v] for v in phase.shared])
-        room = here.room
-        function = RowFunction(self.kernel, room.rows[e], room.blocks, tuple(by_row))
+        capacity = batch.capacity
+        function = RowFunction(self.kernel, capacity.rows[e], capacity.blocks, tuple(by_row))
         return function(
-            RowArguments(consts, operands, here.get("call", e), here.total(e), here.trips(e))
+            RowArguments(consts, operands, batch.get("call", e), batch.total(e), batch.trips(e))
         )
 
 

@@ -17,16 +17,16 @@ from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
 from jedbatch._ragged.axis_rules import ELEMENTWISE, REDUCTIONS, CannotMergeError, is_look_up
 
-Number = Callable[[Any], int]  # what to take for an extent
+Number = Callable[[Any], int]  # the size of an extent
 
 
 def one(extent: Any) -> int:
-    """The extent of a ragged axis in one row."""
+    """Returns the extent of a ragged axis in one row."""
     return 1
 
 
 def bind(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
-    """The results of an equation on values whose ragged axes have these extents."""
+    """Returns the results of an equation on values whose ragged axes have these extents."""
     if eqn.primitive.name == "custom_jvp_call":
         return list(_with_rule(eqn, number)(*values))
     params = {name: substituted(value, number) for name, value in eqn.params.items()}
@@ -38,7 +38,7 @@ def bind(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Number) -> list[Any]:
-    """The results of a program on values whose ragged axes have these extents."""
+    """Returns the results of a program on values whose ragged axes have these extents."""
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
@@ -48,7 +48,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Num
 
 
 def _with_rule(eqn: Any, number: Number) -> Callable:
-    """A function with a derivative of its own, for other extents."""
+    """Returns a function with a derivative rule, for other extents."""
     closed, rule_of = eqn.params["call_jaxpr"], eqn.params["jvp_jaxpr_fun"]
 
     @jax.custom_jvp
@@ -71,7 +71,7 @@ def _with_rule(eqn: Any, number: Number) -> Callable:
 
 
 def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
-    """The results of a row-wise equation for the row at a position; rows come without an axis."""
+    """Returns the results of a row-wise equation for one row, which comes without its axis."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
     if not is_ragged(out.aval.shape):  # a number made of extents
@@ -81,29 +81,35 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
         shape = [d for a, d in enumerate(eqn.params["shape"]) if a != axis]
         return [jnp.full(shape, position, eqn.params["dtype"])]
     if name in ELEMENTWISE:
-        return bind(eqn, [_flat(x, mine, axis) for x, mine in zip(values, axes, strict=True)], one)
+        return bind(
+            eqn,
+            [_flat(x, operand_axes, axis) for x, operand_axes in zip(values, axes, strict=True)],
+            one,
+        )
     if name in REDUCTIONS:
-        mine = axes[0][0]
-        params = eqn.params | {"axes": tuple(a - (a > mine) for a in eqn.params["axes"])}
+        operand_axes = axes[0][0]
+        params = eqn.params | {"axes": tuple(a - (a > operand_axes) for a in eqn.params["axes"])}
         return bind(eqn.replace(params=params), values, one)
     if name == "dot_general":
         return [_product_of_row(eqn, values, axes)]
     if is_look_up(eqn):
-        found = [look_up(eqn, values, position)]
+        results = [look_up(eqn, values, position)]
     else:
-        whole = [lax.expand_dims(x, mine) for x, mine in zip(values, axes, strict=True)]
-        found = bind(eqn, whole, one)
-    pairs = zip(found, eqn.outvars, strict=True)
+        whole = [
+            lax.expand_dims(x, operand_axes) for x, operand_axes in zip(values, axes, strict=True)
+        ]
+        results = bind(eqn, whole, one)
+    pairs = zip(results, eqn.outvars, strict=True)
     return [lax.squeeze(x, ragged_axes(v.aval.shape)) for x, v in pairs]
 
 
 def _flat(x: Any, axes: Sequence[int], axis: int) -> Any:
-    """An operand of an elementwise operation without the axis of rows."""
+    """Returns an operand of an elementwise operation without the axis of rows."""
     return x if axes or not jnp.ndim(x) else lax.squeeze(x, (axis,))
 
 
 def look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
-    """Row `position` of what is taken out of a table."""
+    """Returns row `position` of a slice of a table, or of rows gathered from it."""
     name, params = eqn.primitive.name, eqn.params
     if name == "gather":
         table, indices = values
@@ -135,16 +141,16 @@ def look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
 
 
 def _product_of_row(eqn: Any, values: Sequence[Any], axes: Sequence[Sequence[int]]) -> Any:
-    """A product of a row, which has lost its axis."""
-    kept = [
+    """Returns a matrix product of a row, which comes without its axis."""
+    dimension_numbers = [
         tuple(
-            tuple(a - sum(b < a for b in mine) for a in dims[side] if a not in mine)
-            for side, mine in enumerate(axes)
+            tuple(a - sum(b < a for b in dropped) for a in dims[side] if a not in dropped)
+            for side, dropped in enumerate(axes)
         )
         for dims in eqn.params["dimension_numbers"]
     ]
     left, right = values
-    dimensions: Any = tuple(kept)
+    dimensions: Any = tuple(dimension_numbers)
     return lax.dot_general(
         left,
         right,

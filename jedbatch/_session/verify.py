@@ -27,7 +27,7 @@ def check_stages(
     written: set[tuple[int, int]] = set()
     for stage, table, columns in zip(stages, tables, targets, strict=True):
         _check_stage(stage, np.asarray(table))
-        calls = int(stage.region.packed.form(stage.room).view(np.asarray(table), "calls")[0])
+        calls = int(stage.region.packed.form(stage.capacity).view(np.asarray(table), "calls")[0])
         plain = [t for t in stage.region.results if not is_ragged(t.shape)]
         for kind, column in zip(plain, columns, strict=True):
             a = signature.arena(kind)
@@ -43,7 +43,7 @@ def check_stages(
 
 
 def _check_stage(stage: Stage, table: np.ndarray) -> None:
-    packed, room = stage.region.packed, stage.room
+    packed, room = stage.region.packed, stage.capacity
     form = packed.form(room)
     require(table.shape == (form.size,), "the table of a region has another size")
     calls = int(form.view(table, "calls")[0])
@@ -84,7 +84,7 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
 
 def _check_slots(stage: Stage, table: np.ndarray) -> None:
     """Every packed row is read from the slot of its call."""
-    packed, room = stage.region.packed, stage.room
+    packed, room = stage.region.packed, stage.capacity
     form = packed.form(room)
     calls = int(form.view(table, "calls")[0])
     order, slot = form.view(table, "order"), form.view(table, "slot")
