@@ -27,9 +27,10 @@ from jedbatch._control_flow.rounds import (
     ValueNeeded,
 )
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
 from jedbatch._jaxpr.identity import tree_key
-from jedbatch._kernel.target import Target, checked_target, target_of
+from jedbatch._kernel.target import Target, target_of
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._learn.candidates import learn
 from jedbatch._program.executors import median_seconds
@@ -38,14 +39,14 @@ from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
-from jedbatch._record.granularity.fuse import GRANULARITIES
-from jedbatch._record.instances import array_type, flatten, is_array
-from jedbatch._record.registry import NUMBERS
+from jedbatch._record.instances import array_type
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.schedule import Policy, agenda, checked_policy
+from jedbatch._session.arguments import Arguments, checked_axes
+from jedbatch._session.options import Options
 from jedbatch._session.outputs import check_stack, form_of_results
 from jedbatch._session.pipeline import (
-    check_options,
+    NO_SECONDS,
     checked_inputs,
     make_plan,
     reverse_mode_only,
@@ -70,26 +71,23 @@ class Batched:
     """
 
     def __init__(
-        self, fn: Callable, in_axes: Any, out_axes: int | None, policy: Any, options: dict[str, Any]
+        self,
+        fn: Callable,
+        in_axes: int | tuple[int | None, ...],
+        out_axes: int | None,
+        policy: Policy | None,
+        options: Options,
     ):
         functools.update_wrapper(self, fn, updated=())
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._fn = fn
-        self._options = options
-        self._in_axes = in_axes
+        self._arguments = Arguments(self._name, in_axes)
         self._out_axes = out_axes
+        self._options = options
         self._policy: Any = Adaptive() if policy is None else policy
-        self._executor = options["executor"]
-        self._key = options["key"]
         self._environment = Environment(fn)
-        self._recording = Recording(fn, self._join_arguments, self._key)
-        self._cache_size = options["cache_size"]
-        self._cache_bytes = options["cache_bytes"]
-        self._layout = options["layout"]
-        self._reuse = options["reuse"]
+        self._recording = Recording(fn, self._arguments.join, options.key)
         self.last_rounds = Rounds()
-        self._granularity = options["granularity"]
-        self._target: Target | None = options["target"]
         self._sessions: Memory = Memory(SESSIONS)
         self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
@@ -129,7 +127,7 @@ class Batched:
 
     def _twin(self) -> "Batched":
         """The same function, with nothing kept yet, nothing to learn and a list for its result."""
-        return Batched(self._fn, self._in_axes, None, agenda, self._options)
+        return Batched(self._fn, self._arguments.axes, None, agenda, self._options)
 
     def learn(self, *args: Any, **options: Any) -> FSM:
         """Learns a policy from instances and uses it for the plans made from then on.
@@ -142,10 +140,10 @@ class Batched:
         Returns:
           The policy: print it, print its `report`, `save` it.
         """
-        shared, instances = self._arguments(args)
+        shared, instances = self._arguments.split(args)
         session, _ = self._session(shared)
         with self._planning:
-            records, *_ = self._records(session, instances)
+            records, *_ = self._record(session, instances)
             graph = Graph.select([(r.whole, r.index) for r in records])
         self.policy = policy = learn(graph, **options)
         return policy
@@ -163,7 +161,7 @@ class Batched:
           ValueError, TypeError: the arguments do not fit `in_axes`, shared arguments have leaves
             that are not arrays, or results do not stack.
         """
-        shared, instances = self._arguments(args)
+        shared, instances = self._arguments.split(args)
         if recording.recorder is not None:
             return self._part_of_another(shared, instances)
         session, leaves = self._session(shared)
@@ -189,7 +187,7 @@ class Batched:
         """
         results = recording.recorder.together(
             [
-                functools.partial(self._fn, *self._join_arguments(shared, mapped))
+                functools.partial(self._fn, *self._arguments.join(shared, mapped))
                 for mapped in instances
             ]
         )
@@ -210,7 +208,7 @@ class Batched:
             self._fn,
             session,
             instances,
-            self._join_arguments,
+            self._arguments.join,
             self._policy,
             self._results,
         )
@@ -236,7 +234,7 @@ class Batched:
           A plan for `apply`; print it.
         """
         checks.flag("plan", "gradient", gradient)
-        shared, instances = self._arguments(args)
+        shared, instances = self._arguments.split(args)
         session, _ = self._session(shared)
         plan = self._plan(session, instances, gradient)
         assert plan.host is not None
@@ -293,93 +291,24 @@ class Batched:
           repeat: how often it is run.
         """
         checks.whole("profile", "repeat", repeat, least=1, most=10**6)
-        shared, instances = self._arguments(args)
+        shared, instances = self._arguments.split(args)
         session, leaves = self._session(shared)
         plan = self._plan(session, instances, gradient=False)
-        (plan.device_seconds,) = median_seconds(
-            [lambda: self._run(plan, leaves, plan.inputs)], repeat
-        ).tolist()
-        return plan
+        (seconds,) = median_seconds([lambda: self._run(plan, leaves, plan.inputs)], repeat).tolist()
+        return plan._timed(seconds)
 
-    # --- arguments ---
-
-    def _axes(self, num_args: int) -> Sequence[int | None]:
-        axes = self._in_axes
-        return (axes,) * num_args if isinstance(axes, int) else axes
-
-    def _arguments(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
-        """(shared arguments, the mapped arguments of each instance)."""
-        axes = self._axes(len(args))
-        if len(axes) != len(args):
-            raise ValueError(
-                f"the batched `{self._name}` got {len(args)} arguments and `in_axes` has "
-                f"{len(axes)} entries, {tuple(axes)}; expected one entry per argument. Write None "
-                "for what all instances share and 0 for a sequence of instances, as in "
-                "`jedbatch.batch(fn, in_axes=(None, 0))`."
-            )
-        mapped = []
-        for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
-            if axis is None:
-                continue
-            sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
-            if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
-                raise TypeError(
-                    f"argument {position} of the batched `{self._name}` is {checks.shown(x)}, but "
-                    "`in_axes` has 0 for it; expected a sequence of instances, such as a list "
-                    "(or an array, whose rows are the instances). If all instances share it, "
-                    "write None in `in_axes`."
-                )
-            mapped.append(list(x))
-        lengths = [len(x) for x in mapped]
-        if len(set(lengths)) != 1:
-            raise ValueError(
-                f"the mapped arguments of the batched `{self._name}` have {lengths} instances; "
-                "expected equally many."
-            )
-        if not lengths[0]:
-            raise ValueError(
-                f"the batched `{self._name}` got an empty list of instances; expected at least "
-                "one, since the shape of the result follows from them. Skip empty minibatches."
-            )
-        shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
-        return shared, list(zip(*mapped, strict=True))
-
-    def _join_arguments(self, shared: Any, mapped: Any) -> list[Any]:
-        """The arguments of the function, from the shared and the mapped ones."""
-        axes = self._axes(len(shared) + len(mapped))
-        sources = {True: iter(shared), False: iter(mapped)}
-        return [next(sources[axis is None]) for axis in axes]
+    # --- what is kept ---
 
     def _session(self, shared: tuple) -> tuple[Session, list[Any]]:
         """What is kept for shared arguments of this structure, and their leaves."""
-        leaves, structure = flatten(shared, f"the shared argument of the batched `{self._name}`")
-        for leaf in leaves:
-            known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
-            if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
-                paths = jax.tree.leaves_with_path(shared)
-                path = next(p for p, x in paths if x is leaf)
-                raise TypeError(
-                    f"the shared argument of the batched `{self._name}` has {checks.shown(leaf)} "
-                    f"at {jax.tree_util.keystr(path)}; expected arrays only. Close over "
-                    "configuration, or bind it with `functools.partial`."
-                )
+        leaves, structure = self._arguments.leaves(shared)
         types = tuple(map(array_type, leaves))
-        target = self._target or target_of(leaves)
+        target = self._options.target or target_of(leaves)
         key = tree_key(structure), types, target, *configuration()
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session(
-                avals,
-                structure,
-                self._executor,
-                self._cache_size,
-                self._granularity,
-                target,
-                self._environment,
-                limit_bytes=self._cache_bytes,
-                key=key,
-            )
+            session = Session(avals, structure, self._options, target, self._environment, key)
             session = self._keep(key, session)
         return session, leaves
 
@@ -406,22 +335,23 @@ class Batched:
     ) -> Plan:
         """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
         with self._planning:
-            return self._plan_alone(session, instances, gradient, leaves, read)
+            start = time.perf_counter()
+            records, arrays, tracers, num_known, reached = self._record(session, instances, read)
+            seconds = {"trace": time.perf_counter() - start}
+            values = itertools.chain(leaves, reached.arrays, *arrays)
+            return self._plan_records(
+                session,
+                records,
+                arrays,
+                self._policy,
+                gradient=gradient,
+                keeps=gradient or bool(tracers) or any(isinstance(x, Tracer) for x in values),
+                seconds=seconds,
+                num_known=num_known,
+                tracers=tracers,
+            )
 
-    def _plan_alone(self, session: Session, instances, gradient: bool, leaves, read) -> Plan:
-        start = time.perf_counter()
-        records, arrays, tracers, num_known, reached = self._records(session, instances, read)
-        seconds = {"trace": time.perf_counter() - start}
-        values = itertools.chain(leaves, reached.arrays, *arrays)
-        traced = bool(tracers) or any(isinstance(x, Tracer) for x in values)
-        keeps = gradient or traced
-        plan = self._plan_records(session, records, arrays, self._policy, gradient, keeps)
-        assert plan.host is not None
-        plan.host.seconds = seconds | plan.host.seconds
-        plan.host.num_known, plan.host.tracers = num_known, tracers
-        return plan
-
-    def _records(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
+    def _record(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
         """Returns what `Recording.find` does, and what the function reads besides its arguments."""
         reached = self._environment.look()
         num_known = 0
@@ -435,31 +365,38 @@ class Batched:
         return records, arrays, tracers, num_known, reached
 
     def _plan_records(
-        self, session: Session, records, arrays, policy, gradient: bool, keeps: bool
+        self,
+        session: Session,
+        records: Sequence[Record],
+        arrays: Sequence[Sequence[Any]],
+        policy: Policy | Adaptive,
+        *,
+        gradient: bool = False,
+        keeps: bool = False,
+        seconds: Mapping[str, float] = NO_SECONDS,
+        num_known: int = 0,
+        tracers: Sequence[Any] = (),
     ) -> Plan:
-        """Plans what was recorded before, to be differentiated or not if it `keeps` all values."""
+        """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
         graph = Graph.select([(r.whole, r.index) for r in records])
         calls = find_calls(records, arrays)
         returned = self._results(records, graph.outputs, find_slices(calls, records))
-        seconds = {"merge": time.perf_counter() - start}
-        plan = make_plan(
+        return make_plan(
             session,
             graph,
             records,
             arrays,
             returned,
             policy,
-            layout=self._layout,
-            reuse=self._reuse,
+            self._options,
             gradient=gradient,
             keeps=keeps,
             calls=calls,
+            seconds={**seconds, "merge": time.perf_counter() - start},
+            num_known=num_known,
+            tracers=tracers,
         )
-        assert plan.host is not None
-        plan.host.apart = session.lengths.shown
-        plan.host.seconds = seconds | plan.host.seconds
-        return plan
 
     def _results(self, records, outputs: np.ndarray, slices: Sequence[Any] = ()) -> Any:
         """(what each arena returns, the form of the result) from what all instances return."""
@@ -471,11 +408,6 @@ class Batched:
     def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, Any]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
-
-
-def is_zero(axis: Any) -> bool:
-    """True of 0, but not of False."""
-    return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
 
 
 def _programs_of(sessions: Memory) -> int:
@@ -588,41 +520,18 @@ def batch(
       Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
       finite state machines, ICML 2023; InsNet for padding-free batching.
     """
-    if not callable(fn):
-        raise TypeError(f"`batch` got {checks.shown(fn)}; expected a function of one instance.")
-    axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,)
-    if not axes or not all(axis is None or is_zero(axis) for axis in axes):
-        raise ValueError(
-            f"`batch` got in_axes={checks.brief(in_axes)}; expected 0 or a tuple with None (shared "
-            "by all instances) or 0 (a sequence of instances) for each argument."
-        )
-    if 0 not in axes:
-        raise ValueError(
-            f"`batch` got in_axes={in_axes!r}, which maps no argument; write 0 for the argument "
-            "that holds the instances, as in `in_axes=(None, 0)`."
-        )
-    if not (out_axes is None or is_zero(out_axes)):
-        raise ValueError(
-            f"`batch` got out_axes={checks.brief(out_axes)}; expected 0 to stack results along "
-            "a new first axis, or None for a list. To stack along another axis, `jnp.moveaxis` "
-            "the result."
-        )
-    check_options("batch", policy, executor, layout, reuse)
-    checks.one_of("batch", "granularity", granularity, sorted(GRANULARITIES))
-    if key is not None:
-        expected = "a function of the mapped arguments of an instance"
-        checks.function("batch", "key", key, expected, "It gives something hashable.")
-    cache_size = checks.whole("batch", "cache_size", cache_size)
-    cache_bytes = checks.whole("batch", "cache_bytes", cache_bytes)
-    in_axes = in_axes if isinstance(in_axes, int) else axes
-    options = {
-        "executor": executor,
-        "key": key,
-        "cache_size": cache_size,
-        "cache_bytes": cache_bytes,
-        "layout": layout,
-        "reuse": reuse,
-        "granularity": granularity,
-        "target": checked_target(target, "`batch`"),
-    }
-    return Batched(fn, in_axes, out_axes, policy, options)
+    axes = checked_axes(fn, in_axes, out_axes)
+    if policy is not None:
+        checked_policy(policy)
+    options = Options.checked(
+        "batch",
+        executor=executor,
+        layout=layout,
+        reuse=reuse,
+        granularity=granularity,
+        key=key,
+        cache_size=cache_size,
+        cache_bytes=cache_bytes,
+        target=target,
+    )
+    return Batched(fn, axes, out_axes, policy, options)

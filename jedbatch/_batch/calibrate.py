@@ -184,7 +184,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     plan = probe.plan(*args, gradient=False)
     graph, session = plan.graph, plan.static.session
     assert graph is not None
-    shared, _ = probe._arguments(args)
+    shared, _ = probe._arguments.split(args)
     leaves = jax.tree.leaves(shared)
     per_byte = gather_cost(repeat)
     types: dict[str, TypeCost] = {}
@@ -193,7 +193,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue
         plans = [
-            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w), False, False)
+            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w))
             for w in WIDTHS
             for n in COUNTS
         ]

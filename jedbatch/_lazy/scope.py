@@ -68,8 +68,9 @@ from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import begin_recording, ending, finish, trace_of_caller
-from jedbatch._schedule.schedule import Policy
-from jedbatch._session.pipeline import check_options, make_plan, run_plan
+from jedbatch._schedule.schedule import Policy, checked_policy
+from jedbatch._session.options import Options
+from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored
@@ -472,11 +473,10 @@ class Lazy:
         layout: str = "auto",
         reuse: bool | None = None,
     ):
-        check_options("Lazy", policy, executor, layout, reuse)
-        self._policy = policy
-        self._executor = executor
-        self._layout = layout
-        self._reuse = reuse
+        self._policy = None if policy is None else checked_policy(policy)
+        self._options = Options.checked(
+            "Lazy", executor=executor, layout=layout, reuse=reuse, cache_size=0
+        )
         self._free: dict[Hashable, list[Kept]] = Memory(MANY_PLACES)
 
     @property
@@ -508,7 +508,7 @@ class Lazy:
         try:
             kept = free.pop()
         except IndexError:
-            kept = Kept(self._new_session(), Adaptive() if self._policy is None else self._policy)
+            kept = self._new_kept()
         recorder = LazyRecorder(kept.session.registry, caller, self._compute_with(kept), Scope())
         end = ending(recorder)
         try:
@@ -532,15 +532,9 @@ class Lazy:
             if len(registry.node_types) + len(registry.shared) <= MANY_TYPES:
                 free.append(kept)
 
-    def _new_session(self) -> Session:
-        return Session(
-            (),
-            jax.tree.structure(()),
-            self._executor,
-            limit=0,
-            granularity="cell",
-            target=target_of(()),
-        )
+    def _new_kept(self) -> "Kept":
+        session = Session((), jax.tree.structure(()), self._options, target_of(()))
+        return Kept(session, Adaptive() if self._policy is None else self._policy)
 
     def _compute_with(self, kept: "Kept") -> Callable:
         """How a recorder has a graph computed."""
@@ -554,14 +548,13 @@ class Lazy:
                 [traced],
                 (rows, ROWS),
                 kept.policy,
-                layout=self._layout,
-                reuse=self._reuse,
+                self._options,
                 gradient=False,
                 keeps=any(isinstance(x, Tracer) for x in (*held.values(), *traced)),
                 brought=held.keys(),
+                tracers=held,
             )
             assert plan.host is not None
-            plan.host.tracers = held
             outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope", whole=True)
             outputs = [x[0] if isinstance(x, list) else x for x in outputs]
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)

@@ -1,7 +1,7 @@
 """`Plan`: a minibatch ready to run, and what it prints as."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -73,7 +73,7 @@ class Static:
     stages: tuple[Any, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Host:
     """What planning found out.
 
@@ -83,15 +83,17 @@ class Host:
       tracers: what is read from outside, by number or by name (see `SharedValue`).
       ragged_calls: what runs before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
+      device_seconds: a run took, if it was measured.
     """
 
     placed: Placed
     lowered: Lowered
-    seconds: dict[str, float]
+    seconds: Mapping[str, float]
     num_known: int = 0
     tracers: Any = ()
     ragged_calls: Any = None
     apart: str | None = None
+    device_seconds: float | None = None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -116,7 +118,7 @@ class Plan:
         self.inputs: dict[str, Any] = inputs
         self.ragged = ragged  # the tables of what runs before
         self.host: Host | None = host
-        self.device_seconds: float | None = None
+        self.device_seconds: float | None = host.device_seconds if host else None
 
     def tree_flatten(self) -> Any:
         """For JAX: (leaves, static part)."""
@@ -147,6 +149,13 @@ class Plan:
         """
         ragged_calls = self.host.ragged_calls if self.host else None
         return ragged_calls.counts[::-1] if ragged_calls else None
+
+    def _timed(self, device_seconds: float) -> "Plan":
+        """Returns the same plan, of which a run took so long."""
+        assert self.host is not None
+        host = replace(self.host, device_seconds=device_seconds)
+        tables = self.table, self.reverse_table, self.inputs, self.ragged
+        return Plan(self.static, *tables, host)
 
     def __str__(self) -> str:
         if self.host is None:

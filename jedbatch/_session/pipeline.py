@@ -23,9 +23,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._kernel.vjp import Reverse
 from jedbatch._layout.layout import assign_lanes
-from jedbatch._layout.node_order import checked_order
 from jedbatch._program.differentiable import Differentiable
-from jedbatch._program.executors import EXECUTORS
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower import Placed
 from jedbatch._program.lower_vjp import ReverseSignature
@@ -34,28 +32,14 @@ from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instances import is_array
-from jedbatch._schedule.schedule import checked_policy, schedule
+from jedbatch._schedule.schedule import schedule
 from jedbatch._session.indices import check_rows
+from jedbatch._session.options import Options
 from jedbatch._session.session import Session, shared_values
 from jedbatch._session.verify import verify
 
 STAGES = ("schedule", "layout", "lower")
-
-
-def check_options(
-    name: str, policy: Any, executor: str | None, layout: str, reuse: bool | None
-) -> None:
-    """Raises `ValueError` or `TypeError` if an option of function `name` makes no sense."""
-    if policy is not None:
-        checked_policy(policy)
-    checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None))
-    checked_order(layout, f"`{name}` got layout")
-    if reuse is not None and not isinstance(reuse, bool):
-        raise TypeError(
-            f"`{name}` got reuse={checks.brief(reuse)}; expected True or False, or None to use "
-            "rows again "
-            "where it saves much."
-        )
+NO_SECONDS: Mapping[str, float] = {}
 
 
 def make_plan(
@@ -65,13 +49,15 @@ def make_plan(
     arrays: Sequence[Sequence[Any]],
     returned: tuple[dict[Kind, list[int]], ResultForm],
     policy: Any,
+    options: Options,
     *,
-    layout: str,
-    reuse: bool | None,
     gradient: bool,
     keeps: bool,
     brought: Collection[Any] | None = None,
     calls: Sequence[RegionCalls] = (),
+    seconds: Mapping[str, float] = NO_SECONDS,
+    num_known: int = 0,
+    tracers: Any = (),
 ) -> Plan:
     """Plans a graph.
 
@@ -82,13 +68,15 @@ def make_plan(
       arrays: the arrays of their instances, which inputs are read from.
       returned: the values that each arena returns, and how they become results.
       policy: cuts the graph into batches.
-      layout: as for `jedbatch.batch`.
-      reuse: as for `jedbatch.batch`.
+      options: say how to lay values out.
       gradient: whether to plan the reverse too.
       keeps: whether everything is kept that the reverse would read.
       brought: names of what is there to be read from outside (see `SharedValue`); None if a
         program may be used whatever it reads.
       calls: of regions, whose results are inputs of the graph.
+      seconds: spent in the stages before.
+      num_known: instances whose graphs were known already.
+      tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
     rows, form = returned
     clock = [time.perf_counter()]
@@ -97,7 +85,8 @@ def make_plan(
     type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
     kernels = tuple(map(session.kernel, type_ids))
     ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
-    lanes = assign_lanes(graph, batches, [ladders.get(t) for t in range(len(graph.types))], layout)
+    of_types = [ladders.get(t) for t in range(len(graph.types))]
+    lanes = assign_lanes(graph, batches, of_types, options.layout)
     placed = Placed.find(
         lanes,
         kernels,
@@ -105,7 +94,7 @@ def make_plan(
         rows,
         stacked=form.batch is not None,
         keeps=keeps,
-        reuse=reuse,
+        reuse=options.reuse,
         target=session.target,
     )
     clock.append(time.perf_counter())
@@ -121,17 +110,25 @@ def make_plan(
     check_rows(session.registry, graph, placed, inputs)
     ragged_calls = None
     if calls:
-        stages = [session.stage(mine) for mine in calls]
-        ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
+        regions = [session.stage(mine) for mine in calls]
+        ragged_calls = make_ragged_calls(regions, calls, records, arrays, placed, signature)
         inputs |= ragged_calls.operands
     clock.append(time.perf_counter())
 
-    seconds = dict(zip(STAGES, np.diff(clock).tolist(), strict=True))
+    stages = zip(STAGES, np.diff(clock).tolist(), strict=True)
     static = session.static(
         signature, reverse, form, keeps, ragged_calls.stages if ragged_calls else ()
     )
     ragged = (ragged_calls.tables, ragged_calls.targets) if ragged_calls else ()
-    host = Host(placed, lowered, seconds, ragged_calls=ragged_calls)
+    host = Host(
+        placed,
+        lowered,
+        {**seconds, **dict(stages)},
+        num_known,
+        tracers,
+        ragged_calls,
+        session.lengths.shown,
+    )
     plan = Plan(static, table, reverse_table, inputs, ragged, host)
     if is_wanted():
         verify(plan)

@@ -37,6 +37,7 @@ from jedbatch._ragged.regions import RaggedRecord, Region, Regions
 from jedbatch._record.environment import NOWHERE, Environment, Reached, Way
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.registry import STATES, Registry
+from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
 
 ROUNDS = 512  # layouts of rounds that are kept
@@ -67,21 +68,17 @@ class Session:
         self,
         avals: Sequence[ShapedArray],
         structure: Any,
-        executor: str | None,
-        limit: int,
-        granularity: str,
+        options: Options,
         target: Target,
         environment: Environment | None = None,
-        *,
-        limit_bytes: int = 1 << 30,
         key: Hashable = None,
     ):
         self.target = target
         self.registry = Registry(avals, structure)
-        self.grouping = GRANULARITIES[granularity](self.registry)
+        self.grouping = GRANULARITIES[options.granularity](self.registry)
         self.environment = environment
         self.key = key
-        self._limit, self._limit_bytes = limit, limit_bytes
+        self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
         self._known: dict[int, tuple[Memory, Memory]] = Memory(STATES)
         self.records: dict[Hashable, Record]
         self.seen: dict[int, tuple[Any, Record]]
@@ -91,7 +88,7 @@ class Session:
         self.rounds: dict[Hashable, Layout] = Memory(ROUNDS, ROUND_BYTES, _bytes_of_round)
         self.workspaces: dict[int, Signature] = Memory(PROGRAMS)
         self.compilations: collections.Counter[str] = collections.Counter()
-        self._executor = executor
+        self._executor = options.executor
         self._signatures: list[Signature] = []
         self._reverses: list[ReverseSignature] = []
         self._kernels: dict[int, Kernel] = {}
@@ -100,8 +97,9 @@ class Session:
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[Any, Any] = {}
         self._statics: dict[Static, Static] = Memory(ROUNDS)
-        apart = None if self.grouping is None else f"granularity is {granularity!r}"
-        self.lengths = Lengths(apart, Memory(limit, limit_bytes // 4, _bytes_of_family))
+        apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
+        families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
+        self.lengths = Lengths(apart, families)
         self.regions = Regions(self.registry)
         self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(

@@ -1,0 +1,128 @@
+"""The arguments of a batched function: those that all instances share, and those of each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._record.instances import flatten, is_array
+from jedbatch._record.registry import NUMBERS
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How the arguments of a function are shared by or spread over its instances.
+
+    Attributes:
+      name: of the function, for messages.
+      axes: None for each argument that all instances share, 0 for each that is a sequence of
+        instances; or 0 if all are.
+    """
+
+    name: str
+    axes: int | tuple[int | None, ...]
+
+    def _axes(self, num_args: int) -> Sequence[int | None]:
+        return (self.axes,) * num_args if isinstance(self.axes, int) else self.axes
+
+    def split(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
+        """Returns (shared arguments, the mapped arguments of each instance).
+
+        Raises:
+          ValueError, TypeError: they do not fit the axes, or there are no instances.
+        """
+        axes = self._axes(len(args))
+        if len(axes) != len(args):
+            raise ValueError(
+                f"the batched `{self.name}` got {len(args)} arguments and `in_axes` has "
+                f"{len(axes)} entries, {tuple(axes)}; expected one entry per argument. Write None "
+                "for what all instances share and 0 for a sequence of instances, as in "
+                "`jedbatch.batch(fn, in_axes=(None, 0))`."
+            )
+        mapped = []
+        for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
+            if axis is None:
+                continue
+            sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
+            if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
+                raise TypeError(
+                    f"argument {position} of the batched `{self.name}` is {checks.shown(x)}, but "
+                    "`in_axes` has 0 for it; expected a sequence of instances, such as a list "
+                    "(or an array, whose rows are the instances). If all instances share it, "
+                    "write None in `in_axes`."
+                )
+            mapped.append(list(x))
+        lengths = [len(x) for x in mapped]
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"the mapped arguments of the batched `{self.name}` have {lengths} instances; "
+                "expected equally many."
+            )
+        if not lengths[0]:
+            raise ValueError(
+                f"the batched `{self.name}` got an empty list of instances; expected at least "
+                "one, since the shape of the result follows from them. Skip empty minibatches."
+            )
+        shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
+        return shared, list(zip(*mapped, strict=True))
+
+    def join(self, shared: Sequence[Any], mapped: Sequence[Any]) -> list[Any]:
+        """Returns the arguments of the function, from the shared and the mapped ones."""
+        axes = self._axes(len(shared) + len(mapped))
+        sources = {True: iter(shared), False: iter(mapped)}
+        return [next(sources[axis is None]) for axis in axes]
+
+    def leaves(self, shared: tuple) -> tuple[list[Any], Any]:
+        """Returns (leaves, structure) of the shared arguments.
+
+        Raises:
+          TypeError: a leaf is no array.
+        """
+        leaves, structure = flatten(shared, f"the shared argument of the batched `{self.name}`")
+        for leaf in leaves:
+            known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
+            if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
+                paths = jax.tree.leaves_with_path(shared)
+                path = next(p for p, x in paths if x is leaf)
+                raise TypeError(
+                    f"the shared argument of the batched `{self.name}` has {checks.shown(leaf)} "
+                    f"at {jax.tree_util.keystr(path)}; expected arrays only. Close over "
+                    "configuration, or bind it with `functools.partial`."
+                )
+        return leaves, structure
+
+
+def is_zero(axis: Any) -> bool:
+    """True of 0, but not of False."""
+    return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
+
+
+def checked_axes(fn: Callable, in_axes: Any, out_axes: Any) -> int | tuple[int | None, ...]:
+    """Returns the axes of `Arguments` for what `jedbatch.batch` was given.
+
+    Raises:
+      ValueError, TypeError: `fn` is no function, or the axes make no sense.
+    """
+    if not callable(fn):
+        raise TypeError(f"`batch` got {checks.shown(fn)}; expected a function of one instance.")
+    axes = tuple(in_axes) if isinstance(in_axes, (tuple, list)) else (in_axes,)
+    if not axes or not all(axis is None or is_zero(axis) for axis in axes):
+        raise ValueError(
+            f"`batch` got in_axes={checks.brief(in_axes)}; expected 0 or a tuple with None (shared "
+            "by all instances) or 0 (a sequence of instances) for each argument."
+        )
+    if 0 not in axes:
+        raise ValueError(
+            f"`batch` got in_axes={in_axes!r}, which maps no argument; write 0 for the argument "
+            "that holds the instances, as in `in_axes=(None, 0)`."
+        )
+    if not (out_axes is None or is_zero(out_axes)):
+        raise ValueError(
+            f"`batch` got out_axes={checks.brief(out_axes)}; expected 0 to stack results along "
+            "a new first axis, or None for a list. To stack along another axis, `jnp.moveaxis` "
+            "the result."
+        )
+    return in_axes if isinstance(in_axes, int) else axes

@@ -1,0 +1,79 @@
+"""The options of `jedbatch.batch` and `jedbatch.Lazy`, checked once and passed on as one value.
+
+A policy is none of them, since it can be assigned later.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from jedbatch import checks
+from jedbatch._kernel.target import Target, checked_target
+from jedbatch._layout.node_order import checked_order
+from jedbatch._program.executors import EXECUTORS
+from jedbatch._record.granularity.fuse import GRANULARITIES
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """How a function is batched; `jedbatch.batch` describes each of these.
+
+    Attributes:
+      executor: runs programs, by its name; None for the default.
+      layout: the order of nodes within batches, by its name.
+      reuse: whether inference uses rows again.
+      granularity: the name of what a node is.
+      key: gives the part of an instance that decides its graph.
+      cache_size, cache_bytes: limits of the instances that are kept.
+      target: what programs are made for; None takes that of the shared arguments.
+    """
+
+    executor: str | None = None
+    layout: str = "auto"
+    reuse: bool | None = None
+    granularity: str = "cell"
+    key: Callable[..., Hashable] | None = None
+    cache_size: int = 65536
+    cache_bytes: int = 1 << 30
+    target: Target | None = None
+
+    @staticmethod
+    def checked(
+        name: str,
+        *,
+        executor: Any,
+        layout: Any,
+        reuse: Any,
+        granularity: Any = "cell",
+        key: Any = None,
+        cache_size: Any = 65536,
+        cache_bytes: Any = 1 << 30,
+        target: Any = None,
+    ) -> "Options":
+        """Returns the options of the function `name`.
+
+        Raises:
+          ValueError, TypeError: one of them makes no sense.
+        """
+        checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None))
+        checked_order(layout, f"`{name}` got layout")
+        if reuse is not None and not isinstance(reuse, bool):
+            raise TypeError(
+                f"`{name}` got reuse={checks.brief(reuse)}; expected True or False, or None to use "
+                "rows again "
+                "where it saves much."
+            )
+        checks.one_of(name, "granularity", granularity, sorted(GRANULARITIES))
+        if key is not None:
+            expected = "a function of the mapped arguments of an instance"
+            checks.function(name, "key", key, expected, "It gives something hashable.")
+        return Options(
+            executor,
+            layout,
+            reuse,
+            granularity,
+            key,
+            checks.whole(name, "cache_size", cache_size),
+            checks.whole(name, "cache_bytes", cache_bytes),
+            checked_target(target, f"`{name}`"),
+        )
