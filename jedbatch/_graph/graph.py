@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._graph import serialize
-from jedbatch._graph.paths import longest_chains, longest_paths, pointers
+from jedbatch._graph import analysis, serialize
+from jedbatch._graph.paths import longest_paths, pointers
 from jedbatch._graph.types import NodeType, ValueType
 
 MANY_TYPES = 1 << 20  # ids without nodes that a graph may have
-CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to make chains
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,30 +334,17 @@ class Graph:
 
         Nodes that begin a chain do not count. In a tree, others have two children of their type.
         """
-        num_types = len(self.types)
-        maker, reader = self.edges
-        same = self.node_type[maker] == self.node_type[reader]
-        maker, reader = maker[same], reader[same]
-        readers = np.bincount(maker, minlength=len(self.node_type))
-        makers_of = np.bincount(reader, minlength=len(self.node_type))
-        only = (readers[maker] == 1) & (makers_of[reader] == 1)
-        edges = np.bincount(self.node_type[reader], minlength=num_types)
-        chained = np.bincount(self.node_type[reader[only]], minlength=num_types)
-        return (chained >= CHAINED * edges) & (edges > 0)
+        return analysis.chain_types(self.node_type, len(self.types), self.edges)
 
     @functools.cached_property
     def rank(self) -> np.ndarray:
-        """int32[N], the place of each node among its kind.
+        """int32[N], the place of each node among those of its type.
 
         The most other nodes of its own type on a path that ends in it, whatever lies between
         them. Nodes of one type and different rank lie on no common batch if ranks are to be run
         in order; one more than the greatest rank of a type is a lower bound on its batches.
         """
-        rank = np.zeros(len(self.node_type), np.int32)
-        for types in self.circles:
-            nodes, place, edges = self.inside(types)
-            rank[nodes] = longest_chains(place[self.node_type[nodes]], *edges) - 1
-        return rank
+        return analysis.ranks(self.node_type, len(self.types), self.edges, self.circles)
 
     @functools.cached_property
     def chain(self) -> np.ndarray:
@@ -366,23 +352,11 @@ class Graph:
 
         The node itself counts; paths may lead through other types.
         """
-        chain = np.ones(len(self.node_type), np.int32)
-        for types in self.circles:
-            nodes, place, (maker, reader) = self.inside(types)
-            kind = place[self.node_type[nodes]][::-1]
-            last = len(nodes) - 1
-            chain[nodes[::-1]] = longest_chains(kind, last - reader[::-1], last - maker[::-1])
-        return chain
+        return analysis.chains(self.node_type, len(self.types), self.edges, self.circles)
 
     def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
         """(nodes of these types, place of each type among them, edges between these nodes)."""
-        place = np.full(len(self.types), -1, np.int32)
-        place[types] = np.arange(len(types))
-        mine = place[self.node_type] >= 0
-        index = np.cumsum(mine, dtype=np.int32) - np.int32(1)
-        maker, reader = self.edges
-        inside = mine[maker] & mine[reader]
-        return np.flatnonzero(mine), place, (index[maker[inside]], index[reader[inside]])
+        return analysis.induced(self.node_type, len(self.types), self.edges, types)
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
@@ -398,34 +372,12 @@ class Graph:
     @functools.cached_property
     def turns(self) -> np.ndarray:
         """bool[N], whether a longest path from the node goes on to a node of another type."""
-        maker, reader = self.edges
-        onward = self.height[maker] == self.height[reader] + 1
-        turns = np.zeros(len(self.node_type), bool)
-        turns[maker[onward & (self.node_type[maker] != self.node_type[reader])]] = True
-        return turns
+        return analysis.changes_of_type(self.node_type, self.edges, self.height)
 
     @functools.cached_property
     def _reach(self) -> np.ndarray:
         """bool[T, T], whether a path leads from some node of one type to one of another."""
-        num_types = len(self.types)
-        present = np.flatnonzero(np.bincount(self.node_type, minlength=num_types))
-        place = np.zeros(num_types, np.int64)
-        place[present] = np.arange(len(present))
-        kind = place[self.node_type]
-        maker, reader = self.edges
-        # Of the types present only: NumPy multiplies large matrices in threads of its own, which
-        # keep a core busy long after.
-        reach = np.zeros((len(present), len(present)), bool)
-        pairs = kind[maker] * len(present) + kind[reader]
-        reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
-        for _ in range(len(present).bit_length()):
-            further = (reach.astype(np.float32) @ reach) > 0
-            if not (further > reach).any():
-                break
-            reach |= further
-        whole = np.zeros((num_types, num_types), bool)
-        whole[np.ix_(present, present)] = reach
-        return whole
+        return analysis.reachable_types(self.node_type, len(self.types), self.edges)
 
     @functools.cached_property
     def components(self) -> list[list[int]]:
@@ -433,12 +385,8 @@ class Graph:
 
         A group comes after those it reads from.
         """
-        reach = self._reach
-        mutual = (reach & reach.T) | np.eye(len(self.types), dtype=bool)
-        before = (reach & ~mutual).sum(0)
         present = np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types)))
-        groups = {tuple(np.flatnonzero(mutual[t]).tolist()) for t in present}
-        return sorted(map(list, groups), key=lambda g: (before[g[0]], g))
+        return analysis.strong_components(self._reach, present)
 
     @functools.cached_property
     def circles(self) -> list[list[int]]:

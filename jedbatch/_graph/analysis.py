@@ -1,0 +1,117 @@
+"""How the types of a graph hang together, from the type of every node and the edges alone.
+
+A group of types that read each other in a cycle is a strongly connected component of the graph
+of types. Paths between nodes of one type stay inside of its component, so that ranks and chains
+are computed component by component. Letters are those of `_graph.graph`; edges are a pair of
+makers and readers, int32[...] each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jedbatch._graph.paths import longest_chains
+
+CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to make chains
+
+Edges = tuple[np.ndarray, np.ndarray]
+
+
+def induced(
+    node_type: np.ndarray, num_types: int, edges: Edges, types: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, Edges]:
+    """Returns the subgraph of some types: nodes, place of each type id, edges between them.
+
+    The edges number the nodes of the subgraph; the place of other types is -1.
+    """
+    place = np.full(num_types, -1, np.int32)
+    place[types] = np.arange(len(types))
+    is_inside = place[node_type] >= 0
+    index = np.cumsum(is_inside, dtype=np.int32) - np.int32(1)
+    maker, reader = edges
+    both = is_inside[maker] & is_inside[reader]
+    return np.flatnonzero(is_inside), place, (index[maker[both]], index[reader[both]])
+
+
+def ranks(
+    node_type: np.ndarray, num_types: int, edges: Edges, components: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Returns int32[N]: other nodes of its type on a longest path that ends in each node.
+
+    Nodes of types outside of the components are of rank 0.
+    """
+    rank = np.zeros(len(node_type), np.int32)
+    for types in components:
+        nodes, place, inner = induced(node_type, num_types, edges, types)
+        rank[nodes] = longest_chains(place[node_type[nodes]], *inner) - 1
+    return rank
+
+
+def chains(
+    node_type: np.ndarray, num_types: int, edges: Edges, components: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Returns int32[N]: nodes of its type on a longest path that begins in each, it included."""
+    chain = np.ones(len(node_type), np.int32)
+    for types in components:
+        nodes, place, (maker, reader) = induced(node_type, num_types, edges, types)
+        places = place[node_type[nodes]][::-1]
+        last = len(nodes) - 1
+        chain[nodes[::-1]] = longest_chains(places, last - reader[::-1], last - maker[::-1])
+    return chain
+
+
+def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
+    """Returns bool[T]: types at least `CHAINED` of whose inner edges are links of chains."""
+    maker, reader = edges
+    same = node_type[maker] == node_type[reader]
+    maker, reader = maker[same], reader[same]
+    num_readers = np.bincount(maker, minlength=len(node_type))
+    num_makers = np.bincount(reader, minlength=len(node_type))
+    is_link = (num_readers[maker] == 1) & (num_makers[reader] == 1)
+    num_edges = np.bincount(node_type[reader], minlength=num_types)
+    num_links = np.bincount(node_type[reader[is_link]], minlength=num_types)
+    return (num_links >= CHAINED * num_edges) & (num_edges > 0)
+
+
+def changes_of_type(node_type: np.ndarray, edges: Edges, height: np.ndarray) -> np.ndarray:
+    """Returns bool[N]: whether a longest path goes on from the node to one of another type."""
+    maker, reader = edges
+    onward = height[maker] == height[reader] + 1
+    changes = np.zeros(len(node_type), bool)
+    changes[maker[onward & (node_type[maker] != node_type[reader])]] = True
+    return changes
+
+
+def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
+    """Returns bool[T, T]: whether a path leads from some node of one type to one of another."""
+    present = np.flatnonzero(np.bincount(node_type, minlength=num_types))
+    place = np.zeros(num_types, np.int64)
+    place[present] = np.arange(len(present))
+    places = place[node_type]
+    maker, reader = edges
+    # Of the types present only: NumPy multiplies large matrices in threads of its own, which
+    # keep a core busy long after.
+    reach = np.zeros((len(present), len(present)), bool)
+    pairs = places[maker] * len(present) + places[reader]
+    reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
+    for _ in range(len(present).bit_length()):
+        further = (reach.astype(np.float32) @ reach) > 0
+        if not (further > reach).any():
+            break
+        reach |= further
+    whole = np.zeros((num_types, num_types), bool)
+    whole[np.ix_(present, present)] = reach
+    return whole
+
+
+def strong_components(reach: np.ndarray, present: np.ndarray) -> list[list[int]]:
+    """Returns the strongly connected components of the types present, makers before readers.
+
+    Args:
+      reach: bool[T, T], from `reachable_types`.
+      present: int[...], the types that have nodes.
+    """
+    mutual = (reach & reach.T) | np.eye(len(reach), dtype=bool)
+    before = (reach & ~mutual).sum(0)
+    groups = {tuple(np.flatnonzero(mutual[t]).tolist()) for t in present}
+    return sorted(map(list, groups), key=lambda group: (before[group[0]], group))
