@@ -10,18 +10,20 @@ Read in this order:
    libraries.
 5. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-6. `registry`: What has been met while recording, interned.
-7. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-8. `operators`: Indexing symbols, and Python's operators on them.
-9. `fast_path`: How calls of cells are recorded the second time: by what their arguments are, at a
+6. `shared_values`: Values that do not depend on the instance, and how they are computed before
+   the nodes.
+7. `registry`: What has been met while recording, interned.
+8. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+9. `operators`: Indexing symbols, and Python's operators on them.
+10. `fast_path`: How calls of cells are recorded the second time: by what their arguments are, at a
    glance.
-10. `recorder`: A recorder of what a function does to symbolic values.
-11. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-12. `deep`: Recursion deeper than Python's limit.
-13. `trace`: Recording a minibatch: every instance of it as a graph.
-14. `granularity.call_sites`: Where in the user's program an operation is performed: its call
+11. `recorder`: A recorder of what a function does to symbolic values.
+12. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+13. `deep`: Recursion deeper than Python's limit.
+14. `trace`: Recording a minibatch: every instance of it as a graph.
+15. `granularity.call_sites`: Where in the user's program an operation is performed: its call
    site.
-15. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-16. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
+16. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+17. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
    become one node.
 """

@@ -10,7 +10,6 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from jedbatch._record.environment import Reached, Way
 from jedbatch._record.escapes import is_kept, live_tracers
 from jedbatch._record.instances import flatten, is_array
 from jedbatch._record.keys import Keys
+from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
@@ -49,31 +49,6 @@ STATES = 4  # of what the function reads beside its arguments, of which records 
 END = None  # where a description of a call ends
 
 NUMBERS = (int, float, complex, np.generic)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedValue:
-    """A value that does not depend on the instance.
-
-    It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
-    or what is read from outside as `tracer`: a tracer of an outer transformation by its number, an
-    array that the function reaches by the way to it, a weight of a lazy scope by its name; or
-    result `result` of `call(*args)` on earlier shared values.
-    """
-
-    aval: ShapedArray
-    leaf: int | None = None
-    array: Any = None
-    tracer: Hashable = None
-    call: Callable | None = None
-    args: tuple[int, ...] = ()
-    result: int = 0
-    applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
-
-
-def owned(const: Any) -> Any:
-    """A constant that nobody else can change."""
-    return const.copy() if isinstance(const, np.ndarray) else const
 
 
 def _bytes_of_constant(key: Any, results: list[Any]) -> int:
@@ -546,35 +521,7 @@ class Registry:
         The function maps the leaves of the shared arguments followed by those closed-over
         values to one list of values for each list of ids wanted.
         """
-        shared = self.shared
-        order: dict[int, None] = {}
-
-        def visit(index: int) -> None:
-            if index not in order:
-                for earlier in shared[index].args:
-                    visit(earlier)
-                order[index] = None
-
-        for ids in wanted:
-            for index in ids:
-                visit(index)
-        needed = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
-
-        def compute(values: Sequence[Any]) -> list[list[Any]]:
-            env = dict(zip(needed, values[self.num_leaves :], strict=True))
-            results: dict[tuple, list[Any]] = {}
-            for index in order:
-                value = shared[index]
-                if value.leaf is not None:
-                    env[index] = values[value.leaf]
-                elif value.call is not None:
-                    call = (value.call, value.args)
-                    if call not in results:
-                        results[call] = list(value.call(*(env[a] for a in value.args)))
-                    env[index] = results[call][value.result]
-            return [[env[index] for index in ids] for ids in wanted]
-
-        return compute, needed
+        return prologue(self.shared, self.num_leaves, wanted)
 
     def is_transient(self, index: int) -> bool:
         """Whether a shared value depends on a tracer that the function closes over."""

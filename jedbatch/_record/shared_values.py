@@ -1,0 +1,74 @@
+"""Values that do not depend on the instance, and how they are computed before the nodes."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.core import ShapedArray
+
+
+@dataclass(frozen=True, eq=False)
+class SharedValue:
+    """A value that does not depend on the instance.
+
+    It is leaf number `leaf` of the shared arguments; or `array`, which the function closes over;
+    or what is read from outside as `tracer`: a tracer of an outer transformation by its number, an
+    array that the function reaches by the way to it, a weight of a lazy scope by its name; or
+    result `result` of `call(*args)` on earlier shared values.
+    """
+
+    aval: ShapedArray
+    leaf: int | None = None
+    array: Any = None
+    tracer: Hashable = None
+    call: Callable | None = None
+    args: tuple[int, ...] = ()
+    result: int = 0
+    applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
+
+
+def owned(const: Any) -> Any:
+    """A constant that nobody else can change."""
+    return const.copy() if isinstance(const, np.ndarray) else const
+
+
+def prologue(
+    shared: Sequence[SharedValue], num_leaves: int, wanted: Sequence[Sequence[int]]
+) -> tuple[Callable, list[int]]:
+    """How to compute shared values: (function, ids of the closed-over ones it needs).
+
+    Args:
+      shared: all shared values, by id.
+      num_leaves: leaves of the shared arguments.
+      wanted: lists of ids; the function returns a list of values for each. Its one argument is
+        the leaves of the shared arguments followed by the closed-over values.
+    """
+    order: dict[int, None] = {}
+
+    def visit(index: int) -> None:
+        if index not in order:
+            for earlier in shared[index].args:
+                visit(earlier)
+            order[index] = None
+
+    for ids in wanted:
+        for index in ids:
+            visit(index)
+    needed = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
+
+    def compute(values: Sequence[Any]) -> list[list[Any]]:
+        env = dict(zip(needed, values[num_leaves:], strict=True))
+        results: dict[tuple, list[Any]] = {}
+        for index in order:
+            value = shared[index]
+            if value.leaf is not None:
+                env[index] = values[value.leaf]
+            elif value.call is not None:
+                call = (value.call, value.args)
+                if call not in results:
+                    results[call] = list(value.call(*(env[a] for a in value.args)))
+                env[index] = results[call][value.result]
+        return [[env[index] for index in ids] for ids in wanted]
+
+    return compute, needed
