@@ -2,9 +2,9 @@
 
 Read in this order:
 
-1. `types`: Types of values and of nodes.
-2. `operations`: The operations of nodes, and how their calls are recorded: records that a
+1. `operations`: The operations of nodes, and how their calls are recorded: records that a
    `Registry` interns.
+2. `types`: Types of values and of nodes.
 3. `paths`: Arrays of variable length, and longest paths in graphs given by their edges.
 4. `analysis`: How the types of a graph hang together, from the type of every node and the edges
    alone.

@@ -16,7 +16,7 @@ class Operation:
       like: (type, symbols) if this is the operation of another type with these symbols for its own.
     """
 
-    key: Hashable
+    key: tuple[Hashable, ...]
     program: Any = field(compare=False, repr=False)
     like: tuple[int, tuple[str, ...]] | None = field(default=None, compare=False, repr=False)
 

@@ -5,9 +5,10 @@ rule once, for the whole package.
 """
 
 import itertools
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
+
+from jedbatch._graph.operations import Operation
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NodeType:
     """
 
     name: str
-    operation: Hashable = None
+    operation: Operation | None = None
     operands: tuple[ValueType, ...] = ()
     shared: tuple[int, ...] = ()
     results: tuple[ValueType, ...] = ()
@@ -81,3 +82,10 @@ class NodeType:
         if self.operation is None:
             return self.name
         return f"{self.name}({_list(self.operands)}) -> {_list(self.results)}"
+
+
+def operation_of(node_type: NodeType) -> Operation:
+    """Returns the operation of a type of a graph that is not bare."""
+    operation = node_type.operation
+    assert operation is not None, f"{node_type} is a type of a bare graph"
+    return operation

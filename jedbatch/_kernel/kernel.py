@@ -25,7 +25,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
-from jedbatch._graph.types import NodeType
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.interpret import (
     cares_for_padding,
     inlined,
@@ -69,7 +69,7 @@ class Kernel:
         self.reached = reached
         self.operands = node_type.operands
         self.results = node_type.results
-        operation: Any = node_type.operation
+        operation = operation_of(node_type)
         num_shared = len(node_type.shared)
         closed = fused(inlined(operation.jaxpr), num_shared)
         self.jaxpr = jaxpr = closed.jaxpr

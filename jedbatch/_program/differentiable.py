@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.derivatives import Program, bind, pushed_forward
 from jedbatch._jaxpr.interpret import has_gradient, performs
 from jedbatch._jaxpr.transfers import unguarded
@@ -230,7 +231,7 @@ def _moves(x: Any) -> bool:
 def refuse_rules(signature: Signature) -> None:
     """Raises an error if some kernel has rules of the user's for the reverse."""
     for kernel in signature.kernels:
-        operation: Any = kernel.node_type.operation
+        operation = operation_of(kernel.node_type)
         if performs(operation.jaxpr, "custom_vjp_call"):
             raise TypeError(
                 f"a batched program is differentiated in reverse mode twice, and "

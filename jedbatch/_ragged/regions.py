@@ -28,7 +28,7 @@ import numpy as np
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import ValueType
+from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._ragged.packed_program import PackedProgram
@@ -126,7 +126,7 @@ class Regions:
         """Whether nodes of a type read or give ragged values, or ask for an extent."""
         if type_id not in self._ragged:
             node_type = self.registry.node_types[type_id]
-            operation: Any = node_type.operation
+            operation = operation_of(node_type)
             self._ragged[type_id] = any(
                 is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)
             ) or bool(symbols_in(operation.jaxpr))
@@ -410,7 +410,7 @@ class Cut:
                 for node_type, (_, refs) in zip(node_types, form.nodes, strict=True):
                     args = [values[s] for s in node_type.shared]
                     args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
-                    operation: Any = node_type.operation
+                    operation = operation_of(node_type)
                     closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
                 return [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in form.returned]

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import run_equation
 from jedbatch._jaxpr.symbolic_dims import Base, numbered
@@ -111,7 +112,7 @@ def _has_rule(eqn: Any) -> bool:
 def written_type(registry: Registry, type_id: int) -> tuple[Hashable, tuple[str, ...]]:
     """(equal for node types that differ in the names of symbols only, these in order)."""
     node_type = registry.node_types[type_id]
-    operation: Any = node_type.operation
+    operation = operation_of(node_type)
     if operation.like is not None:
         first, symbols = operation.like
         return written_type(registry, first)[0], symbols

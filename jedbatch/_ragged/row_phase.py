@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
@@ -28,7 +29,6 @@ from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
-from jedbatch._record.registry import Operation
 
 
 class RowPhase:

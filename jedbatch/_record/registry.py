@@ -18,7 +18,7 @@ from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
 from jedbatch._graph.operations import Alike, Callee, Operation
-from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.interpret import one_by_one
 from jedbatch._jaxpr.symbolic_dims import (
@@ -241,7 +241,7 @@ class Registry:
             shape = shape_at(aval.shape, named)
             results.append(self.value_type(shape, aval.dtype, aval.weak_type))
         known = self.node_types[first.node_type]
-        operation: Any = known.operation
+        operation = operation_of(known)
         node_type = NodeType(
             name,
             Operation(

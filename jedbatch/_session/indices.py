@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.types import NodeType
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._program.plan import input_name
 from jedbatch._record.registry import Registry
@@ -27,7 +27,7 @@ State = tuple
 
 def table_rows(node_type: NodeType) -> dict[int, int]:
     """For operands that only look up rows of shared tables, by position: the rows there are."""
-    operation: Any = node_type.operation
+    operation = operation_of(node_type)
     program = operation.jaxpr.jaxpr
     first = len(program.invars) - len(node_type.operands)
     tables = set(program.invars[:first])

@@ -50,6 +50,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.granularity.call_sites import Sites
@@ -197,8 +198,7 @@ class Blocks:
 
     def _picks(self, token: tuple) -> bool:
         """True of `value[i]` with a Python number."""
-        operation: Any = self._registry.node_types[token[1]].operation
-        return operation.key[0] == PICK
+        return operation_of(self._registry.node_types[token[1]]).key[0] == PICK
 
     def _find_picks(self, nodes: Nodes, tokens: list[int]) -> bool:
         """Whether there is news of places where `value[i]` follows on the same with another i."""
@@ -408,7 +408,7 @@ def _program(
         made: list[Any] = []
         reads = iter(pattern.reads)
         for node_type in types:
-            operation: Any = node_type.operation
+            operation = operation_of(node_type)
             mine = [
                 numbers[r] if r in numbers else made[r] if r >= 0 else operand_values[~r]
                 for r in itertools.islice(reads, len(node_type.operands))
@@ -455,7 +455,7 @@ class Variants:
             self._blocks,
         )
         products = {self._registry.callees[c].node_type for c in template.callees}
-        products = {t for t in products if performs(types[t].operation.jaxpr, *PRODUCTS)}
+        products = {t for t in products if performs(operation_of(types[t]).jaxpr, *PRODUCTS)}
         if products & self._products[cell]:
             self._apart.add(cell)
         self._products[cell] |= products

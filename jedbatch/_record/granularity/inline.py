@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import set_current_trace, take_current_trace
 
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.interpret import inlined, performs
 from jedbatch._record.cell import recording
 from jedbatch._record.recorder import Recorder
@@ -242,7 +243,7 @@ class Primitives:
         number = callee.node_type
         if number not in self._templates:
             node_type = self._registry.node_types[number]
-            operation: Any = node_type.operation
+            operation = operation_of(node_type)
             template = None
             # A `while` has no reverse of its own; what is around it may do without one.
             if _is_call(operation.key[0]) and not performs(operation.jaxpr, "while"):
