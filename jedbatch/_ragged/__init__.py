@@ -2,7 +2,7 @@
 
 Read in this order:
 
-1. `axis_rules`: What operations do along an axis: each row by itself, or rows together.
+1. `axis_rules`: The rules of operations along an axis: each row by itself, or rows together.
 2. `phases`: A program over ragged arrays as a sequence of phases, none of which pads.
 3. `tiling`: Cutting the rows of long instances into tiles.
 4. `row_rules`: Running a row-wise equation for one row.
@@ -14,6 +14,6 @@ Read in this order:
 10. `packed_program`: Running a program in phases on the packed rows of all instances.
 11. `renaming`: Operations written down so that the names of symbols do not matter.
 12. `regions`: The ragged parts of an instance's graph, taken out of it.
-13. `lengths`: Which arrays of instances have lengths of their own.
+13. `lengths`: The arrays of instances that have lengths of their own.
 14. `calls`: Calls of regions, which run before a graph, all of one region together.
 """

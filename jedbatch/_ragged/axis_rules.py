@@ -1,4 +1,4 @@
-"""What operations do along an axis: each row by itself, or rows together.
+"""The rules of operations along an axis: each row by itself, or rows together.
 
 Whether instances of different lengths can share an operation is decided here. Along an axis an
 operation is *row-wise* if row i of its result depends on row i of its operands and on nothing else
@@ -41,12 +41,12 @@ class CannotMergeError(Exception):
 
 
 def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
-    """(operand, axis) of the ragged axes along which an equation is not row-wise.
+    """Returns (operand, axis) of the ragged axes along which an equation is not row-wise.
 
-    What makes rows that depend on each other, out of no ragged axis, has (0, 0) for a mark: a loop
-    of ragged length, random bits.
+    An equation that makes rows that depend on each other out of no ragged axis, a loop of ragged
+    length or random bits, has (0, 0) for a mark.
 
-    Raises `CannotMergeError` for what is not known.
+    Raises `CannotMergeError` for operations that are not known.
     """
     name, params = eqn.primitive.name, eqn.params
     ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
@@ -72,7 +72,7 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
 
 
 def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The axes that a loop runs along."""
+    """Returns the axes that a loop runs along."""
     first = sum(scan_parts(eqn))
     if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
         raise CannotMergeError("`scan` over arrays that have another ragged axis too")
@@ -80,7 +80,7 @@ def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _random_bits(eqn: Any) -> list[tuple[int, int]]:
-    """A mark for random bits, of which more give the same ones first, and others after them."""
+    """Returns a mark for random bits, which begin alike however many there are."""
     shape = eqn.params["shape"]
     (axis, *others) = ragged_axes(shape)
     counted = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
@@ -103,8 +103,8 @@ def _reshape(eqn, params, i, a):
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if params.get("dimensions") is not None:
         return True
-    kept = [b for b in ragged_axes(after) if after[b] == before[a]]
-    return not any(_product(before[:a]) == _product(after[:b]) for b in kept)
+    same_extent = [b for b in ragged_axes(after) if after[b] == before[a]]
+    return not any(_product(before[:a]) == _product(after[:b]) for b in same_extent)
 
 
 def _product(shape):

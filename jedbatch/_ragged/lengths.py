@@ -1,14 +1,14 @@
-"""Which arrays of instances have lengths of their own.
+"""The arrays of instances that have lengths of their own.
 
 Nobody says so. An instance may hold arrays `[n, ...]` whose n differs from the next one's: then
 n gets a symbol, and what is done to the array is recorded for every n at once (see
 `_jaxpr.symbolic_dims`). An axis is taken to be ragged once it has been seen to differ: between
-instances of the same form (equal but for lengths); or, where forms differ as those of trees do,
-between arrays of the same kind (equal but for the length), such as sentences at the leaves.
+instances of the same family (equal but for lengths); or, where families differ as those of trees
+do, between arrays of the same kind (equal but for the length), such as sentences at the leaves.
 
 Every array has a symbol of its own, also where two are equally long by chance. But `x + y` asks for
 equal lengths. Recording fails then, and tells which two lengths JAX has compared (see
-`Questions`). From then on instances of this form are told apart by whether these two are equal:
+`Questions`). From then on instances of this family are told apart by whether these two are equal:
 where they are, both arrays have one symbol; where not, the instance is recorded by itself, or by
 its shapes if that fails. So the key of an instance says which of its lengths must be equal, and
 no record is used for an instance that it does not hold for.
@@ -72,7 +72,7 @@ class LengthFamily:
         self.shared.clear()
 
     def equal(self, lengths: Sequence[Sequence[int]]) -> list[bytes]:
-        """For each instance which of the pairs are equally long."""
+        """Returns for each instance which of the pairs are equally long."""
         if not self.pairs:
             return [b""] * len(lengths)
         a, b = np.array(list(self.pairs)).T
@@ -80,42 +80,42 @@ class LengthFamily:
         return [row.tobytes() for row in every[:, a] == every[:, b]]
 
     def classes(self, equal: bytes) -> list[int]:
-        """For each array the first one that it shares a symbol with."""
-        found = self.shared.get(equal)
-        if found is None:
-            found = list(range(len(self.types)))
+        """Returns for each array the first one that it shares a symbol with."""
+        classes = self.shared.get(equal)
+        if classes is None:
+            classes = list(range(len(self.types)))
             for (a, b), same in zip(self.pairs, equal, strict=True):
-                if same and found[a] != found[b]:
-                    low, high = sorted((found[a], found[b]))
-                    found = [low if c == high else c for c in found]
-            self.shared[equal] = found
-        return found
+                if same and classes[a] != classes[b]:
+                    low, high = sorted((classes[a], classes[b]))
+                    classes = [low if c == high else c for c in classes]
+            self.shared[equal] = classes
+        return classes
 
 
 class RaggedTypes(NamedTuple):
-    """How the arrays of an instance are recorded.
+    """The types of the arrays of an instance, with symbols for lengths.
 
     Attributes:
-      key: what decides its graph.
+      key: that decides its graph.
       types: of its arrays.
       symbols: the arrays whose length each symbol is.
-      form: of the instance.
+      family: of the instance.
       lengths: of its arrays; -1 for numbers.
     """
 
     key: Hashable
     types: list[ArrayType]
     symbols: dict[str, list[int]]
-    form: LengthFamily
+    family: LengthFamily
     lengths: list[int]
 
 
 class Lengths:
-    """What has been seen of the lengths of arrays.
+    """The lengths of arrays that have been seen.
 
     Args:
       off: see the attribute.
-      forms: where those seen are kept.
+      families: where those seen are kept.
 
     Attributes:
       off: why lengths are not told apart from shapes; None as long as they are.
@@ -123,11 +123,11 @@ class Lengths:
       bound: the greatest length there can be, if the function has to know one.
     """
 
-    def __init__(self, off: str | None, forms: dict[Hashable, LengthFamily]):
+    def __init__(self, off: str | None, families: dict[Hashable, LengthFamily]):
         self.off = off
         self.longest = 0
         self.bound: int | None = None
-        self._forms = forms
+        self._families = families
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
         self._relations: dict[tuple, None] = {}  # (kind, places further on, kind) of pairs
         self._names = 0  # symbols that a scope must have
@@ -144,7 +144,7 @@ class Lengths:
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
     ) -> list[RaggedTypes | None]:
-        """How instances are recorded; None for one without ragged arrays.
+        """Returns how instances are recorded; None for one without ragged arrays.
 
         Args:
           keys: of the instances, as `instance_key` makes them.
@@ -154,70 +154,70 @@ class Lengths:
         if not any(arrays):
             return [None] * len(keys)
         seen = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
-        found: list[RaggedTypes | None] = [None] * len(keys)
+        types: list[RaggedTypes | None] = [None] * len(keys)
         if self.off:
-            return found
-        by_form: dict[LengthFamily, list[int]] = {}
-        for i, (_, form, _) in enumerate(seen):
-            by_form.setdefault(form, []).append(i)
-        ragged = {form: self._ragged(form) for form in by_form}
+            return types
+        by_family: dict[LengthFamily, list[int]] = {}
+        for i, (_, family, _) in enumerate(seen):
+            by_family.setdefault(family, []).append(i)
+        ragged = {family: self._ragged(family) for family in by_family}
         self._names = max(self._names, *map(len, ragged.values()))
-        for form, mine in by_form.items():
-            if not ragged[form]:
+        for family, members in by_family.items():
+            if not ragged[family]:
                 continue
-            equal = form.equal([seen[i][2] for i in mine])
-            for i, pattern in zip(mine, equal, strict=True):
-                if pattern in form.apart:
-                    self._apart = form.apart[pattern]
+            equal = family.equal([seen[i][2] for i in members])
+            for i, pattern in zip(members, equal, strict=True):
+                if pattern in family.apart:
+                    self._apart = family.apart[pattern]
                 else:
                     general, _, lengths = seen[i]
-                    found[i] = self._given(general, form, lengths, ragged[form], pattern)
-        return found
+                    types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
+        return types
 
     def _observe(
         self, key: Hashable, arrays: Sequence[Any]
     ) -> tuple[Hashable, LengthFamily, list[int]]:
-        """(key without lengths, form, lengths of the arrays) of an instance."""
+        """Returns (key without lengths, family, lengths of the arrays) of an instance."""
         general = _without_lengths(key)
-        form = None if general is None else self._forms.get(_without_values(general))
-        if form is None:
-            form = LengthFamily([array_type(x) for x in arrays])
-            form.add(self._related(form))
-            self._forms[_without_values(general)] = form
+        family = None if general is None else self._families.get(_without_values(general))
+        if family is None:
+            family = LengthFamily([array_type(x) for x in arrays])
+            family.add(self._related(family))
+            self._families[_without_values(general)] = family
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
-        for n, (shape, dtype, _) in zip(lengths, form.types, strict=True):
+        for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
             if n >= 0 and self._kinds.setdefault((shape[1:], dtype), n) != n:
                 self._kinds[shape[1:], dtype] = None
         self.longest = max(self.longest, *lengths, 0)
-        form.observe(lengths)
-        return general, form, lengths
+        family.observe(lengths)
+        return general, family, lengths
 
-    def _ragged(self, form: LengthFamily) -> list[int]:
-        """The arrays of a form whose lengths differ from instance to instance."""
-        if any(form.varied):
-            return [i for i, varied in enumerate(form.varied) if varied]
-        if len(self._forms) <= 1:
+    def _ragged(self, family: LengthFamily) -> list[int]:
+        """Returns the arrays of a family whose lengths differ from instance to instance."""
+        if any(family.varied):
+            return [i for i, varied in enumerate(family.varied) if varied]
+        if len(self._families) <= 1:
             return []
         return [
             i
-            for i, (shape, dtype, _) in enumerate(form.types)
+            for i, (shape, dtype, _) in enumerate(family.types)
             if shape and self._kinds[shape[1:], dtype] is None
         ]
 
-    def _given(
+    def _types_of(
         self,
         general: Hashable,
-        form: LengthFamily,
+        family: LengthFamily,
         lengths: list[int],
         ragged: list[int],
         equal: bytes,
     ) -> RaggedTypes:
-        classes = form.classes(equal)
+        classes = family.classes(equal)
         symbols: dict[str, list[int]] = {}
         names: dict[int, str] = {}
         types = [
             ((n, *shape[1:]) if shape else (), dtype, weak)
-            for n, (shape, dtype, weak) in zip(lengths, form.types, strict=True)
+            for n, (shape, dtype, weak) in zip(lengths, family.types, strict=True)
         ]
         scope = self._scope()
         for i in ragged:
@@ -231,34 +231,34 @@ class Lengths:
             for i in ragged:
                 fixed[i] = -1 - classes[i]
             key = ("ragged", scope, general, tuple(fixed), tuple(ragged))
-        return RaggedTypes(key, types, symbols, form, lengths)
+        return RaggedTypes(key, types, symbols, family, lengths)
 
-    def relate(self, given: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
+    def relate(self, recorded: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
         """Takes note of lengths that have been compared; whether to record again.
 
         Args:
-          given: how an instance was recorded.
+          recorded: the types of an instance.
           asked: what was asked about lengths meanwhile.
           error: why it could not be recorded, if so.
         """
-        compared = [pair for pair in asked.unequal if pair[0] in given.symbols]
+        compared = [pair for pair in asked.unequal if pair[0] in recorded.symbols]
         if error is not None and not isinstance(error, LengthDecisionError) and not compared:
             named = dict.fromkeys(SYMBOL.findall(str(error)))  # JAX complains of shapes
-            compared = list(itertools.combinations([s for s in named if s in given.symbols], 2))
-        form, lengths = given.form, given.lengths
+            compared = list(itertools.combinations([s for s in named if s in recorded.symbols], 2))
+        family, lengths = recorded.family, recorded.lengths
         new: list[Pair] = []
         for names in compared:
-            a, b = sorted(given.symbols[s][0] for s in names)
-            if (a, b) not in form.pairs:
+            a, b = sorted(recorded.symbols[s][0] for s in names)
+            if (a, b) not in family.pairs:
                 new.append((a, b))
-                self._relations[_kind(form, a), b - a, _kind(form, b)] = None
+                self._relations[_kind(family, a), b - a, _kind(family, b)] = None
         if new:
-            form.add(new)
+            family.add(new)
         return any(error is None or lengths[a] == lengths[b] for a, b in new)
 
-    def _related(self, form: LengthFamily) -> list[Pair]:
-        """Arrays like others of which the lengths have been compared."""
-        kinds = [_kind(form, i) for i in range(len(form.types))]
+    def _related(self, family: LengthFamily) -> list[Pair]:
+        """Returns pairs of arrays like others whose lengths have been compared."""
+        kinds = [_kind(family, i) for i in range(len(family.types))]
         return [
             (a, a + steps)
             for first, steps, second in self._relations
@@ -266,32 +266,32 @@ class Lengths:
             if kind == first and a + steps < len(kinds) and kinds[a + steps] == second
         ]
 
-    def give_up(self, error: Exception, given: RaggedTypes | None) -> None:
+    def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
 
-        Those of one form only, where lengths differ that have been compared.
+        Those of one family only, where lengths differ that have been compared.
         """
         reason = _reason(error)
-        if given is not None:
-            (equal,) = given.form.equal([given.lengths])
+        if recorded is not None:
+            (equal,) = recorded.family.equal([recorded.lengths])
             if not all(equal):
-                given.form.apart[equal] = reason
+                recorded.family.apart[equal] = reason
                 return
         self.off = reason
 
     def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
-        """Bounds lengths by the rooms of tables; False if there is none, or no other one.
+        """Bounds lengths by the rows of tables; False if there is none, or no other one.
 
         `shared` are shapes of arrays, some of which may be tables with a row for every position.
         """
-        rooms = [shape[0] for shape in shared if shape and shape[0] >= self.longest]
-        if not rooms or min(rooms) == self.bound:
+        bounds = [shape[0] for shape in shared if shape and shape[0] >= self.longest]
+        if not bounds or min(bounds) == self.bound:
             return False
-        self.bound = min(rooms)
+        self.bound = min(bounds)
         return True
 
     def _scope(self) -> tuple[int | None, int]:
-        """The scope in use: (bound of its symbols, how many those are)."""
+        """Returns the scope in use: (bound of its symbols, how many those are)."""
         if self.bound is None:
             return None, 0  # it can have any number
         return self.bound, max(len(LETTERS), 1 << (self._names - 1).bit_length())
@@ -316,14 +316,14 @@ def _length(array: ArrayType) -> int:
     return array[0][0] if array[0] else -1
 
 
-def _kind(form: LengthFamily, i: int) -> tuple:
-    """Returns the type of array `i` of a form without its length."""
-    shape, dtype, weak = form.types[i]
+def _kind(family: LengthFamily, i: int) -> tuple:
+    """Returns the type of array `i` of a family without its length."""
+    shape, dtype, weak = family.types[i]
     return shape[1:], dtype, weak
 
 
 def _reason(error: Exception) -> str:
-    """Why instances cannot be recorded for all lengths at once, in words."""
+    """Returns why instances cannot be recorded for all lengths at once, in words."""
     if isinstance(error, CannotMergeError | LengthDecisionError):
         return str(error)
     frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if is_user_code(f)]
@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
 
 
 def _without_lengths(key: Hashable) -> Hashable:
-    """A key of instances (see `instance_key`) that does not depend on lengths."""
+    """Returns a key of instances (see `instance_key`) that does not depend on lengths."""
     if not isinstance(key, tuple):
         return key
     return tuple(
@@ -347,7 +347,7 @@ def _without_lengths(key: Hashable) -> Hashable:
 
 
 def _without_values(key: Hashable) -> Hashable:
-    """The key without the values of numbers."""
+    """Returns the key without the values of numbers."""
     if not isinstance(key, tuple):
         return key
     return tuple(

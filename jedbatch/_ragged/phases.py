@@ -44,10 +44,10 @@ class Phase:
 
     Attributes:
       extent: that of the rows it runs over; None if it runs over instances.
-      equations: what it computes, in order.
-      reads: what it reads that belongs to instances: operands, or results of earlier phases.
-      shared: what it reads that all instances share.
-      writes: what is read later, or returned.
+      equations: that it computes, in order.
+      reads: variables of instances that it reads: operands, or results of earlier phases.
+      shared: variables that it reads and that all instances share.
+      writes: its variables that are read later, or returned.
     """
 
     extent: Any
@@ -94,13 +94,13 @@ class PhasedProgram:
 
     @functools.cached_property
     def extents(self) -> list[Any]:
-        """Every extent of rows that are kept, each once."""
+        """The extents of rows that are kept, each once."""
         kept = [v for p in self.phases for v in (*p.reads, *p.writes)]
         return list(dict.fromkeys(e for v in (*self.operands, *kept) for e in extents_of(v)))
 
     @functools.cached_property
     def all_extents(self) -> list[Any]:
-        """Every ragged extent of a value, each once."""
+        """The ragged extents of values, each once."""
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
 
     def __str__(self) -> str:
@@ -108,13 +108,13 @@ class PhasedProgram:
 
 
 def extents_of(variable: Any) -> list[Any]:
-    """The ragged extents of a variable."""
+    """Returns the ragged extents of a variable."""
     shape = variable.aval.shape
     return [shape[a] for a in ragged_axes(shape)]
 
 
 def flattened(closed: Any) -> Any:
-    """A program without calls, but for those of elementwise functions with rules of their own."""
+    """Returns a program without calls, but for elementwise functions with derivative rules."""
     return inlined(closed, _body)
 
 
@@ -122,7 +122,7 @@ _called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 
 def _body(eqn: Any) -> Any:
-    """The program that a call stands for; None of operations."""
+    """Returns the program that is called; None for operations."""
     own_rule = eqn.primitive.name == "custom_jvp_call"
     if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
         return _called(eqn)
@@ -202,9 +202,9 @@ class _PhaseFinder:
       before: equations on shared values alone.
       known: variables that all instances share.
       kinds: of every phase so far: the extent of its rows, or None.
-      mine: the equations of every phase.
-      where: the phase that computes each variable; -1 for operands.
-      again: equations that are computed wherever they are read, by result.
+      equations: of every phase.
+      where: for each variable, the phase that computes it; -1 for operands.
+      rematerialized: equations that are computed again wherever they are read, by result.
     """
 
     def __init__(self, jaxpr: Any, num_shared: int):
@@ -212,9 +212,9 @@ class _PhaseFinder:
         self.before: list[Any] = []
         self.known = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
         self.kinds: list[Any] = []
-        self.mine: list[list[Any]] = []
+        self.equations: list[list[Any]] = []
         self.where: dict[Any, int] = dict.fromkeys(jaxpr.invars[num_shared:], -1)
-        self.again: dict[Any, Any] = {}
+        self.rematerialized: dict[Any, Any] = {}
         self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self._free: set[Any] = set()  # depend on extents alone
         self._relating: set[int] = set()  # phases with values that have two ragged axes
@@ -237,7 +237,7 @@ class _PhaseFinder:
         cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
         mixed = mixed_axes(eqn)  # complains of what is not known
         if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
-            self.again.update((v, eqn) for v in eqn.outvars)
+            self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
         kinds = [None] if mixed else self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(own)), default=-1)
@@ -247,11 +247,11 @@ class _PhaseFinder:
         phase = self._first(after, kinds)
         if relates:
             self._relating.add(phase)
-        self.mine[phase].append(eqn)
+        self.equations[phase].append(eqn)
         self.where.update((v, phase) for v in eqn.outvars)
 
     def _kinds_for(self, eqn: Any, shares: bool) -> list[Any]:
-        """The kinds of phases that an equation on single rows can be in, the best first."""
+        """Returns the kinds of phases that an equation on single rows can be in, the best first."""
         variables = (*eqn.invars, *eqn.outvars)
         extents = list(dict.fromkeys(e for v in variables for e in extents_of(v)))
         if len(extents) != 1 or any(map(_relates, variables)):
@@ -259,17 +259,17 @@ class _PhaseFinder:
         return [extents[0]] if shares else [extents[0], None]
 
     def _first(self, after: int, kinds: Sequence[Any]) -> int:
-        """The phase `after` or the first behind it of one of these kinds, which may be new."""
+        """Returns the phase `after` or the first behind it of these kinds, which may be new."""
         for phase in range(max(after, 0), len(self.kinds)):
             if self.kinds[phase] in kinds:
                 return phase
         self.kinds.append(kinds[0])
-        self.mine.append([])
+        self.equations.append([])
         return len(self.kinds) - 1
 
     def _stored(self, variables: Sequence[Any]) -> list[Any]:
-        """What is kept between phases of what some variables depend on, themselves if possible."""
-        found: dict[Any, None] = {}
+        """Returns the variables, or those they depend on, that are kept between phases."""
+        stored: dict[Any, None] = {}
         stack = list(variables)
         seen = set()
         while stack:
@@ -277,22 +277,22 @@ class _PhaseFinder:
             if v in seen:
                 continue
             seen.add(v)
-            if v in self.again:
-                stack += [u for u in reads(self.again[v]) if u not in self.known]
+            if v in self.rematerialized:
+                stack += [u for u in reads(self.rematerialized[v]) if u not in self.known]
             else:
-                found[v] = None
-        return list(found)
+                stored[v] = None
+        return list(stored)
 
     def phases(self) -> list[Phase]:
-        """The phases, each with what it reads and writes."""
-        whole = [self._with_again(mine) for mine in self.mine]
-        found = []
-        for i, (kind, equations) in enumerate(zip(self.kinds, whole, strict=True)):
+        """Returns the phases, each with the variables that it reads and writes."""
+        complete = [self._with_rematerialized(equations) for equations in self.equations]
+        phases = []
+        for i, (kind, equations) in enumerate(zip(self.kinds, complete, strict=True)):
             made = {v for eqn in equations for v in eqn.outvars}
             read = list(dict.fromkeys(v for eqn in equations for v in reads(eqn) if v not in made))
-            later = {v for other in whole[i + 1 :] for eqn in other for v in reads(eqn)}
-            own = [v for eqn in self.mine[i] for v in eqn.outvars]
-            found.append(
+            later = {v for other in complete[i + 1 :] for eqn in other for v in reads(eqn)}
+            own = [v for eqn in self.equations[i] for v in eqn.outvars]
+            phases.append(
                 Phase(
                     kind,
                     tuple(equations),
@@ -301,23 +301,23 @@ class _PhaseFinder:
                     tuple(v for v in own if v in later or v in self._returned),
                 )
             )
-        return found
+        return phases
 
-    def _with_again(self, equations: Sequence[Any]) -> list[Any]:
-        """The equations of a phase with those it does again."""
-        found = {id(eqn): eqn for eqn in equations}
+    def _with_rematerialized(self, equations: Sequence[Any]) -> list[Any]:
+        """Returns the equations of a phase with those that it rematerializes."""
+        by_id = {id(eqn): eqn for eqn in equations}
         stack = list(equations)
         while stack:
             for v in reads(stack.pop()):
-                eqn = self.again.get(v)
-                if eqn is not None and id(eqn) not in found:
-                    found[id(eqn)] = eqn
+                eqn = self.rematerialized.get(v)
+                if eqn is not None and id(eqn) not in by_id:
+                    by_id[id(eqn)] = eqn
                     stack.append(eqn)
-        return sorted(found.values(), key=lambda eqn: self._order[id(eqn)])
+        return sorted(by_id.values(), key=lambda eqn: self._order[id(eqn)])
 
 
 def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Extents that must not be 0, each with what is taken of so many rows.
+    """Returns extents that must not be 0, each with what is taken of so many rows.
 
     Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
     """
@@ -326,7 +326,7 @@ def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
     for eqn in equations:
         for v in reads(eqn):
             readers.setdefault(v, []).append(eqn)
-    found = []
+    extents = []
     for eqn in equations:
         name, (out, *_) = eqn.primitive.name, eqn.outvars
         if name == "dim_as_value":
@@ -334,10 +334,10 @@ def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
         elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
             extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
         elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
-            found.append((extent[eqn.invars[1]], "a mean"))
+            extents.append((extent[eqn.invars[1]], "a mean"))
         elif name in EXTREMES and not _starts(readers.get(out, ())):
-            found += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
-    return found
+            extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
+    return extents
 
 
 def _starts(equations: Sequence[Any]) -> bool:

@@ -2,9 +2,8 @@
 
 What an instance does to arrays whose length differs from instance to instance is recorded like
 everything else, with symbols for the lengths (see `_jaxpr.symbolic_dims`). Such nodes do not go
-through the
-scheduler: instances that do the same run side by side whatever their lengths (see
-  `_ragged.packed_program`), and first of all. So a recorded graph is cut in two:
+through the scheduler: instances that do the same run side by side whatever their lengths (see
+`_ragged.packed_program`), and first of all. So a recorded graph is cut in two:
 
     ragged nodes and what they depend on  →  calls of regions; run first
     everything else                       →  a graph, for which results of regions are inputs
@@ -44,7 +43,7 @@ class Region:
       id: position among the regions of a session.
       shared: ids of the shared values it reads, its first arguments.
       operands, results: value types of a call.
-      packed: how it is run.
+      packed: the program.
       order: for each symbol of the program, its number among those of a call.
     """
 
@@ -69,7 +68,7 @@ class Call:
     """One call of a region by one instance.
 
     Attributes:
-      region: what is called.
+      region: that is called.
       operands: where each operand comes from, one row each.
       leaves: for each symbol, an array of the instance whose length it is.
     """
@@ -85,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class RaggedRecord(Record):
-    """What recording an instance with ragged arrays gave.
+    """The record of an instance with ragged arrays.
 
     Attributes:
       calls: of regions. Their results are inputs of the graph: what an `InputRows` names as leaf
@@ -133,7 +132,7 @@ class Regions:
         return self._ragged[type_id]
 
     def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
-        """(a number equal for node types that differ in the names of symbols only, these)."""
+        """Returns (a number equal for types that differ in the names of symbols only, these)."""
         if type_id not in self._renamed:
             written, symbols = written_type(self.registry, type_id)
             number = self._canonical.setdefault(written, len(self._canonical))
@@ -143,7 +142,7 @@ class Regions:
     def cut(
         self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
     ) -> "Cut | None":
-        """The graph of a record with ragged nodes, to be cut in two; None if it has none.
+        """Returns the graph of a record with ragged nodes, to be cut; None if it has none.
 
         Args:
           record: of an instance.
@@ -156,35 +155,35 @@ class Regions:
             return None
         return Cut(self, graph, record, num_arrays, leaf_of)
 
-    def note(self, form: "_Subgraph") -> None:
+    def note(self, subgraph: "_Subgraph") -> None:
         """Takes note of the numbers among the operands of a call."""
-        for k, number in form.numbers.items():
+        for k, number in subgraph.numbers.items():
             value = number.tobytes()
-            if self._numbers.setdefault((form.key, k), value) not in (value, None):
-                self._numbers[form.key, k] = None
+            if self._numbers.setdefault((subgraph.key, k), value) not in (value, None):
+                self._numbers[subgraph.key, k] = None
                 self.changed = True
 
-    def fixed(self, form: "_Subgraph") -> dict[int, np.ndarray]:
-        """The numbers among the operands of a call that have been the same in all calls so far."""
-        numbers = form.numbers.items()
-        return {k: x for k, x in numbers if self._numbers[form.key, k] is not None}
+    def fixed(self, subgraph: "_Subgraph") -> dict[int, np.ndarray]:
+        """Returns the numbers among the operands of a call that were the same in all calls."""
+        numbers = subgraph.numbers.items()
+        return {k: x for k, x in numbers if self._numbers[subgraph.key, k] is not None}
 
     def region(self, key: Hashable, symbols: Sequence[str], make: Any) -> Region:
-        """The region of a key; `make()` gives its (shared, operands, program).
+        """Returns the region of a key; `make()` gives its (shared, operands, program).
 
         `symbols` are those of the call, in the order of their numbers.
         """
-        found = self._ids.get(key)
-        if found is None:
+        region = self._ids.get(key)
+        if region is None:
             shared, operands, closed = make()
             packed = PackedProgram(find_phases(closed, len(shared)))
             packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
             order = map(list(symbols).index, packed.phased.symbols)
-            found = Region(len(self.regions), shared, operands, results, packed, order)
-            self._ids[key] = found
-            self.regions.append(found)
-        return found
+            region = Region(len(self.regions), shared, operands, results, packed, order)
+            self._ids[key] = region
+            self.regions.append(region)
+        return region
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,13 +212,13 @@ class _Subgraph:
     @functools.cached_property
     def numbers(self) -> dict[int, np.ndarray]:
         """The operands that are numbers, which the function or the instance has brought."""
-        found = {}
+        numbers = {}
         for k, source in enumerate(self.sources):
             number = source.leaf is None and source.type.shape == ()
             if number and not is_key(source.type.dtype):
                 assert source.rows is not None
-                found[k] = source.rows[0]
-        return found
+                numbers[k] = source.rows[0]
+        return numbers
 
 
 class Cut:
@@ -246,13 +245,13 @@ class Cut:
         own = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
         self.leaving += [[v] for v in own]
         parts = [*self.parts, *([] for _ in own)]
-        self.forms = [self._form(*pair) for pair in zip(parts, self.leaving, strict=True)]
+        self.subgraphs = [self._subgraph(*pair) for pair in zip(parts, self.leaving, strict=True)]
 
     def _is_ragged_input(self, value: int) -> bool:
         return is_ragged(self.inputs[-1 - value].type.shape)
 
     def _parts(self) -> list[list[int]]:
-        """Connected nodes that are ragged or that ragged ones depend on."""
+        """Returns connected nodes that are ragged or that ragged ones depend on."""
         inside = [self.regions.is_ragged(t) for t in self.types]
         for node in reversed(range(len(inside))):
             if inside[node]:
@@ -277,7 +276,7 @@ class Cut:
         return list(groups.values())
 
     def _leaving(self) -> list[list[int]]:
-        """The values of each part that are read elsewhere or returned."""
+        """Returns the values of each part that are read elsewhere or returned."""
         graph = self.graph
         inside = {node for part in self.parts for node in part}
         wanted = set(self.outputs)
@@ -293,7 +292,7 @@ class Cut:
         return leaving
 
     def result(self) -> RaggedRecord:
-        """The record, cut in two.
+        """Returns the record, cut in two.
 
         Raises:
           CannotMergeError: a ragged node cannot run for several lengths together.
@@ -302,10 +301,10 @@ class Cut:
         inside = {node for part in self.parts for node in part}
         outer = [node for node in range(len(self.types)) if node not in inside]
         calls: list[Call] = []
-        given: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
-        for form, leaving in zip(self.forms, self.leaving, strict=True):
-            given.update((v, (len(calls), k)) for k, v in enumerate(leaving))
-            calls.append(self._call(form))
+        leaves_as: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
+        for subgraph, leaving in zip(self.subgraphs, self.leaving, strict=True):
+            leaves_as.update((v, (len(calls), k)) for k, v in enumerate(leaving))
+            calls.append(self._call(subgraph))
 
         # Values are numbered anew: results of the nodes left; inputs with results of calls behind.
         number: dict[int, int] = {}
@@ -323,7 +322,7 @@ class Cut:
             if v < 0:
                 chunks.append(self.inputs[-1 - v])
             else:
-                call, k = given[v]
+                call, k = leaves_as[v]
                 kind = calls[call].region.results[k]
                 chunks.append(InputRows(kind, None, self.num_arrays + len(places)))
                 places.append((call, k))
@@ -332,8 +331,9 @@ class Cut:
 
         operands = [[renumbered(v) for v in self.reads[node]] for node in outer]
         for position, v in enumerate(self.outputs):
-            if v in given and is_ragged(calls[given[v][0]].region.results[given[v][1]].shape):
-                ragged.append((position, *given[v]))
+            call, k = leaves_as.get(v, (0, 0))
+            if v in leaves_as and is_ragged(calls[call].region.results[k].shape):
+                ragged.append((position, call, k))
             else:
                 outputs.append(renumbered(v))
         flat = [v for read in operands for v in read]
@@ -358,11 +358,11 @@ class Cut:
 
     def note(self) -> None:
         """Takes note of the numbers that ragged nodes read."""
-        for form in self.forms:
-            self.regions.note(form)
+        for subgraph in self.subgraphs:
+            self.regions.note(subgraph)
 
-    def _form(self, part: list[int], leaving: list[int]) -> _Subgraph:
-        """A connected part as a call."""
+    def _subgraph(self, part: list[int], leaving: list[int]) -> _Subgraph:
+        """Returns a connected part, apart from its place."""
         graph = self.graph
         place: dict[int, Any] = {}  # (node, result) by value
         operand: dict[int, int] = {}  # position by input
@@ -391,43 +391,47 @@ class Cut:
         written = tuple(key), returned
         return _Subgraph(tuple(nodes), sources, returned, tuple(number), written)
 
-    def _call(self, form: _Subgraph) -> Call:
-        """A connected part as a call of a region."""
-        registry, sources = self.regions.registry, form.sources
-        kinds = form.kinds
-        fixed = self.regions.fixed(form)
-        moving = [k for k in range(len(sources)) if k not in fixed]
+    def _call(self, subgraph: _Subgraph) -> Call:
+        """Returns a connected part as a call of a region."""
+        registry, sources = self.regions.registry, subgraph.sources
+        kinds = subgraph.kinds
+        constants = self.regions.fixed(subgraph)
+        moving = [k for k in range(len(sources)) if k not in constants]
 
         def make() -> tuple:
-            node_types = [registry.node_types[t] for t, _ in form.nodes]
+            node_types = [registry.node_types[t] for t, _ in subgraph.nodes]
             shared = list(dict.fromkeys(s for t in node_types for s in t.shared))
 
             def compute(shared_values, operand_values):
                 values = dict(zip(shared, shared_values, strict=True))
                 read = dict(zip(moving, operand_values, strict=True))
-                read.update((k, x.item() if kinds[k].weak else x) for k, x in fixed.items())
+                read.update((k, x.item() if kinds[k].weak else x) for k, x in constants.items())
                 made: list[list[Any]] = []
-                for node_type, (_, refs) in zip(node_types, form.nodes, strict=True):
+                for node_type, (_, refs) in zip(node_types, subgraph.nodes, strict=True):
                     args = [values[s] for s in node_type.shared]
                     args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
                     operation = operation_of(node_type)
                     closed = operation.jaxpr
                     made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
-                return [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in form.returned]
+                return [
+                    read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in subgraph.returned
+                ]
 
             avals = [registry.shared[s].aval for s in shared]
-            mine = [kinds[k] for k in moving]
-            operands = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in mine]
-            return shared, mine, jax.make_jaxpr(compute)(avals, operands)
+            operand_types = [kinds[k] for k in moving]
+            operands = [
+                jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in operand_types
+            ]
+            return shared, operand_types, jax.make_jaxpr(compute)(avals, operands)
 
-        written = tuple((k, x.tobytes()) for k, x in fixed.items())
-        region = self.regions.region((form.key, written), form.symbols, make)
-        leaves = tuple(self.leaf_of[form.symbols[k]][0] for k in region.order)
+        written = tuple((k, x.tobytes()) for k, x in constants.items())
+        region = self.regions.region((subgraph.key, written), subgraph.symbols, make)
+        leaves = tuple(self.leaf_of[subgraph.symbols[k]][0] for k in region.order)
         return Call(region, tuple(sources[k] for k in moving), leaves)
 
 
 def _single(chunk: InputRows, k: int) -> InputRows:
-    """Row k of some inputs."""
+    """Returns row k of some inputs."""
     if chunk.rows is None:
         return chunk
     return replace(chunk, rows=chunk.rows[k : k + 1])

@@ -39,7 +39,7 @@ class Renaming:
         self._in_rule = False
 
     def written(self, value: Any) -> Hashable:
-        """A key with numbers for symbols."""
+        """Returns a key with numbers for symbols."""
         if isinstance(value, Base):
             return numbered(value, self.numbers)
         if type(value) is tuple:
@@ -47,7 +47,7 @@ class Renaming:
         return value
 
     def program(self, jaxpr: Any) -> Hashable:
-        """A program, with variables numbered by first appearance."""
+        """Returns a program as a key, with variables numbered by first appearance."""
         assert self.registry is not None
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         variables: dict[Any, int] = {}
@@ -81,7 +81,7 @@ class Renaming:
         return self.registry.keys.params_key(value)
 
     def _rule(self, jaxpr: Any, eqn: Any) -> Hashable:
-        """A call of a function with a derivative rule: both, as JAX traces them.
+        """Returns a call of a function with a derivative rule as a key: both, as JAX traces them.
 
         JAX makes another function of the rule whenever it traces such a call. Most rules call what
         they belong to; there the program is enough.
@@ -110,7 +110,7 @@ def _has_rule(eqn: Any) -> bool:
 
 
 def written_type(registry: Registry, type_id: int) -> tuple[Hashable, tuple[str, ...]]:
-    """(equal for node types that differ in the names of symbols only, these in order)."""
+    """Returns (a key equal for types that differ in the names of symbols only, these)."""
     node_type = registry.node_types[type_id]
     operation = operation_of(node_type)
     if operation.like is not None:

@@ -22,9 +22,9 @@ Axes = dict[Any, frozenset[int]]  # the axes of a variable along which only a ti
 
 
 def find_tiles(phase: Phase) -> Axes:
-    """The axes of a phase over instances that can be cut into tiles, all together, if any.
+    """Returns the axes of a phase over instances that can be cut into tiles together, if any.
 
-    What it writes is then written tile by tile, and what it reads is read in tiles or whole.
+    Results are then written tile by tile, and operands are read in tiles or whole.
     """
     roots: dict[tuple[Any, int], tuple[Any, int]] = {}
 
@@ -44,8 +44,8 @@ def find_tiles(phase: Phase) -> Axes:
                     barred.add((v, a))
                     continue
                 followed.add(b)
-                if (here := root((v, a))) != (there := root((eqn.outvars[0], b))):
-                    roots[here] = there
+                if (operand_root := root((v, a))) != (result_root := root((eqn.outvars[0], b))):
+                    roots[operand_root] = result_root
         name = eqn.primitive.name
         if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
             whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
@@ -56,17 +56,17 @@ def find_tiles(phase: Phase) -> Axes:
     if not ragged or written & set(map(root, barred)):
         return {}
     variables = {v for eqn in phase.equations for v in (*reads(eqn), *eqn.outvars)}
-    found: Axes = {}
+    tiles: Axes = {}
     for v in variables:
         axes = ragged_axes(v.aval.shape)
-        found[v] = frozenset(a for a in axes if root((v, a)) in written)
-    if any(len(axes) > 1 for axes in found.values()):
+        tiles[v] = frozenset(a for a in axes if root((v, a)) in written)
+    if any(len(axes) > 1 for axes in tiles.values()):
         return {}
-    return {v: axes for v, axes in found.items() if axes}
+    return {v: axes for v, axes in tiles.items() if axes}
 
 
 def _follow(eqn: Any, i: int, a: int) -> int | None:
-    """The axis of the first result that axis a of operand i becomes; None if that is not known."""
+    """Returns the axis of the first result that axis a of operand i becomes, if it is known."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE or name == "custom_jvp_call":
         return a
