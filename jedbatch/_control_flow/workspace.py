@@ -10,27 +10,21 @@ which its batches run, and every lane has rows of its own, so what ran in earlie
 prefix of what a plan of the whole graph would run, row for row. Each round writes a table of its
 own lanes alone and hands the arenas on; nothing is computed twice, nothing moves. And when all is
 done, the rounds *are* a plan of the whole: the reverse sweep runs over all of them at once.
-
-A program has room for some number of lanes. When they are used up, arenas move to a program with
-room for more; the largest program is remembered, so the next minibatch starts with it.
 """
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jedbatch._control_flow.capacity import FIRST_GROWTH, RoundCapacity, in_blocks, num_widths
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import Ladder
 from jedbatch._layout.layout import Layout, assign_lanes
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Placed, Signature, capacity
@@ -43,11 +37,8 @@ from jedbatch._session.indices import check_look_ups
 from jedbatch._session.session import Session
 from jedbatch._session.verify import RoundsTrial
 
-SPARSE = 4  # times the types in use that a program may have before the next call starts anew
-SMALL = 1 << 16  # bytes of inputs that are handed over again although none is new
-AHEAD = 4  # times the room that is needed when more is needed
-FIRST = 1 << 22  # bytes of results that a type may have from the start,
-MANY = 64  # or as many times what the first round needs
+MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
+SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
 
 
 class Column:
@@ -69,96 +60,6 @@ class Column:
     def array(self) -> np.ndarray:
         """All so far; a view."""
         return self._data[: self._size]
-
-
-@dataclass(eq=False)
-class Room:
-    """What a program must have room for.
-
-    Attributes:
-      lanes, widest: of every kernel: lanes in all, and widths compiled.
-      inputs, wanted: of every kind of value: input rows, and rows returned at a time.
-      stretches: at a time.
-    """
-
-    lanes: dict[Kernel, int] = field(default_factory=dict)
-    widest: dict[Kernel, int] = field(default_factory=dict)
-    inputs: dict[Kind, int] = field(default_factory=dict)
-    wanted: dict[Kind, int] = field(default_factory=dict)
-    stretches: int = 0
-
-    @staticmethod
-    def of(signature: Signature) -> "Room":
-        """What a program has room for."""
-        kernels, arenas = signature.kernels, signature.arenas
-        return Room(
-            dict(zip(kernels, signature.lanes, strict=True)),
-            dict(zip(kernels, signature.widest, strict=True)),
-            dict(zip(arenas, signature.inputs, strict=True)),
-            dict(zip(arenas, signature.outputs, strict=True)),
-            signature.stretches,
-        )
-
-    def holds(self, other: "Room") -> bool:
-        """Whether there is as much room as in another."""
-        pairs = zip(self._tables(), other._tables(), strict=True)
-        enough = all(mine.get(key, -1) >= n for mine, its in pairs for key, n in its.items())
-        return enough and self.stretches >= other.stretches
-
-    def _tables(self) -> tuple[dict[Any, int], ...]:
-        return self.lanes, self.widest, self.inputs, self.wanted
-
-    def extended(self, needed: "Room", target: Target) -> Signature:
-        """A program with the room there is here, and more where more is needed."""
-
-        def larger(mine: dict[Any, int], its: dict[Any, int], grown: Callable) -> dict[Any, int]:
-            more = {k: grown(n) for k, n in its.items() if mine.get(k, -1) < n}
-            return mine | more
-
-        lanes = larger(self.lanes, needed.lanes, lambda n: capacity(AHEAD * n))
-        widest = larger(self.widest, needed.widest, lambda n: n)
-        for kernel, n in widest.items():
-            widths = kernel.ladder.widths
-            lanes[kernel] = max(lanes[kernel], widths[n - 1])
-            if kernel not in self.lanes:
-                start = min(FIRST // max(1, kernel.result_bytes), MANY * needed.lanes[kernel])
-                lanes[kernel] = max(lanes[kernel], capacity(start))
-        kinds = [stored(t) for kernel in lanes for t in (*kernel.operands, *kernel.results)]
-        inputs = larger(dict.fromkeys(kinds, 0), self.inputs, lambda n: n)
-        inputs = larger(inputs, needed.inputs, lambda n: capacity(AHEAD * n))
-        written = {stored(t) for kernel in lanes for t in kernel.results}
-        for kind in kinds:  # kernels that have not run yet read some row of every arena
-            if kind not in written:
-                inputs[kind] = max(1, inputs[kind])
-        wanted = larger(self.wanted, needed.wanted, capacity)
-        stretches = max(self.stretches, needed.stretches)
-        if stretches > self.stretches:
-            stretches = capacity(AHEAD * stretches)
-        return Signature(
-            tuple(lanes),
-            tuple(lanes.values()),
-            tuple(widest[kernel] for kernel in lanes),
-            tuple(inputs),
-            tuple(inputs.values()),
-            tuple(wanted.get(kind, 0) for kind in inputs),
-            stretches,
-            None,
-            ((),) * len(lanes),
-            target,
-        )
-
-
-@functools.lru_cache(4096)
-def in_blocks(lanes: int, blocks: Ladder) -> int:
-    """Lanes in whole blocks, as weight gradients run over them."""
-    return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))
-
-
-@functools.lru_cache(4096)
-def num_widths(ladder: Ladder, largest: int) -> int:
-    """How many widths batches of up to so many nodes use."""
-    used = ladder.cover(np.arange(1, largest + 1)).any(axis=0)
-    return int(np.flatnonzero(used)[-1]) + 1
 
 
 class Workspace:
@@ -304,7 +205,7 @@ class Workspace:
         operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
         fresh = self._enter_inputs(np.concatenate([operand, values]))
         wanted = self._by_kind(values) if read else {}
-        self._make_room(layout, wanted)
+        self._make_capacity(layout, wanted)
         self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
         self._rounds.append((nodes, layout))
         table = self._table(nodes, layout, offset, wanted)
@@ -387,7 +288,7 @@ class Workspace:
         results = self.recorder.registry.types[self._node_type.array[node]].results
         return stored(results[value - int(self._value_ptr.array[node])])
 
-    def _make_room(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> None:
+    def _make_capacity(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> None:
         """Goes on with a larger program if this one has no room for what comes.
 
         There must be room for what is known to come later, too: types that were recorded and have
@@ -395,7 +296,7 @@ class Workspace:
         """
         target = self.session.target
         chunks = layout.trips if target.control == "switch" else layout.trips > 0
-        needed = Room(stretches=int(chunks.sum()) + 1)
+        needed = RoundCapacity(stretches=int(chunks.sum()) + 1)
         needed.inputs = dict(self._num_inputs)
         needed.wanted = {kind: len(some) for kind, some in wanted.items()}
         schedule = layout.schedule
@@ -408,11 +309,11 @@ class Workspace:
         for t, used in self._lanes.items():
             kernel = self.session.kernel(t)
             needed.lanes[kernel] = in_blocks(max(1, used), target.blocks)
-            most = sizes[t] if used else min(waiting[t], MANY * len(self.arrays))
+            most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             needed.widest[kernel] = num_widths(kernel.ladder, capacity(max(1, int(most))))
-        room = Room() if self.signature is None else Room.of(self.signature)
-        if self.signature is None or not room.holds(needed):
-            before, self.signature = self.signature, room.extended(needed, target)
+        there = RoundCapacity() if self.signature is None else RoundCapacity.of(self.signature)
+        if self.signature is None or not there.holds(needed):
+            before, self.signature = self.signature, there.extended(needed, target)
             if not any(kernel.transient for kernel in self.signature.kernels):
                 self.session.workspaces[self.size] = self.signature
             if self.state is not None:
@@ -489,7 +390,7 @@ class Workspace:
         inputs = []
         for kind, room in zip(signature.arenas, signature.inputs, strict=True):
             rows = self._buffer(kind, room)
-            skip = kind not in fresh and room * row_bytes(kind) > SMALL
+            skip = kind not in fresh and room * row_bytes(kind) > SMALL_INPUT_BYTES
             inputs.append(rows[:0] if skip else rows)
         if self.trial is not None:
             self.trial.run(signature, table, self._num_inputs)
@@ -538,7 +439,7 @@ class Workspace:
             places.append(rows)
         executor = self._executor()
         found = executor.pick(self.state, tuple(places))
-        if len(signature.kernels) > SPARSE * len(self._lanes):
+        if len(signature.kernels) > MAX_UNUSED * len(self._lanes):
             self.session.workspaces.pop(self.size, None)
         if not self.saving:
             shared = self.shared_of(self.session.program(signature)[1])

@@ -11,18 +11,7 @@ Only what futures still held by somebody depend on is computed, for futures are 
 scope by weak references; and nothing is computed twice, since the values of a round are inputs of
 the next.
 
-What `batch` is told by its arguments has to be guessed here:
-
-    weights    arrays of JAX with real or complex numbers that come from outside, traced or not.
-               All nodes share them, and gradients flow to them.
-    values     everything else: arrays of NumPy, numbers, integers, random keys, arrays made inside
-               from these, and futures computed earlier, whatever their scope.
-
-Node types name the weights they read. Weights are new objects after every step of training, so
-they cannot be told apart by identity from one scope to the next: each is named by the operation
-that reads it first and by how many of its type that had read before. The same code names the same
-weights in the same way; code that meets them in another order gets new types, which are compiled
-again, and right.
+What counts as a weight and what as a value is guessed: see `_lazy.recorder`.
 
 Types, kernels and programs are kept between scopes, or every step of training would compile them.
 They belong to an object, as always: to a `Lazy`, as they do to a `Batched`. `jedbatch.lazy` is one
@@ -38,367 +27,32 @@ everywhere in jedbatch.
 """
 
 import contextlib
-import gc
 import sys
-import time
-import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
-from jedbatch._graph.prune import cut_apart, without_unread
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
-from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._kernel.target import target_of
-from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
+from jedbatch._lazy.recorder import LazyRecorder, Scope
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.plan import ResultForm
-from jedbatch._record.cell import Cell, pause, recording
-from jedbatch._record.fast_path import Watched
-from jedbatch._record.instances import array_type, is_array
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Registry
-from jedbatch._record.symbols import Shared, Symbol, Value
-from jedbatch._record.trace import begin_recording, ending, finish, trace_of_caller
+from jedbatch._record.cell import recording
+from jedbatch._record.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.schedule import Policy, checked_policy
 from jedbatch._session.options import Options
 from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored
-from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
-MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
 MANY_TYPES = 4096  # node types and shared values, before what a place keeps is forgotten
 MANY_PLACES = 64  # scopes in the source, before the oldest is forgotten
-COLLECT = 16  # rounds of one scope between collections of garbage
-FEW_FUTURES = 64  # that wait: not worth a look whether they are garbage
-SELDOM = 16  # nodes per future that waits, in a scope that lets go of most
 ROWS = ResultForm((), (), None)  # rows are not made into results
-
-
-class LazyRound(NamedTuple):
-    """What was computed together.
-
-    Attributes:
-      nodes: how many were run.
-      batches: how many batches they were run in.
-      futures: how many became values.
-      seconds: host time; the device may still be at it.
-    """
-
-    nodes: int
-    batches: int
-    futures: int
-    seconds: float
-
-
-@dataclass(eq=False)
-class Scope:
-    """What `with jedbatch.lazy() as scope` gives.
-
-    Attributes:
-      rounds: what was computed together, in order.
-    """
-
-    rounds: list[LazyRound] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        some = "round" if len(self.rounds) == 1 else "rounds"
-        lines = [f"Lazy scope of {len(self.rounds)} {some}", "  nodes  batches  futures  host ms"]
-        lines += [
-            f"  {r.nodes:5}  {r.batches:7}  {r.futures:7}  {1e3 * r.seconds:7.1f}"
-            for r in self.rounds
-        ]
-        return "\n".join(lines)
-
-
-class LazyRecorder(Recorder):
-    """Records what happens inside of a scope, and computes it when it has to.
-
-    Attributes:
-      futures: weak references to those recorded since the last round.
-      scope: what the user sees.
-    """
-
-    result = Future
-
-    def __init__(self, registry: Registry, caller: Any, compute: Callable, scope: Scope):
-        super().__init__(registry, caller)
-        self.futures: list[weakref.ref] = []
-        self.scope = scope
-        self._compute = compute
-        self._made: Any = weakref.WeakValueDictionary()  # a scope may last for long
-        self._weights: dict[int, tuple[weakref.ref, int]] = {}  # shared ids by id of the array
-        self._names: dict[Hashable, list[weakref.ref]] = {}
-        self._held: dict[Hashable, Any] = {}  # weights read since the last round, by name
-        self._traced: list[Any] = []  # values of outer transformations since the last round
-        self._places: dict[int, int] = {}  # of these, by id
-        self._reader = ""
-
-    def forget(self) -> None:
-        """Lets go of everything; what still waits is lost."""
-        for future in self._waiting():
-            future.lose()
-        self._start_again()
-        self._weights.clear()
-        self._names.clear()
-        self.registry.constants.clear()
-        super().forget()
-        for name in ("call_cell", "caller", "_compute"):  # a circle, which would keep traces alive
-            vars(self).pop(name, None)
-
-    # --- what things count as ---
-
-    def symbol(self, x: Any) -> Any:
-        """Any array or number as a symbol: a weight as a shared value, all else as a value."""
-        if isinstance(x, Symbol) and x._trace is self:
-            return x
-        if isinstance(x, Tracer):
-            x._trace.is_valid()
-        elif not isinstance(x, jax.Array):
-            return self.input(x)
-        token, position = self.known.get(id(x), (None, None))
-        if position is not None:
-            assert isinstance(token, int)
-            return Value(self, position, token)
-        if (index := self._weight(x)) is not None:
-            return Shared(self, index)
-        if isinstance(x, Awaited) and x.outcome is not None and x.outcome.is_traced:
-            value = self._row(x.outcome)
-        elif isinstance(x, Tracer) and not isinstance(x, Awaited):
-            value = self.leaf_value(self._kind(x), self._leaf(x), ())
-        else:
-            value = Value(
-                self, self.new_input(self.registry.group("value", self._kind(x)), x), self._kind(x)
-            )
-        self.known[id(x)] = value.type, value.index
-        self.kept.append(x)
-        return value
-
-    def input(self, x: Any) -> Value:
-        """A number or an array of NumPy as an input."""
-        kind = self._kind(x)
-        x = np.array(x) if np.ndim(x) else x  # it may change before it is read
-        return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
-
-    def _kind(self, x: Any) -> int:
-        return self.registry.value_type(*array_type(x))
-
-    def _leaf(self, x: Any) -> int:
-        if id(x) not in self._places:
-            self._places[id(x)] = len(self._traced)
-            self._traced.append(x)
-        return self._places[id(x)]
-
-    def _row(self, outcome: Outcome) -> Value:
-        """A value of an earlier round, under a transformation."""
-        kind = self.registry.value_type(outcome.aval.shape, outcome.aval.dtype, False)
-        if is_key(outcome.aval.dtype):
-            return self.leaf_value(kind, self._leaf(outcome.value), ())
-        return self.leaf_value(kind, self._leaf(outcome.returned.rows), (outcome.row,))
-
-    def _weight(self, x: Any) -> int | None:
-        """The id of an array among the shared values if it is a weight."""
-        ref, index = self._weights.get(id(x), (None, -1))
-        if ref is None or ref() is not x:
-            if not self._is_weight(x):
-                return None
-            index = self._named(x)
-        self._held[self.registry.shared[index].tracer] = x
-        if id(x) not in self.known:
-            self.known[id(x)] = self.registry.token("weight", index), None
-            self.kept.append(x)
-        return index
-
-    def _is_weight(self, x: Any) -> bool:
-        if isinstance(x, Awaited):  # values stay values; but of a scope around they are weights
-            return has_gradient(x.dtype) and (isinstance(x, SharedFuture) or x.outcome is None)
-        return (
-            isinstance(x, jax.Array)
-            and has_gradient(x.dtype)
-            and (isinstance(x, Tracer) or x.ndim > 0)
-            and id(x) not in self._made
-        )
-
-    def _named(self, x: Any) -> int:
-        """The id of a new weight, named by who reads it first."""
-        aval = jax.typeof(x)
-        first = self._reader, aval.shape, aval.dtype, aval.weak_type
-        names = self._names.setdefault(first, [])
-        number = next((k for k, ref in enumerate(names) if ref() is None), len(names))
-        ref = weakref.ref(x)
-        names[number : number + 1] = [ref]
-        if len(names) == MANY_WEIGHTS == number + 1:
-            warnings.warn(
-                f"`{self._reader}` has read {MANY_WEIGHTS} arrays {aval.str_short()} in a lazy "
-                "scope. An array of JAX that comes from outside counts as a weight, and what "
-                "reads different weights cannot run together. If they are data, pass them as "
-                "arrays of NumPy: `numpy.asarray(x)`. "
-                "`help(jedbatch.errors.RecompilationWarning)` says more.",
-                RecompilationWarning,
-                stacklevel=2,
-            )
-        index = self.registry.outer((*first, number), aval)
-        self._weights[id(x)] = ref, index
-        return index
-
-    # --- operations ---
-
-    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> Any:
-        """How to record a call of a cell."""
-        self._reader = cell.name
-        return super().cell_callee(cell, args, static)
-
-    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
-        for x in args:
-            self._describe(x)
-        return super().description(cell, args, static)
-
-    def _describe(self, x: Any) -> None:
-        """Files a container of weights, so that the next call need not look into it."""
-        if id(x) in self.known or is_array(x) or isinstance(x, int | float):
-            return
-        leaves, structure = jax.tree.flatten(x)
-        tokens = [self.known.get(id(leaf), (None, 0)) for leaf in leaves]
-        if not leaves or not all(index is None for _, index in tokens):
-            return
-        token = self.registry.token("weights", structure, *(name for name, _ in tokens))
-        self.watched[id(x)] = Watched(x, leaves, structure, token)
-
-    def process_primitive(self, primitive, tracers, params, /):
-        """Also turns where a weight is sliced into a number: rows of a table are one type."""
-        if primitive.name != "slice" or params["strides"] is not None:
-            return super().process_primitive(primitive, tracers, params)
-        self._reader, x = "slice", tracers[0]
-        if not (is_array(x) and isinstance(self.symbol(x), Shared)):
-            return super().process_primitive(primitive, tracers, params)
-        starts = params["start_indices"]
-        sizes = tuple(b - a for a, b in zip(starts, params["limit_indices"], strict=True))
-        cut = tuple(k for k, (n, size) in enumerate(zip(x.shape, sizes, strict=True)) if n != size)
-
-        def call(x, *starts):
-            if cut == (0,) and sizes[0] == 1:
-                return [x[starts[0]][None]]
-            where: list[Any] = [0] * x.ndim
-            for k, start in zip(cut, starts, strict=True):
-                where[k] = start
-            return [jax.lax.dynamic_slice(x, where, sizes)]
-
-        return self._operation(
-            "slice", ("slice", cut, sizes), call, [x, *(starts[k] for k in cut)]
-        )[0]
-
-    def _operation(
-        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
-    ) -> list:
-        self._reader = name
-        if any(isinstance(x, Tracer) or self._is_weight(x) for x in args):
-            args = [self.symbol(x) if isinstance(x, Tracer) or np.ndim(x) else x for x in args]
-        return super()._operation(name, key, call, args, is_ragged)
-
-    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
-        if not any(map(np.ndim, args)):
-            return super()._constant(key, call, args)
-        with pause(), jax.ensure_compile_time_eval():  # not kept: data need not come again
-            out = list(call(*args))
-        self._made.update((id(x), x) for x in out)
-        return out
-
-    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
-        found = super()._shared_operation(key, call, args, tracers)
-        return [SharedFuture(self, shared.index) for shared in found]
-
-    # --- rounds ---
-
-    def value_of(self, future: Awaited) -> None:
-        """Computes a future, and everything else."""
-        if recording.recorder is not self:
-            raise SymbolicValueError(
-                f"the value of a future of type {future.aval.str_short()} is wanted inside of a "
-                "cell or another function that is being recorded, or in another thread than "
-                "that of its lazy scope; expected it to be wanted in the scope itself. Pass it "
-                "to the cell as an argument, or ask for the value before."
-            )
-        self.compute()
-
-    def compute(self) -> None:
-        """Computes what waits, and starts to record again."""
-        self.known.clear()  # tuples that nobody else holds, and the futures in them
-        self.kept.clear()
-        futures = self._waiting()
-        if len(futures) > FEW_FUTURES and SELDOM * len(futures) > len(self.callees):
-            del futures  # some may be garbage: a function that calls itself is a circle
-            gc.collect(1)
-            futures = self._waiting()
-        try:
-            if futures:
-                with pause():
-                    self._round(futures)
-        except BaseException:
-            for future in futures:
-                future.lose()
-            raise
-        finally:
-            self._start_again()
-        if len(self.scope.rounds) % COLLECT == 0:
-            gc.collect(1)  # which does not happen by itself while a scope lasts
-
-    def _waiting(self) -> list[Any]:
-        return [future for ref in self.futures if (future := ref()) is not None]
-
-    def _start_again(self) -> None:
-        for kept in (self.known, self.kept, self.watched, self.leaves, self._places):
-            kept.clear()
-        for recorded in (self.callees, self.references, self.input_group, self.input_value):
-            recorded.clear()
-        self._traced = []
-        self.num_values = 0
-        self.futures.clear()
-        self._held.clear()
-        self._weights = {k: v for k, v in self._weights.items() if v[0]() is not None}
-
-    def _round(self, futures: list[Any]) -> None:
-        start = time.perf_counter()
-        outputs = [self._output(future) for future in futures]
-        counts = self.callees, self.references, self.input_group, outputs
-        ends = np.array([(0, len(x)) for x in counts])
-        graph = without_unread(finish(self.registry, self.written, outputs, ends))
-        avals = [future.aval for future in futures]
-        kinds = [(aval.shape, aval.dtype) for aval in avals]
-        rows: dict[Any, list[int]] = {}
-        places = []
-        for kind, output in zip(kinds, graph.outputs.tolist(), strict=True):
-            mine = rows.setdefault(stored_kind(kind), [])
-            places.append(len(mine))
-            mine.append(output)
-        held = {name: _lowered(x) for name, x in self._held.items()}
-        num_batches, arenas = self._compute(cut_apart(graph), rows, held, self._traced)
-        returned = {kind: Returned(arena) for kind, arena in arenas.items()}
-        for future, aval, kind, row in zip(futures, avals, kinds, places, strict=True):
-            future.settle(Outcome(aval, returned[stored_kind(kind)], row))
-        seconds = time.perf_counter() - start
-        self.scope.rounds.append(
-            LazyRound(len(graph.node_type), num_batches, len(futures), seconds)
-        )
-
-    def _output(self, future: Any) -> int:
-        if isinstance(future, Future):
-            return future.index
-        shared = (future.index,)
-        return self.node("shared", "identity", lambda shared, _: shared[0], shared, []).index
-
-
-def _lowered(x: Any) -> Any:
-    return x.full_lower() if isinstance(x, Awaited) else x
 
 
 class Lazy:
