@@ -1,0 +1,133 @@
+"""The rules of the ragged engine by themselves, on traced functions of symbolic shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+from jedbatch._jaxpr.symbolic_dims import make_symbol, ragged_axes
+from jedbatch._kernel.target import CPU
+from jedbatch._ragged.axis_rules import CannotMergeError, mixed_axes
+from jedbatch._ragged.lengths import LengthFamily
+from jedbatch._ragged.packed_program import PackedProgram
+from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.padded_rules import Padded
+from jedbatch._ragged.phases import find_phases
+from jedbatch._ragged.row_rules import run_row
+from jedbatch._ragged.tiling import find_tiles
+
+N = make_symbol("n", export.SymbolicScope())
+X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
+W = jnp.eye(4)
+LAST, PADDED = 3, 5  # rows of X that exist, and all of them
+ROW_WISE = {
+    "tanh": jnp.tanh,
+    "features": lambda x: x.sum(axis=1),
+    "softmax of features": lambda x: jnp.exp(x - x.max(axis=1, keepdims=True)),
+    "product": lambda x: x @ jnp.ones((4, 2)),
+    "columns": lambda x: x[:, 1:3],
+    "flattened features": lambda x: x.reshape(x.shape[0], 2, 2),
+}
+ACROSS_ROWS = {
+    "sum": lambda x: x.sum(axis=0),
+    "maximum": lambda x: x.max(axis=0),
+    "sums": lambda x: lax.cumsum(x, axis=0),
+    "sorted": lambda x: lax.sort(x, dimension=0),
+    "reversed": lambda x: lax.rev(x, (0,)),
+    "gram": lambda x: x.T @ x,
+    "joined": lambda x: lax.concatenate([x, x], 0),
+    "first": lambda x: lax.slice(x, (0, 0), (1, 4)),
+}
+
+
+def traced(fn, shape=(N, 4)):
+    return jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def run(closed, x, run_equation):
+    """Evaluates a traced function of x, equation by equation."""
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    env[closed.jaxpr.invars[0]] = x
+    for eqn in closed.jaxpr.eqns:
+        values = [env[v] if not hasattr(v, "val") else v.val for v in eqn.invars]
+        env.update(zip(eqn.outvars, run_equation(eqn, values), strict=True))
+    return env[closed.jaxpr.outvars[0]]
+
+
+@pytest.mark.parametrize("fn", ROW_WISE.values(), ids=ROW_WISE)
+def test_row_wise(fn):
+    closed = traced(fn)
+    assert not any(map(mixed_axes, closed.jaxpr.eqns))
+    rows = [run(closed, x, lambda eqn, values: run_row(eqn, values, jnp.int32(0))) for x in X]
+    np.testing.assert_allclose(jnp.stack(rows), fn(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fn", ACROSS_ROWS.values(), ids=ACROSS_ROWS)
+def test_across_rows(fn):
+    """Padding changes nothing in the rows that exist."""
+    closed = traced(fn)
+    assert any(map(mixed_axes, closed.jaxpr.eqns))
+    padded = Padded({"n": PADDED}, {"n": jnp.int32(LAST)}, guarded=True)
+    result, expected = run(closed, X, padded.run), fn(X[:LAST])
+    np.testing.assert_allclose(result[: len(expected)], expected, rtol=1e-6)
+
+
+def test_unknown_operations_are_refused():
+    (eqn,) = traced(lambda x: lax.linalg.qr(x, full_matrices=False)[0], (N, N)).jaxpr.eqns[:1]
+    with pytest.raises(CannotMergeError, match=eqn.primitive.name):
+        mixed_axes(eqn)
+
+
+def attention(x):
+    queries, keys, values = (x @ (k * W) for k in range(3))
+    return jnp.exp(queries @ keys.T) @ values
+
+
+def test_phases_alternate():
+    program = find_phases(traced(lambda x: (attention(x) @ W).sum(axis=0)), 0)
+    assert [phase.extent for phase in program.phases] == [N, None, N, None]
+    for phase, later in zip(program.phases, program.phases[1:], strict=False):
+        assert set(phase.writes) & set(later.reads)
+    for phase in program.phases:  # the scores are not kept
+        assert all(len(ragged_axes(v.aval.shape)) <= 1 for v in (*phase.reads, *phase.writes))
+
+
+def test_means_and_maxima_need_rows():
+    program = find_phases(traced(lambda x: x.sum(axis=0) / x.shape[0] + x.max(axis=0)), 0)
+    assert {what for _, what in program.nonempty} == {"a mean", "a maximum"}
+    assert not find_phases(traced(lambda x: x.sum(axis=0)), 0).nonempty
+
+
+def test_tiles():
+    (*_, phase) = find_phases(traced(attention), 0).phases
+    tiles = find_tiles(phase)
+    assert tiles[phase.writes[0]] == {0}
+    assert sum(v in tiles for v in phase.reads) == 1  # the queries; keys and values are whole
+    (*_, phase) = find_phases(traced(lambda x: lax.cumsum(x, axis=0)), 0).phases
+    assert not find_tiles(phase)
+
+
+def test_tables_say_where_rows_are():
+    packed = PackedProgram(find_phases(traced(lambda x: jnp.tanh(x).sum(axis=0)), 0))
+    capacity = RowCapacity(4, (16,), (8, 16), False, CPU)
+    table = packed.table(capacity, {"n": np.array([3, 1, 10])})
+    form = packed.form(capacity)
+    assert form.view(table, "calls").tolist() == [3]
+    assert form.view(table, "starts", 0)[:3].tolist() == [0, 3, 4]
+    assert form.view(table, "call", 0)[:14].tolist() == [0] * 3 + [1] + [2] * 10
+    assert form.view(table, "total", 0).tolist() == [14]
+
+
+def test_arrays_of_equal_lengths_share_a_symbol():
+    family = LengthFamily([((n, 4), jnp.float32, False) for n in (3, 3, 5)])
+    family.observe([3, 3, 5])
+    assert family.varied == [False] * 3
+    family.observe([3, 4, 5])
+    assert family.varied == [False, True, False]
+    family.add([(0, 1), (1, 2)])
+    assert [family.classes(e) for e in family.equal([[3, 3, 5], [3, 5, 5], [2, 2, 2]])] == [
+        [0, 0, 2],
+        [0, 1, 1],
+        [0, 0, 0],
+    ]
