@@ -71,6 +71,44 @@ def test_against_the_loop(name):
     assert_close(run(by_batch), run(by_loop), 2e-4)
 
 
+def attend(w, x):
+    h = jnp.tanh(x @ w)
+    return ((jax.nn.softmax(h @ h.T, axis=-1) @ h) ** 2).sum()
+
+
+ROWS = [jnp.arange(2.0 * n).reshape(n, 2) / 5 for n in (2, 3, 2)]
+W = jnp.array([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]])
+OF_ROWS = {
+    "linearize": lambda f: jax.linearize(lambda w: f(w, ROWS), W)[1](jnp.ones_like(W)),
+    "reverse over forward": lambda f: jax.grad(
+        lambda w: jax.jvp(lambda w: f(w, ROWS), (w,), (W,))[1]
+    )(W),
+    "by weights, then by rows": lambda f: jax.grad(lambda xs: (jax.grad(f)(W, xs) ** 2).sum())(
+        ROWS
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_of_arrays_of_any_length(name, target):
+    run = OF_ROWS[name]
+    many = jedbatch.batch(attend, target=target)
+    assert many.plan(W, ROWS).ragged
+    found = run(lambda w, xs: many(w, xs).sum())
+    assert_close(found, run(lambda w, xs: sum(attend(w, x) for x in xs)), 2e-4)
+
+
+def test_where_python_decides_there_is_reverse_mode_only():
+    def decides(p, x):
+        y = layer(p, x)
+        return y * 2 if y.sum() > 0 else -y
+
+    run = jedbatch.batch(decides)
+    with pytest.raises(TypeError, match=r"decides on values.*reverse mode only.*jax\.grad"):
+        jax.jvp(lambda p: run(p, XS).sum(), (P,), (P,))
+
+
 def test_forces_in_a_loss():
     """Gradients with respect to inputs, in a loss that is differentiated by parameters."""
     plan = batched.plan(P, XS)

@@ -56,6 +56,9 @@ from jedbatch._session.record_cache import Recording, keyed
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 
+DECIDES = (
+    "it decides on values, which Python reads while they are computed: that has reverse mode only"
+)
 SESSIONS = 16  # structures of shared arguments, before the one not used for longest is forgotten
 
 
@@ -216,7 +219,7 @@ class Batched:
             reached = self._environment.look()
             try:
                 session.read(reached)
-                with reverse_mode_only(f"the batched `{self._name}`"):
+                with reverse_mode_only(f"the batched `{self._name}`", DECIDES):
                     return call.run(leaves, arrays, reached)
             finally:
                 self.last_rounds = Rounds(call.rounds)
@@ -438,9 +441,9 @@ def batch(
 
     Derivatives may be of any order, in both modes and mixed. What has a `jax.custom_vjp` in it has
     no forward mode and no second reverse, for which the rule of a `jax.custom_jvp` is taken to be
-    a derivative. The same holds for functions that decide on values and for arrays that differ in
-    length. Nothing is pulled back from results that nobody differentiates, but zeros are from those
-    of instances that a loss does not read, if `apply` runs under `jax.jit` and `out_axes` is None.
+    a derivative; nor have functions that decide on values. Nothing is pulled back from results
+    that nobody differentiates, but zeros are from those of instances that a loss does not read, if
+    `apply` runs under `jax.jit` and `out_axes` is None.
 
     Arrays in instances may differ in length, `[n, ...]` with another n in each. Operations on them
     run on the rows of all instances, whatever n is, without padding one to the other, and are

@@ -81,9 +81,14 @@ def cares_for_padding(eqn: Any) -> bool:
 
 def performs(program: Any, *names: str) -> bool:
     """True of programs with one of these primitives in them, however deep inside."""
+    return any_performs(getattr(program, "jaxpr", program).eqns, *names)
+
+
+def any_performs(equations: Sequence[Any], *names: str) -> bool:
+    """Whether some equation is one of these primitives, or has one in it, however deep inside."""
     return any(
         eqn.primitive.name in names or any(performs(x, *names) for x in inner_programs(eqn))
-        for eqn in getattr(program, "jaxpr", program).eqns
+        for eqn in equations
     )
 
 

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from jedbatch._graph.types import operation_of
-from jedbatch._jaxpr.derivatives import Program, bind, pushed_forward
-from jedbatch._jaxpr.interpret import has_gradient, performs
+from jedbatch._jaxpr.derivatives import Program, bind, pushed_forward, refuse_rules
+from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import SLOTS
 from jedbatch._program.lower import Signature
@@ -210,7 +210,7 @@ class Sweep:
     def _pull_back_both(
         self, args: Sequence[Any], _: Any, cotangents: Sequence[Any], wanted: Any
     ) -> list[Any]:
-        refuse_rules(self.of.signature)
+        refuse_rules_of(self.of.signature)
         first, rest, _ = self._cut(args)
         back = self.cotangents(cotangents)
         moving = [i for i, x in enumerate(rest) if _moves(x)]
@@ -228,18 +228,11 @@ def _moves(x: Any) -> bool:
     return has_gradient(jax.typeof(x).dtype)
 
 
-def refuse_rules(signature: Signature) -> None:
+def refuse_rules_of(signature: Signature) -> None:
     """Raises an error if some kernel has rules of the user's for the reverse."""
     for kernel in signature.kernels:
-        operation = operation_of(kernel.node_type)
-        if performs(operation.jaxpr, "custom_vjp_call"):
-            raise TypeError(
-                f"a batched program is differentiated in reverse mode twice, and "
-                f"`{kernel.node_type}` in it has a rule of its own for that (`jax.custom_vjp`), "
-                "of which the transpose is not known; expected functions that JAX can "
-                "differentiate, or `jax.custom_jvp`. Or write forward over reverse, as in "
-                "`jax.jvp(jax.grad(f), (x,), (v,))` or `jax.hessian(f)`."
-            )
+        equations = operation_of(kernel.node_type).jaxpr.jaxpr.eqns
+        refuse_rules(f"`{kernel.node_type}` of a batched program", equations)
 
 
 def origins_of(shared: Sequence[bool], inputs: Sequence[bool]) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
+from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
 from jedbatch._jaxpr.interpret import has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._program.arenas import spread, take
@@ -138,20 +138,19 @@ class InstancePhase:
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]
 
-        @jax.custom_vjp
-        def run(shared, operands, table):
+        def run(given):
+            shared, operands, table = given
             return self._forward(batch.reading(table), shared, operands)
 
-        def save(*primals):
-            primals = custom_vjp_primal_tree_values(primals)
-            return run(*primals), primals
-
-        def reverse(primals, cotangents):
-            shared, operands, table = primals
+        def pull_back(given, results, residuals, cotangents):
+            shared, operands, table = given
             return *self._reverse(batch.reading(table), shared, operands, cotangents), None
 
-        run.defvjp(save, reverse, symbolic_zeros=True)
-        return run(shared, operands, batch.table)
+        refuse = functools.partial(
+            refuse_rules, "what is done to arrays of any length", self.phase.equations
+        )
+        given = shared, operands, batch.table
+        return run_differentiably(run, lambda given: (run(given), []), pull_back, refuse, given)
 
     def _forward(
         self, batch: PackedBatch, shared: Sequence[Any], operands: Sequence[Any]
@@ -179,7 +178,7 @@ class InstancePhase:
     ) -> tuple[list[Any], list[Any]]:
         """Returns cotangents of the shared values and of the operands."""
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
-        returned = [i for i in self._returned if not isinstance(cotangents[i], SymbolicZero)]
+        returned = [i for i in self._returned if cotangents[i] is not None]
 
         def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]

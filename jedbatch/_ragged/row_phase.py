@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
 from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.zeros import where_alive
@@ -133,22 +133,20 @@ class RowFunction:
     def __call__(self, arguments: RowArguments) -> list[Any]:
         """Returns the results of the kernel for every row, [R, ...] each."""
 
-        @jax.custom_vjp
-        def run(*primals):
-            return self._forward(RowArguments(*primals), keep_residuals=False)[0]
+        def run(arguments):
+            return self._forward(arguments, keep_residuals=False)[0]
 
-        def save(*primals):
-            primals = custom_vjp_primal_tree_values(primals)
-            results, residuals = self._forward(RowArguments(*primals), keep_residuals=True)
-            return results, (*primals, results, residuals)
+        def save(arguments):
+            return self._forward(arguments, keep_residuals=True)
 
-        def reverse(saved, cotangents):
-            *primals, results, residuals = saved
-            pull_back = RowReverse(self, RowArguments(*primals), results, cotangents)
-            return *pull_back.run(residuals), None, None, None
+        def pull_back(arguments, results, residuals, cotangents):
+            reverse = RowReverse(self, arguments, results, cotangents)
+            of_consts, of_operands = reverse.run(residuals)
+            nothing = jax.tree.map(lambda _: None, tuple(arguments[2:]))
+            return RowArguments(of_consts, of_operands, *nothing)
 
-        run.defvjp(save, reverse, symbolic_zeros=True)
-        return run(*arguments)
+        refuse = functools.partial(refuse_rules, "what is done to rows of arrays", self.kernel.body)
+        return run_differentiably(run, save, pull_back, refuse, arguments)
 
     def operands_at(self, arguments: RowArguments, lane: Any, width: int) -> list[Any]:
         """Returns the operands of `width` rows from `lane` on."""
@@ -193,7 +191,7 @@ class RowReverse:
       function: that has run.
       arguments: it ran on.
       results: it returned.
-      cotangents: of the results; a `SymbolicZero` where there is none.
+      cotangents: of the results; None where there is none.
     """
 
     function: RowFunction
@@ -216,7 +214,7 @@ class RowReverse:
 
     def has_cotangent(self, result: int) -> bool:
         """Whether something comes back to a result."""
-        return not isinstance(self.cotangents[result], SymbolicZero)
+        return self.cotangents[result] is not None
 
     @property
     def _moving(self) -> list[int]:
