@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    """The line that every table of the README starts from."""
+    """The line that every table starts from."""
     threads = config.option.threads
     torch = f", PyTorch {suite.in_torch.torch.__version__}" if suite.in_torch else ""
     machine_info["line"] = common.machine() + (f"; {threads} thread(s)" if threads else "") + torch

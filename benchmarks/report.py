@@ -1,23 +1,33 @@
-"""Makes tables and plots of what the suite measured, and puts them into `README.md`.
+"""Writes what the suite measured as CSV files and plots.
 
     pytest benchmarks/ --benchmark-only --full --data DIRECTORY --benchmark-json FILE
     python benchmarks/report.py FILE...
+    python benchmarks/plot.py
 
-Several files are put together; of a case that is in more than one, the last counts. Tables go
-between the lines `<!-- suite: NAME -->` and `<!-- end -->` of the README, plots to
-`benchmarks/plots`. `--print` prints the tables and leaves the README alone.
+Several files are put together; of a case that is in more than one, the last counts. Tables go to
+`benchmarks/results/NAME.csv`, plots to `benchmarks/plots`; `plot.py` then takes the summary of
+`README.md` from the tables. `--print` prints the tables as Markdown and writes nothing.
+
+The lines of a CSV file that begin with `#` say what was asked, with which command, on which machine
+and at which commit it was measured, and what came of it. Writing a table again keeps those that say
+what was asked and what came of it.
 """
 
 import argparse
+import csv
+import io
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import figures
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+COMMAND = "pytest benchmarks/ --benchmark-only --full --data DIRECTORY --benchmark-json FILE"
 Row = dict[str, Any]
 STAGES = ("trace", "merge", "schedule", "layout", "lower", "other", "transfer", "execute")
 TYPICAL = 64, 256  # the size of minibatch and of states that stages are shown for
@@ -40,10 +50,55 @@ def load(paths: Iterable[str]) -> dict[str, list[Row]]:
     return by_name
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table, its first column to the left."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+class Table(NamedTuple):
+    """The names of columns, and rows of as many cells, as they are printed."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """Returns a Markdown table, its first column to the left."""
+        rule = ["---"] + ["---:"] * (len(self.header) - 1)
+        return "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *self.rows))
+
+    def csv(self) -> str:
+        """Returns the table as CSV, a number a cell where cells hold a number and its quartiles."""
+        table = self.split(r"(\S+) \((\S+)–(\S+)\)", "{0}", "{0} (25 %)", "{0} (75 %)")
+        table = table.split(r"(\S+) \((\S+)\)", "{0}", "{0} 95 %", suffix=" (95 %)")
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        lines.writerow(table.header)
+        for row in table.rows:
+            plain = (re.sub(r"(?<=\d),(?=\d{3})", "", cell) for cell in row)
+            lines.writerow("" if cell == "–" else cell for cell in plain)
+        return text.getvalue()
+
+    def split(self, pattern: str, *names: str, suffix: str = "") -> "Table":
+        """Returns the table with columns whose cells hold several numbers cut into columns.
+
+        Args:
+          pattern: of such a cell, a group for each of the new columns.
+          names: of the new columns, made from the name of the old one.
+          suffix: of the names of columns that may be cut; it is left out.
+        """
+        columns: list[list[str]] = []
+        for name, *cells in zip(self.header, *self.rows, strict=True):
+            found = [re.fullmatch(pattern, cell) for cell in cells]
+            fits = all(m or cell in ("–", "") for m, cell in zip(found, cells, strict=True))
+            if fits and any(found) and name.endswith(suffix):
+                name = name.removesuffix(suffix)
+                groups = [m.groups() if m else ("–",) * len(names) for m in found]
+                parts = zip(*groups, strict=True)
+                columns += [[n.format(name), *p] for n, p in zip(names, parts, strict=True)]
+            else:
+                columns.append([name, *cells])
+        header, *rows = map(list, zip(*columns, strict=True))
+        return Table(header, rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Returns a table of cells as text."""
+    return Table(list(header), [list(map(str, row)) for row in rows])
 
 
 def number(x: float | None, digits: int = 3) -> str:
@@ -60,7 +115,7 @@ def origin(rows: Sequence[Row]) -> str:
 # --- tables ---
 
 
-def throughput(rows: Sequence[Row], mode: str) -> str:
+def throughput(rows: Sequence[Row], mode: str) -> Table:
     """Instances per second, and how many times as long the others take."""
     rows = [row for row in rows if row["mode"] == mode]
     head = ["workload", "batch", "hidden", "planned /s", "known /s", "unseen /s"]
@@ -99,7 +154,7 @@ def share(row: Row) -> float:
     return row["flop"] / row["seconds"]["planned"] / row["product_rate"]
 
 
-def published(rows: Sequence[Row]) -> str:
+def published(rows: Sequence[Row]) -> Table:
     """The figures of the peers, carried over, and fractions of the product."""
     rows = [row for row in rows if row["threads"] in figures.XLA_PRODUCT]
     head = ["workload", "mode", "threads", "batch", "hidden"]
@@ -136,7 +191,7 @@ def work(row: Row) -> float:
     return forwards * (3 if row["mode"] == "training" else 1)
 
 
-def best(rows: Sequence[Row]) -> str:
+def best(rows: Sequence[Row]) -> Table:
     """The batch size with the highest throughput, by workload and hidden size.
 
     Where there is only one to choose from, nothing is said.
@@ -156,7 +211,7 @@ def best(rows: Sequence[Row]) -> str:
     return table(["workload", "mode", *(f"hidden {h}" for h in hidden)], lines)
 
 
-def split(rows: Sequence[Row]) -> str:
+def split(rows: Sequence[Row]) -> Table:
     """Milliseconds of each stage, for minibatches never seen before and seen before."""
     head = ["workload", "mode", "batch", "hidden", "instances", *STAGES]
     lines = []
@@ -169,7 +224,7 @@ def split(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
-def batches(rows: Sequence[Row]) -> str:
+def batches(rows: Sequence[Row]) -> Table:
     """Batches by policy."""
     names = list(rows[0]["counts"])
     head = ["workload", "batch", "nodes", "bound", *names, "µs/batch"]
@@ -187,7 +242,7 @@ def batches(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
-def learning(rows: Sequence[Row]) -> str:
+def learning(rows: Sequence[Row]) -> Table:
     """Milliseconds to learn a policy."""
     lines = [
         [
@@ -201,7 +256,7 @@ def learning(rows: Sequence[Row]) -> str:
     return table(["workload", "nodes of 32 instances", "learning ms", "published ms"], lines)
 
 
-def latency(rows: Sequence[Row]) -> str:
+def latency(rows: Sequence[Row]) -> Table:
     """Milliseconds of small minibatches never seen before."""
     names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     head = ["workload", "batch", "hidden", *(f"{name} ms (95 %)" for name in names)]
@@ -217,20 +272,21 @@ def latency(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
-def cells(rows: Sequence[Row]) -> str:
+def cells(rows: Sequence[Row]) -> Table:
     """A call of a cell: as written, by hand, ours."""
     head = ["cell", "batch", "hidden", "products", "moves", "kB moved"]
-    head += ["as written µs", "by hand µs", "jedbatch µs", "planning ms"]
+    head += ["as written µs", "by hand µs", "jedbatch µs", "packing µs", "planning ms"]
     lines = []
     for row in rows:
         three = [" / ".join(f"{x:.0f}" for x in row[k]) for k in ("products", "moves", "kilobytes")]
         micros = [f"{x:.1f}" for x in row["micros"]]
         first = [row["cell"], row["batch"], row["hidden"]]
-        lines.append([*first, *three, *micros, f"{row['planning_ms']:.1f}"])
+        last = [f"{row['packing_us']:.0f}", f"{row['planning_ms']:.1f}"]
+        lines.append([*first, *three, *micros, *last])
     return table(head, lines)
 
 
-def models(rows: Sequence[Row]) -> str:
+def models(rows: Sequence[Row]) -> Table:
     """The models of `jedbatch.models` against the loop over their instances."""
     head = ["model", "batch", "hidden", "mode", "nodes", "batches", "bound"]
     head += ["loop /s", "known /s", "planned /s", "known × loop", "planned × loop"]
@@ -256,21 +312,21 @@ def unlimited(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["threads"] == most]
 
 
-def sections(found: dict[str, list[Row]]) -> dict[str, str]:
-    """The text of each section that something was measured for."""
+def tables(found: dict[str, list[Row]]) -> dict[str, tuple[str, Table]]:
+    """Returns (origin, table) by name, for everything that was measured."""
     rows = {name: sorted(some, key=place) for name, some in found.items()}
     rows["unlimited"] = unlimited(rows.get("throughput", []))
-    made: dict[str, str] = {}
+    made: dict[str, tuple[str, Table]] = {}
 
-    def add(name: str, source: str, make: Callable[..., str], *more: Any) -> None:
+    def add(name: str, source: str, make: Callable[..., Table], *more: Any) -> None:
         some = rows.get(source)
         if some:
-            made[name] = f"{origin(some)}\n\n{make(some, *more)}"
+            made[name] = origin(some), make(some, *more)
 
     add("inference", "unlimited", throughput, "inference")
     add("training", "unlimited", throughput, "training")
-    add("published", "throughput", published)
-    add("best", "unlimited", best)
+    add("published_figures", "throughput", published)
+    add("best_batch_size", "unlimited", best)
     rows["typical"] = [row for row in rows["unlimited"] if (row["batch"], row["hidden"]) == TYPICAL]
     add("stages", "typical" if rows["typical"] else "unlimited", split)
     for name, make in (
@@ -284,14 +340,19 @@ def sections(found: dict[str, list[Row]]) -> dict[str, str]:
     return made
 
 
-def put(text: str, made: dict[str, str]) -> str:
-    """A README with new sections in place of the old ones."""
-    for name, section in made.items():
-        pattern = re.compile(rf"(<!-- suite: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, s=section: f"{m[1]}{s}\n{m[2]}", text)
-        if not count:
-            raise SystemExit(f"README.md has no line `<!-- suite: {name} -->`")
-    return text
+def write(name: str, machine: str, made: Table) -> None:
+    """Writes a table as CSV; comments of the last one stay, except for machine and commit."""
+    path = RESULTS / f"{name}.csv"
+    old = path.read_text().splitlines() if path.exists() else [f"# question: {name}", "#"]
+    comments = [line for line in old if line.startswith("#")]
+    said = ("# command: ", "# machine: ", "# commit: ")
+    comments = [line for line in comments if not line.startswith(said)]
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    values = [COMMAND], machine.splitlines(), [commit]
+    origin = [f"{key}{x}" for key, some in zip(said, values, strict=True) for x in some]
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text("\n".join([comments[0], *origin, *comments[1:], made.csv()]))
 
 
 # --- plots ---
@@ -391,17 +452,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="of --benchmark-json")
-    parser.add_argument("--print", action="store_true", help="leave the README alone")
+    parser.add_argument("--print", action="store_true", help="as Markdown, and write nothing")
     args = parser.parse_args()
     found = load(args.files)
-    made = sections(found)
-    if args.print:
-        for name, text in made.items():
-            print(f"\n## {name}\n\n{text}")
-        return
-    readme = HERE / "README.md"
-    readme.write_text(put(readme.read_text(), made))
-    plots(found, HERE / "plots")
+    made = tables(found)
+    for name, (machine, one) in made.items():
+        if args.print:
+            print(f"\n## {name}\n\n{machine}\n\n{one.markdown()}")
+        else:
+            write(name, machine, one)
+    if not args.print:
+        plots(found, HERE / "plots")
 
 
 if __name__ == "__main__":

@@ -180,14 +180,14 @@ def test_speeds_and_ratios_in_tables():
         "product_rate": 200e9,
         "compilations_unseen": 0,
     }
-    head, _, line = (
-        [cell.strip() for cell in text.strip("|").split("|")]
-        for text in report.throughput([row], "inference").splitlines()
-    )
-    said = dict(zip(head, line, strict=True))
+    made = report.throughput([row], "inference")
+    said = dict(zip(made.header, made.rows[0], strict=True))
     assert (said["planned /s"], said["known /s"], said["unseen /s"]) == ("128", "64.0", "32.0")
     assert (said["by hand ×"], said["loop ×"]) == ("2.00 (1.90–2.10)", "10.0")
     assert (said["GFLOP/s"], said["of product"], said["compiled"]) == ("100", "50%", "0")
+    lines = [line.split(",") for line in made.csv().splitlines()]
+    said = dict(zip(*lines, strict=True))
+    assert [said["by hand ×" + q] for q in ("", " (25 %)", " (75 %)")] == ["2.00", "1.90", "2.10"]
 
 
 # --- padding ---
