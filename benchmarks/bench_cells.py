@@ -24,7 +24,7 @@ def test_cells(benchmark, name, size, options):
     if name == "MV":
         hidden //= 4  # it works on matrices
     cell = cells.CELLS[name]
-    ways, operands, _, planning = cells.three_ways(cell, hidden, batch)
+    ways, operands, pack, planning = cells.three_ways(cell, hidden, batch)
     runs = [cells.looped(way) for way in ways]
     found = [[], []]
     for run, way in zip(runs, ways, strict=True):
@@ -47,5 +47,6 @@ def test_cells(benchmark, name, size, options):
         "products": [p.products for p in programs],
         "moves": [p.moves for p in programs],
         "kilobytes": [p.kilobytes for p in programs],
+        "packing_us": 1e6 * float(np.median([common.seconds(pack) for _ in range(15)])),
         "planning_ms": 1e3 * planning,
     }

@@ -1,4 +1,4 @@
-"""What does putting the products of a cell together gain, and what would an expert reach?
+"""Cells as they are written, packed by hand and packed by jedbatch, for `bench_cells.py`.
 
 The cells are those of ED-Batch (Chen et al., ICML 2023, table 2) with a matrix for each gate and
 operand, as a cell of single operations has them. One call computes a batch of instances.
@@ -7,12 +7,12 @@ as written   `jax.vmap` of the cell. XLA fuses elementwise operations and comput
              but leaves products as they are.
 by hand      weights and biases concatenated beforehand as an expert would do it, then `jax.vmap`.
 jedbatch     the kernel of the cell, made from the cell as written. Weights are packed once per
-             program, which is not part of the time of a call: the column `packing` has it. A
-             program of a single call takes both.
+             program, which is not part of the time of a call. A program of a single call takes
+             both.
 
 Latency is the time of a call in a compiled loop of 32 calls, each working on what the last ones
 computed, so that it does not contain the time to pass arguments. The three run in turns in one
-process, after their results were compared; medians, ratios of medians, quartiles in brackets.
+process, after their results were compared.
 
 `products`, `moves` and `kB moved` describe what XLA made of one call: matrix products, kernels that
 only move elements (copies, transposes, slices, concatenations and fusions of nothing else), and
@@ -27,7 +27,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -347,10 +346,6 @@ class Program(NamedTuple):
         return cls(len(re.findall(r"= \S+ dot\(", text)), moving, size / 1e3)
 
 
-def each(values: Sequence[Any], form: str = "{}") -> str:
-    return " / ".join(form.format(x) for x in values)
-
-
 class Ways(NamedTuple):
     """A cell as written, packed by hand and by jedbatch.
 
@@ -383,59 +378,3 @@ def three_ways(cell: Cell, hidden: int, batch: int) -> Ways:
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
     return Ways(ways, operands, lambda: pack(shared), planning)
-
-
-def measure(cell: Cell, hidden: int, batch: int, budget: float) -> list[Any]:
-    """The rest of a row of the table."""
-    ways, operands, pack, planning = three_ways(cell, hidden, batch)
-    loops = [looped(way) for way in ways]
-    runs = [
-        lambda loop=loop, way=way: loop(way.params, operands)
-        for loop, way in zip(loops, ways, strict=True)
-    ]
-    times = common.interleaved([*runs, pack], budget)
-    programs = [Program.of(way, operands) for way in ways]
-    return [
-        each([p.products for p in programs]),
-        each([p.moves for p in programs]),
-        each([p.kilobytes for p in programs], "{:.0f}"),
-        *(f"{1e6 * times.median(k) / CALLS:.1f}" for k in range(3)),
-        times.ratio(2, 0),
-        times.ratio(2, 1),
-        f"{1e6 * times.median(3):.0f}",
-        f"{1e3 * planning:.1f}",
-    ]
-
-
-def main() -> None:
-    parser = common.options(__doc__)
-    parser.add_argument("--hidden", type=common.numbers, default=[64, 256], help="such as 64,256")
-    parser.add_argument("--batch", type=common.numbers, default=[8, 256], help="such as 8,256")
-    parser.add_argument("--seconds", type=float, default=2, help="per row (%(default)s)")
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.batch, args.seconds = [16], [4], 0.1
-    print(common.machine())
-    table = common.Table(
-        "cell",
-        "hidden",
-        "batch",
-        "products",
-        "moves",
-        "kB moved",
-        "as written µs",
-        "by hand µs",
-        "jedbatch µs",
-        "to written",
-        "to by hand",
-        "packing µs",
-        "planning ms",
-    )
-    for name, cell in CELLS.items():
-        for hidden, batch in common.by(args.hidden, args.batch):
-            size = hidden // 4 if name == "MV" else hidden  # its matrices are operands
-            table.row(name, size, batch, *measure(cell, size, batch, args.seconds))
-
-
-if __name__ == "__main__":
-    main()
