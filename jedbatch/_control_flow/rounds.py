@@ -135,8 +135,8 @@ class TracersMet(BaseException):
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """How an instance ended; see `_graph.record`."""
+class InstanceResult:
+    """The result of an instance; see `_graph.record`."""
 
     structure: Any
     types: tuple[tuple, ...]
@@ -153,6 +153,7 @@ class Stepwise:
 
     Attributes:
       rounds: what ran so far.
+      fn, session, instances, join, policy, results: what it was made of.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Stepwise:
         instances: Sequence[Sequence[Any]],
         join: Callable,
         policy: Any,
-        results: Callable[[Sequence[Outcome], np.ndarray], tuple[dict, ResultForm]],
+        results: Callable[[Sequence[InstanceResult], np.ndarray], tuple[dict, ResultForm]],
     ):
         """Prepares a call.
 
@@ -175,14 +176,15 @@ class Stepwise:
           results: from outcomes and references of their leaves to (what each arena returns, form).
         """
         self.rounds: list[Round] = []
-        self._fn = fn
-        self._session = session
-        self._instances = instances
-        self._join = join
-        self._policy = policy
-        self._results = results
-        self._tracers: Sequence[Any] = ()
-        self._moving = False  # whether arrays of instances are traced
+        self.fn = fn
+        self.session = session
+        self.instances = instances
+        self.join = join
+        self.policy = policy
+        self.results = results
+        self._tracers: Sequence[Any] = ()  # of an outer transformation, met while recording
+        self._names: tuple[Way, ...] = ()  # of the arrays that the function reads beside
+        self._attempt: Attempt | None = None  # the latest
 
     def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Reached) -> Any:
         """The results.
@@ -190,43 +192,54 @@ class Stepwise:
         The `leaves` of the shared arguments, the instances' arrays and those that the function
         reads beside may be traced.
         """
-        self._ways = reached.names
+        self._names = reached.names
         while True:
             try:
-                return self._attempt(leaves, arrays, reached.arrays)
+                return self._run(leaves, arrays, reached.arrays)
             except TracersMet as met:
                 self._tracers = met.args[0]
 
-    def _attempt(self, leaves, arrays, reached) -> Any:
+    def _run(
+        self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Sequence[Any]
+    ) -> Any:
         given = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
-        self._moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             outputs = self._compute(*given, saving=False)
         else:
-            outputs = self._differentiable()(*given)
-        return results_from(self._form, self._signature, outputs)
+            moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
+            outputs = self._differentiable(moving)(*given)
+        signature = self._latest.workspace.signature
+        assert signature is not None
+        return results_from(self._latest.form, signature, outputs)
 
-    def _differentiable(self) -> Callable:
+    @property
+    def _latest(self) -> "Attempt":
+        assert self._attempt is not None
+        return self._attempt
+
+    def _differentiable(self, moving: bool) -> Callable:
+        """Returns the function to differentiate; arrays of instances are traced if `moving`."""
+
         @jax.custom_vjp
         def run(leaves, arrays, tracers, reached):
             outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
-            return split(outputs, self._form.batch)
+            return split(outputs, self._latest.form.batch)
 
         def forwards(*primals):
             leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
             outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
-            residuals = leaves, arrays, tracers, reached, self._workspace.state
-            return split(outputs, self._form.batch), residuals
+            residuals = leaves, arrays, tracers, reached, self._latest.workspace.state
+            return split(outputs, self._latest.form.batch), residuals
 
-        run.defvjp(forwards, self._backwards, symbolic_zeros=True)
+        run.defvjp(forwards, functools.partial(self._backwards, moving), symbolic_zeros=True)
         return run
 
     @unguarded
-    def _backwards(self, residuals, cotangents):
+    def _backwards(self, moving, residuals, cotangents):
         leaves, arrays, tracers, reached, values = residuals
-        workspace, session = self._workspace, self._session
-        batch = self._form.batch
-        placed, signature = workspace.whole(self._returned, batch is not None)
+        attempt, session = self._latest, self.session
+        workspace, batch = attempt.workspace, attempt.form.batch
+        placed, signature = workspace.whole(attempt.returned, batch is not None)
         lowered = lower(placed, signature)
         assert lowered is not None
         pieces = tuple([_cotangent(x) for x in mine] for mine in cotangents)
@@ -248,20 +261,19 @@ class Stepwise:
             if isinstance(position, int):
                 of_tracers[position] = cotangent
             elif isinstance(position, Way):
-                of_reached[self._ways.index(position)] = cotangent
-        of_arrays = workspace.pull_back(arrays, of_inputs) if self._moving else None
+                of_reached[self._names.index(position)] = cotangent
+        of_arrays = workspace.pull_back(arrays, of_inputs) if moving else None
         return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached
 
     def _outside(self, tracers: Sequence[Any], reached: Sequence[Any]) -> dict[Hashable, Any]:
         """Returns the values that programs read from outside, by name (see `SharedValue`)."""
-        return dict(enumerate(tracers)) | dict(zip(self._ways, reached, strict=True))
+        return dict(enumerate(tracers)) | dict(zip(self._names, reached, strict=True))
 
     # --- rounds ---
 
     def _compute(self, leaves, arrays, tracers, reached, saving: bool) -> Any:
         """Runs all rounds; returns the rows that are returned from each arena."""
         given = leaves, arrays, tracers, reached
-        self._beside = self._outside(tracers, reached)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             raise SymbolicValueError(
                 "a batched function decides on the value of an array (`if`, `while`, `int()`, "
@@ -269,52 +281,86 @@ class Stepwise:
                 "a second derivative. Call it outside of them; `jax.grad` of it is fine. "
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
-        return deeply(functools.partial(self._compute_alone, leaves, arrays, tracers, saving))
+        return deeply(functools.partial(self._compute_alone, given, saving))
 
-    def _compute_alone(self, leaves, arrays, tracers, saving: bool) -> Any:
+    def _compute_alone(self, given: Any, saving: bool) -> Any:
         """The same, with recursion as deep as this thread allows."""
+        leaves, arrays, tracers, reached = given
         with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
-            recorder = self._begin(leaves, arrays, tracers, saving)
-            end = ending(recorder)
-            with Restored(end), Restored(end), set_current_trace(recorder):
-                begin_recording(recorder)
-                begun = self._turns()
-            return self._last(begun)
+            self.rounds.clear()
+            outside = self._outside(tracers, reached)
+            self._attempt = attempt = Attempt(self, leaves, arrays, tracers, outside, saving)
+            end = ending(attempt.recorder)
+            with Restored(end), Restored(end), set_current_trace(attempt.recorder):
+                begin_recording(attempt.recorder)
+                begun = attempt.turns()
+            return attempt.last(begun)
 
-    def _begin(self, leaves, arrays, tracers, saving: bool) -> Recorder:
-        """Forgets all rounds; returns who records those to come."""
-        self.rounds.clear()
-        self._configuration = configuration()
-        session = self._session
-        recorder = Recorder(session.registry, trace_of_caller())
-        recorder.tracers = list(self._tracers)
-        self._leaves, self._arrays, self._primals = leaves, arrays, tracers
-        self._workspace = Workspace(
+
+class Attempt:
+    """The rounds of a call, with all tracers of outer transformations that are known so far.
+
+    Attributes:
+      recorder, workspace: what instances record, and what of it is computed.
+      returned: the values that each arena returns.
+      form: how they become results.
+    """
+
+    def __init__(
+        self,
+        call: Stepwise,
+        leaves: Sequence[Any],
+        arrays: Sequence[Sequence[Any]],
+        tracers: Sequence[Any],
+        outside: dict[Hashable, Any],
+        saving: bool,
+    ):
+        """Prepares recording.
+
+        Args:
+          call: what to run, and where rounds are noted.
+          leaves: of the shared arguments.
+          arrays: of the instances.
+          tracers: values of those that were met before.
+          outside: values that programs read from outside, by name (see `SharedValue`).
+          saving: whether everything is kept that the reverse would read.
+        """
+        session = call.session
+        self.recorder = Recorder(session.registry, trace_of_caller())
+        self.recorder.tracers = list(call._tracers)
+        self.workspace = Workspace(
             session,
-            recorder,
+            self.recorder,
             arrays,
-            self._policy,
-            lambda closed_over: shared_values(session, closed_over, leaves, self._beside),
+            call.policy,
+            lambda closed_over: shared_values(session, closed_over, leaves, outside),
             saving,
         )
+        self.returned: dict[Any, list[int]] = {}
+        self.form = ResultForm((), (), None)
+        self._call = call
+        self._session = session
+        self._leaves, self._arrays, self._outside = leaves, arrays, outside
+        self._num_tracers = len(tracers)
+        self._configuration = configuration()
+        self._shared: Sequence[Any] = ()
         self._known: dict[Any, np.ndarray] = {}
-        self._outcomes: list[Any] = [None] * len(self._instances)
-        self._fibers = Fibers(self._record, len(self._instances))
-        recorder.read = self._read
-        recorder.together = self._together
-        return recorder
+        self._results: list[Any] = [None] * len(call.instances)
+        self._fibers = Fibers(self._record, len(call.instances))
+        self.recorder.read = self._read
+        self.recorder.together = self._together
 
-    def _turns(self) -> float:
+    def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""
-        recorder, fibers = self._workspace.recorder, self._fibers
+        recorder, fibers = self.recorder, self._fibers
         self._shared = recorder.share()
         recorder.begin(None, ())
         try:
             while True:
                 begun = time.perf_counter()
                 for instance in fibers.turns():
-                    self._workspace.note_turn(instance)
-                if len(recorder.tracers) > len(self._primals):
+                    self.workspace.note_turn(instance)
+                if len(recorder.tracers) > self._num_tracers:
                     raise TracersMet(recorder.tracers)
                 if not fibers.waiting:
                     return begun
@@ -325,24 +371,24 @@ class Stepwise:
                 error.add_note(f"Another instance failed while it was stopped: {other!r}")
             raise
         finally:
-            del self._shared
+            self._shared = ()
 
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
-        recorder = self._workspace.recorder
+        recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
         with set_current_trace(recorder):
-            recorder.turn_to(self._instances[instance])
-            mapped = recorder.symbolic(self._instances[instance], self._arrays[instance])
-            result = self._fn(*self._join(self._shared, mapped))
+            recorder.turn_to(self._call.instances[instance])
+            mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
+            result = self._call.fn(*self._call.join(self._shared, mapped))
             leaves, structure = flatten(result, "the result of the function")
             found = [recorder.output(leaf) for leaf in leaves]
             references, types = tuple(r for r, _ in found), tuple(t for _, t in found)
-            self._outcomes[instance] = Outcome(structure, types, references)
+            self._results[instance] = InstanceResult(structure, types, references)
 
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
-        recorder = self._workspace.recorder
+        recorder = self.recorder
         if recording.recorder is not recorder:
             raise SymbolicValueError(
                 "a cell decides on the value of an array that it closes over; inside of cells "
@@ -361,7 +407,7 @@ class Stepwise:
         key = isinstance(symbol, Shared), symbol.index
         if key not in self._known:
             if isinstance(symbol, Shared):
-                if len(recorder.tracers) > len(self._primals):
+                if len(recorder.tracers) > self._num_tracers:
                     self._fibers.wait(None)  # for a start with all of them
                 self._known[key] = self._shared_value(symbol.index)
             elif symbol.index < 0:
@@ -374,7 +420,7 @@ class Stepwise:
 
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         """What parts of an instance return, which wait for values each on its own."""
-        recorder = self._workspace.recorder
+        recorder = self.recorder
         instance = recorder._instance
         with take_current_trace() as current:
             trace = current  # the recorder, or a transformation inside of the function
@@ -394,13 +440,13 @@ class Stepwise:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
         with pause():
-            values = shared_values(self._session, closed_over, self._leaves, self._beside)
+            values = shared_values(self._session, closed_over, self._leaves, self._outside)
             return np.asarray(compute(values)[0][0])
 
     @unguarded
     def _input_value(self, index: int) -> np.ndarray:
         """A number, or a part of an array of the instance that asks."""
-        recorder = self._workspace.recorder
+        recorder = self.recorder
         group = np.array([recorder.input_group[index]])
         (chunk,) = cut_inputs(
             recorder.registry, recorder.input_value, np.array([index]), np.zeros(1), group
@@ -414,20 +460,18 @@ class Stepwise:
         waiting = self._fibers.waiting
         values = list(dict.fromkeys(waiting.values()))
         with pause():
-            layout, found = self._workspace.compute(np.array(values), read=True)
+            layout, found = self.workspace.compute(np.array(values), read=True)
         self._known.update(zip([(False, v) for v in values], found, strict=True))
-        self.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
+        self._call.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
 
     @unguarded
-    def _last(self, start: float) -> Any:
+    def last(self, start: float) -> Any:
         """Computes what is returned."""
-        references = np.array([r for o in self._outcomes for r in o.references], np.int64)
-        self._returned, self._form = self._results(self._outcomes, references)
-        layout, _ = self._workspace.compute(references, read=False)
-        assert self._workspace.signature is not None
-        self._signature = self._workspace.signature
-        self.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
-        stacked = self._form.batch is not None
-        if self._workspace.trial is not None:
-            self._workspace.trial.finish(*self._workspace.whole(self._returned, stacked))
-        return self._workspace.results(self._returned, stacked)
+        references = np.array([r for result in self._results for r in result.references], np.int64)
+        self.returned, self.form = self._call.results(self._results, references)
+        layout, _ = self.workspace.compute(references, read=False)
+        self._call.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
+        stacked = self.form.batch is not None
+        if self.workspace.trial is not None:
+            self.workspace.trial.finish(*self.workspace.whole(self.returned, stacked))
+        return self.workspace.results(self.returned, stacked)
