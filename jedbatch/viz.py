@@ -32,7 +32,7 @@ from jedbatch import checks
 from jedbatch._draw.batches import draw_batches, draw_timeline
 from jedbatch._draw.graph import draw_graph
 from jedbatch._draw.memory import arenas_of, draw_memory
-from jedbatch._draw.styles import Kinds
+from jedbatch._draw.styles import TypeStyles
 from jedbatch._graph.graph import Graph
 from jedbatch._program.plan import Plan
 from jedbatch._schedule.fsm import FSM
@@ -76,10 +76,10 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
       >>> jedbatch.viz.graph(graph).save("graph.svg")  # doctest: +SKIP
     """
     whole = _graph_of(source, "graph")
-    kinds = Kinds.of(whole)
+    styles = TypeStyles.of(whole)
     if instance is None:
         some = counted(whole.num_instances, "instance")
-        return draw_graph(whole, kinds, f"Graph of {some}: {_content(whole)}")
+        return draw_graph(whole, styles, f"Graph of {some}: {_content(whole)}")
     if isinstance(instance, bool) or not isinstance(instance, (int, np.integer)):
         raise TypeError(
             f"`viz.graph` got instance {checks.brief(instance)}; expected its index, or none "
@@ -92,7 +92,7 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
         )
     i = range(whole.num_instances)[instance]
     part = Graph.select([(whole, i)])
-    return draw_graph(part, kinds.counted_in(part), f"Graph of instance {i}: {_content(part)}", i)
+    return draw_graph(part, styles.counted_in(part), f"Graph of instance {i}: {_content(part)}", i)
 
 
 def batches(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
@@ -125,7 +125,7 @@ def batches(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
     whole, cut = _scheduled(source, schedule, "batches")
     layout = source.layout if isinstance(source, Plan) else None
     node = cut.node if layout is None else layout.node
-    return draw_batches(whole, cut, node, Kinds.of(whole), _grouped(cut))
+    return draw_batches(whole, cut, node, TypeStyles.of(whole), _grouped(cut))
 
 
 def timeline(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
@@ -149,7 +149,7 @@ def timeline(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
       >>> picture = jedbatch.viz.timeline(graph, jedbatch.schedule(graph))
     """
     whole, cut = _scheduled(source, schedule, "timeline")
-    return draw_timeline(whole, cut, Kinds.of(whole), f"Timeline: {_grouped(cut)}")
+    return draw_timeline(whole, cut, TypeStyles.of(whole), f"Timeline: {_grouped(cut)}")
 
 
 def memory(plan: Plan, arena: str | None = None) -> Picture:
@@ -188,7 +188,7 @@ def memory(plan: Plan, arena: str | None = None) -> Picture:
         raise ValueError(
             f"`viz.memory` got arena {arena!r}; this plan has {', '.join(map(repr, arenas))}."
         )
-    return draw_memory(plan, arenas[arena], Kinds.of(whole))
+    return draw_memory(plan, arenas[arena], TypeStyles.of(whole))
 
 
 Times = Mapping[str, float]
@@ -249,7 +249,7 @@ def state_machine(fsm: FSM) -> Picture:
 
 
 def _graph_of(source: Any, name: str) -> Graph:
-    """The graph to draw, or what to do."""
+    """Returns the graph to draw; raises an error that says what to do if there is none."""
     if isinstance(source, Graph):
         return source
     if not isinstance(source, Plan):
@@ -267,7 +267,7 @@ def _graph_of(source: Any, name: str) -> Graph:
 
 
 def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph, Schedule]:
-    """The graph and its batches."""
+    """Returns the graph and its batches."""
     whole = _graph_of(source, name)
     if isinstance(source, Plan):
         if schedule is not None:
@@ -292,13 +292,13 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
 
 
 def _content(graph: Graph) -> str:
-    """How much is in a graph."""
+    """Returns how much is in a graph, for a title."""
     types = len(np.unique(graph.node_type))
     return f"{counted(len(graph.node_type), 'node')} of {counted(types, 'type')}"
 
 
 def _grouped(schedule: Schedule) -> str:
-    """How much is in a schedule."""
+    """Returns how much is in a schedule, for a title."""
     found = counted(len(schedule), "batch", "batches")
     return f"{found} of {counted(len(schedule.node), 'node')}"
 
@@ -310,7 +310,7 @@ BARS = 24  # drawn
 
 
 def _bars(source: Any) -> dict[str, dict[str, float]]:
-    """Seconds by name and stage."""
+    """Returns seconds by name and stage."""
     if isinstance(source, Plan):
         source = [source]
     if isinstance(source, Mapping):
@@ -330,7 +330,7 @@ def _bars(source: Any) -> dict[str, dict[str, float]]:
 
 
 def _seconds(name: str, bar: Any) -> dict[str, float]:
-    """The seconds of one bar."""
+    """Returns the seconds of one bar."""
     if isinstance(bar, Plan):
         if bar.host is None:
             _graph_of(bar, "time_split")
@@ -357,7 +357,7 @@ def _seconds(name: str, bar: Any) -> dict[str, float]:
 
 
 def _draw_bars(bars: dict[str, dict[str, float]]) -> Picture:
-    """A bar for each name, its stages one after the other."""
+    """Draws a bar for each name, its stages one after the other."""
     totals = {name: sum(bar.values()) for name, bar in bars.items()}
     stages = list(dict.fromkeys(stage for bar in bars.values() for stage in bar))
     shade = dict(zip(stages, colours(len(stages)), strict=True))
@@ -393,5 +393,5 @@ def _draw_bars(bars: dict[str, dict[str, float]]) -> Picture:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Milliseconds for people: three digits."""
+    """Returns milliseconds with three digits."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

@@ -6,5 +6,5 @@ Read in this order:
 2. `graph`: Drawing instance graphs: every node where there is room, and how many where there is
    not.
 3. `batches`: Drawing schedules: which nodes run together, and when.
-4. `memory`: Drawing memory: which rows hold what, from when until when, and how they are read.
+4. `memory`: Drawing memory: the results in each row, from when until when, and how they are read.
 """

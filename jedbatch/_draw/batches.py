@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jedbatch._draw.graph import NODES, TALL, Bundles, described_nodes, draw_edges, span
-from jedbatch._draw.styles import Kinds, Lanes, binned
+from jedbatch._draw.styles import Lanes, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._schedule.schedule import Schedule, lower_bound
 from jedbatch._support.canvas import (
@@ -31,7 +31,7 @@ GAP = 12  # least pixels between boxes, where lines are seen
 
 
 def described(graph: Graph, schedule: Schedule) -> str:
-    """A schedule in a sentence, with what is certified about it."""
+    """Returns a schedule in a sentence, with its certified lower bound."""
     sizes = np.diff(schedule.node_ptr)
     bound = lower_bound(graph)
     optimal = ", so none has fewer" if len(schedule) == bound else ""
@@ -46,7 +46,7 @@ def described(graph: Graph, schedule: Schedule) -> str:
 
 
 class Boxes(NamedTuple):
-    """Where the batches are, each a box of columns of nodes.
+    """The places of the batches, each a box of columns of nodes.
 
     Attributes:
       sizes: int64[S], nodes of each.
@@ -65,12 +65,12 @@ class Boxes(NamedTuple):
     @staticmethod
     def fit(sizes: np.ndarray) -> "Boxes | None":
         """Boxes with nodes as large as fit, and names if they fit; None if nothing does."""
-        room = WIDTH - 2 * MARGIN
+        width = WIDTH - 2 * MARGIN
         for pitch in SIZES:
             rows = int((TALL - HEAD) // pitch)
             for least in (WIDE, NARROW):
                 wide = np.maximum(-(-sizes // rows) * pitch + 10.0, least)
-                gap = min(60.0, (room - wide.sum()) / max(1, len(wide) - 1))
+                gap = min(60.0, (width - wide.sum()) / max(1, len(wide) - 1))
                 if gap >= GAP:
                     left = MARGIN + (wide + gap).cumsum() - wide - gap
                     tall = np.minimum(sizes, rows) * pitch + HEAD + 6
@@ -86,40 +86,40 @@ class Boxes(NamedTuple):
 
 
 def draw_batches(
-    graph: Graph, schedule: Schedule, node: np.ndarray, kinds: Kinds, title: str
+    graph: Graph, schedule: Schedule, node: np.ndarray, styles: TypeStyles, title: str
 ) -> Picture:
-    """A box for every batch, its nodes in the order `node`, or how many there are."""
+    """Draws a box for every batch, its nodes in the order `node`, or how many there are."""
     if len(node) <= NODES and (boxes := Boxes.fit(np.diff(schedule.node_ptr))):
-        return _draw_boxes(graph, schedule, node, kinds, title, boxes)
-    return _draw_steps(graph, schedule, kinds, title, edges=True)
+        return _draw_boxes(graph, schedule, node, styles, title, boxes)
+    return _draw_steps(graph, schedule, styles, title, edges=True)
 
 
 def _draw_boxes(
-    graph: Graph, schedule: Schedule, node: np.ndarray, kinds: Kinds, title: str, boxes: Boxes
+    graph: Graph, schedule: Schedule, node: np.ndarray, styles: TypeStyles, title: str, boxes: Boxes
 ) -> Picture:
-    """Every node in the box of its batch."""
+    """Draws every node in the box of its batch."""
     ends = boxes.left + boxes.wide
     canvas = Canvas(
         title,
         f"{described(graph, schedule)} Left to right: as they run, nodes with the number of their "
         "instance where there is room. Lines: from what is read to its reader.",
-        kinds.legend(),
+        styles.legend(),
         max(SLIM, ends.max(initial=0) + MARGIN),
     )
     x, y = np.empty(len(node)), np.empty(len(node))
     for i in range(len(schedule)):
-        mine = node[schedule.node_ptr[i] : schedule.node_ptr[i + 1]]
-        x[mine], down = boxes.place(i)
-        y[mine] = canvas.top + down
+        nodes = node[schedule.node_ptr[i] : schedule.node_ptr[i + 1]]
+        x[nodes], down = boxes.place(i)
+        y[nodes] = canvas.top + down
     draw_edges(canvas, graph, ends[schedule.batch], boxes.left[schedule.batch], y)
     for i in range(len(schedule)):
-        _draw_box(canvas, boxes, i, int(schedule.batch_type[i]), kinds)
+        _draw_box(canvas, boxes, i, int(schedule.batch_type[i]), styles)
     radius = 0.4 * boxes.pitch
     instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr)).tolist()
-    hints = described_nodes(graph, kinds)
-    for n, k in enumerate(kinds.of_type[graph.node_type].tolist()):
+    hints = described_nodes(graph, styles)
+    for n, k in enumerate(styles.of_type[graph.node_type].tolist()):
         marks: dict[str, Any] = {"title": hints[n], "data_kind": "node"}
-        canvas.circle(x[n], y[n], radius, fill=kinds.colours[k], **marks)
+        canvas.circle(x[n], y[n], radius, fill=styles.colours[k], **marks)
         number = f"{instance[n]}"
         if graph.num_instances > 1 and text_width(number, 10) <= 1.8 * radius:
             middle = x[n], y[n] + 3.5
@@ -127,16 +127,16 @@ def _draw_boxes(
     return canvas.picture(canvas.top + boxes.tall.max(initial=0))
 
 
-def _draw_box(canvas: Canvas, boxes: Boxes, batch: int, node_type: int, kinds: Kinds) -> None:
-    """A box, with the name of its type where there is room, and how many nodes it has."""
-    k, size = kinds.of_type[node_type], int(boxes.sizes[batch])
+def _draw_box(canvas: Canvas, boxes: Boxes, batch: int, node_type: int, styles: TypeStyles) -> None:
+    """Draws a box, with the name of its type where there is room, and how many nodes it has."""
+    k, size = styles.of_type[node_type], int(boxes.sizes[batch])
     left, wide = boxes.left[batch], boxes.wide[batch]
-    hint = f"batch {batch}: {counted(size, 'node')} of {kinds.explained[node_type]}"
+    hint = f"batch {batch}: {counted(size, 'node')} of {styles.explained[node_type]}"
     marks: dict[str, Any] = {"data_kind": "batch", "data_count": str(size), "title": hint}
     place = left, canvas.top, wide, boxes.tall[batch]
-    canvas.rect(*place, fill=TINT, stroke=kinds.colours[k], rx=6, **marks)
+    canvas.rect(*place, fill=TINT, stroke=styles.colours[k], rx=6, **marks)
     words: dict[str, Any] = {"anchor": "middle", "title": hint}
-    name = fitted(kinds.names[k], wide - 8) if wide >= WIDE else ""
+    name = fitted(styles.names[k], wide - 8) if wide >= WIDE else ""
     canvas.text(left + wide / 2, canvas.top + 14, name, bold=True, **words)
     below = canvas.top + (28 if name else 21)
     canvas.text(left + wide / 2, below, f"× {size}" if name else f"{size}", fill=GREY, **words)
@@ -145,41 +145,41 @@ def _draw_box(canvas: Canvas, boxes: Boxes, batch: int, node_type: int, kinds: K
 # --- when it runs ---
 
 
-def draw_timeline(graph: Graph, schedule: Schedule, kinds: Kinds, title: str) -> Picture:
-    """A lane for every type, a mark for every batch."""
-    return _draw_steps(graph, schedule, kinds, title, edges=False)
+def draw_timeline(graph: Graph, schedule: Schedule, styles: TypeStyles, title: str) -> Picture:
+    """Draws a lane for every type, a mark for every batch."""
+    return _draw_steps(graph, schedule, styles, title, edges=False)
 
 
 def _draw_steps(
-    graph: Graph, schedule: Schedule, kinds: Kinds, title: str, *, edges: bool
+    graph: Graph, schedule: Schedule, styles: TypeStyles, title: str, *, edges: bool
 ) -> Picture:
-    """Batches by when they run and by their type, the root of their sizes as height."""
-    kind, step = kinds.of_type[schedule.batch_type], np.arange(len(schedule))
-    first, place = binned(step, len(schedule), kind, len(kinds), STEPS)
+    """Draws batches by when they run and by their type, the root of their sizes as height."""
+    kind, step = styles.of_type[schedule.batch_type], np.arange(len(schedule))
+    first, place = binned(step, len(schedule), kind, len(styles), STEPS)
     columns = len(first) - 1
     bundles = Bundles.of(*(place[schedule.batch[end]] for end in graph.edges))
     canvas = Canvas(
         title,
         f"{described(graph, schedule)} Height: the root of how many nodes. "
         + (bundles.caption if edges else ""),
-        width=Lanes.room(kinds, columns)[2],
+        width=Lanes.fit(styles, columns)[2],
     )
-    lanes = Lanes.draw(canvas, kinds, first, "batch")
+    lanes = Lanes.draw(canvas, styles, first, "batch")
     sizes = np.diff(schedule.node_ptr)
-    count = np.bincount(place, sizes, columns * len(kinds)).astype(int)
-    batches = np.bincount(place, minlength=columns * len(kinds))
+    count = np.bincount(place, sizes, columns * len(styles)).astype(int)
+    batches = np.bincount(place, minlength=columns * len(styles))
     wide = max(0.8, lanes.pitch * (0.78 if edges else 0.86))
 
     def at(place: int) -> tuple[float, float]:
-        return lanes.x(place // len(kinds)), lanes.middle(place % len(kinds))
+        return lanes.x(place // len(styles)), lanes.middle(place % len(styles))
 
     def named(place: int) -> str:
-        column, k = divmod(place, len(kinds))
+        column, k = divmod(place, len(styles))
         where = span("batch", "batches", first[column], first[column + 1])
-        return f"{kinds.names[k]} in {where}"
+        return f"{styles.names[k]} in {where}"
 
     if edges:
-        bundles.draw(canvas, kinds, at, named)
+        bundles.draw(canvas, styles, at, named)
     most = max(1, count.max(initial=1))
     for where in np.flatnonzero(batches).tolist():
         number, (x, y) = int(count[where]), at(where)
@@ -190,9 +190,11 @@ def _draw_steps(
             "data_count": str(number),
         }
         box = x - wide / 2, y - tall / 2, wide, tall
-        canvas.rect(*box, fill=kinds.colours[where % len(kinds)], rx=min(3, wide / 4), **marks)
+        canvas.rect(*box, fill=styles.colours[where % len(styles)], rx=min(3, wide / 4), **marks)
         taken = text_width(f"{number}", 10) + 4
-        beside = range(where, where + len(kinds) * (1 + math.ceil(taken / lanes.pitch)), len(kinds))
+        beside = range(
+            where, where + len(styles) * (1 + math.ceil(taken / lanes.pitch)), len(styles)
+        )
         inside = tall >= 13
         if taken <= wide + 3 and (inside or lanes.tall >= 30):
             middle = y + 3.5 if inside else y - tall / 2 - 3

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._draw.styles import Kinds, Lanes, binned
+from jedbatch._draw.styles import Lanes, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._support.canvas import (
     GREY,
@@ -45,19 +45,19 @@ BUNDLES = 400  # of edges drawn, the largest
 DOT = 14.0  # diameter of a node without a name, at most
 
 
-def draw_graph(graph: Graph, kinds: Kinds, title: str, instance: int = 0) -> Picture:
-    """The nodes of a graph by level, or how many there are; its first instance has a number."""
+def draw_graph(graph: Graph, styles: TypeStyles, title: str, instance: int = 0) -> Picture:
+    """Draws nodes by level, or how many there are; the first instance has a number."""
     if len(graph.node_type) <= NODES and (plane := arrange(graph)).bands.pitch >= 4:
-        return _draw_nodes(graph, kinds, title, plane, instance)
-    return _draw_levels(graph, kinds, title)
+        return _draw_nodes(graph, styles, title, plane, instance)
+    return _draw_levels(graph, styles, title)
 
 
-def described_nodes(graph: Graph, kinds: Kinds, instance: int = 0) -> list[str]:
-    """What each node is, its number counted within its instance."""
+def described_nodes(graph: Graph, styles: TypeStyles, instance: int = 0) -> list[str]:
+    """Returns a description of each node, numbered within its instance."""
     of = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
     within = np.arange(len(of)) - graph.node_ptr[of]
     return [
-        f"node {n} of instance {instance + i}: {kinds.explained[t]}"
+        f"node {n} of instance {instance + i}: {styles.explained[t]}"
         for n, i, t in zip(within.tolist(), of.tolist(), graph.node_type.tolist(), strict=True)
     ]
 
@@ -66,7 +66,7 @@ def described_nodes(graph: Graph, kinds: Kinds, instance: int = 0) -> list[str]:
 
 
 class Bands(NamedTuple):
-    """Where instances are: each in a band of rows, in one of several columns.
+    """The places of instances: each in a band of rows, in one of several columns.
 
     Attributes:
       columns: how many.
@@ -96,7 +96,7 @@ class Bands(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """Where nodes are, before it is known how far levels and rows are apart.
+    """The places of nodes, before it is known how far levels and rows are apart.
 
     Attributes:
       level, row: float64[N], the place of each node; columns are `levels` and a half apart.
@@ -115,9 +115,9 @@ def arrange(graph: Graph) -> Plane:
     row = np.zeros(len(graph.node_type))
     heights = np.zeros(graph.num_instances)
     for i in range(graph.num_instances):
-        mine = slice(*graph.node_ptr[i : i + 2].tolist())
-        row[mine] = rows_of(graph, mine)
-        heights[i] = row[mine].max(initial=-1) + 1
+        part = slice(*graph.node_ptr[i : i + 2].tolist())
+        row[part] = rows_of(graph, part)
+        heights[i] = row[part].max(initial=-1) + 1
     levels = int(graph.depth.max(initial=0)) + 1
     bands = max((Bands.cut(heights, levels, c) for c in range(1, 13)), key=lambda b: b.pitch)
     instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
@@ -125,11 +125,11 @@ def arrange(graph: Graph) -> Plane:
     return Plane(level, row + bands.first[instance], levels, bands)
 
 
-def rows_of(graph: Graph, mine: slice) -> np.ndarray:
+def rows_of(graph: Graph, part: slice) -> np.ndarray:
     """float64[n], the rows of one instance's nodes, at least 1 apart within each level."""
-    level = graph.depth[mine]
+    level = graph.depth[part]
     ptr, maker = graph.preds
-    operands = [maker[a:b] - mine.start for a, b in zip(ptr[mine], ptr[1:][mine], strict=True)]
+    operands = [maker[a:b] - part.start for a, b in zip(ptr[part], ptr[1:][part], strict=True)]
     readers: list[list[int]] = [[] for _ in operands]
     for n, makers in enumerate(operands):
         for m in makers:
@@ -138,7 +138,7 @@ def rows_of(graph: Graph, mine: slice) -> np.ndarray:
     levels = [np.flatnonzero(level == k) for k in range(int(level.max(initial=-1)) + 1)]
     for nodes in levels[:1]:
         row[nodes] = np.arange(len(nodes))
-    weight = (1.0 + graph.height[mine]) ** 2  # what leads far goes straight
+    weight = (1.0 + graph.height[part]) ** 2  # what leads far goes straight
     forward, backward = (operands, levels[1:]), (readers, levels[::-1])
     for neighbours, sweep in (forward, backward, forward, backward, forward):
         for nodes in sweep:
@@ -164,7 +164,7 @@ def spread(wanted: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 class Scale(NamedTuple):
-    """How a plane is drawn.
+    """The scale at which a plane is drawn.
 
     Attributes:
       left: where levels begin.
@@ -180,22 +180,24 @@ class Scale(NamedTuple):
     wide: float
 
     @staticmethod
-    def of(graph: Graph, kinds: Kinds, plane: Plane) -> "Scale":
+    def of(graph: Graph, styles: TypeStyles, plane: Plane) -> "Scale":
         """With names if they fit, otherwise with dots as large as fit."""
         columns, rows = plane.bands.columns, plane.bands.rows
         left = MARGIN + (68.0 if graph.num_instances > 1 and columns == 1 else 0)
-        room = (WIDTH - MARGIN - left) / (columns * (plane.levels + 0.5) - 0.5)
-        box = min(110.0, max(map(text_width, kinds.names), default=0) + 14)
+        pitch = (WIDTH - MARGIN - left) / (columns * (plane.levels + 0.5) - 0.5)
+        box = min(110.0, max(map(text_width, styles.names), default=0) + 14)
         few = len(graph.node_type) <= LABELLED and columns == 1
-        if few and room >= box + 26 and TALL / rows >= 21:
-            return Scale(left, min(room, box + 54), min(TALL / rows, 30), True, box)
-        across, down = min(room, 4 * DOT), min(TALL / rows, DOT + 8)
+        if few and pitch >= box + 26 and TALL / rows >= 21:
+            return Scale(left, min(pitch, box + 54), min(TALL / rows, 30), True, box)
+        across, down = min(pitch, 4 * DOT), min(TALL / rows, DOT + 8)
         return Scale(left, across, down, False, min(DOT, 0.8 * down, 0.6 * across))
 
 
-def _draw_nodes(graph: Graph, kinds: Kinds, title: str, plane: Plane, instance: int) -> Picture:
-    """Every node, by name or as a dot."""
-    scale, bands = Scale.of(graph, kinds, plane), plane.bands
+def _draw_nodes(
+    graph: Graph, styles: TypeStyles, title: str, plane: Plane, instance: int
+) -> Picture:
+    """Draws every node, by name or as a dot."""
+    scale, bands = Scale.of(graph, styles, plane), plane.bands
     returned = np.zeros(len(graph.node_type), bool)
     returned[graph.value_node[graph.outputs[graph.outputs >= 0]]] = True
     ring = [("ring", "returned", "results of the function")] if returned.any() else []
@@ -204,24 +206,24 @@ def _draw_nodes(graph: Graph, kinds: Kinds, title: str, plane: Plane, instance: 
         title,
         "Left to right: levels, the longest path from the inputs. Lines: from what is read to "
         "its reader." + (" A band for each instance." if graph.num_instances > 1 else ""),
-        [*kinds.legend(), *ring],
+        [*styles.legend(), *ring],
         max(SLIM, scale.left + scale.across * levels + MARGIN),
     )
     _draw_bands(canvas, plane, scale)
     x = scale.left + (plane.level + 0.5) * scale.across
     y = canvas.top + (plane.row + 0.5) * scale.down
     draw_edges(canvas, graph, x + scale.wide / 2, x - scale.wide / 2, y)
-    hints = described_nodes(graph, kinds, instance)
-    for n, k in enumerate(kinds.of_type[graph.node_type].tolist()):
+    hints = described_nodes(graph, styles, instance)
+    for n, k in enumerate(styles.of_type[graph.node_type].tolist()):
         line = {"stroke": INK, "stroke_width": 2} if returned[n] else {}
         marks: dict[str, Any] = {"title": hints[n], "data_kind": "node", **line}
         if not scale.labels:
-            canvas.circle(x[n], y[n], scale.wide / 2, fill=kinds.colours[k], **marks)
+            canvas.circle(x[n], y[n], scale.wide / 2, fill=styles.colours[k], **marks)
             continue
-        marks = {"stroke": kinds.colours[k], "stroke_width": 1.5, "rx": 5, **marks}
+        marks = {"stroke": styles.colours[k], "stroke_width": 1.5, "rx": 5, **marks}
         box = x[n] - scale.wide / 2, y[n] - 9, scale.wide, 18
-        canvas.rect(*box, fill=paler(kinds.colours[k]), **marks)
-        name = fitted(kinds.names[k], scale.wide - 8)
+        canvas.rect(*box, fill=paler(styles.colours[k]), **marks)
+        name = fitted(styles.names[k], scale.wide - 8)
         canvas.text(x[n], y[n] + 4, name, anchor="middle", title=hints[n])
     return canvas.picture(canvas.top + bands.rows * scale.down)
 
@@ -229,7 +231,7 @@ def _draw_nodes(graph: Graph, kinds: Kinds, title: str, plane: Plane, instance: 
 def draw_edges(
     canvas: Canvas, graph: Graph, right: np.ndarray, left: np.ndarray, y: np.ndarray
 ) -> None:
-    """Every edge, from the right side of a node to the left side of its reader."""
+    """Draws every edge, from the right side of a node to the left side of its reader."""
     pairs = np.unique(np.stack(graph.edges, 1), axis=0).tolist()
     steps = (curve(right[m], y[m], left[r], y[r]) for m, r in pairs)
     line: dict[str, Any] = {"stroke": GREY, "stroke_opacity": "0.5", "stroke_width": 1}
@@ -237,7 +239,7 @@ def draw_edges(
 
 
 def _draw_bands(canvas: Canvas, plane: Plane, scale: Scale) -> None:
-    """Lines between instances, and which is which."""
+    """Draws lines between instances, and their numbers."""
     bands = plane.bands
     if len(bands.first) == 1:
         return
@@ -257,11 +259,11 @@ def _draw_bands(canvas: Canvas, plane: Plane, scale: Scale) -> None:
 # --- counted ---
 
 
-def _draw_levels(graph: Graph, kinds: Kinds, title: str) -> Picture:
-    """How many nodes of every kind there are at each level, and what reads what."""
+def _draw_levels(graph: Graph, styles: TypeStyles, title: str) -> Picture:
+    """Draws the number of nodes of every style at each level, and the edges between them."""
     levels = int(graph.depth.max(initial=0)) + 1
-    kind = kinds.of_type[graph.node_type]
-    first, place = binned(graph.depth, levels, kind, len(kinds), COLUMNS)
+    kind = styles.of_type[graph.node_type]
+    first, place = binned(graph.depth, levels, kind, len(styles), COLUMNS)
     columns = len(first) - 1
     maker, reader = graph.edges
     bundles = Bundles.of(place[maker], place[reader])
@@ -269,28 +271,28 @@ def _draw_levels(graph: Graph, kinds: Kinds, title: str) -> Picture:
         title,
         "Left to right: levels, the longest path from the inputs. Area: how many nodes. "
         f"{bundles.caption}",
-        width=Lanes.room(kinds, columns)[2],
+        width=Lanes.fit(styles, columns)[2],
     )
-    lanes = Lanes.draw(canvas, kinds, first, "level")
-    count = np.bincount(place, minlength=columns * len(kinds))
+    lanes = Lanes.draw(canvas, styles, first, "level")
+    count = np.bincount(place, minlength=columns * len(styles))
     largest = 0.46 * min(lanes.pitch, lanes.tall)
     radius = np.where(count, np.maximum(2, largest * np.sqrt(count / max(1, count.max()))), 0)
 
     def at(place: int) -> tuple[float, float]:
-        return lanes.x(place // len(kinds)), lanes.middle(place % len(kinds))
+        return lanes.x(place // len(styles)), lanes.middle(place % len(styles))
 
     def named(place: int) -> str:
-        column, k = divmod(place, len(kinds))
+        column, k = divmod(place, len(styles))
         levels = span("level", "levels", first[column], first[column + 1])
-        return f"{kinds.names[k]} at {levels}"
+        return f"{styles.names[k]} at {levels}"
 
-    bundles.draw(canvas, kinds, at, named)
+    bundles.draw(canvas, styles, at, named)
     for where in np.flatnonzero(count).tolist():
-        k = where % len(kinds)
+        k = where % len(styles)
         number, (x, y) = int(count[where]), at(where)
         hint = f"{counted(number, 'node')}: {named(where)}"
         marks = {"data_kind": "nodes", "data_count": str(number)}
-        canvas.circle(x, y, radius[where], fill=kinds.colours[k], title=hint, **marks)
+        canvas.circle(x, y, radius[where], fill=styles.colours[k], title=hint, **marks)
         if text_width(f"{number}", 10) <= 2 * radius[where] - 3:
             canvas.text(x, y + 3.5, f"{number}", size=10, anchor="middle", fill="white")
     return canvas.picture(lanes.bottom)
@@ -308,12 +310,12 @@ class Bundles:
     Attributes:
       ends: int[..., 2], from which place to which.
       count: int[...], how many edges.
-      found: how many lines there would be.
+      total: how many lines there would be.
     """
 
     ends: np.ndarray
     count: np.ndarray
-    found: int
+    total: int
 
     @staticmethod
     def of(start: np.ndarray, end: np.ndarray) -> "Bundles":
@@ -324,25 +326,25 @@ class Bundles:
 
     @property
     def caption(self) -> str:
-        """What they are."""
-        few = f"the {len(self.ends)} largest of {self.found:,}, "
-        some = few if len(self.ends) < self.found else ""
+        """A description of the lines."""
+        few = f"the {len(self.ends)} largest of {self.total:,}, "
+        some = few if len(self.ends) < self.total else ""
         return f"Lines, {some}in the colour of what is read: how many reads."
 
     def draw(
         self,
         canvas: Canvas,
-        kinds: Kinds,
+        styles: TypeStyles,
         at: Callable[[int], tuple[float, float]],
         named: Callable[[int], str],
     ) -> None:
-        """Draws them between places `at` some point; place p is of kind `p % len(kinds)`."""
+        """Draws them between places `at` some point; place p has style `p % len(styles)`."""
         most = max(100, self.count.max(initial=1))
         for (a, b), number in zip(self.ends.tolist(), self.count.tolist(), strict=True):
             canvas.path(
                 [curve(*at(a), *at(b))],
                 title=f"{counted(number, 'read')}: {named(b)} of {named(a)}",
-                stroke=kinds.colours[a % len(kinds)],
+                stroke=styles.colours[a % len(styles)],
                 stroke_opacity="0.4",
                 stroke_width=max(0.7, 7 * (number / most) ** 0.5),
                 data_kind="bundle",

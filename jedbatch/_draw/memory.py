@@ -1,4 +1,4 @@
-"""Drawing memory: which rows hold what, from when until when, and how they are read.
+"""Drawing memory: the results in each row, from when until when, and how they are read.
 
 Rows go down, batches from left to right. The results of a batch are a rectangle: its rows, from
 the batch that writes them to the last that reads them. Where types have rows of their own the
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._draw.styles import Kinds
+from jedbatch._draw.styles import TypeStyles
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
 from jedbatch._layout.bucketing import NUM_WIDTHS
@@ -40,8 +40,8 @@ MARKS = 2000  # of reads drawn, coarser if there are more
 SLICED, GATHERED, INPUTS = "#111111", "#d62728", "#c3c9d1"
 
 
-class Blocks(NamedTuple):
-    """Rows next to each other that live for the same time: the results of a batch.
+class LiveRanges(NamedTuple):
+    """Live ranges of rows next to each other: the results of a batch.
 
     Attributes:
       type: int64[K], the node type.
@@ -60,9 +60,9 @@ class Blocks(NamedTuple):
     live: np.ndarray
     last: np.ndarray
 
-    def take(self, index: np.ndarray) -> "Blocks":
-        """Some of them."""
-        return Blocks(*(x[index] for x in self))
+    def take(self, index: np.ndarray) -> "LiveRanges":
+        """Returns some of them."""
+        return LiveRanges(*(x[index] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Arena:
       row_bytes: of one row.
       inputs: rows that hold inputs.
       rows: all rows.
-      room: rows that the program has, more than it needs now.
+      capacity: rows that the program has, more than it needs now.
       last_input: the last batch that reads an input; -1 if there is none.
       blocks: the results.
       step, row, gathered: int64[R], int64[R], bool[R], when which row is read and how, once for
@@ -87,74 +87,82 @@ class Arena:
     row_bytes: int
     inputs: int
     rows: int
-    room: int
+    capacity: int
     last_input: int
-    blocks: Blocks
+    blocks: LiveRanges
     step: np.ndarray
     row: np.ndarray
     gathered: np.ndarray
 
 
 def arenas_of(plan: Plan) -> dict[str, Arena]:
-    """The arenas of a plan, by name."""
+    """Returns the arenas of a plan, by name."""
     assert plan.host is not None
     placed = plan.host.placed
     layout, schedule, graph = placed.layout, placed.schedule, placed.graph
     space_arena = _arena_of_space(placed)
     begin = _begin_of_space(placed, space_arena)
-    found = find_blocks(graph, schedule, layout.padded)
-    node_type = schedule.batch_type[found.batch]
-    space = layout.space[node_type, found.slot]
-    first = begin[space] + layout.block[found.batch, found.slot]
-    live = np.diff(schedule.node_ptr)[found.batch]
-    blocks = Blocks(node_type, found.slot, found.batch, first, found.size, live, found.last)
+    by_batch = find_blocks(graph, schedule, layout.padded)
+    node_type = schedule.batch_type[by_batch.batch]
+    space = layout.space[node_type, by_batch.slot]
+    first = begin[space] + layout.block[by_batch.batch, by_batch.slot]
+    live = np.diff(schedule.node_ptr)[by_batch.batch]
+    blocks = LiveRanges(
+        node_type,
+        by_batch.slot,
+        by_batch.batch,
+        first,
+        by_batch.size,
+        live,
+        by_batch.last,
+    )
     read_arena, step, row, gathered = _reads(plan, begin)
     is_input = graph.operand < 0
     reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))[is_input]
     read_by, of = schedule.batch[reader], placed.input_arena[-1 - graph.operand[is_input]]
-    room = dict(zip(plan.static.signature.arenas, plan.static.signature.rows, strict=True))
+    capacity = dict(zip(plan.static.signature.arenas, plan.static.signature.rows, strict=True))
     arenas = {}
     for a, kind in enumerate(placed.arenas):
-        here = read_arena == a
+        read_here = read_arena == a
         name, inputs = input_name(kind), placed.input_counts[a]
         arenas[name] = Arena(
             name=name,
             row_bytes=row_bytes(kind),
             inputs=inputs,
             rows=int(inputs + layout.rows[space_arena == a].sum()),
-            room=room[kind],
+            capacity=capacity[kind],
             last_input=int(read_by[of == a].max(initial=-1)),
             blocks=blocks.take(np.flatnonzero(space_arena[space] == a)),
-            step=step[here],
-            row=row[here],
-            gathered=gathered[here],
+            step=step[read_here],
+            row=row[read_here],
+            gathered=gathered[read_here],
         )
     return arenas
 
 
 def _arena_of_space(placed: Placed) -> np.ndarray:
-    """int64[spaces], the arena in which each space of the layout lies."""
+    """Returns int64[spaces], the arena in which each space of the layout lies."""
     arenas = {kind: a for a, kind in enumerate(placed.arenas)}
-    found = np.full(len(placed.layout.rows), -1)
+    arena = np.full(len(placed.layout.rows), -1)
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        found[placed.layout.space[t, : len(kernel.results)]] = [
+        arena[placed.layout.space[t, : len(kernel.results)]] = [
             arenas[stored(result)] for result in kernel.results
         ]
-    return found
+    return arena
 
 
 def _begin_of_space(placed: Placed, space_arena: np.ndarray) -> np.ndarray:
-    """int64[spaces], the row of its arena in which each space begins, with no room to spare."""
+    """Returns int64[spaces], the first row of each space in its arena, without spare rows."""
     begin = np.zeros(len(space_arena), np.int64)
     for a, inputs in enumerate(placed.input_counts):
-        mine = np.flatnonzero(space_arena == a)
-        rows = placed.layout.rows[mine]
-        begin[mine] = inputs + rows.cumsum() - rows
+        spaces = np.flatnonzero(space_arena == a)
+        rows = placed.layout.rows[spaces]
+        begin[spaces] = inputs + rows.cumsum() - rows
     return begin
 
 
 def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(arena, step, row, whether it is gathered) of every lane and operand, padding included."""
+    """Returns (arena, step, row, is it gathered) of every lane and operand, padding too."""
     assert plan.host is not None
     placed, lowered = plan.host.placed, plan.host.lowered
     layout, signature = placed.layout, lowered.signature
@@ -169,12 +177,12 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         modes[p][:, lane:end] = np.array(reading, int)[:, None]
     parts = [np.zeros((4, 0), np.int64)]
     rows = operand_rows(placed, row)
-    for (t, kernel), mine, mode in zip(_types(placed), rows, modes, strict=True):
+    for (t, kernel), operand_row, mode in zip(_types(placed), rows, modes, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         for j, operand in enumerate(kernel.operands):
             arena = np.full(len(nodes), placed.arenas.index(stored(operand)))
             step = placed.schedule.batch[nodes]
-            parts.append(np.stack([arena, step, mine[j], mode[j] == GATHER]))
+            parts.append(np.stack([arena, step, operand_row[j], mode[j] == GATHER]))
     arena, step, row, gathered = np.concatenate(parts, axis=1)
     return arena, step, row, gathered.astype(bool)
 
@@ -189,7 +197,7 @@ def _types(placed: Placed) -> Iterator[tuple[int, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """Where rows and steps are on a picture.
+    """The places of rows and steps on a picture.
 
     Attributes:
       top: its upper edge.
@@ -242,15 +250,15 @@ class Field:
         return self.top + row * self.down
 
 
-def draw_memory(plan: Plan, arena: Arena, kinds: Kinds) -> Picture:
-    """The rows of an arena over the batches."""
+def draw_memory(plan: Plan, arena: Arena, styles: TypeStyles) -> Picture:
+    """Draws the rows of an arena over the batches."""
     assert plan.schedule is not None
     steps = len(plan.schedule)
     blocks = merged(arena.blocks)
     canvas = Canvas(
         f"Rows of {arena.name}: {arena.rows:,} of {size(arena.row_bytes)}",
         _caption(plan, arena, len(blocks.type)),
-        [*_legend(arena, kinds)],
+        [*_legend(arena, styles)],
         max(SLIM, LEFT + Field.pitch(steps + 1) * (steps + 1) + MARGIN),
     )
     canvas.top += 10
@@ -262,25 +270,27 @@ def draw_memory(plan: Plan, arena: Arena, kinds: Kinds) -> Picture:
         marks = {"data_kind": "inputs", "data_count": str(arena.inputs)}
         hint = f"{counted(arena.inputs, 'input')}, {read}"
         canvas.rect(*place, fill=INPUTS, title=hint, **marks)
-    _draw_blocks(canvas, field, blocks, kinds, plan.static.keeps)
+    _draw_blocks(canvas, field, blocks, styles, plan.static.keeps)
     for gathered, colour, shift in ((False, SLICED, 0.3), (True, GATHERED, 0.65)):
         _draw_reads(canvas, field, arena, gathered, colour, shift)
     return canvas.picture(field.bottom + 34)
 
 
-def _draw_blocks(canvas: Canvas, field: Field, blocks: Blocks, kinds: Kinds, kept: bool) -> None:
-    """A rectangle for every block, its padding paler, and palest what is `kept` for later."""
+def _draw_blocks(
+    canvas: Canvas, field: Field, blocks: LiveRanges, styles: TypeStyles, kept: bool
+) -> None:
+    """Draws a rectangle for every block, its padding paler, and palest what is `kept` for later."""
     end = field.x(field.steps)
     padding: list[str] = []
     later: dict[str, list[str]] = {}
     for t, _, batch, begin, rows, live, last in np.stack(blocks, 1).tolist():
-        k = kinds.of_type[t]
-        colour = kinds.colours[k]
+        k = styles.of_type[t]
+        colour = styles.colours[k]
         x, y, tall = field.x(batch), field.y(begin), rows * field.down
         wide = min(field.x(last + 1), end) - x
         until = "it is returned" if last >= field.steps else f"batch {last}"
         hint = (
-            f"{kinds.names[k]}, written by batch {batch}: rows {begin:,}–{begin + rows - 1:,}, "
+            f"{styles.names[k]}, written by batch {batch}: rows {begin:,}–{begin + rows - 1:,}, "
             f"{rows - live:,} of them padding; needed until {until}"
         )
         line: dict[str, Any] = {"stroke": "white", "stroke_width": 0.5} if tall >= 4 else {}
@@ -296,12 +306,12 @@ def _draw_blocks(canvas: Canvas, field: Field, blocks: Blocks, kinds: Kinds, kep
 
 
 def _box(x: float, y: float, wide: float, tall: float) -> str:
-    """A rectangle as a step of a path."""
+    """Returns a rectangle as a step of a path."""
     return f"M{short(x)},{short(y)}h{short(wide)}v{short(tall)}h{short(-wide)}z"
 
 
 def _caption(plan: Plan, arena: Arena, drawn: int) -> str:
-    """What is seen, and why rows are kept."""
+    """Returns the caption: the marks of a picture, and why rows are kept."""
     assert plan.host is not None
     why = "Every result has a row of its own"
     if plan.host.placed.reuse:
@@ -311,18 +321,21 @@ def _caption(plan: Plan, arena: Arena, drawn: int) -> str:
     total, blocks = arena.rows * arena.row_bytes, len(arena.blocks.type)
     some = f" {drawn:,} of them for {blocks:,} batches: neighbours as one, and the largest."
     return (
-        f"{size(total)} in all, in a program with room for {arena.room:,} rows. {why}. Rectangles: "
-        "the rows of a batch, padding paler, from when they are written to their last use."
+        f"{size(total)} in all, in a program with room for {arena.capacity:,} rows. {why}. "
+        "Rectangles: the rows of a batch, padding paler, from when they are written to their last "
+        "use."
         f"{some if drawn < blocks else ''} Marks: rows read, for padding too, at the batch that "
         "reads them."
     )
 
 
-def _legend(arena: Arena, kinds: Kinds) -> Iterator[tuple[str, str, str]]:
+def _legend(arena: Arena, styles: TypeStyles) -> Iterator[tuple[str, str, str]]:
     """(colour, text, explanation) of everything that rows hold and of how they are read."""
-    kind = kinds.of_type[arena.blocks.type]
-    rows = np.bincount(kind, arena.blocks.rows, len(kinds)).astype(int)
-    for (colour, _, hint), name, n in zip(kinds.legend(), kinds.names, rows.tolist(), strict=True):
+    kind = styles.of_type[arena.blocks.type]
+    rows = np.bincount(kind, arena.blocks.rows, len(styles)).astype(int)
+    for (colour, _, hint), name, n in zip(
+        styles.legend(), styles.names, rows.tolist(), strict=True
+    ):
         if n:
             yield colour, f"{name}: {counted(n, 'row')}", hint
     if arena.inputs:
@@ -335,8 +348,8 @@ def _legend(arena: Arena, kinds: Kinds) -> Iterator[tuple[str, str, str]]:
         yield colour, f"read {how}: {counted(n, 'row')}, {size(n * arena.row_bytes)}", hint
 
 
-def merged(blocks: Blocks) -> Blocks:
-    """At most 700 blocks for any number of them.
+def merged(blocks: LiveRanges) -> LiveRanges:
+    """Returns at most 700 blocks for any number of them.
 
     If there are more, those of one type that follow each other in time and in rows are put
     together, less than a pixel wide; then the largest remain.
@@ -362,11 +375,11 @@ def merged(blocks: Blocks) -> Blocks:
 def _draw_reads(
     canvas: Canvas, field: Field, arena: Arena, gathered: bool, colour: str, shift: float
 ) -> None:
-    """A stroke for neighbouring rows that one batch reads, coarser where there are many."""
-    mine = arena.gathered == gathered
+    """Draws a stroke for neighbouring rows that one batch reads, coarser where there are many."""
+    chosen = arena.gathered == gathered
     fine, few = -(-arena.rows // 500), -(-field.steps // 800)
     while True:
-        places = np.stack([arena.step[mine] // few, arena.row[mine] // fine], 1)
+        places = np.stack([arena.step[chosen] // few, arena.row[chosen] // fine], 1)
         step, row = np.unique(places, axis=0).T
         new = np.ones(len(step), bool)
         new[1:] = (step[1:] != step[:-1]) | (row[1:] != row[:-1] + 1)
@@ -384,5 +397,5 @@ def _draw_reads(
         inset = 0.12 * min(field.down, 8)
         steps.append(f"M{short(x)},{short(y + inset)}v{short(max(0.5, tall - 2 * inset))}")
     kind = "gathers" if gathered else "slices"
-    count = str(int(mine.sum()))
+    count = str(int(chosen.sum()))
     canvas.path(steps, stroke=colour, stroke_width=wide, data_kind=kind, data_count=count)

@@ -26,15 +26,15 @@ REST = "#c9c9c9"
 
 
 @dataclass(frozen=True)
-class Kinds:
+class TypeStyles:
     """The node types of a graph as its pictures show them, in every picture the same.
 
-    Of more than 24 types the rarest are one kind, the last. Letters: `K` kinds, `T` types.
+    Of more than 24 types the rarest have one style, the last. Letters: `K` styles, `T` types.
 
     Attributes:
-      names, colours: of each kind.
+      names, colours: of each style.
       counts: int64[K], nodes of each.
-      of_type: int64[T], the kind of each type; -1 where it has no nodes.
+      of_type: int64[T], the style of each type; -1 where it has no nodes.
       explained: each type in full.
     """
 
@@ -45,53 +45,53 @@ class Kinds:
     explained: list[str]
 
     @staticmethod
-    def of(graph: Graph) -> "Kinds":
-        """The kinds of a graph, by type id."""
+    def of(graph: Graph) -> "TypeStyles":
+        """Returns the styles of a graph, by type id."""
         counts = np.bincount(graph.node_type, minlength=len(graph.types))
         present = np.flatnonzero(counts)
-        own = present
+        drawn = present
         if len(present) > LANES:
-            own = np.sort(present[np.argsort(-counts[present], kind="stable")[: LANES - 1]])
+            drawn = np.sort(present[np.argsort(-counts[present], kind="stable")[: LANES - 1]])
         of_type = np.full(len(graph.types), -1)
-        of_type[present] = len(own)
-        of_type[own] = np.arange(len(own))
-        names = numbered([graph.types[t].name for t in own])
-        shades = colours(len(own))
+        of_type[present] = len(drawn)
+        of_type[drawn] = np.arange(len(drawn))
+        names = numbered([graph.types[t].name for t in drawn])
+        shades = colours(len(drawn))
         explained = [str(t) for t in graph.types]
-        if len(own) < len(present):
-            names.append(f"{len(present) - len(own)} other types")
+        if len(drawn) < len(present):
+            names.append(f"{len(present) - len(drawn)} other types")
             shades.append(REST)
-        per_kind = np.bincount(of_type[graph.node_type], minlength=len(names))
-        return Kinds(names, shades, per_kind, of_type, explained)
+        per_style = np.bincount(of_type[graph.node_type], minlength=len(names))
+        return TypeStyles(names, shades, per_style, of_type, explained)
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def counted_in(self, part: Graph) -> "Kinds":
-        """The same names and colours, with the nodes of a part of the graph; without the others."""
+    def counted_in(self, part: Graph) -> "TypeStyles":
+        """Returns the same names and colours for a part of the graph, of its types alone."""
         counts = np.bincount(self.of_type[part.node_type], minlength=len(self))
-        mine = np.flatnonzero(counts)
+        counted = np.flatnonzero(counts)
         place = np.full(len(self) + 1, -1)
-        place[mine] = np.arange(len(mine))
-        return Kinds(
-            [self.names[k] for k in mine],
-            [self.colours[k] for k in mine],
-            counts[mine],
+        place[counted] = np.arange(len(counted))
+        return TypeStyles(
+            [self.names[k] for k in counted],
+            [self.colours[k] for k in counted],
+            counts[counted],
             place[self.of_type],
             self.explained,
         )
 
     def legend(self) -> list[tuple[str, str, str]]:
-        """(colour, text, explanation) of each kind."""
-        found = []
+        """Returns (colour, text, explanation) of each style."""
+        entries = []
         for k, (name, colour) in enumerate(zip(self.names, self.colours, strict=True)):
             types = [self.explained[t] for t in np.flatnonzero(self.of_type == k)]
-            found.append((colour, f"{name} × {self.counts[k]:,}", "\n".join(types)))
-        return found
+            entries.append((colour, f"{name} × {self.counts[k]:,}", "\n".join(types)))
+        return entries
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, those that occur more than once with a number."""
+    """Returns the names, those that occur more than once with a number."""
     return [
         name if names.count(name) == 1 else f"{name}.{names[: i + 1].count(name)}"
         for i, name in enumerate(names)
@@ -99,24 +99,24 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def binned(
-    step: np.ndarray, steps: int, kind: np.ndarray, kinds: int, most: int
+    step: np.ndarray, steps: int, lane: np.ndarray, lanes: int, most: int
 ) -> tuple[list[int], np.ndarray]:
     """Puts steps into columns, so few that they can be drawn.
 
     Args:
       step: int[n], when things happen, below `steps`.
       steps: how many there are.
-      kind: int[n], below `kinds`.
-      kinds: how many there are.
-      most: columns; fewer if more than 800 pairs of a column and a kind would be met.
+      lane: int[n], below `lanes`.
+      lanes: how many there are.
+      most: columns; fewer if more than 800 pairs of a column and a lane would be met.
 
     Returns:
       The first step of every column and, last, `steps`; and int64[n], the place
-      `column * kinds + kind` of each thing.
+      `column * lanes + lane` of each thing.
     """
     columns = max(1, min(steps, most))
     while True:
-        place = step.astype(np.int64) * columns // max(1, steps) * kinds + kind
+        place = step.astype(np.int64) * columns // max(1, steps) * lanes + lane
         if columns == 1 or len(np.unique(place)) <= MARKS:
             return [-(-c * steps // columns) for c in range(columns + 1)], place
         columns = -(-columns // 2)
@@ -124,7 +124,7 @@ def binned(
 
 @dataclass(frozen=True)
 class Lanes:
-    """A field with a lane for every kind of node, in columns from left to right.
+    """A field with a lane for every style of nodes, in columns from left to right.
 
     Attributes:
       left, top: its upper left corner, right of the names.
@@ -140,31 +140,31 @@ class Lanes:
     bottom: float
 
     @staticmethod
-    def room(kinds: Kinds, columns: int) -> tuple[float, float, float]:
-        """(where lanes begin, pixels of a column, width of a picture with so many)."""
-        longest = max((text_width(name, 12) for name in kinds.names), default=0)
+    def fit(styles: TypeStyles, columns: int) -> tuple[float, float, float]:
+        """Returns (where lanes begin, pixels of a column, width of a picture with so many)."""
+        longest = max((text_width(name, 12) for name in styles.names), default=0)
         left = MARGIN + min(200.0, max(longest, 70) + 34)
         pitch = min(96.0, (WIDTH - MARGIN - left) / max(1, columns))
         return left, pitch, max(SLIM, left + pitch * columns + MARGIN)
 
     @staticmethod
-    def draw(canvas: Canvas, kinds: Kinds, first: Sequence[int], axis: str) -> "Lanes":
+    def draw(canvas: Canvas, styles: TypeStyles, first: Sequence[int], axis: str) -> "Lanes":
         """Draws lanes, their names and an axis; columns begin as `binned` says."""
         columns, steps = len(first) - 1, first[-1]
-        left, pitch, width = Lanes.room(kinds, columns)
-        tall = min(72.0, (HEIGHT - 66 - canvas.top) / max(1, len(kinds)))
-        end = canvas.top + tall * len(kinds)
+        left, pitch, width = Lanes.fit(styles, columns)
+        tall = min(72.0, (HEIGHT - 66 - canvas.top) / max(1, len(styles)))
+        end = canvas.top + tall * len(styles)
         lanes = Lanes(left, canvas.top, pitch, tall, end + 34)
-        for k, (colour, text, hint) in enumerate(kinds.legend()):
+        for k, (colour, text, hint) in enumerate(styles.legend()):
             y = lanes.middle(k)
             if k % 2 == 0:
                 canvas.rect(MARGIN, y - tall / 2, width - 2 * MARGIN, tall, fill=TINT)
-            name = fitted(kinds.names[k], left - MARGIN - 30, 12)
+            name = fitted(styles.names[k], left - MARGIN - 30, 12)
             roomy = tall >= 34
             canvas.rect(MARGIN + 7, y - (9 if roomy else 5), 10, 10, fill=colour, rx=2, title=hint)
             canvas.text(MARGIN + 24, y + (0 if roomy else 4), name, size=12, title=hint)
             if roomy:
-                count = text.removeprefix(kinds.names[k]).strip()
+                count = text.removeprefix(styles.names[k]).strip()
                 canvas.text(MARGIN + 24, y + 15, count, fill=GREY)
         for step in ticks(steps, max(2, int(columns * pitch / 60))):
             x = lanes.x(step * columns / steps)
