@@ -33,7 +33,7 @@ import topologies
 
 import jedbatch
 from jedbatch._layout.allocator import live_bound
-from jedbatch._layout.layout import find_blocks
+from jedbatch._layout.live_ranges import find_blocks
 from jedbatch._program.plan import input_name
 
 ORDERS = ["append", "longest", "reader", "pq", "auto"]

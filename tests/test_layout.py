@@ -22,9 +22,10 @@ from jedbatch._layout.access import (
     usable,
 )
 from jedbatch._layout.bucketing import COARSE, FINE, NUM_WIDTHS
-from jedbatch._layout.layout import assign_lanes, last_reads
+from jedbatch._layout.layout import assign_lanes
+from jedbatch._layout.live_ranges import last_reads
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._program.lower import Placed
+from jedbatch._program.placement import Placed
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 

@@ -15,7 +15,8 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Ladder
-from jedbatch._program.lower import Signature, capacity
+from jedbatch._program.placement import capacity
+from jedbatch._program.signature import Signature
 
 GROWTH = 4  # times the capacity that is needed when more is needed
 FIRST_BYTES = 1 << 22  # of results that a type may have from the start,

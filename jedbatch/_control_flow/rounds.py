@@ -42,7 +42,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
 from jedbatch._program.lower import lower
-from jedbatch._program.plan import ResultForm
+from jedbatch._program.output_spec import ResultForm
 from jedbatch._program.returned import joined, rows_wanted, split
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.deep import deeply

@@ -27,8 +27,9 @@ from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.layout import Layout, assign_lanes
 from jedbatch._program.host_arrays import rows_of_inputs
-from jedbatch._program.lower import Placed, Signature, capacity
+from jedbatch._program.placement import Placed, capacity
 from jedbatch._program.runs import find_stretches
+from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.trace import cut_inputs, find_operands

@@ -17,9 +17,11 @@ from jedbatch._draw.styles import TypeStyles
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._layout.layout import find_blocks
-from jedbatch._program.lower import Placed, operand_rows
-from jedbatch._program.plan import Plan, input_name, size
+from jedbatch._layout.live_ranges import find_blocks
+from jedbatch._program.lower import operand_rows
+from jedbatch._program.memory_use import size
+from jedbatch._program.placement import Placed
+from jedbatch._program.plan import Plan, input_name
 from jedbatch._support.canvas import (
     GREY,
     HEIGHT,

@@ -26,9 +26,10 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers, ranges
-from jedbatch._layout.access import GATHER, NAMES, find_modes
 from jedbatch._layout.allocator import Allocation, allocate
 from jedbatch._layout.bucketing import FINE, NUM_WIDTHS, Ladder
+from jedbatch._layout.explain import explain
+from jedbatch._layout.live_ranges import find_blocks
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
 
@@ -98,7 +99,7 @@ class Layout:
         A program may gather what could be a slice, where slices are too rare to be worth compiling
         for; `print(plan)` says how many bytes it reads in which way.
         """
-        return _explain(self)
+        return explain(self)
 
     def __str__(self) -> str:
         rows = int(self.rows.sum())
@@ -125,54 +126,6 @@ class Layout:
             Allocation(first[mine], int(self.rows[s])).check(
                 blocks.size[mine], blocks.batch[mine], blocks.last[mine]
             )
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """The results of every batch: one block for each of them.
-
-    Attributes:
-      batch: int64[K], which batch computes it.
-      slot: int64[K], which of its results it holds.
-      size: int64[K], rows, padding included.
-      last: int64[K], the last batch that reads one of the rows; as many as there are batches if
-        one of them is returned.
-    """
-
-    batch: np.ndarray
-    slot: np.ndarray
-    size: np.ndarray
-    last: np.ndarray
-
-
-def last_reads(graph: Graph, schedule: Schedule) -> np.ndarray:
-    """int64[V], the last batch that needs each value: its own, or a reader's, or none but the end.
-
-    The number of batches stands for the end, for values that are returned.
-    """
-    batch = schedule.batch
-    last = batch[graph.value_node]
-    reader = np.repeat(np.arange(len(batch)), np.diff(graph.operand_ptr))
-    read = np.flatnonzero(graph.operand >= 0)
-    np.maximum.at(last, graph.operand[read], batch[reader[read]])
-    last[graph.outputs[graph.outputs >= 0]] = len(schedule)
-    return last
-
-
-def find_blocks(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Blocks:
-    """The blocks of a schedule whose batches have so many lanes."""
-    value_last = last_reads(graph, schedule)
-    counts = np.array([t.num_results for t in graph.types], np.int64)[schedule.batch_type]
-    batch = np.repeat(np.arange(len(schedule)), counts)
-    slot = ranges(np.zeros(len(schedule), np.int64), counts)
-    last = np.empty(len(batch), np.int64)
-    for s in range(int(counts.max(initial=0))):
-        has = graph.num_results[schedule.node] > s
-        of_node = np.where(has, graph.value_ptr[schedule.node] + s, 0)
-        latest = np.maximum.reduceat(value_last[of_node], schedule.node_ptr[:-1])
-        mine = np.flatnonzero(slot == s)
-        last[mine] = latest[batch[mine]]
-    return Blocks(batch, slot, padded[batch], last)
 
 
 def assign_lanes(
@@ -287,86 +240,3 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
             kind = result and (result.shape, result.dtype)
             arena[t, s] = kinds.setdefault(kind, len(kinds))
     return share_rows(lanes, arena, len(kinds), slack=0)
-
-
-# --- explained --------------------------------------------------------------------------
-
-
-def _explain(layout: Layout) -> str:
-    """Per batch and operand: slice or gather, and why."""
-    graph, schedule = layout.graph, layout.schedule
-    sizes = np.diff(schedule.node_ptr)
-    space, row = _places(layout)
-    lines: list[tuple[str, list[str]]] = []
-    for i, t in enumerate(schedule.batch_type.tolist()):
-        nodes = layout.node[schedule.node_ptr[i] : schedule.node_ptr[i + 1]]
-        first = graph.operand_ptr[nodes]
-        arity = int((graph.operand_ptr[nodes + 1] - first).min())
-        operands = (graph.operand[first + j] for j in range(arity))
-        words = [_explain_operand(layout, values, space, row) for values in operands]
-        lines.append((graph.types[t].name, words))
-    text = [str(layout), "  batches      nodes        type: how each operand is read"]
-    begin = 0
-    for i in range(1, len(lines) + 1):
-        if i < len(lines) and lines[i] == lines[begin]:
-            continue
-        name, words = lines[begin]
-        which = f"{begin}" if i == begin + 1 else f"{begin}–{i - 1}"
-        most, least = int(sizes[begin:i].max()), int(sizes[begin:i].min())
-        count = f"{most}" if most == least else f"{least}–{most}"
-        text.append(f"  {which:11}  {count:11}  {name}: {_counted(words) or 'reads nothing'}")
-        begin = i
-    return "\n".join(text)
-
-
-def _places(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[V + I], int64[V + I]): space and row of every value and input; input i is at -1 - i.
-
-    Inputs of one shape and dtype have a space, beyond those of results.
-    """
-    graph = layout.graph
-    space, row = (np.append(x, np.zeros(graph.num_inputs, np.int64)) for x in layout.values)
-    kinds: dict[Any, int] = {}
-    met: dict[Any, int] = {}
-    first = 0
-    for chunk in graph.inputs:
-        kind = chunk.type.shape, chunk.type.dtype
-        mine = -1 - np.arange(first, first + len(chunk))
-        space[mine] = len(layout.rows) + kinds.setdefault(kind, len(kinds))
-        row[mine] = met.get(kind, 0) + np.arange(len(chunk))
-        met[kind] = met.get(kind, 0) + len(chunk)
-        first += len(chunk)
-    return space, row
-
-
-def _counted(words: Sequence[str]) -> str:
-    """The words in a row, equal neighbours once: `0–1 slice · 2 gather (...)`."""
-    parts = []
-    begin = 0
-    for j in range(1, len(words) + 1):
-        if j == len(words) or words[j] != words[begin]:
-            which = f"{begin}" if j == begin + 1 else f"{begin}–{j - 1}"
-            parts.append(f"{which} {words[begin]}")
-            begin = j
-    return " · ".join(parts)
-
-
-def _explain_operand(layout: Layout, values: np.ndarray, space: np.ndarray, row: np.ndarray) -> str:
-    """How one operand of one batch is read over its live lanes."""
-    inputs = values < 0
-    if inputs.any() and not inputs.all():
-        return "gather (inputs and results)"
-    if len(np.unique(space[values])) == 1:
-        everything = np.full((1, 1), len(values))
-        mode = int(find_modes(row[values][None], np.zeros(1, np.int64), everything)[0, 0])
-        if mode != GATHER:
-            return NAMES[mode]
-    if len(np.unique(values)) < len(values):
-        return "gather (some rows more than once)"
-    if inputs.all():
-        return "gather (inputs lie in the order of instances)"
-    graph = layout.graph
-    batches = len(np.unique(layout.schedule.batch[graph.value_node[values]]))
-    if batches > 1:
-        return f"gather (from {batches} batches)"
-    return "gather (in another order than they were computed)"

@@ -13,7 +13,8 @@ import numpy as np
 
 from jedbatch._graph.paths import distinct, ranges
 from jedbatch._kernel.vjp import CONSTS, SLOTS
-from jedbatch._program.lower import Placed, Signature
+from jedbatch._program.placement import Placed
+from jedbatch._program.signature import Signature
 
 LEAVES = 31  # results told apart; further ones count as the last
 

@@ -17,7 +17,8 @@ from jedbatch._jaxpr.storage import row_bytes
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.allocator import allocate
 from jedbatch._program.alive import Alive
-from jedbatch._program.lower import Placed, Signature, capacity
+from jedbatch._program.placement import Placed, capacity
+from jedbatch._program.signature import Signature
 
 WORTH_SHARING = 1 << 22  # bytes of cotangents; for fewer, sharing rows saves less than it takes
 SPARE = 1.0  # of rows over those needed at a time, for which planning looks no further

@@ -27,8 +27,8 @@ from jedbatch._jaxpr.derivatives import Program, bind, pushed_forward, refuse_ru
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import SLOTS
-from jedbatch._program.lower import Signature
 from jedbatch._program.returned import WHOLE, Pieces, joined, split
+from jedbatch._program.signature import Signature
 
 
 class Differentiable:

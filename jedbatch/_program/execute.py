@@ -38,8 +38,8 @@ from jedbatch._layout.access import GATHER, Reading, extent
 from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.arenas import cut, empty, isolated, put, read, row, spread, take
 from jedbatch._program.interpreter import bodies_of, sweep
-from jedbatch._program.lower import Signature
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.signature import Signature
 
 
 class Forward:

@@ -33,8 +33,8 @@ from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import empty, take
 from jedbatch._program.execute import Forward, Reverse, advance, fused_forward, fused_reverse
-from jedbatch._program.lower import Signature
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.signature import Signature
 
 
 class Packed(NamedTuple):

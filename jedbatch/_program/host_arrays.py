@@ -15,9 +15,10 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._program.lower import Signature
-from jedbatch._program.plan import ResultForm, Slice, input_name
+from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split
+from jedbatch._program.signature import Signature
 
 
 def assemble(

@@ -25,8 +25,9 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
 from jedbatch._program.cotangent_rows import Sent, arenas_of_operands, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
-from jedbatch._program.lower import Placed, Signature, capacity
+from jedbatch._program.placement import Placed, capacity
 from jedbatch._program.runs import find_stretches
+from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableForm
 
 MAX_READERS = 4

@@ -1,59 +1,24 @@
-"""`Plan`: a minibatch ready to run, and what it prints as."""
+"""`Plan`: a minibatch ready to run, and its printed summary."""
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.identity import tree_key
-from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._layout.layout import Layout, last_reads
-from jedbatch._program.lower import Lowered, Placed, Signature
+from jedbatch._jaxpr.storage import Kind, row_bytes
+from jedbatch._layout.layout import Layout
+from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.memory_use import held_bytes, live_bytes, size
+from jedbatch._program.output_spec import ResultForm
+from jedbatch._program.placement import Placed
+from jedbatch._program.signature import Signature
 from jedbatch._schedule.schedule import Schedule, lower_bound, policies_compared
 
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Where a ragged result of an instance is: rows of the result of a region.
-
-    Attributes:
-      stage, result: whose rows.
-      start: the first of them.
-      shape: what they make up, the ragged axis at its place.
-      axis: that place.
-    """
-
-    stage: int
-    result: int
-    start: int
-    shape: tuple[int, ...]
-    axis: int
-
-
-@dataclass(frozen=True)
-class ResultForm:
-    """How rows become results.
-
-    Attributes:
-      structures: the pytree structure of each instance's result, or of all stacked ones.
-      places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
-        `Slice`, or one for each instance.
-      batch: instances stacked along the first axis; None for a list of results.
-    """
-
-    structures: tuple[Any, ...]
-    places: tuple[tuple[tuple[Kind, Any], ...], ...]
-    batch: int | None
-    _keys: tuple[Hashable, ...] = field(init=False, repr=False)  # tell structures apart exactly
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_keys", tuple(map(tree_key, self.structures)))
 
 
 @dataclass(frozen=True)
@@ -230,46 +195,3 @@ def poster(plan: Plan) -> str:
     if plan.device_seconds is not None:
         lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
     return "\n".join(lines)
-
-
-def held_bytes(placed: Placed) -> tuple[int, int]:
-    """(bytes kept for results, bytes if every lane had rows of its own), padding included."""
-    layout = placed.layout
-    once = sum(
-        int(layout.lanes[t]) * kernel.result_bytes
-        for t, kernel in zip(placed.type_ids, placed.kernels, strict=True)
-    )
-    if not placed.reuse:
-        return once, once
-    rows = zip(layout.rows.tolist(), placed.arenas, strict=True)
-    return sum(n * row_bytes(kind) for n, kind in rows), once
-
-
-def live_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Most bytes of results alive at the same time, without padding.
-
-    A result is alive from the batch that computes it to the last that reads it, or to the end if
-    it is returned. No allocation can do with less.
-    """
-    present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
-    per_result = [
-        row_bytes(stored(t)) if has_nodes else 0
-        for node_type, has_nodes in zip(graph.types, present, strict=True)
-        for t in node_type.results
-    ]
-    first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
-    weight = np.array(per_result, np.int64)[first[graph.value_node] + graph.value_slot]
-    born = schedule.batch[graph.value_node]
-    dies = np.minimum(last_reads(graph, schedule), len(schedule) - 1)
-    change = np.bincount(born, weight, len(schedule) + 1)
-    change -= np.bincount(dies + 1, weight, len(schedule) + 1)
-    return int(change.cumsum().max(initial=0))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people."""
-    units = ["B", "kB", "MB", "GB"]
-    while num_bytes >= 1000 and len(units) > 1:
-        num_bytes /= 1000
-        del units[0]
-    return f"{num_bytes:.3g} {units[0]}"

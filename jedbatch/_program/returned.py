@@ -17,8 +17,8 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._program.alive import LEAVES
-from jedbatch._program.lower import Placed
-from jedbatch._program.plan import ResultForm, Slice
+from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.placement import Placed
 
 BLOCK = 64  # rows taken out of an array at a time
 WHOLE = 0  # rows of a piece, where it is all there are

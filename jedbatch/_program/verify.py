@@ -28,7 +28,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import stored
 from jedbatch._layout.access import BROADCAST, GATHER, SLICE, STRIDE, STRIDED
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.lower import Signature
+from jedbatch._program.signature import Signature
 
 NOTHING = -1  # what a row holds that has not been written, or that nobody may rely on
 

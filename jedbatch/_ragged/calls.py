@@ -17,8 +17,10 @@ from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
 from jedbatch._program.host_arrays import rows_of_inputs
-from jedbatch._program.lower import Placed, Signature, capacity
-from jedbatch._program.plan import Slice, input_name
+from jedbatch._program.output_spec import Slice
+from jedbatch._program.placement import Placed, capacity
+from jedbatch._program.plan import input_name
+from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region

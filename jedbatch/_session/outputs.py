@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._program.plan import ResultForm, Slice, input_name
+from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.plan import input_name
 
 Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
 

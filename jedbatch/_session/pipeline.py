@@ -25,9 +25,10 @@ from jedbatch._kernel.vjp import Reverse
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
-from jedbatch._program.lower import Placed
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.plan import Host, Plan, ResultForm, input_name
+from jedbatch._program.output_spec import ResultForm
+from jedbatch._program.placement import Placed
+from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls

@@ -12,15 +12,8 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.layout import Layout
 from jedbatch._program.executors import EXECUTORS
-from jedbatch._program.lower import (
-    Lowered,
-    Placed,
-    Signature,
-    fits,
-    lower,
-    make_signature,
-    resembles,
-)
+from jedbatch._program.fit import fits, make_signature, resembles
+from jedbatch._program.lower import Lowered, lower
 from jedbatch._program.lower_vjp import (
     ReverseSignature,
     find_readers,
@@ -29,7 +22,9 @@ from jedbatch._program.lower_vjp import (
     reverse_fits,
     reverse_table,
 )
+from jedbatch._program.placement import Placed
 from jedbatch._program.plan import Static
+from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import RegionCalls, Stage, find_capacity, run_regions
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.packing import RowCapacity

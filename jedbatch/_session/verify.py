@@ -8,9 +8,12 @@ import numpy as np
 
 from jedbatch._jaxpr.storage import stored_kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
-from jedbatch._program.lower import Placed, Signature, lower
+from jedbatch._program.lower import lower
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.plan import Plan, ResultForm, Slice
+from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.placement import Placed
+from jedbatch._program.plan import Plan
+from jedbatch._program.signature import Signature
 from jedbatch._program.verify import Goal, Symbols, Trial, require
 from jedbatch._program.verify_vjp import ReverseTrial, check_cover
 from jedbatch._ragged.calls import Stage

@@ -1,0 +1,57 @@
+"""Live ranges of the results of batches: the first batch that needs their rows, and the last."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import ranges
+from jedbatch._schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The results of every batch: one block for each of them.
+
+    Attributes:
+      batch: int64[K], which batch computes it.
+      slot: int64[K], which of its results it holds.
+      size: int64[K], rows, padding included.
+      last: int64[K], the last batch that reads one of the rows; as many as there are batches if
+        one of them is returned.
+    """
+
+    batch: np.ndarray
+    slot: np.ndarray
+    size: np.ndarray
+    last: np.ndarray
+
+
+def last_reads(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """int64[V], the last batch that needs each value: its own, or a reader's, or none but the end.
+
+    The number of batches stands for the end, for values that are returned.
+    """
+    batch = schedule.batch
+    last = batch[graph.value_node]
+    reader = np.repeat(np.arange(len(batch)), np.diff(graph.operand_ptr))
+    read = np.flatnonzero(graph.operand >= 0)
+    np.maximum.at(last, graph.operand[read], batch[reader[read]])
+    last[graph.outputs[graph.outputs >= 0]] = len(schedule)
+    return last
+
+
+def find_blocks(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Blocks:
+    """The blocks of a schedule whose batches have so many lanes."""
+    value_last = last_reads(graph, schedule)
+    counts = np.array([t.num_results for t in graph.types], np.int64)[schedule.batch_type]
+    batch = np.repeat(np.arange(len(schedule)), counts)
+    slot = ranges(np.zeros(len(schedule), np.int64), counts)
+    last = np.empty(len(batch), np.int64)
+    for s in range(int(counts.max(initial=0))):
+        has = graph.num_results[schedule.node] > s
+        of_node = np.where(has, graph.value_ptr[schedule.node] + s, 0)
+        latest = np.maximum.reduceat(value_last[of_node], schedule.node_ptr[:-1])
+        mine = np.flatnonzero(slot == s)
+        last[mine] = latest[batch[mine]]
+    return Blocks(batch, slot, padded[batch], last)

@@ -1,0 +1,46 @@
+"""`ResultForm`: how the rows that a program returns become results."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jedbatch._jaxpr.identity import tree_key
+from jedbatch._jaxpr.storage import Kind
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a ragged result of an instance is: rows of the result of a region.
+
+    Attributes:
+      stage, result: whose rows.
+      start: the first of them.
+      shape: what they make up, the ragged axis at its place.
+      axis: that place.
+    """
+
+    stage: int
+    result: int
+    start: int
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
+class ResultForm:
+    """How rows become results.
+
+    Attributes:
+      structures: the pytree structure of each instance's result, or of all stacked ones.
+      places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
+        `Slice`, or one for each instance.
+      batch: instances stacked along the first axis; None for a list of results.
+    """
+
+    structures: tuple[Any, ...]
+    places: tuple[tuple[tuple[Kind, Any], ...], ...]
+    batch: int | None
+    _keys: tuple[Hashable, ...] = field(init=False, repr=False)  # tell structures apart exactly
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keys", tuple(map(tree_key, self.structures)))

@@ -1,0 +1,243 @@
+"""`Placed`: a scheduled graph whose values have arenas and rows, and the room that it needs.
+
+Capacities have room to spare: they are rounded up, in steps that grow with them.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import ranges
+from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.access import (
+    WORTH,
+)
+from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._layout.layout import Layout, share_rows
+from jedbatch._program.runs import find_runs, find_stretches, widths_of
+from jedbatch._schedule.schedule import Schedule
+
+HEADROOM = 1.1  # least capacity over need, before rounding up
+DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
+LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
+CHEAP = 1 << 15  # bytes of results that every type may have at least
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a minibatch: each its kernel, width id, first lane, lanes and live lanes."""
+
+    kernel: np.ndarray
+    column: np.ndarray
+    lane: np.ndarray
+    width: np.ndarray
+    live: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A scheduled graph with everything in its place, ready to be written as tables.
+
+    Attributes:
+      kernels: of the types present, by ascending type id.
+      type_ids: their ids.
+      arenas: (shape, dtype) of every kind of value.
+      input_arena, input_row: int[I], where each input is.
+      outputs: for each arena, what it returns, as in `graph.outputs`.
+      stacked: whether exactly these rows must be returned; otherwise more may be.
+      keeps: whether everything is kept that the reverse would read.
+      reuse: whether results share rows.
+      target: what to make a program for.
+      worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
+      worth_slicing: the share of a kernel's operands that another reading must improve.
+    """
+
+    worth_sharing: ClassVar[int] = 1 << 25
+    worth_slicing: ClassVar[float] = WORTH
+
+    layout: Layout
+    kernels: tuple[Kernel, ...]
+    type_ids: tuple[int, ...]
+    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    input_arena: np.ndarray
+    input_row: np.ndarray
+    outputs: tuple[np.ndarray, ...]
+    stacked: bool
+    keeps: bool
+    reuse: bool
+    target: Target
+
+    @staticmethod
+    def find(
+        layout: Layout,
+        kernels: tuple[Kernel, ...],
+        type_ids: tuple[int, ...],
+        returned: dict[Kind, list[int]],
+        *,
+        stacked: bool,
+        keeps: bool,
+        reuse: bool | None,
+        target: Target,
+    ) -> "Placed":
+        """Finds the arena and row of every input; `returned` is what each arena returns.
+
+        Unless it `keeps` everything, results share rows with `reuse`, or, if it is None, where
+        that saves much.
+        """
+        graph = layout.graph
+        arenas: dict[Kind, int] = {}
+        for kernel in kernels:
+            for t in (*kernel.operands, *kernel.results):
+                arenas.setdefault(stored(t), len(arenas))
+        kinds = [stored(chunk.type) for chunk in graph.inputs]
+        for kind in (*kinds, *returned):
+            arenas.setdefault(kind, len(arenas))
+        input_arena = np.repeat(
+            np.array([arenas[kind] for kind in kinds], np.int64),
+            np.fromiter(map(len, graph.inputs), np.int64, len(kinds)),
+        )
+        input_row = np.empty(len(input_arena), np.int64)
+        for a in arenas.values():
+            mine = np.flatnonzero(input_arena == a)
+            input_row[mine] = np.arange(len(mine))
+        outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
+        if keeps:
+            reuse = False
+        elif reuse is None:
+            size = result_bytes(kernels, layout.lanes[list(type_ids)].tolist())
+            reuse = size > Placed.worth_sharing
+        if reuse:
+            arena = np.full(layout.space.shape, -1)
+            for type_id, kernel in zip(type_ids, kernels, strict=True):
+                arena[type_id, : len(kernel.results)] = [arenas[stored(x)] for x in kernel.results]
+            layout = share_rows(layout, arena, len(arenas))
+        return Placed(
+            layout,
+            kernels,
+            type_ids,
+            tuple(arenas),
+            input_arena,
+            input_row,
+            outputs,
+            stacked,
+            keeps,
+            reuse,
+            target,
+        )
+
+    @property
+    def graph(self) -> Graph:
+        return self.layout.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.layout.schedule
+
+    @functools.cached_property
+    def lanes(self) -> tuple[int, ...]:
+        """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
+        lanes = self.layout.lanes[list(self.type_ids)]
+        blocks = self.target.blocks.lanes(self.target.blocks.cover(lanes))
+        return tuple(np.maximum(lanes, blocks).tolist())
+
+    @property
+    def shared_rows(self) -> tuple[int, ...]:
+        """Rows that results share, for each arena; nothing if every lane has rows of its own."""
+        return tuple(self.layout.rows.tolist()) if self.reuse else ()
+
+    @functools.cached_property
+    def nodes(self) -> dict[int, np.ndarray]:
+        """The nodes of each type, in order."""
+        return {t: np.flatnonzero(self.graph.node_type == t) for t in self.type_ids}
+
+    @functools.cached_property
+    def widths(self) -> np.ndarray:
+        """The widths of each kernel (see `widths_of`)."""
+        return widths_of(self.kernels, self.target)
+
+    @functools.cached_property
+    def stretches(self) -> np.ndarray:
+        """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
+        return find_stretches(self._kind, self.layout.start, self.layout.trips, self.widths)
+
+    @functools.cached_property
+    def _kind(self) -> np.ndarray:
+        """The kernel of every batch, by its position."""
+        position = np.full(len(self.graph.types), -1)
+        position[list(self.type_ids)] = np.arange(len(self.type_ids))
+        return position[self.schedule.batch_type]
+
+    @functools.cached_property
+    def chunks(self) -> "Chunks":
+        """All chunks, in the order in which they run."""
+        layout, schedule = self.layout, self.schedule
+        step, column, lane, _, trips = find_runs(
+            self._kind, layout.start, layout.trips, self.widths
+        )
+        which = np.repeat(np.arange(len(step)), trips)
+        kernel, column = self._kind[step][which], column[which]
+        width = self.widths[kernel, column]
+        lane = lane[which] + width * ranges(np.zeros_like(trips), trips)
+        ends = layout.start + np.diff(schedule.node_ptr)
+        return Chunks(kernel, column, lane, width, np.minimum(width, ends[step][which] - lane))
+
+    @functools.cached_property
+    def widest(self) -> tuple[int, ...]:
+        """Number of widths needed for each kernel."""
+        of_batch = ((self.layout.trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1)
+        widest = np.zeros(len(self.graph.types), np.int64)
+        np.maximum.at(widest, self.schedule.batch_type, of_batch)
+        return tuple(widest[list(self.type_ids)].tolist())
+
+    def capacity(self, need: int) -> int:
+        """Room for what minibatches like this one will need.
+
+        What a minibatch needs is a sum over its instances, and varies the less the more they are.
+        """
+        instances = max(self.graph.num_instances, need / LARGE)
+        return capacity(need * max(HEADROOM, 1 + DEVIATIONS / math.sqrt(instances)))
+
+    @functools.cached_property
+    def room(self) -> list[tuple[int, int]]:
+        """(lanes, number of widths) for each kernel, with room for somewhat larger batches."""
+        sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
+        found = []
+        for kernel, t, lanes in zip(self.kernels, self.type_ids, self.lanes, strict=True):
+            largest = self.capacity(int(sizes[batch_type == t].max()))
+            used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+            widest = int(np.flatnonzero(used)[-1]) + 1
+            widths = kernel.ladder.widths
+            cheap = min(CHEAP // max(1, kernel.result_bytes), widths[-1])
+            found.append((max(self.capacity(lanes), widths[widest - 1], cheap), widest))
+        return found
+
+    @functools.cached_property
+    def input_counts(self) -> tuple[int, ...]:
+        return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
+
+
+def capacity(need: float) -> int:
+    """What is needed, rounded up in steps that grow with it; 0 for nothing.
+
+    Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
+    are large and memory counts.
+    """
+    if not need:
+        return 0
+    room = math.ceil(need)
+    step = 1 << max(0, room.bit_length() - 1)
+    if room > LARGE:
+        step >>= 3
+    return -(-room // step) * step
+
+
+def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:
+    """Bytes of all results."""
+    return sum(kernel.result_bytes * n for kernel, n in zip(kernels, lanes, strict=True))

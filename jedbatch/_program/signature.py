@@ -1,0 +1,173 @@
+"""`Signature`: what is compiled to run minibatches.
+
+**Rows.** The values of one shape and dtype are rows of one arena: first the inputs, then the
+results. A program that can be differentiated has, for every result of every node type, one row per
+lane. One for inference alone has as many rows as are needed at a time, and reads from the table
+where each chunk puts its results.
+
+**Bodies.** A kernel has one body per width that gathers its operands; and others that read some of
+them as slices, if its chunks often can (see `_layout.access`).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import stored
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.access import (
+    GATHER,
+    Reading,
+)
+from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._program.instructions import Branch, InstructionSet
+from jedbatch._program.runs import widths_of
+from jedbatch._program.tables import TableForm
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What is compiled to run minibatches forwards.
+
+    Attributes:
+      kernels: the node types that may occur.
+      lanes: capacity of each.
+      widest: number of widths compiled for each, narrowest first.
+      arenas: (shape, dtype) of every kind of value.
+      inputs: capacity of input rows, for each arena.
+      outputs: rows returned, for each arena.
+      stretches: capacity of stretches.
+      shared_rows: capacity of the rows that results share, for each arena; None if every lane has
+        rows of its own.
+      readings: how operands are read other than by gathering them all, for each kernel.
+      target: the kind of device it is made for.
+      branches: of several opcodes, or in a loop (see `_program.instructions`).
+    """
+
+    kernels: tuple[Kernel, ...]
+    lanes: tuple[int, ...]
+    widest: tuple[int, ...]
+    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stretches: int
+    shared_rows: tuple[int, ...] | None
+    readings: tuple[tuple[Reading, ...], ...]
+    target: Target
+    branches: tuple[Branch, ...] = ()
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.stretches)
+        control = self.target, self.branches
+        return hash((self.kernels, self.arenas, parts, self.shared_rows, self.readings, control))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _arena_ids(self) -> dict[Any, int]:
+        return {kind: a for a, kind in enumerate(self.arenas)}
+
+    def arena(self, value_type: Any) -> int:
+        """The arena in which values of a type are rows."""
+        return self._arena_ids[stored(value_type)]
+
+    @functools.cached_property
+    def _rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        if self.shared_rows is not None:
+            return (), tuple(map(sum, zip(self.inputs, self.shared_rows, strict=True)))
+        ends = list(self.inputs)
+        bases = []
+        for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
+            mine = []
+            for t in kernel.results:
+                mine.append(ends[self.arena(t)])
+                ends[self.arena(t)] += lanes
+            bases.append(tuple(mine))
+        return tuple(bases), tuple(ends)
+
+    @property
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """The widths compiled for each kernel."""
+        found = zip(self.kernels, self.widest, strict=True)
+        return tuple(kernel.ladder.widths[:n] for kernel, n in found)
+
+    @property
+    def bases(self) -> tuple[tuple[int, ...], ...]:
+        """The first row of each result of each type; nothing if they share rows."""
+        return self._rows[0]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each arena."""
+        return self._rows[1]
+
+    @functools.cached_property
+    def cotangent_rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Where cotangents are kept in reverse: in its arena, those of each operand of each kernel
+        from some row on, -1 for operands without; and what comes behind them, for each arena.
+        """
+        ends = list(self.outputs)
+        bases = []
+        for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
+            mine = []
+            for t in kernel.operands:
+                mine.append(ends[self.arena(t)] if has_gradient(t.dtype) else -1)
+                ends[self.arena(t)] += lanes if has_gradient(t.dtype) else 0
+            bases.append(tuple(mine))
+        return tuple(bases), tuple(ends)
+
+    @functools.cached_property
+    def bodies(self) -> tuple[tuple[int, Reading], ...]:
+        """(kernel, how it reads its operands) of every body, the one that gathers all first."""
+        return tuple(
+            (k, reading)
+            for k, kernel in enumerate(self.kernels)
+            for reading in ((GATHER,) * len(kernel.operands), *self.readings[k])
+        )
+
+    @functools.cached_property
+    def first_body(self) -> tuple[int, ...]:
+        """The number of the first body of each kernel."""
+        kernels = [k for k, _ in self.bodies]
+        return tuple(map(kernels.index, range(len(self.kernels))))
+
+    @functools.cached_property
+    def kernel_widths(self) -> np.ndarray:
+        """The widths of each kernel, and of sums (see `widths_of`)."""
+        return widths_of(self.kernels, self.target)
+
+    @functools.cached_property
+    def instructions(self) -> InstructionSet:
+        """How chunks become instructions."""
+        widths = self.widths
+        single = [
+            Branch((number * NUM_WIDTHS + i,))
+            for number, (k, _) in enumerate(self.bodies)
+            for i in range(len(widths[k]))
+        ]
+        kernels = [k for k, _ in self.bodies]
+        return InstructionSet(
+            self.target.control,
+            (*single, *self.branches),
+            np.repeat(kernels, NUM_WIDTHS),
+            self.kernel_widths[kernels].ravel(),
+        )
+
+    @functools.cached_property
+    def form(self) -> TableForm:
+        form = TableForm()
+        form.add(("num_stretches",), 1)
+        form.add(("stretches",), self.stretches, self.instructions.columns)
+        for k, kernel in enumerate(self.kernels):
+            form.add(("operands", k), len(kernel.operands), self.lanes[k])
+            if self.shared_rows is not None:
+                form.add(("results", k), len(kernel.results), self.lanes[k])
+        for a, rows in enumerate(self.outputs):
+            form.add(("outputs", a), rows)
+        return form
