@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 BATCH, HIDDEN = 64, 256
 RIVALS = ("hand-written JAX", "loop", "PyTorch")
 STYLES = {"hand-written JAX": "oC1", "loop": "xC3", "PyTorch": "sC2"}
@@ -28,7 +29,7 @@ class Row(NamedTuple):
 
 def read(name: str) -> list[dict[str, str]]:
     """Returns the rows of a table, by the names of its columns."""
-    lines = (HERE / "results" / f"{name}.csv").read_text().splitlines()
+    lines = (RESULTS / f"{name}.csv").read_text().splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import re
 import sys
 import time
 import types
@@ -25,6 +26,7 @@ import encoder  # noqa: E402
 import gpu  # noqa: E402
 import kernels  # noqa: E402
 import padding  # noqa: E402
+import plot  # noqa: E402
 import report  # noqa: E402
 import suite  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
@@ -188,6 +190,15 @@ def test_speeds_and_ratios_in_tables():
     lines = [line.split(",") for line in made.csv().splitlines()]
     said = dict(zip(*lines, strict=True))
     assert [said["by hand ×" + q] for q in ("", " (25 %)", " (75 %)")] == ["2.00", "1.90", "2.10"]
+
+
+def test_summary_is_that_of_the_results():
+    rows = plot.summary()
+    assert len(rows) == 10
+    text = (BENCHMARKS / "README.md").read_text()
+    assert f"<!-- summary -->\n{plot.markdown(rows)}\n<!-- end -->" in text
+    linked = set(re.findall(r"\]\(results/(\w+)\.csv\)", text))
+    assert linked == {path.stem for path in plot.RESULTS.glob("*.csv")}
 
 
 # --- padding ---
