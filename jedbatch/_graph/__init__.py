@@ -6,12 +6,13 @@ Read in this order:
    `Registry` interns.
 2. `types`: Types of values and of nodes.
 3. `paths`: Arrays of variable length, and longest paths in graphs given by their edges.
-4. `analysis`: How the types of a graph hang together, from the type of every node and the edges
+4. `union_find`: Union-find: sets of things that are found to belong together, two at a time.
+5. `analysis`: How the types of a graph hang together, from the type of every node and the edges
    alone.
-5. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
+6. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
-6. `graph`: What instances compute, as data.
-7. `record`: `Record`: what recording an instance gave.
-8. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
+7. `graph`: What instances compute, as data.
+8. `record`: `Record`: what recording an instance gave.
+9. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
    across.
 """

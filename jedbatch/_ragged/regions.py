@@ -28,6 +28,7 @@ from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._ragged.packed_program import PackedProgram
@@ -258,21 +259,14 @@ class Cut:
                 for value in self.reads[node]:
                     if value >= 0:
                         inside[self.maker[value]] = True
-        part = list(range(len(inside)))
-
-        def root(node: int) -> int:
-            while part[node] != node:
-                part[node] = part[part[node]]
-                node = part[node]
-            return node
-
+        connected: UnionFind[int] = UnionFind()
         for node in np.flatnonzero(inside).tolist():
             for value in self.reads[node]:
                 if value >= 0:
-                    part[root(node)] = root(self.maker[value])
+                    connected.union(node, self.maker[value])
         groups: dict[int, list[int]] = {}
         for node in np.flatnonzero(inside).tolist():
-            groups.setdefault(root(node), []).append(node)
+            groups.setdefault(connected.find(node), []).append(node)
         return list(groups.values())
 
     def _leaving(self) -> list[list[int]]:

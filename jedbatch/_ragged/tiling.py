@@ -10,6 +10,7 @@ along the tied axes together, the phase runs tile by tile.
 
 from typing import Any
 
+from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import reads
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._ragged.axis_rules import ELEMENTWISE, REDUCTIONS, is_look_up, mixed_axes
@@ -26,13 +27,7 @@ def find_tiles(phase: Phase) -> Axes:
 
     Results are then written tile by tile, and operands are read in tiles or whole.
     """
-    roots: dict[tuple[Any, int], tuple[Any, int]] = {}
-
-    def root(place: tuple[Any, int]) -> tuple[Any, int]:
-        while place in roots:
-            place = roots[place]
-        return place
-
+    tied: UnionFind[tuple[Any, int]] = UnionFind()
     barred = set()  # axes along which rows are taken together, or that we cannot follow
     for eqn in phase.equations:
         mixed = mixed_axes(eqn)
@@ -44,22 +39,21 @@ def find_tiles(phase: Phase) -> Axes:
                     barred.add((v, a))
                     continue
                 followed.add(b)
-                if (operand_root := root((v, a))) != (result_root := root((eqn.outvars[0], b))):
-                    roots[operand_root] = result_root
+                tied.union((v, a), (eqn.outvars[0], b))
         name = eqn.primitive.name
         if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
             whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
             told = name not in SHAPED and (is_look_up(eqn) or symbols_in(eqn.params))
             barred.update((v, a) for v, a in whole if told or a not in followed)
-    written = {root((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
+    written = {tied.find((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
-    if not ragged or written & set(map(root, barred)):
+    if not ragged or written & set(map(tied.find, barred)):
         return {}
     variables = {v for eqn in phase.equations for v in (*reads(eqn), *eqn.outvars)}
     tiles: Axes = {}
     for v in variables:
         axes = ragged_axes(v.aval.shape)
-        tiles[v] = frozenset(a for a in axes if root((v, a)) in written)
+        tiles[v] = frozenset(a for a in axes if tied.find((v, a)) in written)
     if any(len(axes) > 1 for axes in tiles.values()):
         return {}
     return {v: axes for v, axes in tiles.items() if axes}

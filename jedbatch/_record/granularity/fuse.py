@@ -51,6 +51,7 @@ import jax
 import numpy as np
 
 from jedbatch._graph.types import operation_of
+from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.granularity.call_sites import Sites
@@ -360,20 +361,14 @@ def _connected(nodes: Nodes, stretch: range, maker: Sequence[int]) -> list[list[
     """The nodes of a stretch; those that depend on each other together."""
     if len(stretch) == 1:
         return [list(stretch)]
-    parent = {n: n for n in stretch}
-
-    def root(n: int) -> int:
-        while parent[n] != n:
-            parent[n] = n = parent[parent[n]]
-        return n
-
+    connected: UnionFind[int] = UnionFind()
     for n in stretch:
         for r in nodes.operands[n]:
             if r >= 0 and maker[r] >= stretch.start:
-                parent[root(n)] = root(maker[r])
+                connected.union(n, maker[r])
     parts: dict[int, list[int]] = {}
     for n in stretch:
-        parts.setdefault(root(n), []).append(n)
+        parts.setdefault(connected.find(n), []).append(n)
     return list(parts.values())
 
 
