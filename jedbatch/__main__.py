@@ -46,35 +46,30 @@ MOST = 10**9  # of sizes on the command line
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
+    parser = command_line()
+    args = parser.parse_args(argv)
+    for name in args.sizes:
+        if not 1 <= getattr(args, name) <= MOST:
+            option = name.replace("_", "-")
+            parser.error(
+                f"--{option} is {getattr(args, name)}; expected a positive number, at most {MOST:,}"
+            )
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed is {args.seed}; expected a number from 0 to 2**32 - 1")
+    if args.device:
+        jax.config.update("jax_platforms", args.device)
+    try:
+        return args.run(args) or 0
+    except (OSError, ValueError, RuntimeError, MemoryError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m jedbatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]) -> Any:
-        """A command with the options that all have, and sizes: (default, what it is) by name."""
-        made = commands.add_parser(run.__name__, help=help)
-        made.set_defaults(run=run, sizes=tuple(sizes))
-        if run is demo:
-            made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
-        elif run is not fuzz:
-            made.add_argument(
-                "model",
-                help=f"one of {', '.join(WORKLOADS)}; or your own `jedbatch.models.Workload`, "
-                "as module:attribute",
-            )
-            made.add_argument(
-                "--data",
-                nargs="+",
-                default=[],
-                metavar="FILE",
-                help="instances, one a line (may be .gz); tags of lattices in a file of their own",
-            )
-        made.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
-        made.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-        for name, (default, what) in sizes.items():
-            help = f"{what} (default {default})"
-            made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
-        return made
-
+    command = functools.partial(add_command, commands)
     hidden = {"hidden": (64, "size of the states")}
     sizes = hidden | {"batch_size": (64, "instances per minibatch")}
     command(
@@ -110,22 +105,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--first", type=int, default=0, help="the number of the first program (default %(default)s)"
     )
     fuzzing.add_argument("--plans", action="store_true", help="only plan, and check the plans")
-    args = parser.parse_args(argv)
-    for name in args.sizes:
-        if not 1 <= getattr(args, name) <= MOST:
-            option = name.replace("_", "-")
-            parser.error(
-                f"--{option} is {getattr(args, name)}; expected a positive number, at most {MOST:,}"
-            )
-    if not 0 <= args.seed < 2**32:
-        parser.error(f"--seed is {args.seed}; expected a number from 0 to 2**32 - 1")
-    if args.device:
-        jax.config.update("jax_platforms", args.device)
-    try:
-        return args.run(args) or 0
-    except (OSError, ValueError, RuntimeError, MemoryError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return parser
+
+
+def add_command(
+    commands: Any, run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]
+) -> argparse.ArgumentParser:
+    """Adds a command with the options that all have, and sizes: (default, meaning) by name."""
+    made = commands.add_parser(run.__name__, help=help)
+    made.set_defaults(run=run, sizes=tuple(sizes))
+    if run is demo:
+        made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
+    elif run is not fuzz:
+        made.add_argument(
+            "model",
+            help=f"one of {', '.join(WORKLOADS)}; or your own `jedbatch.models.Workload`, "
+            "as module:attribute",
+        )
+        made.add_argument(
+            "--data",
+            nargs="+",
+            default=[],
+            metavar="FILE",
+            help="instances, one a line (may be .gz); tags of lattices in a file of their own",
+        )
+    made.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
+    made.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    for name, (default, what) in sizes.items():
+        help = f"{what} (default {default})"
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
+    return made
 
 
 # --- models by name ---

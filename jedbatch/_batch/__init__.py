@@ -1,7 +1,7 @@
-"""`batch` and `Batched`, the composition of everything else; what batches cost.
+"""`batch` and `Batched`, the composition of everything else; the costs of batches.
 
 Read in this order:
 
 1. `batched`: `batch`: the composition of everything else.
-2. `calibrate`: What batches cost on this machine.
+2. `calibrate`: The costs of batches on this machine.
 """

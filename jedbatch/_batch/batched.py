@@ -114,7 +114,7 @@ class Batched:
 
     @property
     def policy(self) -> Policy | None:
-        """What chooses the batches: what was given, or else what was learned.
+        """The policy that chooses the batches: the one given, or else the one learned.
 
         Without a policy of its own, a batched function learns one when the first minibatch is
         planned that needs it. As long as schedules by rank are optimal, this is a machine that
@@ -129,7 +129,7 @@ class Batched:
         self._policy = Adaptive() if policy is None else checked_policy(policy)
 
     def _twin(self) -> "Batched":
-        """The same function, with nothing kept yet, nothing to learn and a list for its result."""
+        """Returns the same function with empty caches, nothing to learn and a list of results."""
         return Batched(self._fn, self._arguments.axes, None, agenda, self._options)
 
     def learn(self, *args: Any, **options: Any) -> FSM:
@@ -303,7 +303,7 @@ class Batched:
     # --- what is kept ---
 
     def _session(self, shared: tuple) -> tuple[Session, list[Any]]:
-        """What is kept for shared arguments of this structure, and their leaves."""
+        """Returns (the session for shared arguments of this structure, their leaves)."""
         leaves, structure = self._arguments.leaves(shared)
         types = tuple(map(array_type, leaves))
         target = self._options.target or target_of(leaves)

@@ -1,4 +1,4 @@
-"""What batches cost on this machine.
+"""The costs of batches on this machine.
 
 Fewest batches is a stand-in for least time. A batch of type t with so many nodes takes about
 
@@ -90,7 +90,7 @@ class Calibration:
         return np.array([cost.per_batch for cost in self._costs(graph)])
 
     def microseconds(self, graph: Graph, schedule: Schedule) -> float:
-        """What running a schedule is expected to take."""
+        """Returns the microseconds that running a schedule is expected to take."""
         checks.of_type("Calibration.microseconds", schedule, Schedule, "a schedule of the graph")
         costs = self._costs(graph)
         per_node = np.array([c.per_node + self.per_byte * c.bytes for c in costs])

@@ -109,6 +109,6 @@ def in_blocks(lanes: int, blocks: Ladder) -> int:
 
 @functools.lru_cache(4096)
 def num_widths(ladder: Ladder, largest: int) -> int:
-    """How many widths batches of up to so many nodes use."""
+    """Returns the number of widths that batches of up to `largest` nodes use."""
     used = ladder.cover(np.arange(1, largest + 1)).any(axis=0)
     return int(np.flatnonzero(used)[-1]) + 1

@@ -59,7 +59,7 @@ from jedbatch.errors import SymbolicValueError
 
 @dataclass(frozen=True)
 class Round:
-    """What ran between two decisions.
+    """The nodes that ran between two decisions.
 
     Attributes:
       instances: how many instances waited for values; 0 in the last round.
@@ -284,7 +284,7 @@ class Stepwise:
         return deeply(functools.partial(self._compute_alone, given, saving))
 
     def _compute_alone(self, given: Any, saving: bool) -> Any:
-        """The same, with recursion as deep as this thread allows."""
+        """Does the same, with recursion as deep as this thread allows."""
         leaves, arrays, tracers, reached = given
         with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
             self.rounds.clear()
@@ -419,7 +419,7 @@ class Attempt:
         return self._known[key]
 
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What parts of an instance return, which wait for values each on its own."""
+        """Returns the results of parts of an instance, which wait for values each on its own."""
         recorder = self.recorder
         instance = recorder._instance
         with take_current_trace() as current:

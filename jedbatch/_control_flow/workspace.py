@@ -64,7 +64,7 @@ class Column:
 
 
 class Workspace:
-    """What the instances of a minibatch have recorded, and as much of it as has been computed.
+    """The recordings of a minibatch, and as much of them as has been computed.
 
     Letters: `N` nodes, `V` their results, `I` inputs.
 

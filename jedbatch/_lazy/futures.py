@@ -59,7 +59,7 @@ class Returned:
 
 
 class Outcome:
-    """What became of a future: a row of what was returned.
+    """The value of a future: a row of what was returned.
 
     Attributes:
       aval: type of the value.
@@ -151,7 +151,7 @@ def _of_value(name: str) -> property:
 
 
 class Awaited(Symbol):
-    """What `Future` and `SharedFuture` have in common.
+    """A future of either kind: a `Future` or a `SharedFuture`.
 
     Attributes:
       outcome: what became of it; None as long as it waits.
@@ -190,7 +190,7 @@ class Awaited(Symbol):
 
     @property
     def value(self) -> Any:
-        """What it stands for; computes everything recorded so far if it still waits."""
+        """Returns the value; computes everything recorded so far if it still waits."""
         if self.outcome is None:
             self._trace.value_of(self)
             assert self.outcome is not None
@@ -213,7 +213,7 @@ class Awaited(Symbol):
         return self
 
     def full_lower(self) -> Any:
-        """What JAX should compute with."""
+        """Returns the object that JAX should compute with."""
         if self.outcome is None:
             return self
         value = self.outcome.value
@@ -227,7 +227,7 @@ class Awaited(Symbol):
         return value.to_concrete_value() if self.outcome.is_traced else value
 
     def get_referent(self) -> Any:
-        """What JAX takes for the same value is this very object."""
+        """Returns the object that identifies the value to JAX."""
         if self.outcome is None:
             return self
         value = self.outcome.value

@@ -46,7 +46,7 @@ NODES_PER_FUTURE = 16  # nodes per future that waits, in a scope that lets go of
 
 
 class LazyRound(NamedTuple):
-    """What was computed together.
+    """The nodes that were computed together.
 
     Attributes:
       nodes: how many were run.
@@ -63,7 +63,7 @@ class LazyRound(NamedTuple):
 
 @dataclass(eq=False)
 class Scope:
-    """What `with jedbatch.lazy() as scope` gives.
+    """The scope that `with jedbatch.lazy() as scope` binds.
 
     Attributes:
       rounds: what was computed together, in order.
@@ -214,7 +214,7 @@ class LazyRecorder(Recorder):
     # --- operations ---
 
     def cell_callee(self, cell: Cell, args: tuple, static: dict) -> Any:
-        """How to record a call of a cell."""
+        """Returns how to record a call of a cell."""
         self._reader = cell.name
         return super().cell_callee(cell, args, static)
 

@@ -191,7 +191,7 @@ class Lazy:
         return Kept(session, Adaptive() if self._policy is None else self._policy)
 
     def _compute_with(self, kept: "Kept") -> Callable:
-        """How a recorder has a graph computed."""
+        """Returns the function by which a recorder has a graph computed."""
 
         def compute(graph, rows, held, traced) -> tuple[int, dict[Any, Any]]:
             """(number of batches, the rows returned from each arena)."""
@@ -218,7 +218,7 @@ class Lazy:
 
 
 class Kept(NamedTuple):
-    """What scopes leave to later ones."""
+    """The session and the policy that a scope leaves to later ones."""
 
     session: Session
     policy: Any

@@ -10,7 +10,7 @@ Read in this order:
    returns.
 4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
    such a row.
-5. `session`: What a batched function keeps: types, graphs of instances, kernels and programs.
+5. `session`: The caches of a batched function: types, graphs of instances, kernels and programs.
 6. `record_cache`: The records of a minibatch: those that are known, and new ones.
 7. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).

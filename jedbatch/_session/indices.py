@@ -130,7 +130,7 @@ def check_look_ups(
     input_row: np.ndarray,
     instance_of: Callable[[int], int],
 ) -> None:
-    """The same for nodes that are kept in any way.
+    """Does the same as `check_rows` for nodes that are kept in any way.
 
     Args:
       registry: of the node types.

@@ -34,7 +34,7 @@ def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
 
 @dataclass(frozen=True)
 class Recording:
-    """How instances of a function are recorded.
+    """Finds or makes the records of instances of a function.
 
     Attributes:
       fn: the function.

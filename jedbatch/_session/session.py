@@ -1,4 +1,4 @@
-"""What a batched function keeps: types, graphs of instances, kernels and programs."""
+"""The caches of a batched function: types, graphs of instances, kernels and programs."""
 
 import collections
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -44,7 +44,7 @@ BYTES_PER_NODE = 100  # of an instance, estimated
 
 
 class Session:
-    """What a batched function keeps for one structure of shared arguments.
+    """The caches of a batched function for one structure of shared arguments.
 
     Attributes:
       registry: types met so far.
@@ -254,7 +254,7 @@ class Session:
         return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
 
     def executor(self, signature: Signature, values: Any) -> Any:
-        """Who runs a program on these values; on traced ones always the fused executor."""
+        """Returns the executor of a program on values; on traced ones always the fused one."""
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
         key = signature, name
@@ -269,7 +269,7 @@ class Session:
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
     ) -> list[RaggedTypes | None]:
-        """How instances are recorded (see `Lengths.look`)."""
+        """Returns how instances are recorded (see `Lengths.look`)."""
         given = self.lengths.look(keys, arrays)
         bound = self.lengths.bound
         if bound is None or self.lengths.longest <= bound:
@@ -299,7 +299,7 @@ class Session:
         return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
 
     def stage(self, calls: RegionCalls) -> Stage:
-        """What the calls of a region in a minibatch are compiled for."""
+        """Returns the stage that calls of a region in a minibatch are compiled for."""
         capacities = self._row_capacities[calls.region]
         capacity, is_new = find_capacity(calls, capacities, self.target)
         if is_new:
