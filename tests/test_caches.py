@@ -115,7 +115,7 @@ def test_what_is_made_anew_is_forgotten(fn, monkeypatch):
         keys = registry.keys
         assert max(len(keys._jaxprs), len(keys._by_identity), len(registry.constants)) <= 20
         assert registry._num_calls <= 21
-        return registry.size, len(registry.callees), len(registry.node_types)
+        return registry.size, len(registry.call_specs), len(registry.node_types)
 
     first = kept(0)
     assert [kept(50), kept(100)] == [first, first]

@@ -490,7 +490,7 @@ def test_many_scopes_keep_nothing():
     def sizes():
         (kept,) = scope._free[next(iter(scope._free))]
         r, s = kept.session.registry, kept.session
-        parts = r.node_types, r.shared, r.callees, r.groups, r._ids, r.constants, s._signatures
+        parts = r.node_types, r.shared, r.call_specs, r.groups, r._ids, r.constants, s._signatures
         return [*map(len, parts), len(s._statics)]
 
     for seed in range(5):

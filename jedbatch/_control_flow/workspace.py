@@ -122,13 +122,13 @@ class Workspace:
 
     def note_turn(self, instance: int) -> None:
         """An instance has recorded what is new since the last note."""
-        self._turn_nodes.append((instance, len(self.recorder.callees)))
+        self._turn_nodes.append((instance, len(self.recorder.call_specs)))
         self._turn_inputs.append((instance, len(self.recorder.input_group)))
 
     def _take_in(self) -> None:
         """Takes up what was recorded since the last time."""
         recorder, registry = self.recorder, self.recorder.registry
-        calls = recorder.callees[len(self._node_type.array) :]
+        calls = recorder.call_specs[len(self._node_type.array) :]
         references = recorder.references[self._num_references :]
         self._num_references = len(recorder.references)
         node_type, arity, operand = find_operands(registry, calls, references)

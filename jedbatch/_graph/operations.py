@@ -41,11 +41,11 @@ class PrimitiveKey:
         self.is_ragged = is_ragged
 
 
-class Callee:
+class CallSpec:
     """How a kind of call is recorded.
 
     Attributes:
-      id: position among the callees.
+      id: position among the call specs.
       node_type: id of the type of its nodes.
       widths: operands that each reference stands for.
       results: value type ids of its results.
@@ -71,13 +71,13 @@ class Alike:
     """Calls that differ in the names of symbols only, as far as their operands show.
 
     Attributes:
-      callee: how the first of them is recorded.
+      call_spec: how the first of them is recorded.
       symbols: in its operands, in order.
       extents: in its program, with numbers for symbols.
       sure: whether the program of another was the same; None as long as there was no other.
     """
 
-    callee: Callee
+    call_spec: CallSpec
     symbols: tuple[str, ...]
     extents: list[Hashable]
     sure: bool | None = None

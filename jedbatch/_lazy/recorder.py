@@ -213,10 +213,10 @@ class LazyRecorder(Recorder):
 
     # --- operations ---
 
-    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> Any:
+    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Returns how to record a call of a cell."""
         self._reader = cell.name
-        return super().cell_callee(cell, args, static)
+        return super().cell_call_spec(cell, args, static)
 
     def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         for x in args:
@@ -295,7 +295,7 @@ class LazyRecorder(Recorder):
         self.known.clear()  # tuples that nobody else holds, and the futures in them
         self.kept.clear()
         futures = self._waiting()
-        if len(futures) > FEW_FUTURES and NODES_PER_FUTURE * len(futures) > len(self.callees):
+        if len(futures) > FEW_FUTURES and NODES_PER_FUTURE * len(futures) > len(self.call_specs):
             del futures  # some may be garbage: a function that calls itself is a circle
             gc.collect(1)
             futures = self._waiting()
@@ -318,7 +318,7 @@ class LazyRecorder(Recorder):
     def _start_again(self) -> None:
         for kept in (self.known, self.kept, self.watched, self.leaves, self._places):
             kept.clear()
-        for recorded in (self.callees, self.references, self.input_group, self.input_value):
+        for recorded in (self.call_specs, self.references, self.input_group, self.input_value):
             recorded.clear()
         self._traced = []
         self.num_values = 0
@@ -329,7 +329,7 @@ class LazyRecorder(Recorder):
     def _round(self, futures: list[Any]) -> None:
         start = time.perf_counter()
         outputs = [self._output(future) for future in futures]
-        counts = self.callees, self.references, self.input_group, outputs
+        counts = self.call_specs, self.references, self.input_group, outputs
         ends = np.array([(0, len(x)) for x in counts])
         graph = without_unread(finish(self.registry, self.written, outputs, ends))
         avals = [future.aval for future in futures]

@@ -16,7 +16,7 @@ from jedbatch._graph.paths import pointers
 from jedbatch._record.cell import Cell, recording
 from jedbatch._record.instances import array_type
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Callee
+from jedbatch._record.registry import CallSpec
 from jedbatch._record.symbols import Value, row_index
 
 
@@ -34,8 +34,8 @@ def record_graph(
         recorder.input_value += chunk.rows.tolist() if chunk.rows.ndim == 1 else list(chunk.rows)
         kinds += [kind] * len(chunk)
 
-    # Every operand is described by the callee that made it, or by the input's type.
-    made_by: dict[int, Callee] = {}
+    # Every operand is described by the call spec that made it, or by the input's type.
+    made_by: dict[int, CallSpec] = {}
     operand, ptr, node_type = graph.operand, graph.operand_ptr, graph.node_type
     described = np.empty(len(operand), np.int64)
     inputs = operand < 0
@@ -55,29 +55,29 @@ def record_graph(
     forms[:, 0] = node_type
     forms[:, 1:][np.arange(most) < arity[:, None]] = described
     distinct, first, which = np.unique(forms, axis=0, return_index=True, return_inverse=True)
-    callees: list[Any] = [None] * len(distinct)
+    call_specs: list[Any] = [None] * len(distinct)
     for d in np.argsort(first).tolist():  # makers come before readers
         t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
         args = [stand_in(what) for what in operands]
-        found = recorder.cell_callee(cells[t], (*shared, *args), {})
+        found = recorder.cell_call_spec(cells[t], (*shared, *args), {})
         assert found is not None
-        callee = found[0]
+        call_spec = found[0]
         widths = tuple(1 if w < 0 else len(made_by[w].results) for w in operands)
-        callees[d] = recorder.registry.add_callee(
-            callee.node_type, widths, callee.results, callee.tree, callee.unit
+        call_specs[d] = recorder.registry.add_call_spec(
+            call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
         )
-        same = made_by.setdefault(t, callee)
-        if (same.results, same.tree) != (callee.results, callee.tree):
+        same = made_by.setdefault(t, call_spec)
+        if (same.results, same.tree) != (call_spec.results, call_spec.tree):
             raise TypeError(
                 f"cell `{cells[t].name}` returns values of different shapes or dtypes at "
                 "different nodes of a prepared graph; expected the same at all of them. Give "
                 "them different types, or call the cells from Python."
             )
-    ids = np.array([c.id for c in callees], np.int64)[which.ravel()]
-    sizes = np.array([len(c.results) for c in callees], np.int64)[which.ravel()]
+    ids = np.array([c.id for c in call_specs], np.int64)[which.ravel()]
+    sizes = np.array([len(c.results) for c in call_specs], np.int64)[which.ravel()]
     starts = recorder.num_values + pointers(sizes)
     references = np.where(inputs, operand - first_input, starts[operand])
-    recorder.callees += ids.tolist()
+    recorder.call_specs += ids.tolist()
     recorder.mark()
     recorder.references += references.tolist()
     recorder.num_values = int(starts[-1])
@@ -87,21 +87,21 @@ def record_graph(
 class Results(Sequence):
     """What every node of an evaluated graph returned."""
 
-    def __init__(self, recorder: Recorder, callees: Sequence[Callee], starts: np.ndarray):
+    def __init__(self, recorder: Recorder, call_specs: Sequence[CallSpec], starts: np.ndarray):
         self._recorder = recorder
-        self._callees = callees
+        self._call_specs = call_specs
         self._starts = starts
 
     def __len__(self) -> int:
-        return len(self._callees)
+        return len(self._call_specs)
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
             return [self[i] for i in range(*item.indices(len(self)))]
         item = row_index(item, len(self))
-        callee, start = self._callees[item], int(self._starts[item])
-        values = [Value(self._recorder, i, kind) for i, kind in enumerate(callee.results, start)]
-        return values[0] if callee.tree is None else jax.tree.unflatten(callee.tree, values)
+        call_spec, start = self._call_specs[item], int(self._starts[item])
+        values = [Value(self._recorder, i, kind) for i, kind in enumerate(call_spec.results, start)]
+        return values[0] if call_spec.tree is None else jax.tree.unflatten(call_spec.tree, values)
 
 
 def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Sequence[Any]:

@@ -3,9 +3,9 @@
 This is the hottest path of recording, 0.8 microseconds a node. A call is described without
 looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
 returned, keyword arguments and a container of shared values by a token. `registry.calls` is a tree
-of dictionaries that leads from such a description to a `Callee`, the way in which a call like this
-was recorded before. Whatever has no description goes the long way every time (see
-`Recorder.long_way`).
+of dictionaries that leads from such a description to a `CallSpec`, the way in which a call like
+this was recorded before. Whatever has no description takes the slow path every time (see
+`Recorder.slow_path`).
 """
 
 import operator
@@ -24,12 +24,12 @@ from jedbatch._record.registry import END
 PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
-def short_way(recorder: Any) -> Callable:
+def fast_path(recorder: Any) -> Callable:
     """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
 
     A call is described by what its arguments are, without looking into them, and recorded
     the way a call of that description was recorded before: `registry.calls` is a tree of
-    dictionaries with a `Callee` at the end of every known description.
+    dictionaries with a `CallSpec` at the end of every known description.
     """
     known, kept, numbers, arrays = (
         recorder.known,
@@ -38,75 +38,79 @@ def short_way(recorder: Any) -> Callable:
         recorder.arrays,
     )
     watched, result = recorder.watched, recorder.result
-    calls, references, callees = recorder.registry.calls, recorder.references, recorder.callees
+    calls, references, call_specs = (
+        recorder.registry.calls,
+        recorder.references,
+        recorder.call_specs,
+    )
     input_group, input_value = recorder.input_group, recorder.input_value
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
         reads = []
         try:
-            callee = calls[cell]
+            call_spec = calls[cell]
             if static:
-                callee = callee[options_token(static)]
+                call_spec = call_spec[options_token(static)]
             for c in cell.closure:
-                callee = callee[id(c.cell_contents)]
+                call_spec = call_spec[id(c.cell_contents)]
             for arg in args:
                 found = known.get(id(arg))
                 if found is not None:
                     token, index = found
-                    callee = callee[token]
+                    call_spec = call_spec[token]
                     if index is not None:
                         reads.append(index)
                     continue
                 kind = type(arg)
                 if kind is result and arg._trace is recorder:
-                    callee = callee[arg.type]
+                    call_spec = call_spec[arg.type]
                     reads.append(arg.index)
                 elif kind is np.ndarray:
                     group, token = arrays[arg.shape, arg.dtype]
-                    callee = callee[token]
+                    call_spec = call_spec[token]
                     input_group.append(group)
                     input_value.append(arg.copy())  # it may change before it is read
                     reads.append(-len(input_group))
                 elif id(arg) in watched:
-                    callee = callee[watched[id(arg)].token_of(arg)]
+                    call_spec = call_spec[watched[id(arg)].token_of(arg)]
                 elif kind is tuple or kind is list:  # a state put together by hand
-                    callee = callee[kind, len(arg)]
+                    call_spec = call_spec[kind, len(arg)]
                     for x in arg:
                         found = known.get(id(x))
                         if found is not None:
-                            callee = callee[found[0]]
+                            call_spec = call_spec[found[0]]
                             if found[1] is not None:
                                 reads.append(found[1])
                         elif type(x) is result and x._trace is recorder:
-                            callee = callee[x.type]
+                            call_spec = call_spec[x.type]
                             reads.append(x.index)
                         else:
                             raise KeyError(kind)
                 else:
                     group, token = numbers[kind]  # an int or a float, if it is found
-                    callee = callee[token]
+                    call_spec = call_spec[token]
                     input_group.append(group)
                     input_value.append(arg)
                     reads.append(-len(input_group))
-            callee = callee[END]
+            call_spec = call_spec[END]
         except (KeyError, ValueError):
-            callee = None
-        if callee is None:
-            return recorder.long_way(cell, args, static)
-        kinds = callee.results
+            call_spec = None
+        if call_spec is None:
+            return recorder.slow_path(cell, args, static)
+        kinds = call_spec.results
         references.extend(reads)
-        callees.append(callee.id)
+        call_specs.append(call_spec.id)
         index = recorder.num_values
         recorder.num_values = index + len(kinds)
-        if callee.tree is None:
+        if call_spec.tree is None:
             return result(recorder, index, kinds[0])
-        if callee.unit is None:
-            return recorder.results(callee, index)
+        if call_spec.unit is None:
+            return recorder.results(call_spec, index)
         if len(kinds) == 2:  # a state (h, c), spelled out
             out: tuple = (result(recorder, index, kinds[0]), result(recorder, index + 1, kinds[1]))
         else:
             out = tuple([result(recorder, i, kind) for i, kind in enumerate(kinds, index)])
-        known[id(out)] = callee.unit, index
+        known[id(out)] = call_spec.unit, index
         kept.append(out)
         return out
 

@@ -7,7 +7,7 @@ index makes a type of its own.
 Operators take 20 to 40 microseconds through `jax.numpy`, which checks types, broadcasts and
 promotes, only to come to the same operation whenever the types are the same. So what an operator
 came to is remembered by the types of both sides, and the second time a node is recorded at once.
-Everything unusual goes the long way: tracers of other transformations, arrays, and operations on
+Everything unusual takes the slow path: tracers of other transformations, arrays, and operations on
 shared values alone.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import take_current_trace
 
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.registry import Callee
+from jedbatch._record.registry import CallSpec
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen, is_static, row_index
 
 PICK = "pick"  # the operation `value[i]`, if whoever groups nodes decides whether i is a value
@@ -70,7 +70,7 @@ def index_shared(recorder: Any, value: Shared, item: Any) -> Any:
 # --- operations and operators ---
 
 
-def known_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> Callee | None:
+def known_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> CallSpec | None:
     """How an operation on symbols was recorded before; if it is known, adds what it reads."""
     way: list[Any] = [key]
     reads = []
@@ -82,10 +82,10 @@ def known_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> Callee
             way.append(~x.index)
         else:
             return None
-    callee = recorder.registry.operations.get(tuple(way)) if recorder.active else None
-    if callee is not None:
+    call_spec = recorder.registry.operations.get(tuple(way)) if recorder.active else None
+    if call_spec is not None:
         recorder.references += reads
-    return callee
+    return call_spec
 
 
 def remember_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> None:
@@ -93,33 +93,33 @@ def remember_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> Non
     mine = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
     if mine and any(isinstance(x, Value) for x in args):
         kinds = [x.type if isinstance(x, Value) else ~x.index for x in args]
-        callee = recorder.registry.callees[recorder.callees[-1]]
-        recorder.registry.operations[key, *kinds] = callee
+        call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
+        recorder.registry.operations[key, *kinds] = call_spec
 
 
 class Known(NamedTuple):
     """What an operator came to.
 
     Attributes:
-      callee: the kind of the one node it records.
+      call_spec: the kind of the one node it records.
       reads: the sides that are its operands, 0 or 1 each.
       group: of the inputs made of the other side, if that is a Python number.
     """
 
-    callee: Callee
+    call_spec: CallSpec
     reads: tuple[int, ...]
     group: int | None
 
 
-def operate(recorder: Any, long_way: Callable, a: Any, b: Any) -> Any:
-    """An operator on a symbol `a` and anything: as recorded before, or by `long_way`."""
-    way = (long_way, _described(recorder, a), _described(recorder, b))
+def operate(recorder: Any, slow_path: Callable, a: Any, b: Any) -> Any:
+    """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
+    way = (slow_path, _described(recorder, a), _described(recorder, b))
     if None in way or (type(a) is Shared and type(b) is not Value) or not recorder.active:
-        return long_way(a, b)
+        return slow_path(a, b)
     with take_current_trace() as current:
         here = current is recorder
     if not here:
-        return long_way(a, b)
+        return slow_path(a, b)
     known = recorder.registry.operators.get(way)
     if known is None:
         return _noted(recorder, way, a, b)
@@ -127,7 +127,7 @@ def operate(recorder: Any, long_way: Callable, a: Any, b: Any) -> Any:
     if known.group is not None:
         sides[1] = recorder.new_input(known.group, b)
     recorder.references += [sides[side] for side in known.reads]
-    out = recorder.record(known.callee)
+    out = recorder.record(known.call_spec)
     return out[0] if type(out) is list else out
 
 
@@ -142,14 +142,14 @@ def _described(recorder: Any, x: Any) -> Any:
 
 
 def _noted(recorder: Any, way: tuple, a: Any, b: Any) -> Any:
-    """Goes the long way, and remembers where it led if that is one node with both sides."""
-    num_nodes, num_inputs = len(recorder.callees), len(recorder.input_group)
+    """Takes the slow path, and remembers where it led if that is one node with both sides."""
+    num_nodes, num_inputs = len(recorder.call_specs), len(recorder.input_group)
     num_reads = len(recorder.references)
     out = way[0](a, b)
     new_inputs = recorder.input_group[num_inputs:]
-    if len(recorder.callees) != num_nodes + 1 or type(out) is not Value:
+    if len(recorder.call_specs) != num_nodes + 1 or type(out) is not Value:
         return out
-    recorder.mark_again()  # as if it had come the short way
+    recorder.mark_again()  # as if it had come by the fast path
     sides = [getattr(a, "index", None), getattr(b, "index", None)]
     group = None
     if sides[1] is None:  # a number; it may have decided what was done
@@ -159,13 +159,13 @@ def _noted(recorder: Any, way: tuple, a: Any, b: Any) -> Any:
     elif new_inputs:
         return out
     reads = recorder.references[num_reads:]
-    callee = recorder.registry.callees[recorder.callees[-1]]
+    call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
     wanted = [k for k, x in enumerate((a, b)) if type(x) is not Shared]
-    if len(callee.results) != 1 or sides[0] == sides[1] or len(reads) != len(wanted):
+    if len(call_spec.results) != 1 or sides[0] == sides[1] or len(reads) != len(wanted):
         return out
     if all(r in [sides[k] for k in wanted] for r in reads):
         order = tuple([k for r in reads for k in wanted if sides[k] == r])
-        recorder.registry.operators[way] = Known(callee, order, group)
+        recorder.registry.operators[way] = Known(call_spec, order, group)
     return out
 
 

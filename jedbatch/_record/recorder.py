@@ -2,7 +2,7 @@
 
 The user's function runs once per instance, as ordinary Python, on symbolic values. Each
 operation it performs becomes a node of the instance's graph and nothing is computed. Work enters
-through four doors:
+through four entry points:
 
 1. a call of a `@cell`: a dictionary look-up and a few list appends, no JAX in it;
 2. a call of a `jax.jit`-ted function, which reaches us as one primitive that brings its own
@@ -10,9 +10,9 @@ through four doors:
 3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive;
 4. `evaluate`, which records a graph prepared with NumPy, all nodes at once.
 
-Doors 2 and 3 open because symbolic values are JAX tracers of a trace of our own, so that JAX
-hands us every primitive together with its operands. What an operation reads decides what becomes
-of it:
+The second and third exist because symbolic values are JAX tracers of a trace of our own, so that
+JAX hands us every primitive together with its operands. What an operation reads decides what
+becomes of it:
 
     something symbolic          a node of the graph
     shared arguments only       computed once per minibatch, before the nodes; unless it depends
@@ -50,7 +50,7 @@ from jedbatch._record.cell import (
     static_options,
     with_free_values,
 )
-from jedbatch._record.fast_path import Watched, described, short_way, widths_of
+from jedbatch._record.fast_path import Watched, described, fast_path, widths_of
 from jedbatch._record.instances import (
     array_type,
     flatten,
@@ -67,7 +67,7 @@ from jedbatch._record.operators import (
     operate,
     remember_operation,
 )
-from jedbatch._record.registry import NUMBERS, Callee, Registry
+from jedbatch._record.registry import NUMBERS, CallSpec, Registry
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
@@ -78,7 +78,7 @@ class Recorder(Trace):
     Attributes:
       result: the class of the results of nodes.
       caller: JAX's trace around the batched function.
-      callees: the kind of call of every node.
+      call_specs: the id of the call spec of every node.
       references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
         its first element's.
       input_group, input_value: how every input is read, and its value or position.
@@ -101,7 +101,7 @@ class Recorder(Trace):
         self.caching = True
         self.read: Callable | None = None
         self.together: Callable = lambda parts: [part() for part in parts]
-        self.callees: list[int] = []
+        self.call_specs: list[int] = []
         self.references: list[int] = []
         self.num_values = 0
         self.input_group: list[int] = []
@@ -118,7 +118,7 @@ class Recorder(Trace):
         self.watched: dict[int, Watched] = {}  # containers that may change
         self.numbers: dict[type, tuple[int, Hashable]] = {}  # (input group, token) by kind
         self.arrays: dict[tuple, tuple[int, Hashable]] = {}  # and by shape and dtype
-        self.call_cell = short_way(self)
+        self.call_cell = fast_path(self)
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
@@ -184,8 +184,8 @@ class Recorder(Trace):
 
     @property
     def written(self) -> tuple[list, ...]:
-        """What was recorded: (callees, references, groups of inputs, values of inputs)."""
-        return self.callees, self.references, self.input_group, self.input_value
+        """(ids of call specs, references, groups of inputs, values of inputs)."""
+        return self.call_specs, self.references, self.input_group, self.input_value
 
     def new_input(self, group: int, value: Any) -> int:
         self.input_group.append(group)
@@ -270,7 +270,7 @@ class Recorder(Trace):
             known = id(x) in self._made or id(x) in self.registry.reached
             self.caching = known or self._is_owned(x)
 
-    # --- door 1: cells ---
+    # --- cells ---
 
     def _marking(self, call_cell: Callable) -> Callable:
         """The same, noting call sites."""
@@ -284,8 +284,8 @@ class Recorder(Trace):
 
     def mark(self) -> None:
         """Notes the call site of what was recorded last, for whoever groups nodes by it."""
-        if self._here is not None and len(self.sites) != len(self.callees):
-            self.sites += [self._here()] * (len(self.callees) - len(self.sites))
+        if self._here is not None and len(self.sites) != len(self.call_specs):
+            self.sites += [self._here()] * (len(self.call_specs) - len(self.sites))
 
     def mark_again(self) -> None:
         """Notes the call site of the last node as that of the caller."""
@@ -294,47 +294,47 @@ class Recorder(Trace):
             assert self._here is not None
             self.sites.append((self._here()[0], same))
 
-    def results(self, callee: Callee, index: int) -> Any:
+    def results(self, call_spec: CallSpec, index: int) -> Any:
         """What a recorded call returns."""
-        values = [self.result(self, i, kind) for i, kind in enumerate(callee.results, index)]
-        if callee.tree is None:
+        values = [self.result(self, i, kind) for i, kind in enumerate(call_spec.results, index)]
+        if call_spec.tree is None:
             return values[0]
-        out = jax.tree.unflatten(callee.tree, values)
-        if callee.unit is not None:
-            self.known[id(out)] = callee.unit, index
+        out = jax.tree.unflatten(call_spec.tree, values)
+        if call_spec.unit is not None:
+            self.known[id(out)] = call_spec.unit, index
             self.kept.append(out)
-        for position, token, first in callee.parts:
+        for position, token, first in call_spec.parts:
             self.known[id(out[position])] = token, index + first
             self.kept.append(out[position])
         return out
 
-    def record(self, callee: Callee) -> Any:
+    def record(self, call_spec: CallSpec) -> Any:
         """Appends a node whose references are in place already; returns its results."""
-        self.callees.append(callee.id)
+        self.call_specs.append(call_spec.id)
         self.mark()
         index = self.num_values
-        self.num_values = index + len(callee.results)
-        return self.results(callee, index)
+        self.num_values = index + len(call_spec.results)
+        return self.results(call_spec, index)
 
     def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
         return described(self, cell, args, static)
 
-    def long_way(self, cell: Cell, args: tuple, static: dict) -> Any:
+    def slow_path(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Records a call of a cell: any pytrees of anything."""
-        found = self.cell_callee(cell, args, static)
+        found = self.cell_call_spec(cell, args, static)
         if found is None:  # inside another transformation: not ours to record
             return cell.fn(*args, **static)
-        callee, references = found
+        call_spec, references = found
         way = self.description(cell, args, static)
-        if way is not None and self.registry.is_proven(callee):
+        if way is not None and self.registry.is_proven(call_spec):
             self.registry.remember(
-                way, callee, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
+                way, call_spec, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
             )
         self.references += references
-        return self.record(callee)
+        return self.record(call_spec)
 
-    def cell_callee(self, cell: Cell, args: tuple, static: dict) -> tuple[Callee, list] | None:
+    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> tuple[CallSpec, list] | None:
         """(how to record a call of a cell, its references); None if it is not ours to record."""
         fn = cell.fn
         options = static_options(cell, static)
@@ -379,7 +379,7 @@ class Recorder(Trace):
         key = ("cell", identity, options, tree_key(tree), tuple(slots))
         kinds = tuple(v.type for v in operands)
         try:
-            callee = self.registry.callee(
+            call_spec = self.registry.call_spec(
                 cell.name,
                 key,
                 call,
@@ -395,10 +395,10 @@ class Recorder(Trace):
                 "keyword arguments are static."
             )
             raise
-        self.caching &= self.registry.is_proven(callee)
+        self.caching &= self.registry.is_proven(call_spec)
         if self.grouping is not None and self.grouping.met is not None:
-            self.grouping.met((identity, options, *shared), callee, call)
-        return callee, [v.index for v in operands]
+            self.grouping.met((identity, options, *shared), call_spec, call)
+        return call_spec, [v.index for v in operands]
 
     def _foreign(self, leaves: Sequence[Any]) -> bool:
         """True if a leaf belongs to a transformation that is running inside the function."""
@@ -407,7 +407,7 @@ class Recorder(Trace):
         with take_current_trace() as current:
             return current is not self
 
-    # --- doors 2 and 3: everything else ---
+    # --- jit-ted functions and other primitives ---
 
     index_value = index_value
     index_shared = index_shared
@@ -425,9 +425,9 @@ class Recorder(Trace):
             return out if primitive.multiple_results else [out]
 
         name = params["name"] if primitive.name == "jit" else primitive.name
-        before = len(self.input_group), len(self.callees)
+        before = len(self.input_group), len(self.call_specs)
         out = self._operation(name, key.written, call, tracers, is_ragged=key.is_ragged)
-        if before == (len(self.input_group), len(self.callees) - 1):
+        if before == (len(self.input_group), len(self.call_specs) - 1):
             remember_operation(self, key, tracers)
         return out if primitive.multiple_results else out[0]
 
@@ -520,9 +520,9 @@ class Recorder(Trace):
 
     def node(self, name, key, call, shared, operands) -> Any:
         kinds = tuple(v.type for v in operands)
-        callee = self.registry.callee(name, key, call, shared, kinds, user_code=False)
+        call_spec = self.registry.call_spec(name, key, call, shared, kinds, user_code=False)
         self.references += [v.index for v in operands]
-        return self.record(callee)
+        return self.record(call_spec)
 
     def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
         """Computes an operation on concrete values, or finds what it gave before."""

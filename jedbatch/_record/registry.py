@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
-from jedbatch._graph.operations import Alike, Callee, Operation
+from jedbatch._graph.operations import Alike, CallSpec, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.interpret import one_by_one
@@ -60,11 +60,11 @@ class Registry:
 
     Attributes:
       structure: the pytree structure of the shared arguments.
-      node_types, value_types, shared, callees, groups: what is interned, by id. The leaves of
+      node_types, value_types, shared, call_specs, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
       avals: the value types as JAX has them.
       ragged_types: those of them with ragged axes as user code gets them, by their ids.
-      calls: callees by the description of a call, a tree of dictionaries (see `Recorder`).
+      calls: call specs by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
@@ -81,7 +81,7 @@ class Registry:
         self.avals: list[ShapedArray] = []
         self.ragged_types: dict[int, RaggedType] = {}
         self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
-        self.callees: list[Callee] = []
+        self.call_specs: list[CallSpec] = []
         self.groups: list[tuple] = []
         self.units: list[tuple[int, ...]] = []
         self.calls: dict[Hashable, Any] = {}
@@ -92,11 +92,11 @@ class Registry:
         )
         self._ids: dict[Hashable, Any] = {}
         self.keys = Keys()
-        self._of_states: dict[int, dict[Hashable, Callee]] = Memory(STATES)
-        self._of_user: dict[Hashable, Callee] = self._of_states.setdefault(0, {})
-        self.operations: dict[tuple, Callee] = {}
+        self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(STATES)
+        self._of_user: dict[Hashable, CallSpec] = self._of_states.setdefault(0, {})
+        self.operations: dict[tuple, CallSpec] = {}
         self.operators: dict[tuple, Any] = {}
-        self._single: dict[int, Callee] = {}
+        self._single: dict[int, CallSpec] = {}
         self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
@@ -158,9 +158,9 @@ class Registry:
         """The id of a group of inputs that are read the same way."""
         return self._intern(self.groups, key)
 
-    def callee(
+    def call_spec(
         self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
-    ) -> Callee:
+    ) -> CallSpec:
         """How to record nodes that compute `call(shared values, operands)`.
 
         Args:
@@ -173,7 +173,7 @@ class Registry:
           static: the static arguments, for people.
         """
         full = (key, shared, operands)
-        known: dict[Hashable, Callee] = self._of_user if user_code else self._ids
+        known: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
         found = known.get(full)
         if found is None and user_code:
             found = self._like_another(full, name, call, static)
@@ -190,7 +190,7 @@ class Registry:
                 self._label(name, static, operands, shared),
             )
             flat = tree == jax.tree.structure((0,) * len(results))
-            found = known[full] = self.add_callee(
+            found = known[full] = self.add_call_spec(
                 self._intern(self.node_types, node_type),
                 (1,) * len(operands),
                 results,
@@ -212,7 +212,7 @@ class Registry:
         written = [(*(numbered(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types]
         return ("like", self._number, key, shared, *written), tuple(numbers)
 
-    def _note_symbols(self, full: tuple, callee: Callee, jaxpr: Any) -> None:
+    def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: Any) -> None:
         """Calls like two that were traced need not be, if these differ in the names of symbols.
 
         The second one is traced to make sure: a static argument may hold an extent, too.
@@ -222,17 +222,17 @@ class Registry:
             return
         numbers = {s: k for k, s in enumerate(symbols)}
         extents = [numbered(d, numbers) for d in extents_in(jaxpr)]
-        first = self._alike.setdefault(like, Alike(callee, symbols, extents))
-        if first.callee is not callee and first.sure is None:
+        first = self._alike.setdefault(like, Alike(call_spec, symbols, extents))
+        if first.call_spec is not call_spec and first.sure is None:
             first.sure = first.extents == extents
 
-    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> Callee | None:
+    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CallSpec | None:
         """How to record calls that differ in the names of symbols from known ones; None if none."""
         like, symbols = self._numbered(full)
         alike = self._alike.get(like) if symbols else None
         if alike is None or not alike.sure:
             return None
-        first, theirs = alike.callee, alike.symbols
+        first, theirs = alike.call_spec, alike.symbols
         _, shared, operands = full
         every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
         named = {t: symbol_of(every[s], s) for t, s in zip(theirs, symbols, strict=True)}
@@ -254,7 +254,7 @@ class Registry:
             tuple(self.value_types[v] for v in results),
             self._label(name, static, operands, shared),
         )
-        found = self._of_user[full] = self.add_callee(
+        found = self._of_user[full] = self.add_call_spec(
             self._intern(self.node_types, node_type),
             first.widths,
             tuple(results),
@@ -263,9 +263,9 @@ class Registry:
         )
         return found
 
-    def is_proven(self, callee: Callee) -> bool:
+    def is_proven(self, call_spec: CallSpec) -> bool:
         """Whether everything that a call reads was found where changes are seen."""
-        return callee.id not in self._unproven
+        return call_spec.id not in self._unproven
 
     def _is_proven(self, key: Hashable, jaxpr: Any) -> bool:
         consts = {id(c) for c in jaxpr.consts if isinstance(c, jax.Array)}
@@ -326,27 +326,31 @@ class Registry:
             tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
         return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
-    def add_callee(self, node_type, widths, results, tree, unit) -> Callee:
+    def add_call_spec(self, node_type, widths, results, tree, unit) -> CallSpec:
         """A way of recording nodes of a type; what it returns depends on the type."""
-        key = ("callee", node_type, widths)
+        key = ("call_spec", node_type, widths)
         if (known := self._ids.get(key)) is not None:
             return known
         parts = () if tree is None or unit is not None else self._parts(tree, results)
-        callee = Callee(len(self.callees), node_type, widths, results, tree, unit, parts)
-        self.callees.append(callee)
-        self._ids[key] = callee
-        return callee
+        call_spec = CallSpec(len(self.call_specs), node_type, widths, results, tree, unit, parts)
+        self.call_specs.append(call_spec)
+        self._ids[key] = call_spec
+        return call_spec
 
-    def singly(self, callee: Callee) -> Callee:
+    def singly(self, call_spec: CallSpec) -> CallSpec:
         """The kind of call with the same nodes whose references stand for one operand each."""
-        found = self._single.get(callee.node_type)
+        found = self._single.get(call_spec.node_type)
         if found is None:
-            found, arity = callee, sum(callee.widths)
-            if arity != len(callee.widths):
-                found = self.add_callee(
-                    callee.node_type, (1,) * arity, callee.results, callee.tree, callee.unit
+            found, arity = call_spec, sum(call_spec.widths)
+            if arity != len(call_spec.widths):
+                found = self.add_call_spec(
+                    call_spec.node_type,
+                    (1,) * arity,
+                    call_spec.results,
+                    call_spec.tree,
+                    call_spec.unit,
                 )
-            self._single[callee.node_type] = found
+            self._single[call_spec.node_type] = found
         return found
 
     def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
@@ -366,8 +370,8 @@ class Registry:
             first = end
         return tuple(found)
 
-    def remember(self, way: list[Hashable], callee: Callee, widths, keep: list[Any]) -> None:
-        """Files a callee under the description of a call; `keep` is described by its id."""
+    def remember(self, way: list[Hashable], call_spec: CallSpec, widths, keep: list[Any]) -> None:
+        """Files a call spec under the description of a call; `keep` is described by its id."""
         if self._num_calls > MANY_CALLS:
             self.forget_calls()
         place = self.calls
@@ -377,8 +381,8 @@ class Registry:
             return
         self._num_calls += 1
         self._kept += keep
-        place[way[-1]] = self.add_callee(
-            callee.node_type, widths, callee.results, callee.tree, callee.unit
+        place[way[-1]] = self.add_call_spec(
+            call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
         )
 
     @unguarded

@@ -37,12 +37,12 @@ def _by_value(what: str, convert: Callable) -> Callable:
 
 def _remembering(name: str) -> Callable:
     """An operator that does what that of a tracer does, the second time faster."""
-    long_way = getattr(Tracer, name)
+    slow_path = getattr(Tracer, name)
 
     def method(self: "Symbol", other: Any) -> Any:
         if type(self) is Value or type(self) is Shared:
-            return self._trace.operate(long_way, self, other)
-        return long_way(self, other)  # a future may stand for something else by now
+            return self._trace.operate(slow_path, self, other)
+        return slow_path(self, other)  # a future may stand for something else by now
 
     return method
 

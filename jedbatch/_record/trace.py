@@ -101,7 +101,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
         outputs += [index for index, _ in results]
         forms.append((structure, tuple([kind for _, kind in results])))
         caching.append(recorder.caching)
-        counts = recorder.callees, recorder.references, recorder.input_group, outputs
+        counts = recorder.call_specs, recorder.references, recorder.input_group, outputs
         ends.append(tuple(map(len, counts)))
     return outputs, forms, caching, ends
 
@@ -187,20 +187,20 @@ def find_operands(
 
     A reference to a tuple stands for all that is in it.
     """
-    callee = np.array(recorded, np.int64)
-    present = np.flatnonzero(np.bincount(callee))
-    callees = [registry.callees[c] for c in present.tolist()]
-    local = np.zeros(len(registry.callees), np.int64)
+    call_spec = np.array(recorded, np.int64)
+    present = np.flatnonzero(np.bincount(call_spec))
+    call_specs = [registry.call_specs[c] for c in present.tolist()]
+    local = np.zeros(len(registry.call_specs), np.int64)
     local[present] = np.arange(len(present))
-    which = local[callee]
+    which = local[call_spec]
     operand = np.array(references, np.int64)
-    num_references = np.array([len(c.widths) for c in callees], np.int64)
-    if any(width != 1 for c in callees for width in c.widths):
-        flat = np.array([width for c in callees for width in c.widths], np.int64)
+    num_references = np.array([len(c.widths) for c in call_specs], np.int64)
+    if any(width != 1 for c in call_specs for width in c.widths):
+        flat = np.array([width for c in call_specs for width in c.widths], np.int64)
         starts = pointers(num_references)
         operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
-    arity = np.array([sum(c.widths) for c in callees], np.int64)[which]
-    return np.array([c.node_type for c in callees], np.int32)[which], arity, operand
+    arity = np.array([sum(c.widths) for c in call_specs], np.int64)[which]
+    return np.array([c.node_type for c in call_specs], np.int32)[which], arity, operand
 
 
 def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:

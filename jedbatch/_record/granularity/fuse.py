@@ -58,7 +58,7 @@ from jedbatch._record.granularity.call_sites import Sites
 from jedbatch._record.granularity.inline import Nodes, Primitives, Template, apart, make_template
 from jedbatch._record.operators import PICK
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Callee, Registry
+from jedbatch._record.registry import CallSpec, Registry
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 START, END, ELSEWHERE = -1, -2, -3
@@ -117,7 +117,7 @@ class Blocks:
         self._numbers: dict[tuple[int, int], bytes | None] = {}  # None once they vary
         self._number_types: list[Any] = []  # dtypes, of every group of inputs that holds numbers
         self._leaving: dict[Pattern, int] = {}  # as bits
-        self._callees: dict[tuple[Pattern, int], Callee] = {}
+        self._call_specs: dict[tuple[Pattern, int], CallSpec] = {}
         self.here = self._sites.here
         self.met = self._variants.met
 
@@ -188,10 +188,10 @@ class Blocks:
         return same and self._sites.onward(before, site)
 
     def _tokens_of(self, nodes: Nodes) -> list[int]:
-        intern, callees = self._tokens, self._registry.callees
+        intern, call_specs = self._tokens, self._registry.call_specs
         tokens = []
-        for n, ((site, _), c) in enumerate(zip(nodes.sites, nodes.callees, strict=True)):
-            token: tuple = (site, callees[c].node_type)
+        for n, ((site, _), c) in enumerate(zip(nodes.sites, nodes.call_specs, strict=True)):
+            token: tuple = (site, call_specs[c].node_type)
             if self._picks(token) and token not in self._varying:
                 token = (*token, nodes.input_value[~nodes.operands[n][1]])
             tokens.append(intern.setdefault(token, len(intern)))
@@ -207,8 +207,8 @@ class Blocks:
         for mine, _ in nodes.instances():
             before = START
             for n in mine:
-                callee = self._registry.callees[nodes.callees[n]]
-                place = (nodes.sites[n][0], callee.node_type)
+                call_spec = self._registry.call_specs[nodes.call_specs[n]]
+                place = (nodes.sites[n][0], call_spec.node_type)
                 if self._picks(place) and place not in self._varying:
                     i = nodes.input_value[~nodes.operands[n][1]]
                     if self._picked.setdefault((before, place), i) != i:
@@ -299,7 +299,7 @@ class Blocks:
                     reads.append(-1 - operands.setdefault(r, len(operands)))
             for v in range(starts[n], starts[n + 1]):
                 made[v] = len(made)
-        types = tuple([self._registry.callees[nodes.callees[n]].node_type for n in part])
+        types = tuple([self._registry.call_specs[nodes.call_specs[n]].node_type for n in part])
         pattern = Pattern(types, tuple(reads))
         bits = sum([1 << k for v, k in made.items() if v in leaving])
         self._leaving[pattern] = self._leaving.get(pattern, 0) | bits
@@ -321,24 +321,24 @@ class Blocks:
             for block in mine:
                 if len(block.nodes) == 1:
                     (n,) = block.nodes
-                    callee = self._registry.callees[nodes.callees[n]]
-                    first = merged.add(callee, nodes.sites[n], placed(nodes.operands[n]))
+                    call_spec = self._registry.call_specs[nodes.call_specs[n]]
+                    first = merged.add(call_spec, nodes.sites[n], placed(nodes.operands[n]))
                     place[starts[n] : starts[n + 1]] = range(first, merged.num_values)
                 elif leaving := self._leaving[block.pattern]:  # else nobody ever reads it
-                    callee = self._callee(block, leaving, nodes)
-                    v = merged.add(callee, nodes.sites[block.nodes[0]], placed(block.operands))
+                    call_spec = self._call_spec(block, leaving, nodes)
+                    v = merged.add(call_spec, nodes.sites[block.nodes[0]], placed(block.operands))
                     for k, value in enumerate(block.values):
                         if leaving >> k & 1:
                             place[value] = v
                             v += 1
             merged.outputs += placed(nodes.outputs[returned.start : returned.stop])
-            merged.ends.append((len(merged.callees), *end[1:]))
+            merged.ends.append((len(merged.call_specs), *end[1:]))
         return merged
 
-    def _callee(self, block: Block, leaving: int, nodes: Nodes) -> Callee:
+    def _call_spec(self, block: Block, leaving: int, nodes: Nodes) -> CallSpec:
         """How to record a block of which some values leave."""
         pattern, registry = block.pattern, self._registry
-        found = self._callees.get((pattern, leaving))
+        found = self._call_specs.get((pattern, leaving))
         if found is None:
             types = [registry.node_types[t] for t in pattern.types]
             shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
@@ -352,8 +352,8 @@ class Blocks:
             name = self._sites.name(nodes.sites[n][0] for n in block.nodes)
             key = ("block", *pattern, leaving)
             call = _program(registry, pattern, shared, leaving)
-            found = registry.callee(name, key, call, shared, tuple(kinds), user_code=False)
-            self._callees[pattern, leaving] = found
+            found = registry.call_spec(name, key, call, shared, tuple(kinds), user_code=False)
+            self._call_specs[pattern, leaving] = found
         return found
 
 
@@ -374,7 +374,7 @@ def _connected(nodes: Nodes, stretch: range, maker: Sequence[int]) -> list[list[
 
 def _read_outside(nodes: Nodes, parts: Sequence[Sequence[list[int]]], maker) -> set[int]:
     """The values that instances return or other parts read."""
-    part_of = [0] * len(nodes.callees)
+    part_of = [0] * len(nodes.call_specs)
     for number, part in enumerate(itertools.chain.from_iterable(parts)):
         for n in part:
             part_of[n] = number
@@ -428,9 +428,9 @@ class Variants:
         self._apart: set[Hashable] = set()
         self._incomplete = False
 
-    def met(self, cell: Hashable, callee: Callee, call: Callable) -> None:
+    def met(self, cell: Hashable, call_spec: CallSpec, call: Callable) -> None:
         """Notes that a cell was called in a certain way."""
-        variant = callee.node_type
+        variant = call_spec.node_type
         self._cell_of[variant] = cell
         variants = self._templates.setdefault(cell, {})
         known = variants.setdefault(variant, None)
@@ -449,7 +449,7 @@ class Variants:
             self.template,
             self._blocks,
         )
-        products = {self._registry.callees[c].node_type for c in template.callees}
+        products = {self._registry.call_specs[c].node_type for c in template.call_specs}
         products = {t for t in products if performs(operation_of(types[t]).jaxpr, *PRODUCTS)}
         if products & self._products[cell]:
             self._apart.add(cell)
@@ -460,12 +460,12 @@ class Variants:
         again, self._incomplete = self._incomplete, False
         return again
 
-    def template(self, callee: Callee) -> Template | None:
+    def template(self, call_spec: CallSpec) -> Template | None:
         """What a call is replaced by, if it is."""
-        cell = self._cell_of.get(callee.node_type)
+        cell = self._cell_of.get(call_spec.node_type)
         if cell not in self._apart:
             return None
-        return self._templates[cell][callee.node_type]
+        return self._templates[cell][call_spec.node_type]
 
 
 GRANULARITIES: dict[str, Callable[[Registry], Any]] = {

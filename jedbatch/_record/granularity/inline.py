@@ -23,7 +23,7 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.interpret import inlined, performs
 from jedbatch._record.cell import recording
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Callee, Registry
+from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._record.symbols import Shared
 
 RECORDS_CALLS = True  # see `_support.frames`
@@ -36,14 +36,14 @@ class Template(NamedTuple):
     operands, an input of the template.
 
     Attributes:
-      callees, sites: the kind and the call site of every node.
+      call_specs, sites: the kind and the call site of every node.
       operands: what each node reads.
       inputs: group and value of the literals.
       num_values: how many results its nodes have.
       results: what the call returns, as reads.
     """
 
-    callees: tuple[int, ...]
+    call_specs: tuple[int, ...]
     sites: tuple[tuple[int, bool], ...]
     operands: tuple[tuple[int, ...], ...]
     inputs: tuple[tuple[int, Any], ...]
@@ -56,14 +56,14 @@ class Nodes:
     """What was recorded, node by node; every operand is one value.
 
     Attributes:
-      callees, sites, operands: of every node; operands are results or inputs as `-1 - i`.
+      call_specs, sites, operands: of every node; operands are results or inputs as `-1 - i`.
       input_group, input_value: as the recorder has them.
       outputs: what the instances return.
       ends: where each instance ends: its last node, input and output.
       num_values: how many results the nodes have.
     """
 
-    callees: list[int] = field(default_factory=list)
+    call_specs: list[int] = field(default_factory=list)
     sites: list[tuple[int, bool]] = field(default_factory=list)
     operands: list[Sequence[int]] = field(default_factory=list)
     input_group: list[int] = field(default_factory=list)
@@ -72,35 +72,35 @@ class Nodes:
     ends: list[tuple[int, int, int]] = field(default_factory=lambda: [(0, 0, 0)])
     num_values: int = 0
 
-    def add(self, callee: Callee, site: tuple[int, bool], operands: Sequence[int]) -> int:
+    def add(self, call_spec: CallSpec, site: tuple[int, bool], operands: Sequence[int]) -> int:
         """Appends a node; returns the number of its first result."""
         first = self.num_values
-        self.callees.append(callee.id)
+        self.call_specs.append(call_spec.id)
         self.sites.append(site)
         self.operands.append(operands)
-        self.num_values = first + len(callee.results)
+        self.num_values = first + len(call_spec.results)
         return first
 
     def end(self) -> None:
         """Ends an instance."""
-        self.ends.append((len(self.callees), len(self.input_group), len(self.outputs)))
+        self.ends.append((len(self.call_specs), len(self.input_group), len(self.outputs)))
 
     def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
         """Everything as a recorder writes it: (its lists, outputs, ends)."""
         references = list(itertools.chain.from_iterable(self.operands))
         counts = [0, *itertools.accumulate(map(len, self.operands))]
         ends: list[tuple[int, ...]] = [(n, counts[n], i, o) for n, i, o in self.ends]
-        written: tuple[list, ...] = self.callees, references, self.input_group, self.input_value
+        written: tuple[list, ...] = self.call_specs, references, self.input_group, self.input_value
         return written, self.outputs, ends
 
     def starts(self, registry: Registry) -> list[int]:
         """The first result of every node, and the number of results."""
-        counts = (len(registry.callees[c].results) for c in self.callees)
+        counts = (len(registry.call_specs[c].results) for c in self.call_specs)
         return list(itertools.accumulate(counts, initial=0))
 
     def makers(self, registry: Registry) -> list[int]:
         """The node of every result."""
-        return [n for n, c in enumerate(self.callees) for _ in registry.callees[c].results]
+        return [n for n, c in enumerate(self.call_specs) for _ in registry.call_specs[c].results]
 
     def instances(self) -> list[tuple[range, range]]:
         """The nodes and the outputs of every instance."""
@@ -112,7 +112,7 @@ def apart(
     recorder: Recorder,
     outputs: Sequence[int],
     ends: Sequence[tuple[int, ...]],
-    template_of: Callable[[Callee], Template | None],
+    template_of: Callable[[CallSpec], Template | None],
 ) -> Nodes:
     """What a recorder wrote, with every node taken apart that there is a template for.
 
@@ -125,21 +125,21 @@ def apart(
       template_of: the template of a kind of call, or None to keep it whole.
     """
     nodes = Nodes()
-    all_callees, references = registry.callees, recorder.references
-    sites = recorder.sites or [(0, False)] * len(recorder.callees)
+    all_call_specs, references = registry.call_specs, recorder.references
+    sites = recorder.sites or [(0, False)] * len(recorder.call_specs)
     place: list[int] = []  # where the results are now
     node = read = given = returned = 0
     for last_node, _, last_input, last_output in ends[1:]:
         down = given - len(nodes.input_group)  # inputs moved: others have come before them
         nodes.input_group += recorder.input_group[given:last_input]
         nodes.input_value += recorder.input_value[given:last_input]
-        for callee_id, site in zip(
-            recorder.callees[node:last_node], sites[node:last_node], strict=True
+        for call_spec_id, site in zip(
+            recorder.call_specs[node:last_node], sites[node:last_node], strict=True
         ):
-            callee = all_callees[callee_id]
+            call_spec = all_call_specs[call_spec_id]
             operands = []
             for reference, width in zip(
-                references[read : read + len(callee.widths)], callee.widths, strict=True
+                references[read : read + len(call_spec.widths)], call_spec.widths, strict=True
             ):
                 if reference < 0:
                     operands.append(reference + down)
@@ -147,12 +147,12 @@ def apart(
                     operands.append(place[reference])
                 else:
                     operands += place[reference : reference + width]
-            read += len(callee.widths)
-            template = template_of(callee)
+            read += len(call_spec.widths)
+            template = template_of(call_spec)
             if template is not None:
                 place += _fill(nodes, registry, template, operands)
                 continue
-            first = nodes.add(registry.singly(callee), site, operands)
+            first = nodes.add(registry.singly(call_spec), site, operands)
             place += range(first, nodes.num_values)
         nodes.outputs += [place[r] if r >= 0 else r + down for r in outputs[returned:last_output]]
         node, given, returned = last_node, last_input, last_output
@@ -170,7 +170,7 @@ def _fill(
         sources = [*operands, *range(-1 - first_input, -1 - first_input - len(template.inputs), -1)]
         nodes.input_group += [group for group, _ in template.inputs]
         nodes.input_value += [value for _, value in template.inputs]
-    nodes.callees += template.callees
+    nodes.call_specs += template.call_specs
     nodes.sites += template.sites
     nodes.operands += [
         [base + r if r >= 0 else sources[~r] for r in reads] for reads in template.operands
@@ -184,7 +184,7 @@ def make_template(
     call: Callable,
     shared: Sequence[int],
     operands: Sequence[int],
-    template_of: Callable[[Callee], Template | None],
+    template_of: Callable[[CallSpec], Template | None],
     grouping: Any = None,
 ) -> Template:
     """Records what `call(shared values, operand values)` does on stand-ins.
@@ -208,12 +208,12 @@ def make_template(
         finally:
             recording.recorder = before
             recorder.forget()
-    counts = recorder.callees, recorder.references, recorder.input_group, outputs
+    counts = recorder.call_specs, recorder.references, recorder.input_group, outputs
     ends = [(0, 0, 0, 0), tuple(map(len, counts))]
     nodes = apart(registry, recorder, outputs, ends, template_of)
     inputs = list(zip(nodes.input_group, nodes.input_value, strict=True))
     return Template(
-        tuple(nodes.callees),
+        tuple(nodes.call_specs),
         tuple(nodes.sites),
         tuple(map(tuple, nodes.operands)),
         tuple(inputs[len(operands) :]),
@@ -239,8 +239,8 @@ class Primitives:
         """What was recorded, in primitives."""
         return apart(self._registry, recorder, outputs, ends, self._template)
 
-    def _template(self, callee: Callee) -> Template | None:
-        number = callee.node_type
+    def _template(self, call_spec: CallSpec) -> Template | None:
+        number = call_spec.node_type
         if number not in self._templates:
             node_type = self._registry.node_types[number]
             operation = operation_of(node_type)
