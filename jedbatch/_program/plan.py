@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -38,6 +38,20 @@ class Static:
     stages: tuple[Any, ...] = ()
 
 
+class RaggedSummary(Protocol):
+    """The calls that run before a graph (see `_ragged.calls`), as far as a plan prints them."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(rows that exist, rows computed)."""
+        ...
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of a printed plan."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Host:
     """What planning found out.
@@ -46,7 +60,7 @@ class Host:
       seconds: time spent in each stage of planning.
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
-      ragged_calls: what runs before the graph, if there are ragged arrays.
+      ragged_calls: calls that run before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
       device_seconds: a run took, if it was measured.
     """
@@ -56,7 +70,7 @@ class Host:
     seconds: Mapping[str, float]
     num_known: int = 0
     tracers: Any = ()
-    ragged_calls: Any = None
+    ragged_calls: RaggedSummary | None = None
     apart: str | None = None
     device_seconds: float | None = None
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.record import Record
+from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
@@ -22,6 +23,7 @@ from jedbatch._program.placement import Placed, capacity
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
+from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 
@@ -305,20 +307,22 @@ def _columns(
     return tuple(columns)
 
 
-def _packed(kind: Any, values: Sequence[Any], packed: Any, capacity: RowCapacity) -> Any:
+def _packed(
+    value_type: ValueType, values: Sequence[Any], packed: PackedProgram, capacity: RowCapacity
+) -> Any:
     """Returns the operands of all calls as one array: [R, ...] if ragged, or [K, ...].
 
     Rows beyond the last repeat it, if there is any, where they are not cut into blocks.
     """
     mode = "constant"
     xp = jnp if any(isinstance(x, Tracer) for x in values) else np
-    if is_ragged(kind.shape):
-        rows = xp.concatenate([xp.asarray(x, kind.dtype) for x in values])
-        missing = capacity.rows[packed.extents.index(kind.shape[0])] - len(rows)
+    if is_ragged(value_type.shape):
+        rows = xp.concatenate([xp.asarray(x, value_type.dtype) for x in values])
+        missing = capacity.rows[packed.extents.index(value_type.shape[0])] - len(rows)
         if capacity.blocks is None and len(rows):
             mode = "edge"
     else:
-        rows = xp.stack([xp.asarray(x, stored(kind)[1]) for x in values])
+        rows = xp.stack([xp.asarray(x, stored(value_type)[1]) for x in values])
         missing = capacity.calls - len(rows)
     return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)], mode=mode)
 

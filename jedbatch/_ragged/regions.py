@@ -17,7 +17,7 @@ one and m for the other: parts that differ in the names of symbols only are call
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,7 +169,7 @@ class Regions:
         numbers = subgraph.numbers.items()
         return {k: x for k, x in numbers if self._numbers[subgraph.key, k] is not None}
 
-    def region(self, key: Hashable, symbols: Sequence[str], make: Any) -> Region:
+    def region(self, key: Hashable, symbols: Sequence[str], make: Callable[[], tuple]) -> Region:
         """Returns the region of a key; `make()` gives its (shared, operands, program).
 
         `symbols` are those of the call, in the order of their numbers.
@@ -229,7 +229,14 @@ class Cut:
     of a region.
     """
 
-    def __init__(self, regions: Regions, graph: Graph, record: Record, num_arrays, leaf_of):
+    def __init__(
+        self,
+        regions: Regions,
+        graph: Graph,
+        record: Record,
+        num_arrays: int,
+        leaf_of: Mapping[str, Sequence[int]],
+    ):
         self.regions, self.graph, self.record = regions, graph, record
         self.num_arrays, self.leaf_of = num_arrays, leaf_of
         self.types = graph.node_type.tolist()
