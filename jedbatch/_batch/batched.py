@@ -35,6 +35,7 @@ from jedbatch._learn.adaptive import Adaptive
 from jedbatch._learn.candidates import learn
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
+from jedbatch._program.output_spec import Slice
 from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
@@ -44,7 +45,7 @@ from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.schedule import Policy, agenda, checked_policy
 from jedbatch._session.arguments import Arguments, checked_axes
 from jedbatch._session.options import Options
-from jedbatch._session.outputs import check_stack, form_of_results
+from jedbatch._session.outputs import InstanceOutput, Returned, check_stack, form_of_results
 from jedbatch._session.pipeline import (
     NO_SECONDS,
     checked_inputs,
@@ -354,7 +355,9 @@ class Batched:
                 tracers=tracers,
             )
 
-    def _record(self, session: Session, instances: list[tuple], read: Any = None) -> Any:
+    def _record(
+        self, session: Session, instances: list[tuple], read: Callable | None = None
+    ) -> Any:
         """Returns what `Recording.find` does, and what the function reads besides its arguments."""
         reached = self._environment.look()
         num_known = 0
@@ -401,7 +404,12 @@ class Batched:
             tracers=tracers,
         )
 
-    def _results(self, records, outputs: np.ndarray, slices: Sequence[Any] = ()) -> Any:
+    def _results(
+        self,
+        records: Sequence[InstanceOutput],
+        outputs: np.ndarray,
+        slices: Sequence[Mapping[int, Slice]] = (),
+    ) -> Returned:
         """(what each arena returns, the form of the result) from what all instances return."""
         stacked = self._out_axes is not None
         return form_of_results(self._name, records, outputs, slices, stacked)

@@ -37,7 +37,7 @@ from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.configuration import configuration
-from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
@@ -51,6 +51,7 @@ from jedbatch._record.instances import flatten
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
+from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse
 from jedbatch._session.session import Session, shared_values
 from jedbatch._support.restored import Restored
@@ -163,7 +164,7 @@ class Stepwise:
         instances: Sequence[Sequence[Any]],
         join: Callable,
         policy: Any,
-        results: Callable[[Sequence[InstanceResult], np.ndarray], tuple[dict, ResultForm]],
+        results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
     ):
         """Prepares a call.
 
@@ -336,7 +337,7 @@ class Attempt:
             lambda closed_over: shared_values(session, closed_over, leaves, outside),
             saving,
         )
-        self.returned: dict[Any, list[int]] = {}
+        self.returned: dict[Kind, list[int]] = {}
         self.form = ResultForm((), (), None)
         self._call = call
         self._session = session
@@ -344,7 +345,7 @@ class Attempt:
         self._num_tracers = len(tracers)
         self._configuration = configuration()
         self._shared: Sequence[Any] = ()
-        self._known: dict[Any, np.ndarray] = {}
+        self._known: dict[tuple[bool, int], np.ndarray] = {}
         self._results: list[Any] = [None] * len(call.instances)
         self._fibers = Fibers(self._record, len(call.instances))
         self.recorder.read = self._read

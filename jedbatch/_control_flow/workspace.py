@@ -25,7 +25,9 @@ from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
+from jedbatch._layout.bucketing import Ladder
 from jedbatch._layout.layout import Layout, assign_lanes
+from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.placement import Placed, capacity
 from jedbatch._program.runs import find_stretches
@@ -236,7 +238,7 @@ class Workspace:
         key = Same(policy), *(x.tobytes() for x in parts)
         layout = self.session.rounds.get(key)
         if layout is None:
-            ladders: list[Any] = [None] * len(graph.types)
+            ladders: list[Ladder | None] = [None] * len(graph.types)
             for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
                 ladders[t] = self.session.kernel(t).ladder
             layout = assign_lanes(graph, schedule(graph, policy), ladders, "append")
@@ -323,7 +325,7 @@ class Workspace:
             self._buffers.clear()
         self._bases = self._find_bases()
 
-    def _executor(self) -> Any:
+    def _executor(self) -> Fused | Dispatch:
         assert self.signature is not None
         return self.session.executor(self.signature, ())
 
@@ -487,7 +489,7 @@ class Workspace:
         )
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(self.session.kernel, type_ids))
-        ladders: list[Any] = [None] * len(registry.types)
+        ladders: list[Ladder | None] = [None] * len(registry.types)
         for t, kernel in zip(type_ids, kernels, strict=True):
             ladders[t] = kernel.ladder
         layout = assign_lanes(graph, every, ladders, "append")

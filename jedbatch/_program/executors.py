@@ -352,7 +352,7 @@ def pulled_back(
     return found
 
 
-EXECUTORS = {"fused": Fused, "dispatch": Dispatch}
+EXECUTORS: dict[str, type[Fused] | type[Dispatch]] = {"fused": Fused, "dispatch": Dispatch}
 
 
 def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:

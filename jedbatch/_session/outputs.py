@@ -1,7 +1,7 @@
 """The form of a result: which rows of which arenas make up what a batched function returns."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -10,7 +10,20 @@ from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._program.output_spec import ResultForm, Slice
 from jedbatch._program.plan import input_name
 
+Returned = tuple[dict[Kind, list[int]], ResultForm]  # rows of each arena, and how to read them
 Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
+
+
+class InstanceOutput(Protocol):
+    """The structure and the types of the result of an instance."""
+
+    @property
+    def structure(self) -> Any:
+        """The pytree structure."""
+
+    @property
+    def types(self) -> tuple[tuple, ...]:
+        """(shape, dtype, ...) of every leaf."""
 
 
 def check_stack(name: str, i: int, first: Form, form: Form) -> None:
@@ -30,11 +43,11 @@ def check_stack(name: str, i: int, first: Form, form: Form) -> None:
 
 def form_of_results(
     name: str,
-    records: Sequence[Any],
+    records: Sequence[InstanceOutput],
     outputs: np.ndarray,
     slices: Sequence[Mapping[int, Slice]],
     stacked: bool,
-) -> tuple[dict[Kind, list[int]], ResultForm]:
+) -> Returned:
     """(what each arena returns, the form of the result) from what all instances return.
 
     Args:
@@ -79,7 +92,7 @@ def form_of_results(
     return order, ResultForm((forms[0][0],), (tuple(together),), len(records))
 
 
-def _plain(name: str, records: Sequence[Any], outputs: np.ndarray) -> Any:
+def _plain(name: str, records: Sequence[InstanceOutput], outputs: np.ndarray) -> Returned:
     """The form of results without ragged ones, stacked."""
     first = records[0]
     for i, record in enumerate(records):

@@ -8,7 +8,7 @@ results are made of.
 
 import functools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,12 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.derivatives import reverse_mode_only
-from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._kernel.vjp import Reverse
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.output_spec import ResultForm
 from jedbatch._program.placement import Placed
 from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
@@ -36,6 +34,7 @@ from jedbatch._record.instances import is_array
 from jedbatch._schedule.schedule import schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
+from jedbatch._session.outputs import Returned
 from jedbatch._session.session import Session, shared_values
 from jedbatch._session.verify import verify
 
@@ -48,13 +47,13 @@ def make_plan(
     graph: Graph,
     records: Sequence[Record],
     arrays: Sequence[Sequence[Any]],
-    returned: tuple[dict[Kind, list[int]], ResultForm],
+    returned: Returned,
     policy: Any,
     options: Options,
     *,
     gradient: bool,
     keeps: bool,
-    brought: Collection[Any] | None = None,
+    brought: Collection[Hashable] | None = None,
     calls: Sequence[RegionCalls] = (),
     seconds: Mapping[str, float] = NO_SECONDS,
     num_known: int = 0,

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 from jax.core import ShapedArray, Tracer
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.layout import Layout
-from jedbatch._program.executors import EXECUTORS
+from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
 from jedbatch._program.fit import fits, make_signature, resembles
 from jedbatch._program.lower import Lowered, lower
 from jedbatch._program.lower_vjp import (
@@ -90,7 +91,7 @@ class Session:
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
-        self._executors: dict[Any, Any] = {}
+        self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
         self._statics: dict[Static, Static] = Memory(ROUNDS)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
@@ -159,7 +160,7 @@ class Session:
         made = Static(self, *parts)
         return self._statics.setdefault(made, made)
 
-    def lower(self, placed: Placed, brought: Collection[Any] | None = None) -> Lowered:
+    def lower(self, placed: Placed, brought: Collection[Hashable] | None = None) -> Lowered:
         """A minibatch for a program in use if it fits one, or for a new one.
 
         A program is used, or grown, only if what it reads from outside is `brought`.
@@ -249,11 +250,11 @@ class Session:
             found = self._programs[signature] = prepare, closed_over
         return found
 
-    def _reads(self, signature: Signature) -> set[Any]:
+    def _reads(self, signature: Signature) -> set[Hashable]:
         """Names of the values from outside that a program reads."""
         return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
 
-    def executor(self, signature: Signature, values: Any) -> Any:
+    def executor(self, signature: Signature, values: Any) -> Fused | Dispatch:
         """Returns the executor of a program on values; on traced ones always the fused one."""
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
@@ -328,7 +329,7 @@ class Session:
         self.compilations[kind] += 1
 
 
-def _fits(x: Any, aval: Any) -> bool:
+def _fits(x: Any, aval: ShapedArray) -> bool:
     return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
 
 
@@ -343,15 +344,15 @@ def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
     return _share(whole, BYTES_PER_NODE * len(whole.node_type))
 
 
-def _share(graph: Any, total: int) -> int:
+def _share(graph: Graph, total: int) -> int:
     return total // max(1, graph.num_instances)
 
 
-def _bytes_of_round(key: Any, layout: Layout) -> int:
+def _bytes_of_round(key: tuple, layout: Layout) -> int:
     return 8 * sum(len(part) for part in key if isinstance(part, bytes))
 
 
-def _bytes_of_family(key: Any, _: Any) -> int:
+def _bytes_of_family(key: Hashable, _: object) -> int:
     return 64 * len(key) if isinstance(key, tuple) else 64
 
 
