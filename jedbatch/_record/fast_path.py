@@ -20,11 +20,12 @@ from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell, reachable_cells
 from jedbatch._record.instances import array_type, may_change
 from jedbatch._record.registry import END
+from jedbatch._record.symbols import RecorderLike
 
 PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
-def fast_path(recorder: Any) -> Callable:
+def fast_path(recorder: RecorderLike) -> Callable:
     """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
 
     A call is described by what its arguments are, without looking into them, and recorded
@@ -117,7 +118,9 @@ def fast_path(recorder: Any) -> Callable:
     return call_cell
 
 
-def described(recorder: Any, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
+def described(
+    recorder: RecorderLike, cell: Cell, args: tuple, static: dict
+) -> list[Hashable] | None:
     """The way to a call in `registry.calls`; None if it needs a closer look every time."""
     tokens: list[Hashable] = [cell]
     if reachable_cells(cell.fn) != cell.closure:
@@ -151,17 +154,17 @@ def described(recorder: Any, cell: Cell, args: tuple, static: dict) -> list[Hash
     return [*tokens, END]
 
 
-def is_referred(recorder: Any, x: Any) -> bool:
+def is_referred(recorder: RecorderLike, x: Any) -> bool:
     """Whether something is a symbol, or a container that has a token of its own."""
     return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
 
 
-def reference_token(recorder: Any, x: Any) -> Hashable:
+def reference_token(recorder: RecorderLike, x: Any) -> Hashable:
     """The token of what is referred to."""
     return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
 
 
-def put_together(recorder: Any, x: Any) -> bool:
+def put_together(recorder: RecorderLike, x: Any) -> bool:
     """Whether something is a tuple or list of symbols and of what cells returned."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
@@ -176,7 +179,7 @@ def options_token(static: dict) -> Hashable:
     raise KeyError(kinds)
 
 
-def number_token(recorder: Any, kind: type) -> tuple[int, Hashable]:
+def number_token(recorder: RecorderLike, kind: type) -> tuple[int, Hashable]:
     """(input group, token) of Python numbers of a kind."""
     value_type = recorder.registry.value_type(*array_type(kind(0)))
     found = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
@@ -184,7 +187,7 @@ def number_token(recorder: Any, kind: type) -> tuple[int, Hashable]:
     return found
 
 
-def array_token(recorder: Any, x: np.ndarray) -> tuple[int, Hashable]:
+def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
     """(input group, token) of arrays of NumPy of the type of this one."""
     value_type = recorder.registry.value_type(*array_type(x))
     token = recorder.registry.token(np.ndarray, value_type)
@@ -193,7 +196,7 @@ def array_token(recorder: Any, x: np.ndarray) -> tuple[int, Hashable]:
     return found
 
 
-def widths_of(recorder: Any, args: tuple) -> tuple[int, ...]:
+def widths_of(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
     """How many operands each reference of a short description stands for."""
     single = (0, 0)
     parts = [x for arg in args for x in (arg if put_together(recorder, arg) else [arg])]

@@ -18,9 +18,17 @@ import jax
 import numpy as np
 from jax.extend.core import take_current_trace
 
+from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.registry import CallSpec
-from jedbatch._record.symbols import Shared, Symbol, Value, frozen, is_static, row_index
+from jedbatch._record.symbols import (
+    RecorderLike,
+    Shared,
+    Symbol,
+    Value,
+    frozen,
+    is_static,
+    row_index,
+)
 
 PICK = "pick"  # the operation `value[i]`, if whoever groups nodes decides whether i is a value
 
@@ -28,7 +36,7 @@ PICK = "pick"  # the operation `value[i]`, if whoever groups nodes decides wheth
 # --- indexing ---
 
 
-def index_value(recorder: Any, value: Value, item: Any) -> Any:
+def index_value(recorder: RecorderLike, value: Value, item: Any) -> Any:
     """Static indexing of an array of the instance gives an input, not a node."""
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
@@ -53,7 +61,7 @@ def _pick(_: Any, operands: Sequence[Any]) -> Any:
     return jax.lax.dynamic_index_in_dim(*operands, keepdims=False)
 
 
-def index_shared(recorder: Any, value: Shared, item: Any) -> Any:
+def index_shared(recorder: RecorderLike, value: Shared, item: Any) -> Any:
     """`table[i]` with a Python int is a row look-up with i as a value."""
     first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
     number = isinstance(first, int | np.integer) and not isinstance(first, bool)
@@ -70,7 +78,7 @@ def index_shared(recorder: Any, value: Shared, item: Any) -> Any:
 # --- operations and operators ---
 
 
-def known_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> CallSpec | None:
+def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> CallSpec | None:
     """How an operation on symbols was recorded before; if it is known, adds what it reads."""
     way: list[Any] = [key]
     reads = []
@@ -88,7 +96,7 @@ def known_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> CallSp
     return call_spec
 
 
-def remember_operation(recorder: Any, key: Hashable, args: Sequence[Any]) -> None:
+def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> None:
     """Files the last node under its operation and what it reads, if that is symbols only."""
     mine = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
     if mine and any(isinstance(x, Value) for x in args):
@@ -111,7 +119,7 @@ class Known(NamedTuple):
     group: int | None
 
 
-def operate(recorder: Any, slow_path: Callable, a: Any, b: Any) -> Any:
+def operate(recorder: RecorderLike, slow_path: Callable, a: Any, b: Any) -> Any:
     """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
     way = (slow_path, _described(recorder, a), _described(recorder, b))
     if None in way or (type(a) is Shared and type(b) is not Value) or not recorder.active:
@@ -131,7 +139,7 @@ def operate(recorder: Any, slow_path: Callable, a: Any, b: Any) -> Any:
     return out[0] if type(out) is list else out
 
 
-def _described(recorder: Any, x: Any) -> Any:
+def _described(recorder: RecorderLike, x: Any) -> Any:
     """What the result of an operator depends on; None if it needs a closer look."""
     kind = type(x)
     if kind is Value:
@@ -141,7 +149,7 @@ def _described(recorder: Any, x: Any) -> Any:
     return kind if kind is int or kind is float else None
 
 
-def _noted(recorder: Any, way: tuple, a: Any, b: Any) -> Any:
+def _noted(recorder: RecorderLike, way: tuple, a: Any, b: Any) -> Any:
     """Takes the slow path, and remembers where it led if that is one node with both sides."""
     num_nodes, num_inputs = len(recorder.call_specs), len(recorder.input_group)
     num_reads = len(recorder.references)
@@ -169,7 +177,7 @@ def _noted(recorder: Any, way: tuple, a: Any, b: Any) -> Any:
     return out
 
 
-def _same_number(recorder: Any, number: Any) -> bool:
+def _same_number(recorder: RecorderLike, number: Any) -> bool:
     """Whether the last input is this number."""
     _, kind, *_ = recorder.registry.groups[recorder.input_group[-1]]
     value_type = recorder.registry.value_types[kind]

@@ -5,14 +5,68 @@ What they are part of, and what becomes of an operation on them, their recorder 
 
 import operator
 import sys
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from jax.core import Tracer
 
+from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
+from jedbatch._record.registry import Registry
 from jedbatch.errors import SymbolicValueError
+
+
+class RecorderLike(Protocol):
+    """The recorder of a symbol, as symbols and the functions that record their operations see it.
+
+    See `Recorder` for the attributes.
+    """
+
+    registry: Registry
+    active: bool
+    locates: bool
+    call_specs: list[int]
+    references: list[int]
+    num_values: int
+    input_group: list[int]
+    input_value: list[Any]
+    leaves: dict[int, tuple[int, Any]]
+    known: dict[int, tuple[Any, int | None]]
+    kept: list[Any]
+    numbers: dict[type, tuple[int, Hashable]]
+    arrays: dict[tuple, tuple[int, Hashable]]
+
+    @property
+    def result(self) -> type["Value"]: ...
+
+    @property
+    def watched(self) -> Any: ...
+
+    def is_valid(self) -> bool: ...
+
+    def input(self, x: Any) -> "Value": ...
+
+    def new_input(self, group: int, value: Any) -> int: ...
+
+    def leaf_value(self, kind: int, leaf: int, path: tuple) -> "Value": ...
+
+    def node(
+        self,
+        name: str,
+        key: Hashable,
+        call: Callable,
+        shared: tuple[int, ...],
+        operands: Sequence["Value"],
+    ) -> Any: ...
+
+    def record(self, call_spec: CallSpec) -> Any: ...
+
+    def results(self, call_spec: CallSpec, index: int) -> Any: ...
+
+    def slow_path(self, cell: Any, args: tuple, static: dict) -> Any: ...
+
+    def mark_again(self) -> None: ...
 
 
 def _by_value(what: str, convert: Callable) -> Callable:
@@ -88,7 +142,7 @@ class Value(Symbol):
 
     __slots__ = ("type",)
 
-    def __init__(self, recorder: Any, index: int, value_type: int):
+    def __init__(self, recorder: RecorderLike, index: int, value_type: int):
         self._trace = recorder
         self.index = index
         self.type = value_type
@@ -119,7 +173,7 @@ class Shared(Symbol):
 
     __slots__ = ()
 
-    def __init__(self, recorder: Any, index: int):
+    def __init__(self, recorder: RecorderLike, index: int):
         self._trace = recorder
         self.index = index
 
