@@ -46,11 +46,11 @@ class InstanceGroup:
 
     batch: PackedBatch
     capacity: int
-    calls: Any
-    alive: Any
-    lengths: Mapping[str, Any]
+    calls: jax.Array
+    alive: jax.Array
+    lengths: Mapping[str, jax.Array]
     tiles: Axes
-    offset: Any
+    offset: jax.Array
 
     @staticmethod
     def all(batch: PackedBatch) -> list["InstanceGroup"]:
@@ -63,7 +63,12 @@ class InstanceGroup:
 
     @staticmethod
     def at(
-        batch: PackedBatch, first: Any, size: int, capacity: int, tiles: Axes, offset: Any
+        batch: PackedBatch,
+        first: int | jax.Array,
+        size: int,
+        capacity: int,
+        tiles: Axes,
+        offset: jax.Array,
     ) -> "InstanceGroup":
         """Returns the instances from a place of the order on."""
         calls = batch.get("order", start=first, size=size)
@@ -76,7 +81,7 @@ class InstanceGroup:
             lengths = {s: take(x, calls) for s, x in batch.lengths().items()}
         return InstanceGroup(batch, capacity, calls, alive, lengths, tiles, offset)
 
-    def rows(self, variable: Any) -> tuple[Any, Any]:
+    def rows(self, variable: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (int32[G, rows], bool[G, rows]): packed rows of a variable, which exist."""
         batch = self.batch
         extent = variable.aval.shape[ragged_axis(variable)]
@@ -93,13 +98,13 @@ class InstanceGroup:
         exist = (index < counts) & self.alive[:, None]
         return jnp.clip(rows, 0, jnp.maximum(batch.total(e) - 1, 0)), exist
 
-    def read(self, variable: Any, x: Any) -> Any:
+    def read(self, variable: Any, x: jax.Array) -> jax.Array:
         """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it."""
         if ragged_axis(variable) is None:
             return take(x, self.calls)
         return take(x, self.rows(variable)[0])
 
-    def write(self, variable: Any, x: Any, new: Any, add: bool = False) -> Any:
+    def write(self, variable: Any, x: jax.Array, new: jax.Array, add: bool = False) -> jax.Array:
         """Returns x, a variable of all calls, with the rows of the group set, or added to."""
         if ragged_axis(variable) is None:
             rows, exist = self.calls, self.alive
@@ -108,7 +113,7 @@ class InstanceGroup:
         at = x.at[jnp.where(exist, rows, len(x))]
         return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
 
-    def cotangents(self, variable: Any, x: Any) -> Any:
+    def cotangents(self, variable: Any, x: jax.Array) -> jax.Array:
         """Returns cotangents of a variable; zeros for rows that do not exist."""
         exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
         x = self.read(variable, x)
@@ -153,8 +158,8 @@ class InstancePhase:
         return run_differentiably(run, lambda given: (run(given), []), pull_back, refuse, given)
 
     def _forward(
-        self, batch: PackedBatch, shared: Sequence[Any], operands: Sequence[Any]
-    ) -> list[Any]:
+        self, batch: PackedBatch, shared: Sequence[jax.Array], operands: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         phase = self.phase
 
         def made(group):
@@ -282,7 +287,9 @@ class InstancePhase:
         return written
 
 
-def _from_slots(batch: PackedBatch, variable: Any, parts: Sequence[Any], rest: Any = None) -> Any:
+def _from_slots(
+    batch: PackedBatch, variable: Any, parts: Sequence[jax.Array], rest: float | None = None
+) -> jax.Array:
     """Returns a variable of all calls, [R, ...] or [K, ...], from the slots of every group.
 
     Rows, or calls, beyond those that exist are `rest`, or anything.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
@@ -105,16 +106,20 @@ class PackedBatch:
     """
 
     def __init__(
-        self, extents: Sequence[Any], symbols: Sequence[str], capacity: RowCapacity, table: Any
+        self,
+        extents: Sequence[Any],
+        symbols: Sequence[str],
+        capacity: RowCapacity,
+        table: jax.Array,
     ):
         self.extents, self.symbols, self.capacity, self.table = extents, symbols, capacity, table
         self._form = table_form(capacity, len(symbols))
 
-    def get(self, *name: Any, start: Any = 0, size: int = 0) -> Any:
+    def get(self, *name: Any, start: int | jax.Array = 0, size: int = 0) -> jax.Array:
         """Returns a part of the table."""
         return row(self._form, self.table, name, start=start, size=size)
 
-    def reading(self, table: Any) -> "PackedBatch":
+    def reading(self, table: jax.Array) -> "PackedBatch":
         """Returns the same with another table, such as a traced one."""
         return PackedBatch(self.extents, self.symbols, self.capacity, table)
 
@@ -122,28 +127,28 @@ class PackedBatch:
         """Returns the number of an extent."""
         return self.extents.index(extent)
 
-    def trips(self, e: int) -> Any:
+    def trips(self, e: int) -> jax.Array | None:
         """Returns how many blocks of rows an extent has of each width; None if all are one."""
         return None if self.capacity.slots else self.get("blocks", e)
 
-    def total(self, e: int) -> Any:
+    def total(self, e: int) -> jax.Array:
         """Returns the number of rows of an extent that exist."""
         return self.get("total", e)[0]
 
-    def lengths(self) -> dict[str, Any]:
+    def lengths(self) -> dict[str, jax.Array]:
         """Returns int32[K] for each symbol: its value for every call."""
         return {
             s: row(self._form, self.table, ("lengths",), i, start=0, size=self.capacity.calls)
             for i, s in enumerate(self.symbols)
         }
 
-    def positions(self, e: int) -> Any:
+    def positions(self, e: int) -> jax.Array:
         """Returns int32[R]: the position of every row in its call; rows beyond repeat the last."""
         starts = take(self.get("starts", e), self.get("call", e))
         rows = jnp.arange(self.capacity.rows[e], dtype=jnp.int32)
         return jnp.minimum(rows, jnp.maximum(self.total(e) - 1, 0)) - starts
 
-    def empty(self, variable: Any) -> Any:
+    def empty(self, variable: Any) -> jax.Array:
         """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
         axis = ragged_axis(variable)
         lead = self.capacity.calls

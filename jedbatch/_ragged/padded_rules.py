@@ -45,7 +45,7 @@ class Padded:
     def __init__(
         self,
         sizes: Mapping[str, int],
-        lengths: Mapping[str, Any],
+        lengths: Mapping[str, jax.Array],
         guarded: bool,
         tiles: Axes | None = None,
         offset: Any = 0,
@@ -57,11 +57,11 @@ class Padded:
         """Returns the capacity for an extent."""
         return extent_at(extent, self.sizes)
 
-    def length(self, extent: Any) -> Any:
+    def length(self, extent: Any) -> jax.Array:
         """Returns the extent itself."""
         return jnp.asarray(extent_at(extent, self.lengths), jnp.int32)
 
-    def exists(self, shape: Sequence[Any], axis: int) -> Any:
+    def exists(self, shape: Sequence[Any], axis: int) -> jax.Array:
         """Returns which entries along a ragged axis exist; broadcasts against the padded shape."""
         index = lax.iota(jnp.int32, self.size(shape[axis]))
         there = index < self.length(shape[axis])
@@ -73,7 +73,7 @@ class Padded:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
-    def run(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
         if name == "dim_as_value":
@@ -91,7 +91,7 @@ class Padded:
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
 
-    def _tile(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def _tile(self, eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of an equation for a tile."""
         name, params = eqn.primitive.name, dict(eqn.params)
         (axis,) = self.tiles[eqn.outvars[0]]
@@ -115,7 +115,7 @@ class Padded:
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
 
-    def _look_up(self, eqn: Any, values: Sequence[Any]) -> Any:
+    def _look_up(self, eqn: Any, values: Sequence[jax.Array]) -> Any:
         (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
         extent = eqn.outvars[0].aval.shape[axis]
         last = jnp.maximum(self.length(extent) - 1, 0)
@@ -123,7 +123,7 @@ class Padded:
         rows = jax.vmap(lambda position: look_up(eqn, values, position))(positions)
         return jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)
 
-    def _reduce(self, eqn: Any, values: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+    def _reduce(self, eqn: Any, values: Sequence[jax.Array], axes: Sequence[int]) -> list[Any]:
         name, (x, *rest) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
@@ -146,7 +146,7 @@ class Padded:
                 x = lax.rev(x, (axis,))
         return [x]
 
-    def _take(self, x: Any, indices: Any, axis: int) -> Any:
+    def _take(self, x: jax.Array, indices: jax.Array, axis: int) -> jax.Array:
         """Returns entries along an axis; the nearest where there is none."""
         return jnp.take(x, jnp.clip(indices, 0, max(0, x.shape[axis] - 1)), axis, mode="clip")
 

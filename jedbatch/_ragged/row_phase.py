@@ -30,6 +30,8 @@ from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 
+Lane = int | jax.Array  # the first of some rows
+
 
 class RowPhase:
     """A phase over rows: a kernel whose lanes are rows.
@@ -104,11 +106,11 @@ class RowArguments(NamedTuple):
       trips: how many blocks of each width there are; None if all rows are one block.
     """
 
-    consts: Sequence[Any]
-    operands: Sequence[Any]
-    call: Any
-    total: Any
-    trips: Any
+    consts: Sequence[jax.Array]
+    operands: Sequence[jax.Array]
+    call: jax.Array
+    total: jax.Array
+    trips: jax.Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +132,7 @@ class RowFunction:
     buckets: Ladder | None
     by_row: tuple[bool, ...]
 
-    def __call__(self, arguments: RowArguments) -> list[Any]:
+    def __call__(self, arguments: RowArguments) -> list[jax.Array]:
         """Returns the results of the kernel for every row, [R, ...] each."""
 
         def run(arguments):
@@ -148,7 +150,7 @@ class RowFunction:
         refuse = functools.partial(refuse_rules, "what is done to rows of arrays", self.kernel.body)
         return run_differentiably(run, save, pull_back, refuse, arguments)
 
-    def operands_at(self, arguments: RowArguments, lane: Any, width: int) -> list[Any]:
+    def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
         exists = lane + jnp.arange(width) < arguments.total
         calls = cut(arguments.call, lane, width)
@@ -165,7 +167,7 @@ class RowFunction:
 
     def _forward(
         self, arguments: RowArguments, keep_residuals: bool
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (results, residuals) of all rows; residuals only if they are kept."""
         kernel = self.kernel
         row_types = [(t.shape, t.dtype) for t in kernel.results]
@@ -196,10 +198,10 @@ class RowReverse:
 
     function: RowFunction
     arguments: RowArguments
-    results: Sequence[Any]
-    cotangents: Sequence[Any]
+    results: Sequence[jax.Array]
+    cotangents: Sequence[jax.Array | None]
 
-    def run(self, residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run(self, residuals: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         """Returns the cotangents of (consts, operands); None where there is none."""
         kernel = self.function.kernel
         back = kernel.reverse
@@ -221,16 +223,16 @@ class RowReverse:
         """The operands that have a cotangent."""
         return [j for j, t in enumerate(self.function.kernel.operands) if differentiable(t)]
 
-    def _exists(self, lane: Any, width: int) -> Any:
+    def _exists(self, lane: Lane, width: int) -> jax.Array:
         """Returns bool[width]: which rows from `lane` on exist."""
         return lane + jnp.arange(width) < self.arguments.total
 
     def _cotangents_at(
-        self, exists: Any, lane: Any, width: int
-    ) -> tuple[list[Any], dict[int, Any]]:
+        self, exists: jax.Array, lane: Lane, width: int
+    ) -> tuple[list[jax.Array | None], dict[int, jax.Array]]:
         """Returns (cotangents of results, bool[width]: where they exist, by result) of rows."""
         kernel = self.function.kernel
-        cotangents: list[Any] = [None] * len(self.cotangents)
+        cotangents: list[jax.Array | None] = [None] * len(self.cotangents)
         alive = {}
         for s in kernel.reverse.returned:
             has_cotangent, result = self.has_cotangent(s), kernel.results[s]
@@ -242,7 +244,7 @@ class RowReverse:
             cotangents[s] = where_alive(spread(alive[s], x), x)
         return cotangents, alive
 
-    def _sweep(self, residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _sweep(self, residuals: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (cotangents of the moving operands, slots for the rows that taps read)."""
         function, arguments = self.function, self.arguments
         back, moving = function.kernel.reverse, self._moving
@@ -276,7 +278,7 @@ class RowReverse:
         slots = [*residuals, *(jnp.zeros((capacity, *shape), dtype) for shape, dtype in back.extra)]
         return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
 
-    def _weight_gradients(self, slots: Sequence[Any]) -> list[Any]:
+    def _weight_gradients(self, slots: Sequence[jax.Array]) -> list[Any]:
         """Returns the cotangents of the consts of the kernel."""
         function, arguments = self.function, self.arguments
         kernel = function.kernel
