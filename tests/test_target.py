@@ -10,7 +10,9 @@ import pytest
 from helpers import check, compilations, random_tree
 
 import jedbatch
+from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.instructions import InstructionSet
+from jedbatch.testing import check_against_loop
 
 GPU = jedbatch.Target.named("gpu")
 VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -61,6 +63,24 @@ def trees(seed, count):
 def test_values_and_gradients_are_the_loops(params, monkeypatch):
     monkeypatch.setenv("JEDBATCH_CHECK", "1")  # every table is verified, too
     check(encode, params, trees(0, 6), target="gpu", thorough=True)
+
+
+def test_many_rounds_of_many_chunks_are_reversed():
+    """A switch has an instruction for each chunk; there is room for those of all rounds."""
+    one = Ladder((4,), 4)
+    narrow = dataclasses.replace(
+        GPU, heavy=(4,), light=(4,), sums=one, blocks=one, superinstruction=1
+    )
+
+    def fn(w, x):
+        for _ in range(6):
+            x = jnp.tanh(w * x)
+            if x[0] > 2:
+                break
+        return x
+
+    xs = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    check_against_loop(fn, jnp.ones(3), xs, plans=False, target=narrow)
 
 
 def test_unseen_topologies_compile_nothing(params):

@@ -506,10 +506,12 @@ class Workspace:
             target=self.session.target,
         )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
+        switch = self.session.target.control == "switch"  # which has an instruction for each chunk
+        stretches = int(layout.trips.sum()) if switch else len(placed.stretches)
         signature = replace(
             self.signature,
             outputs=tuple(n if stacked else capacity(n) for n in rows),
-            stretches=max(self.signature.stretches, capacity(len(placed.stretches))),
+            stretches=max(self.signature.stretches, capacity(stretches)),
         )
         return placed, signature
 
