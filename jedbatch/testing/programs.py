@@ -388,8 +388,12 @@ def _lines(kind: str, *rest: Any) -> list[str]:
         return [*lines, "else:", *_block(other, inner)] if other else lines
     if kind == "while":
         register, bound, body = rest
-        lines = ["trips = 0", f"while trips < 3 and v{register}[0] < {bound}:"]
-        return [*lines, f"{inner}trips += 1", *_block(body, inner)]
+        lines = [
+            "for _ in range(3):",
+            f"{inner}if not v{register}[0] < {bound}:",
+            f"{inner * 2}break",
+        ]
+        return [*lines, *_block(body, inner)]
     target, source = rest
     if kind == "pick":
         return [f"v{target} = [v0, v1, v2, v3][int(jnp.argmax(v{source}))]"]
