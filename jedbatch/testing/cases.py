@@ -497,16 +497,13 @@ def _jitted_step(r: Run) -> tuple[Any, Any]:
 
 def _of_arrays(r: Run) -> tuple[Any, Any]:
     """With respect to parameters and arrays of instances together."""
-    moving = [
-        [x if isinstance(x, np.ndarray) and x.dtype == np.float32 else None for x in column]
-        for column in r.columns
-    ]
+    leaves, structure = jax.tree.flatten(r.columns)
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, np.ndarray)}
+    moving = {i: x for i, x in arrays.items() if x.dtype == np.float32}
 
     def filled(moving: Any) -> Any:
-        return [
-            [x if m is None else jnp.asarray(m) for x, m in zip(column, mine, strict=True)]
-            for column, mine in zip(r.columns, moving, strict=True)
-        ]
+        given = {i: jnp.asarray(x) for i, x in (arrays | moving).items()}
+        return jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
 
     found, (gradient, mine) = _pulled(
         lambda p, m: r.batched(p, *filled(m)), r.read, r.params, moving
