@@ -107,6 +107,7 @@ OPERATIONS: dict[str, Operation] = {
     **_table("v", "vi", "choose(params, {0}, {1})", helper="choose"),
     **_table("v", "v", "shrink({0})", helper="shrink"),
     **_table("v", "v", "force(params, {0})", helper="force"),
+    **_table("v", "v", "gated(params, {0})", helper="gated"),
     **_table("v", "v", "mixed({0})", helper="mixed"),
     **_table("v", "v", "clipped({0})", helper="clipped"),
     **_table("v", "kv", "drop({0}, {1})", helper="drop"),
@@ -161,6 +162,9 @@ def shrink(v):
     "force": """{mark}
 def force(params, v):
     return -jax.grad(lambda v: jnp.square(jnp.sin(v) * params["b"]).sum())(v)""",
+    "gated": """{mark}
+def gated(params, v):
+    return jnp.tanh(v @ params["W"]) * jax.nn.sigmoid(v @ params["U"][:H] + params["b"])""",
     "mixed": """table = jnp.linspace(-1, 1, 2 * H).reshape(2, H)
 gain = 0.7
 {mark}
