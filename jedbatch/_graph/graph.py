@@ -344,7 +344,7 @@ class Graph:
         them. Nodes of one type and different rank lie on no common batch if ranks are to be run
         in order; one more than the greatest rank of a type is a lower bound on its batches.
         """
-        return analysis.ranks(self.node_type, len(self.types), self.edges, self.circles)
+        return analysis.ranks(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
     @functools.cached_property
     def chain(self) -> np.ndarray:
@@ -352,7 +352,7 @@ class Graph:
 
         The node itself counts; paths may lead through other types.
         """
-        return analysis.chains(self.node_type, len(self.types), self.edges, self.circles)
+        return analysis.chains(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
     def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
         """(nodes of these types, place of each type among them, edges between these nodes)."""
@@ -370,7 +370,7 @@ class Graph:
         return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
 
     @functools.cached_property
-    def turns(self) -> np.ndarray:
+    def changes_type(self) -> np.ndarray:
         """bool[N], whether a longest path from the node goes on to a node of another type."""
         return analysis.changes_of_type(self.node_type, self.edges, self.height)
 
@@ -381,7 +381,7 @@ class Graph:
 
     @functools.cached_property
     def components(self) -> list[list[int]]:
-        """The types that have nodes, grouped: those that read each other in a circle go together.
+        """The types that have nodes, grouped: strongly connected ones go together.
 
         A group comes after those it reads from.
         """
@@ -389,7 +389,7 @@ class Graph:
         return analysis.strong_components(self._reach, present)
 
     @functools.cached_property
-    def circles(self) -> list[list[int]]:
+    def cyclic_components(self) -> list[list[int]]:
         """The components whose types read each other, or themselves."""
         return [group for group in self.components if self._reach[group[0], group[0]]]
 
@@ -418,7 +418,7 @@ class Graph:
         """The part made of some types: (its nodes int64[n], a bare graph of them).
 
         The types of the part are numbered by their place in `types`, and named by their labels.
-        Heights are those of the whole graph; whether a node turns is asked within the part.
+        Heights are those of the whole graph; whether a node changes type is asked within the part.
         """
         nodes, place, (maker, reader) = self.inside(types)
         ptr = pointers(np.bincount(reader, minlength=len(nodes)))

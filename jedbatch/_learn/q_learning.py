@@ -38,7 +38,7 @@ from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
 
 SLOTS = 1 << 13  # rows of the table
-KIN = 16  # nearest nodes of the same type looked at to find what could run next
+MANY_ANCESTORS = 16  # nearest nodes of the same type looked at to find what could run next
 NAMES = tuple(ENCODINGS)
 
 
@@ -48,9 +48,9 @@ class Problem(NamedTuple):
     Attributes:
       node_type: int32[N].
       reads: int32[N, ...], the nodes each node reads, filled up with N.
-      kin: int32[N, ...], the nearest nodes of the same type before each, filled up with N.
+      ancestors: int32[N, ...], the nearest nodes of the same type before each, filled up with N.
       height: int32[N], edges on the longest path from each node.
-      turns: bool[N], whether that path goes on with another type.
+      changes_type: bool[N], whether that path goes on with another type.
       chain: int32[N], nodes of the same type on the longest chain from each node.
       count: float32[N, B], how many nodes of each instance are in the class.
       weights: float32[T], cost of a batch of each type.
@@ -58,9 +58,9 @@ class Problem(NamedTuple):
 
     node_type: Any
     reads: Any
-    kin: Any
+    ancestors: Any
     height: Any
-    turns: Any
+    changes_type: Any
     chain: Any
     count: Any
     weights: Any
@@ -73,8 +73,8 @@ class Problem(NamedTuple):
 
         Sizes are rounded up by classes that never occur, so that programs can be used again.
         """
-        height, turns = graph.height, graph.turns
-        ahead = np.stack([height, turns, graph.chain])
+        height, changes_type = graph.height, graph.changes_type
+        ahead = np.stack([height, changes_type, graph.chain])
         small, of = quotient(graph, np.unique(ahead, axis=1, return_inverse=True)[1])
         _, first = np.unique(of, return_index=True)
         num_classes = len(small.node_type)
@@ -98,17 +98,17 @@ class Problem(NamedTuple):
         return Problem(
             grown(small.node_type),
             table(padded(*small.preds)),
-            table(nearest_kin(small)),
+            table(nearest_ancestors(small)),
             grown(height[first]),
-            grown(turns[first]),
+            grown(changes_type[first]),
             grown(graph.chain[first]),
             grown(count),
             (weights / weights.mean()).astype(np.float32),
         )
 
 
-def nearest_kin(graph: Graph) -> np.ndarray:
-    """int64[N, at most KIN], nodes of its own type before each node with none in between."""
+def nearest_ancestors(graph: Graph) -> np.ndarray:
+    """int64[N, at most MANY_ANCESTORS], nodes of its type before each node, none in between."""
     ptr, makers = (x.tolist() for x in graph.preds)
     types = graph.node_type.tolist()
     near: list[dict[int, set[int]]] = []
@@ -117,7 +117,7 @@ def nearest_kin(graph: Graph) -> np.ndarray:
         for m in makers[ptr[node] : ptr[node + 1]]:
             for t, others in (near[m] | {types[m]: {m}}).items():
                 mine.setdefault(t, set()).update(others)
-        near.append({t: set(sorted(others)[-KIN:]) for t, others in mine.items()})
+        near.append({t: set(sorted(others)[-MANY_ANCESTORS:]) for t, others in mine.items()})
     rows = [sorted(mine.get(t, ())) for t, mine in zip(types, near, strict=True)]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     index = np.fromiter((m for row in rows for m in row), np.int64, int(counts.sum()))
@@ -143,7 +143,7 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
     per_type = is_type.astype(jnp.float32)
     left = ~done[:-1]
     ready = left & done[problem.reads].all(1)
-    first = left & done[problem.kin].all(1)
+    first = left & done[problem.ancestors].all(1)
     top = jnp.where(ready[:, None] & is_type, problem.height[:, None], -1).max(0)
     tallest = jnp.where(ready & (problem.height == top[problem.node_type]), count, 0.0)
     chain = jnp.where(left[:, None] & is_type, problem.chain[:, None], 0).max(0)
@@ -155,7 +155,7 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
         jnp.where(first, count, 0.0) @ per_type,
         top,
         tallest @ per_type,
-        (tallest * problem.turns) @ per_type,
+        (tallest * problem.changes_type) @ per_type,
         ~(is_type & (longest & ~ready)[:, None]).any(0),
     )
 

@@ -158,7 +158,7 @@ class Frontier:
         row = (ends - lengths - 1)[graph.node_type] + chain
         waiting = np.bincount(row[left], minlength=int(ends[-1]))
         waiting[ends - lengths - 1] = 1
-        found = graph.height, graph.turns, row, waiting, ends - 1
+        found = graph.height, graph.changes_type, row, waiting, ends - 1
         return tuple(x.tolist() for x in found)
 
     def _look(self, t: int) -> None:
@@ -166,15 +166,15 @@ class Frontier:
         nodes, seen = self._ready[t], self._looked[t]
         if seen == len(nodes):
             return
-        height, turns, row, waiting, _ = self._ahead
+        height, changes_type, row, waiting, _ = self._ahead
         top, count, turning = self._tallest[t]
         longest = self._longest[t]
         for node in nodes[seen:] if seen else nodes:
             if (h := height[node]) > top:
-                top, count, turning = h, 1, turns[node]
+                top, count, turning = h, 1, changes_type[node]
             elif h == top:
                 count += 1
-                turning += turns[node]
+                turning += changes_type[node]
             mine = row[node]
             waiting[mine] -= 1
             if mine > longest:
@@ -232,7 +232,7 @@ class _Chains:
         self.blockers: dict[int, np.ndarray] = {}
         self.sizes: dict[int, int] = {}
         left = frontier.left
-        for types in graph.circles:
+        for types in graph.cyclic_components:
             place = np.full(len(graph.types), -1)
             place[types] = np.arange(len(types))
             kind = np.where(left, place[self.node_type], -1)
@@ -246,7 +246,7 @@ class _Chains:
                 count = np.bincount(reader[blocks[maker]], minlength=len(kind))
                 self.blockers[a] = count
                 self.sizes[a] = int(np.count_nonzero((count == 0) & left & (self.node_type == a)))
-        self.relayed = {a for types in graph.circles if len(types) > 1 for a in types}
+        self.relayed = {a for types in graph.cyclic_components if len(types) > 1 for a in types}
 
     def num_next(self, a: int) -> int:
         return self.sizes[a] if a in self.sizes else self.frontier.num_left[a]

@@ -394,7 +394,7 @@ def by_rank(graph: Graph) -> Schedule | None:
 
 
 def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Groups of nodes in an order in which they can run; those on circles are left out."""
+    """Groups of nodes in an order in which they can run; those on cycles are left out."""
     maker, reader = graph.edges
     pairs = group[maker] * num_groups + group[reader]
     if num_groups**2 <= 4 * len(pairs):

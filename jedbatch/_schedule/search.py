@@ -277,14 +277,15 @@ class _Game:
         self.all = (1 << num_nodes) - 1
         self.of_type = [0] * len(graph.types)
         self.reads = [0] * num_nodes
-        self.kin = [0] * num_nodes  # nodes of the same type on paths that lead to a node
+        # Nodes of the same type on paths that lead to a node, as bits.
+        self.same_type_ancestors = [0] * num_nodes
         before = [0] * num_nodes
         self.layers: list[dict[int, int]] = [{} for _ in graph.types]  # by length of chain
         for node, (t, chain) in enumerate(zip(types, graph.chain.tolist(), strict=True)):
             for m in makers[ptr[node] : ptr[node + 1]]:
                 self.reads[node] |= 1 << m
                 before[node] |= before[m] | 1 << m
-            self.kin[node] = before[node] & self.of_type[t]
+            self.same_type_ancestors[node] = before[node] & self.of_type[t]
             self.of_type[t] |= 1 << node
             self.layers[t][chain] = self.layers[t].get(chain, 0) | 1 << node
         self.layers = [dict(sorted(layers.items(), reverse=True)) for layers in self.layers]
@@ -308,7 +309,7 @@ class _Game:
             run = nodes & ready
             if not run:
                 continue
-            if all(self.kin[n] & left for n in bits(nodes & left & ~ready)):
+            if all(self.same_type_ancestors[n] & left for n in bits(nodes & left & ~ready)):
                 return [(t, done | run)]  # all that could come next of type t is ready
             found.append((t, done | run))
         return found
