@@ -33,7 +33,7 @@ import topologies
 
 import jedbatch
 from jedbatch._layout.allocator import live_bound
-from jedbatch._layout.live_ranges import find_blocks
+from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._program.plan import input_name
 
 ORDERS = ["append", "longest", "reader", "pq", "auto"]
@@ -124,7 +124,7 @@ def rows(table: common.Table, workload: str, size: int, graphs, cells, params, p
     times = common.interleaved(runs, budget)
     placed = plan.host.placed
     kinds = [np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in placed.arenas]
-    blocks = find_blocks(placed.graph, placed.schedule, placed.layout.padded)
+    blocks = find_live_ranges(placed.graph, placed.schedule, placed.layout.padded)
     arena = placed.layout.space[placed.schedule.batch_type[blocks.batch], blocks.slot]
     alive = live_bound(blocks.size * np.array(kinds)[arena], blocks.batch, blocks.last)
     once = int((blocks.size * np.array(kinds)[arena]).sum())

@@ -19,8 +19,8 @@ def instruction_set(branches=(), reverse=False):
     )
 
 
-def stretches_of(opcodes, reverse=False):
-    """One stretch a chunk; the lanes of every kind follow one another."""
+def runs_of(opcodes, reverse=False):
+    """One run a chunk; the lanes of every kind follow one another."""
     lanes = [0] * KINDS
     rows = []
     for opcode in opcodes:
@@ -30,8 +30,8 @@ def stretches_of(opcodes, reverse=False):
     return np.array(rows[::-1] if reverse else rows, np.int64).reshape(-1, 3)
 
 
-def chunks(stretches):
-    return [(opcode, lane) for opcode, lane, _ in stretches.tolist()]
+def chunks(runs):
+    return [(opcode, lane) for opcode, lane, _ in runs.tolist()]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -41,31 +41,31 @@ def test_what_is_decoded_is_what_was_encoded(reverse):
     for _ in range(20):
         motif = rng.integers(0, 6, rng.integers(1, 5)).tolist()
         seen = motif * 6 + rng.integers(0, 6, 20).tolist() + [3] * 9
-        learned = instruction_set(reverse=reverse).learn(stretches_of(seen, reverse), 8)
+        learned = instruction_set(reverse=reverse).learn(runs_of(seen, reverse), 8)
         made = instruction_set(learned, reverse)
         for sequence in (seen, rng.integers(0, 6, 40).tolist(), motif * 3, []):
-            stretches = stretches_of(sequence, reverse)
-            rows = made.encode(stretches)
+            runs = runs_of(sequence, reverse)
+            rows = made.encode(runs)
             assert rows.shape[1] == made.columns
-            assert made.chunks(rows) == chunks(stretches)
+            assert made.chunks(rows) == chunks(runs)
 
 
-def test_stretches_of_several_chunks():
-    stretches = np.array([(1, 0, 3), (0, 24, 2), (2, 0, 1)])
+def test_runs_of_several_chunks():
+    runs = np.array([(1, 0, 3), (0, 24, 2), (2, 0, 1)])
     expected = [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26), (2, 0)]
     made = instruction_set()
-    assert made.chunks(made.encode(stretches)) == expected
+    assert made.chunks(made.encode(runs)) == expected
     backwards = instruction_set(reverse=True)
     expected = [(1, 16), (1, 8), (1, 0), (0, 26), (0, 24), (2, 0)]
-    assert backwards.chunks(backwards.encode(stretches)) == expected
+    assert backwards.chunks(backwards.encode(runs)) == expected
 
 
 def test_runs_become_loops_and_patterns_superinstructions():
-    runs = stretches_of([1] * 40)
+    runs = runs_of([1] * 40)
     (loop, *_) = instruction_set().learn(runs, 8)
     assert loop == Branch((1,), True)
     assert len(instruction_set([Branch((1,), True)]).encode(runs)) == 1
-    pattern = stretches_of([0, 2, 5] * 30)
+    pattern = runs_of([0, 2, 5] * 30)
     learned = instruction_set().learn(pattern, 8)
     assert any(len(branch.opcodes) > 1 for branch in learned)
     assert len(instruction_set(learned).encode(pattern)) < 30
@@ -73,14 +73,14 @@ def test_runs_become_loops_and_patterns_superinstructions():
 
 
 def test_what_occurs_once_is_not_compiled_twice():
-    assert instruction_set().learn(stretches_of(range(6)), 8) == ()
-    assert instruction_set().learn(stretches_of([1] * 40), 1)[0] == Branch((1,), True)
+    assert instruction_set().learn(runs_of(range(6)), 8) == ()
+    assert instruction_set().learn(runs_of([1] * 40), 1)[0] == Branch((1,), True)
 
 
-def test_loops_are_stretches():
+def test_loops_are_runs():
     made = InstructionSet("loops", (), np.zeros(2, int), np.array([2, 8]))
-    stretches = np.array([(1, 0, 3), (0, 24, 2)])
-    assert made.encode(stretches) is stretches
+    runs = np.array([(1, 0, 3), (0, 24, 2)])
+    assert made.encode(runs) is runs
     assert made.columns == 3
-    assert made.learn(stretches, 8) == ()
-    assert made.chunks(stretches) == [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26)]
+    assert made.learn(runs, 8) == ()
+    assert made.chunks(runs) == [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26)]

@@ -25,7 +25,7 @@ from jedbatch._layout.bucketing import COARSE, FINE, NUM_WIDTHS
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._layout.live_ranges import last_reads
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
@@ -39,8 +39,8 @@ def physical_reads(plan):
     """(width, row indices of every operand, reading) of each chunk that a plan runs."""
     signature, placed = plan.static.signature, plan.host.placed
     form = signature.form
-    count = int(form.view(plan.table, "num_stretches")[0])
-    for what, lane, trips in form.view(plan.table, "stretches")[:count].tolist():
+    count = int(form.view(plan.table, "num_instructions")[0])
+    for what, lane, trips in form.view(plan.table, "instructions")[:count].tolist():
         number, column = divmod(what, NUM_WIDTHS)
         k, reading = signature.bodies[number]
         width = signature.kernels[k].ladder.widths[column]
@@ -237,7 +237,7 @@ def test_slices_are_slices_in_the_compiled_program(params, monkeypatch):
     bodies, widths = row_slices()
     assert bodies > 2
     assert widths
-    monkeypatch.setattr(Placed, "worth_slicing", 2)  # never worth it
+    monkeypatch.setattr(Placement, "worth_slicing", 2)  # never worth it
     assert row_slices() == (2, set())
 
 
@@ -362,7 +362,7 @@ def test_plans_for_inference_are_not_differentiated(params, reuse):
 
 
 def test_rows_are_shared_where_it_saves_much(params, monkeypatch):
-    monkeypatch.setattr(Placed, "worth_sharing", 1 << 16)
+    monkeypatch.setattr(Placement, "worth_sharing", 1 << 16)
     batched = jedbatch.batch(encode)
     small = batched.plan(params, sentences(1, 8), gradient=False)
     assert not small.host.placed.reuse

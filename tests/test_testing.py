@@ -217,19 +217,19 @@ def test_what_is_wrong_in_a_table_is_found_or_without_effect(which):
     assert passed > 5
 
 
-def backwards(stretches):
+def backwards(runs):
     """Those that run in reverse order."""
-    count = np.count_nonzero(stretches[:, 2])
-    return np.concatenate([stretches[:count][::-1], stretches[count:]])
+    count = np.count_nonzero(runs[:, 2])
+    return np.concatenate([runs[:count][::-1], runs[count:]])
 
 
 @pytest.mark.parametrize(
     ("number", "part", "change", "match"),
     [
         (0, ("outputs", 0), lambda x: x[::-1], "is another value"),
-        (0, ("stretches",), backwards, "which has not been written"),
-        (0, ("num_stretches",), lambda x: x - 1, "nodes are in no lane"),
-        (0, ("num_stretches",), lambda x: x + 10**6, "instructions in room for"),
+        (0, ("instructions",), backwards, "which has not been written"),
+        (0, ("num_instructions",), lambda x: x - 1, "nodes are in no lane"),
+        (0, ("num_instructions",), lambda x: x + 10**6, "instructions in room for"),
         (1, ("results", 1), lambda x: x[:, :1] + 0 * x, "which has not been written"),
         (0, ("operands", 1), lambda x: x[:, :1] + 0 * x, "what no node does|in no lane"),
         (0, ("operands", 1), lambda x: x + 10**6, "rows outside of"),
@@ -252,8 +252,8 @@ def test_what_is_wrong_is_said(made, number, part, change, match):
     [
         ("readers", lambda x, zero: np.full_like(x, zero), "sends no cotangent|no value gets"),
         ("readers", lambda x, zero: np.repeat(x[:1], len(x), 0), "counts twice"),
-        ("stretches", lambda x, zero: backwards(x), "before it is written"),
-        ("num_stretches", lambda x, zero: x - 1, "lanes run in one direction only"),
+        ("instructions", lambda x, zero: backwards(x), "before it is written"),
+        ("num_instructions", lambda x, zero: x - 1, "lanes run in one direction only"),
         ("blocks", lambda x, zero: 0 * x, "blocks of 0 for"),
     ],
 )

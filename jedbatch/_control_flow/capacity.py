@@ -30,14 +30,14 @@ class RoundCapacity:
     Attributes:
       lanes, widest: of every kernel: lanes in all, and widths compiled.
       inputs, wanted: of every kind of value: input rows, and rows returned at a time.
-      stretches: at a time.
+      num_instructions: at a time.
     """
 
     lanes: dict[Kernel, int] = field(default_factory=dict)
     widest: dict[Kernel, int] = field(default_factory=dict)
     inputs: dict[Kind, int] = field(default_factory=dict)
     wanted: dict[Kind, int] = field(default_factory=dict)
-    stretches: int = 0
+    num_instructions: int = 0
 
     @staticmethod
     def of(signature: Signature) -> "RoundCapacity":
@@ -48,14 +48,14 @@ class RoundCapacity:
             dict(zip(kernels, signature.widest, strict=True)),
             dict(zip(arenas, signature.inputs, strict=True)),
             dict(zip(arenas, signature.outputs, strict=True)),
-            signature.stretches,
+            signature.num_instructions,
         )
 
     def holds(self, other: "RoundCapacity") -> bool:
         """Whether every size is at least that of another."""
         pairs = zip(self._tables(), other._tables(), strict=True)
         enough = all(mine.get(key, -1) >= n for mine, its in pairs for key, n in its.items())
-        return enough and self.stretches >= other.stretches
+        return enough and self.num_instructions >= other.num_instructions
 
     def _tables(self) -> tuple[dict[Any, int], ...]:
         return self.lanes, self.widest, self.inputs, self.wanted
@@ -84,9 +84,9 @@ class RoundCapacity:
             if kind not in written:
                 inputs[kind] = max(1, inputs[kind])
         wanted = larger(self.wanted, needed.wanted, capacity)
-        stretches = max(self.stretches, needed.stretches)
-        if stretches > self.stretches:
-            stretches = capacity(GROWTH * stretches)
+        num_instructions = max(self.num_instructions, needed.num_instructions)
+        if num_instructions > self.num_instructions:
+            num_instructions = capacity(GROWTH * num_instructions)
         return Signature(
             tuple(lanes),
             tuple(lanes.values()),
@@ -94,7 +94,7 @@ class RoundCapacity:
             tuple(inputs),
             tuple(inputs.values()),
             tuple(wanted.get(kind, 0) for kind in inputs),
-            stretches,
+            num_instructions,
             None,
             ((),) * len(lanes),
             target,

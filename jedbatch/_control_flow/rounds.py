@@ -42,7 +42,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
 from jedbatch._program.lower import lower
-from jedbatch._program.output_spec import ResultForm
+from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.returned import joined, rows_wanted, split
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.deep import deeply
@@ -338,7 +338,7 @@ class Attempt:
             saving,
         )
         self.returned: dict[Kind, list[int]] = {}
-        self.form = ResultForm((), (), None)
+        self.form = OutputSpec((), (), None)
         self._call = call
         self._session = session
         self._leaves, self._arrays, self._outside = leaves, arrays, outside

@@ -29,8 +29,8 @@ from jedbatch._layout.bucketing import Ladder
 from jedbatch._layout.layout import Layout, assign_lanes
 from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
-from jedbatch._program.placement import Placed, capacity
-from jedbatch._program.runs import find_stretches
+from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
@@ -299,7 +299,7 @@ class Workspace:
         """
         target = self.session.target
         chunks = layout.trips if target.control == "switch" else layout.trips > 0
-        needed = RoundCapacity(stretches=int(chunks.sum()) + 1)
+        needed = RoundCapacity(num_instructions=int(chunks.sum()) + 1)
         needed.inputs = dict(self._num_inputs)
         needed.wanted = {kind: len(some) for kind, some in wanted.items()}
         schedule = layout.schedule
@@ -367,15 +367,15 @@ class Workspace:
             view = form.view(table, "operands", k)
             view[:, offset[t] : offset[t] + len(mine)] = self.rows(read.ravel()).reshape(read.shape)
         batch_type = layout.schedule.batch_type
-        stretches = find_stretches(
+        runs = find_runs(
             position[batch_type],
             layout.start + offset[batch_type],
             layout.trips,
             signature.kernel_widths,
         )
-        instructions = signature.instructions.encode(stretches)
-        form.view(table, "num_stretches")[0] = len(instructions)
-        form.view(table, "stretches")[: len(instructions)] = instructions
+        instructions = signature.instructions.encode(runs)
+        form.view(table, "num_instructions")[0] = len(instructions)
+        form.view(table, "instructions")[: len(instructions)] = instructions
         for kind, some in wanted.items():
             view = form.view(table, "outputs", signature._arena_ids[kind])
             view[: len(some)] = self.rows(some)
@@ -450,7 +450,7 @@ class Workspace:
             self.state = None
         return found
 
-    def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placed, Signature]:
+    def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
         registry = self.recorder.registry
@@ -495,7 +495,7 @@ class Workspace:
         layout = assign_lanes(graph, every, ladders, "append")
         assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
         outputs = {kind: moved(np.array(some)).tolist() for kind, some in returned.items()}
-        placed = Placed.find(
+        placed = Placement.find(
             layout,
             kernels,
             type_ids,
@@ -507,11 +507,11 @@ class Workspace:
         )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
         switch = self.session.target.control == "switch"  # which has an instruction for each chunk
-        stretches = int(layout.trips.sum()) if switch else len(placed.stretches)
+        num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)
         signature = replace(
             self.signature,
             outputs=tuple(n if stacked else capacity(n) for n in rows),
-            stretches=max(self.signature.stretches, capacity(stretches)),
+            num_instructions=max(self.signature.num_instructions, capacity(num_instructions)),
         )
         return placed, signature
 

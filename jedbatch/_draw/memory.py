@@ -3,7 +3,7 @@
 Rows go down, batches from left to right. The results of a batch are a rectangle: its rows, from
 the batch that writes them to the last that reads them. Where types have rows of their own the
 rectangles of one type form a staircase; where rows are used again the rectangles are packed. What
-a program reads as a slice and what it gathers is taken from what it runs (`Lowered.stretches`),
+a program reads as a slice and what it gathers is taken from what it runs (`Lowered.runs`),
 lane by lane, so that the numbers are those that `print(plan)` adds up.
 """
 
@@ -17,10 +17,10 @@ from jedbatch._draw.styles import TypeStyles
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._layout.live_ranges import find_blocks
+from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._program.lower import operand_rows
 from jedbatch._program.memory_use import size
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan, input_name
 from jedbatch._support.canvas import (
     GREY,
@@ -104,7 +104,7 @@ def arenas_of(plan: Plan) -> dict[str, Arena]:
     layout, schedule, graph = placed.layout, placed.schedule, placed.graph
     space_arena = _arena_of_space(placed)
     begin = _begin_of_space(placed, space_arena)
-    by_batch = find_blocks(graph, schedule, layout.padded)
+    by_batch = find_live_ranges(graph, schedule, layout.padded)
     node_type = schedule.batch_type[by_batch.batch]
     space = layout.space[node_type, by_batch.slot]
     first = begin[space] + layout.block[by_batch.batch, by_batch.slot]
@@ -142,7 +142,7 @@ def arenas_of(plan: Plan) -> dict[str, Arena]:
     return arenas
 
 
-def _arena_of_space(placed: Placed) -> np.ndarray:
+def _arena_of_space(placed: Placement) -> np.ndarray:
     """Returns int64[spaces], the arena in which each space of the layout lies."""
     arenas = {kind: a for a, kind in enumerate(placed.arenas)}
     arena = np.full(len(placed.layout.rows), -1)
@@ -153,7 +153,7 @@ def _arena_of_space(placed: Placed) -> np.ndarray:
     return arena
 
 
-def _begin_of_space(placed: Placed, space_arena: np.ndarray) -> np.ndarray:
+def _begin_of_space(placed: Placement, space_arena: np.ndarray) -> np.ndarray:
     """Returns int64[spaces], the first row of each space in its arena, without spare rows."""
     begin = np.zeros(len(space_arena), np.int64)
     for a, inputs in enumerate(placed.input_counts):
@@ -172,7 +172,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     row = np.append(begin[space] + within, placed.input_row[::-1])
     modes = [np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types(placed)]
     position = {kernel: p for p, kernel in enumerate(placed.kernels)}
-    for what, lane, trips in lowered.stretches.tolist():
+    for what, lane, trips in lowered.runs.tolist():
         k, reading = signature.bodies[what // NUM_WIDTHS]
         end = lane + trips * signature.instructions.width_of[what]
         p = position[signature.kernels[k]]
@@ -189,7 +189,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     return arena, step, row, gathered.astype(bool)
 
 
-def _types(placed: Placed) -> Iterator[tuple[int, Any]]:
+def _types(placed: Placement) -> Iterator[tuple[int, Any]]:
     """The types of a minibatch and their kernels."""
     return zip(placed.type_ids, placed.kernels, strict=True)
 

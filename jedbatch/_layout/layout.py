@@ -29,7 +29,7 @@ from jedbatch._graph.paths import pointers, ranges
 from jedbatch._layout.allocator import Allocation, allocate
 from jedbatch._layout.bucketing import FINE, NUM_WIDTHS, Ladder
 from jedbatch._layout.explain import explain
-from jedbatch._layout.live_ranges import find_blocks
+from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
 
@@ -116,7 +116,7 @@ class Layout:
             raise ValueError("not a valid layout: two nodes share a lane")
         if (self.lane_node[place] != np.arange(len(place))).any():
             raise ValueError("not a valid layout: a lane computes another node")
-        blocks = find_blocks(graph, self.schedule, self.padded)
+        blocks = find_live_ranges(graph, self.schedule, self.padded)
         space = self.space[self.schedule.batch_type[blocks.batch], blocks.slot]
         first = self.block[blocks.batch, blocks.slot]
         if (first < 0).any() or (first + blocks.size > self.rows[space]).any():
@@ -179,7 +179,7 @@ def share_rows(layout: Layout, arena: np.ndarray, num_arenas: int, slack: float 
     its rows. Peaks may be above what is alive at a time by `slack`, a share of it.
     """
     graph, schedule = layout.graph, layout.schedule
-    blocks = find_blocks(graph, schedule, layout.padded)
+    blocks = find_live_ranges(graph, schedule, layout.padded)
     where = arena[schedule.batch_type[blocks.batch], blocks.slot]
     block = np.full_like(layout.block, -1)
     rows = np.zeros(num_arenas, np.int64)

@@ -10,7 +10,7 @@ from jedbatch._schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class LiveRanges:
     """The results of every batch: one block for each of them.
 
     Attributes:
@@ -41,7 +41,7 @@ def last_reads(graph: Graph, schedule: Schedule) -> np.ndarray:
     return last
 
 
-def find_blocks(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Blocks:
+def find_live_ranges(graph: Graph, schedule: Schedule, padded: np.ndarray) -> LiveRanges:
     """The blocks of a schedule whose batches have so many lanes."""
     value_last = last_reads(graph, schedule)
     counts = np.array([t.num_results for t in graph.types], np.int64)[schedule.batch_type]
@@ -54,4 +54,4 @@ def find_blocks(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Blocks:
         latest = np.maximum.reduceat(value_last[of_node], schedule.node_ptr[:-1])
         mine = np.flatnonzero(slot == s)
         last[mine] = latest[batch[mine]]
-    return Blocks(batch, slot, padded[batch], last)
+    return LiveRanges(batch, slot, padded[batch], last)

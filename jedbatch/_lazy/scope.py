@@ -40,7 +40,7 @@ from jedbatch._jaxpr.configuration import configuration
 from jedbatch._kernel.target import target_of
 from jedbatch._lazy.recorder import LazyRecorder, Scope
 from jedbatch._learn.adaptive import Adaptive
-from jedbatch._program.output_spec import ResultForm
+from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
 from jedbatch._record.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.schedule import Policy, checked_policy
@@ -52,7 +52,7 @@ from jedbatch._support.restored import Restored
 
 MANY_TYPES = 4096  # node types and shared values, before what a place keeps is forgotten
 MANY_PLACES = 64  # scopes in the source, before the oldest is forgotten
-ROWS = ResultForm((), (), None)  # rows are not made into results
+ROWS = OutputSpec((), (), None)  # rows are not made into results
 
 
 class Lazy:

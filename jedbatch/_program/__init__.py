@@ -7,7 +7,7 @@ Read in this order:
    rows of a table.
 3. `runs`: Batches as what a program loops over.
 4. `signature`: `Signature`: what is compiled to run minibatches.
-5. `placement`: `Placed`: a scheduled graph whose values have arenas and rows, and the room
+5. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the room
    that it needs.
 6. `lower`: Lowering: a scheduled graph as an integer table.
 7. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room
@@ -15,7 +15,7 @@ Read in this order:
 8. `alive`: Which values of a minibatch have a cotangent.
 9. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
 10. `lower_vjp`: Lowering the reverse: who reads what, as tables.
-11. `output_spec`: `ResultForm`: how the rows that a program returns become results.
+11. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
 12. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
 13. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
 14. `returned`: The values that a program returns, in pieces that are differentiated or not.

@@ -13,7 +13,7 @@ import numpy as np
 
 from jedbatch._graph.paths import distinct, ranges
 from jedbatch._kernel.vjp import CONSTS, SLOTS
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 
 LEAVES = 31  # results told apart; further ones count as the last
@@ -32,12 +32,12 @@ class Alive:
     reads: np.ndarray | None
 
     @staticmethod
-    def everything(placed: Placed) -> "Alive":
+    def everything(placed: Placement) -> "Alive":
         """All results, and all operands."""
         return Alive(_inexact(placed), None)
 
     @staticmethod
-    def find(placed: Placed, wanted: Sequence[np.ndarray] | None = None) -> "Alive":
+    def find(placed: Placement, wanted: Sequence[np.ndarray] | None = None) -> "Alive":
         """Computes what is alive; `wanted`, bool[outputs] by arena, has what is differentiated."""
         graph = placed.graph
         needs = _needs(placed)
@@ -70,7 +70,7 @@ class Alive:
         return Alive(results, reads)
 
 
-def computes_what_is_read(placed: Placed, is_read: np.ndarray) -> bool:
+def computes_what_is_read(placed: Placement, is_read: np.ndarray) -> bool:
     """Whether some result of every node is read or returned; `is_read` says it of each value."""
     graph = placed.graph
     nodes = graph.value_node[np.flatnonzero(~is_read)]
@@ -78,14 +78,14 @@ def computes_what_is_read(placed: Placed, is_read: np.ndarray) -> bool:
     return bool((unread < graph.num_results[: len(unread)]).all()) if len(nodes) else True
 
 
-def _inexact(placed: Placed) -> np.ndarray:
+def _inexact(placed: Placement) -> np.ndarray:
     """int64[N], the results of each node that can have a cotangent, as bits."""
     bits = np.zeros(len(placed.graph.types), np.int64)
     bits[list(placed.type_ids)] = [kernel.reverse.inexact_bits for kernel in placed.kernels]
     return bits[placed.graph.node_type]
 
 
-def _needs(placed: Placed) -> np.ndarray:
+def _needs(placed: Placement) -> np.ndarray:
     """int64[T, J]: for each operand the results that it gets something from, as bits."""
     most = max((len(kernel.operands) for kernel in placed.kernels), default=0)
     needs = np.zeros((len(placed.graph.types), most), np.int64)
@@ -94,7 +94,7 @@ def _needs(placed: Placed) -> np.ndarray:
     return needs
 
 
-def find_leads(placed: Placed, leaves: Sequence[np.ndarray]) -> np.ndarray:
+def find_leads(placed: Placement, leaves: Sequence[np.ndarray]) -> np.ndarray:
     """int32[V]: the results of the function that each value leads to, as bits.
 
     `leaves`, int[outputs] for each arena, has the number of the result that each row belongs to.
@@ -127,7 +127,7 @@ class Refused:
 
 
 def find_refused(
-    placed: Placed, alive: Alive, leads_to: np.ndarray | None, signature: Signature
+    placed: Placement, alive: Alive, leads_to: np.ndarray | None, signature: Signature
 ) -> tuple[Refused, ...]:
     """Results that cannot be differentiated and would have to be, if what they depend on is."""
     graph = placed.graph
@@ -149,7 +149,7 @@ def find_refused(
     return tuple(found)
 
 
-def find_origins(placed: Placed, signature: Signature) -> np.ndarray:
+def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
     """int64[V + I]: what values are differentiated with respect to; see `Refused.origins`."""
     graph, schedule = placed.graph, placed.schedule
     found = np.zeros(graph.num_values + graph.num_inputs, np.int64)

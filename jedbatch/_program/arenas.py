@@ -13,10 +13,10 @@ from jax import lax
 
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import BROADCAST, SLICE, STRIDE
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 
 
-def row(form: TableForm, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
+def row(form: TableLayout, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
     """`table[name][*index, start : start + size]`; to the end of the row without a size."""
     offset, shape = form.places[name]
     stride = math.prod(shape)

@@ -17,7 +17,7 @@ from jedbatch._jaxpr.storage import row_bytes
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.allocator import allocate
 from jedbatch._program.alive import Alive
-from jedbatch._program.placement import Placed, capacity
+from jedbatch._program.placement import Placement, capacity
 from jedbatch._program.signature import Signature
 
 WORTH_SHARING = 1 << 22  # bytes of cotangents; for fewer, sharing rows saves less than it takes
@@ -41,7 +41,7 @@ class Sent:
     own: np.ndarray
 
     @staticmethod
-    def find(placed: Placed, signature: Signature, alive: Alive) -> "Sent":
+    def find(placed: Placement, signature: Signature, alive: Alive) -> "Sent":
         """Places the blocks: each is alive from the batch that writes it to the last that reads it.
 
         Batches run from the last to the first.
@@ -79,12 +79,12 @@ class Sent:
             found.append(max(least[a], min(most, capacity(rows * most / max(own, 1)))))
         return found
 
-    def rows_of(self, placed: Placed, nodes: np.ndarray, operand: int) -> np.ndarray:
+    def rows_of(self, placed: Placement, nodes: np.ndarray, operand: int) -> np.ndarray:
         """int64[nodes], the shared row of an operand of some nodes."""
         layout, batch = placed.layout, placed.schedule.batch[nodes]
         return self.block[batch, operand] + layout.lane[nodes] - layout.start[batch]
 
-    def rows_of_lanes(self, placed: Placed, type_id: int) -> np.ndarray:
+    def rows_of_lanes(self, placed: Placement, type_id: int) -> np.ndarray:
         """int64[operands, lanes], the shared row of every operand of every lane of a type."""
         layout = placed.layout
         nodes = layout.lane_node[layout.lane_ptr[type_id] : layout.lane_ptr[type_id + 1]]
@@ -93,7 +93,7 @@ class Sent:
 
 
 def _last_reads(
-    placed: Placed, signature: Signature, alive: Alive
+    placed: Placement, signature: Signature, alive: Alive
 ) -> tuple[np.ndarray, np.ndarray]:
     """(int64[S, operands], int64[S, operands]): arenas of what batches send, and the last step.
 

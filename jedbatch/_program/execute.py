@@ -4,7 +4,7 @@ The table of a program is data, so XLA compiles once per signature. The arenas a
 of a loop over batches, which XLA updates in place (see `_program.interpreter` for how it finds the
 next):
 
-    for each stretch (kernel and width, first lane, number of chunks):
+    for each run (kernel and width, first lane, number of chunks):
         for each chunk of it:
             read operands, run the kernel under vmap, write consecutive rows
 

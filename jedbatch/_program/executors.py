@@ -315,8 +315,8 @@ def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
 def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
     """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
     form, instructions, table = signature.form, signature.instructions, np.asarray(table)
-    count = int(form.view(table, "num_stretches")[0])
-    for opcode, lane in instructions.chunks(form.view(table, "stretches")[:count]):
+    count = int(form.view(table, "num_instructions")[0])
+    for opcode, lane in instructions.chunks(form.view(table, "instructions")[:count]):
         yield opcode // NUM_WIDTHS, int(instructions.width_of[opcode]), np.int32(lane)
 
 

@@ -12,15 +12,15 @@ from jedbatch._layout.access import (
     Reading,
     choose_reading,
 )
-from jedbatch._program.lower import body_stretches, find_all_modes, operand_rows, value_rows
-from jedbatch._program.placement import Placed, capacity, result_bytes
+from jedbatch._program.lower import body_runs, find_all_modes, operand_rows, value_rows
+from jedbatch._program.placement import Placement, capacity, result_bytes
 from jedbatch._program.signature import Signature
 
 SLACK = 4  # a program is used for minibatches down to a quarter of its size
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
-def fits(placed: Placed, signature: Signature) -> bool:
+def fits(placed: Placement, signature: Signature) -> bool:
     """Whether a program can run a minibatch without too much room going to waste."""
     place = {kernel: k for k, kernel in enumerate(signature.kernels)}
     arenas = signature._arena_ids
@@ -36,7 +36,7 @@ def fits(placed: Placed, signature: Signature) -> bool:
         and all(
             n <= signature.inputs[a] for a, n in zip(arena_ids, placed.input_counts, strict=True)
         )
-        and len(placed.stretches) <= signature.stretches
+        and len(placed.runs) <= signature.num_instructions
         and all(
             n <= (signature.shared_rows or ())[a]
             for a, n in zip(arena_ids, placed.shared_rows, strict=False)
@@ -47,7 +47,7 @@ def fits(placed: Placed, signature: Signature) -> bool:
     )
 
 
-def resembles(placed: Placed, signature: Signature) -> bool:
+def resembles(placed: Placement, signature: Signature) -> bool:
     """Whether a program returns what a minibatch returns, and is not much too large for it.
 
     Nor may it need tracers that the minibatch does not bring.
@@ -63,7 +63,7 @@ def resembles(placed: Placed, signature: Signature) -> bool:
     return same and size <= max(SMALL, SLACK * result_bytes(placed.kernels, placed.lanes))
 
 
-def make_signature(placed: Placed, model: Signature | None) -> Signature:
+def make_signature(placed: Placement, model: Signature | None) -> Signature:
     """A signature with room for a minibatch, and for what `model` had room for.
 
     Growing from the last program instead of starting anew makes capacities settle after a few
@@ -77,7 +77,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
     returned = [len(x) if placed.stacked else placed.capacity(len(x)) for x in placed.outputs]
     outputs = dict(zip(placed.arenas, returned, strict=True))
     readings: dict[Kernel, tuple[Reading, ...]] = {}
-    stretches = 0
+    num_instructions = 0
     if model is not None:
         for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
             lanes[kernel] = max(n, lanes.get(kernel, 0))
@@ -88,7 +88,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         for kind, n in zip(model.arenas, model.shared_rows or (), strict=False):
             shared[kind] = max(n, shared.get(kind, 0))
         readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}
-        stretches = model.stretches
+        num_instructions = model.num_instructions
     if placed.reuse:  # room for every chunk that is compiled, whether it ever runs or not
         for kernel in lanes:
             for kind in map(stored, kernel.results):
@@ -101,7 +101,7 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         tuple(inputs),
         tuple(inputs.values()),
         tuple(outputs.get(kind, 0) for kind in inputs),
-        stretches,
+        num_instructions,
         tuple(shared.get(kind, 0) for kind in inputs) if placed.reuse else None,
         tuple(readings.get(kernel, ()) for kernel in lanes),
         placed.target,
@@ -112,9 +112,9 @@ def make_signature(placed: Placed, model: Signature | None) -> Signature:
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
         readings.setdefault(kernel, choose_reading(found, live > 1, placed.worth_slicing))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
-    found_stretches = body_stretches(placed, made, modes)
+    runs = body_runs(placed, made, modes)
     longest = placed.target.superinstruction
-    made = replace(made, branches=made.instructions.learn(found_stretches, longest))
-    needed_stretches = len(made.instructions.encode(found_stretches))
+    made = replace(made, branches=made.instructions.learn(runs, longest))
+    num_needed = len(made.instructions.encode(runs))
     # Depths vary more than sums over instances.
-    return replace(made, stretches=max(stretches, capacity(2 * needed_stretches)))
+    return replace(made, num_instructions=max(num_instructions, capacity(2 * num_needed)))

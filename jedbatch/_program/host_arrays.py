@@ -15,7 +15,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split
 from jedbatch._program.signature import Signature
@@ -79,7 +79,7 @@ def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
 
 
 def results_from(
-    form: ResultForm,
+    form: OutputSpec,
     signature: Signature,
     outputs: Sequence[Any],
     packed: Sequence[Sequence[Any]] = (),

@@ -81,11 +81,11 @@ class InstructionSet:
         sign = -1 if self.reverse else 1
         return tuple(sign * int(widths[kinds == kind].sum()) for kind in kinds)
 
-    def encode(self, stretches: np.ndarray) -> np.ndarray:
-        """int64[instructions, columns] that run some stretches (see `chunks_of`)."""
+    def encode(self, runs: np.ndarray) -> np.ndarray:
+        """int64[instructions, columns] that execute some runs (see `chunks_of`)."""
         if self.control == "loops":
-            return stretches
-        opcodes, lanes = chunks_of(stretches, self.width_of, reverse=self.reverse)
+            return runs
+        opcodes, lanes = chunks_of(runs, self.width_of, reverse=self.reverse)
         return self._encode(opcodes, lanes)
 
     def _encode(self, opcodes: np.ndarray, lanes: np.ndarray) -> np.ndarray:
@@ -127,16 +127,16 @@ class InstructionSet:
                     found.append((opcode, lane + trip * step))
         return found
 
-    def learn(self, stretches: np.ndarray, longest: int) -> tuple[Branch, ...]:
+    def learn(self, runs: np.ndarray, longest: int) -> tuple[Branch, ...]:
         """Superinstructions and loops worth a branch of their own, of minibatches like this one.
 
         Args:
-          stretches: what a typical minibatch runs (see `chunks_of`).
+          runs: of a typical minibatch (see `chunks_of`).
           longest: opcodes in a superinstruction at most.
         """
         if self.control == "loops":
             return ()
-        chunks = chunks_of(stretches, self.width_of, reverse=self.reverse)
+        chunks = chunks_of(runs, self.width_of, reverse=self.reverse)
         made, cost = self, self._cost(*chunks)
         often = collections.Counter(chunks[0].tolist())
         for opcode in sorted(often, key=lambda x: (-often[x], x)):
@@ -169,16 +169,16 @@ class InstructionSet:
 
 
 def chunks_of(
-    stretches: np.ndarray, width_of: np.ndarray, *, reverse: bool = False
+    runs: np.ndarray, width_of: np.ndarray, *, reverse: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """(opcode, first lane) int64[C] of every chunk, in order.
 
     Args:
-      stretches: int64[S, 3], the opcode, first lane and number of chunks of each stretch.
+      runs: int64[S, 3], the opcode, first lane and number of chunks of each run.
       width_of: int64[opcodes], lanes of a chunk of each.
-      reverse: whether the last chunk of a stretch comes first.
+      reverse: whether the last chunk of a run comes first.
     """
-    what, lane, trips = stretches.T
+    what, lane, trips = runs.T
     ends = trips.cumsum()
     step = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - trips, trips)
     if reverse:

@@ -18,7 +18,7 @@ from jax import lax
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import cut, row
 from jedbatch._program.instructions import InstructionSet
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 
 GROUP = 4  # loops in a row before they are nested
 
@@ -31,7 +31,7 @@ class Body:
       kind: number in the table.
       width: lanes of a chunk.
       chunk: `chunk(width, state, lane)` runs one.
-      backwards: whether the last chunk of a stretch comes first.
+      backwards: whether the last chunk of a run comes first.
     """
 
     kind: int
@@ -47,9 +47,9 @@ def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False
 
 
 def choose(bodies: Sequence[Body], carry: Any) -> Any:
-    """Runs the chunks of one stretch, by loops of which all but one make no trips.
+    """Executes the chunks of one run, by loops of which all but one make no trips.
 
-    `carry` is (chunks run, stretch, state). A `lax.switch` would copy every array that its
+    `carry` is (chunks done, run, state). A `lax.switch` would copy every array that its
     branches return. XLA runs short sequences of operations one by one and long ones on several
     threads, which costs more than these operations take, so a loop is all there is for each body:
     it counts on where the last one stopped.
@@ -71,24 +71,24 @@ def choose(bodies: Sequence[Body], carry: Any) -> Any:
 
 
 def run_chunks(body: Body, carry: Any) -> Any:
-    """Runs the chunks of a stretch if it is of the kind of the body."""
+    """Executes the chunks of a run if it is of the kind of the body."""
 
     def more(carry):
         done, (kind, _, trips), _ = carry
         return (kind == body.kind) & (done < trips)
 
     def run(carry):
-        done, stretch, state = carry
-        _, lane, trips = stretch
+        done, run, state = carry
+        _, lane, trips = run
         lane += body.width * (trips - 1 - done if body.backwards else done)
         state = lax.optimization_barrier(body.chunk(body.width, state, lane))
-        return done + 1, stretch, state
+        return done + 1, run, state
 
     return lax.while_loop(more, run, carry)
 
 
 def run_branches(
-    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+    form: TableLayout, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
 ) -> Any:
     """Runs the instructions of a table one by one, each in a branch of a `lax.switch`.
 
@@ -116,20 +116,20 @@ def run_branches(
     branches = [branch(*b) for b in instructions.branches]
 
     def step(i, state):
-        offset, (_, columns) = form.places["stretches",]
+        offset, (_, columns) = form.places["instructions",]
         number, trips, *lanes = cut(table, offset + i * columns, columns)
         return lax.switch(number, branches, trips, lanes, state)
 
-    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], step, state)
+    return lax.fori_loop(0, row(form, table, ("num_instructions",))[0], step, state)
 
 
 def sweep(
-    form: TableForm, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+    form: TableLayout, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
 ) -> Any:
     """Runs the instructions of a table."""
 
-    def stretch(i, state):
-        offset, (_, columns) = form.places["stretches",]
+    def step(i, state):
+        offset, (_, columns) = form.places["instructions",]
         found = cut(table, offset + i * columns, columns)
         return choose(bodies, (jnp.int32(0), found, state))[2]
 
@@ -137,4 +137,4 @@ def sweep(
         return state
     if instructions.control == "switch":
         return run_branches(form, table, bodies, instructions, state)
-    return lax.fori_loop(0, row(form, table, ("num_stretches",))[0], stretch, state)
+    return lax.fori_loop(0, row(form, table, ("num_instructions",))[0], step, state)

@@ -20,12 +20,12 @@ from jedbatch._layout.access import (
     usable,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.placement import Placed
-from jedbatch._program.runs import merged
+from jedbatch._program.placement import Placement
+from jedbatch._program.runs import merge_runs
 from jedbatch._program.signature import Signature
 
 
-def value_rows(placed: Placed, signature: Signature) -> tuple[np.ndarray, np.ndarray]:
+def value_rows(placed: Placement, signature: Signature) -> tuple[np.ndarray, np.ndarray]:
     """(int64[V + I], int64[spaces]): the row of every value and input, and where spaces begin.
 
     Input i is at -1 - i.
@@ -45,7 +45,7 @@ def value_rows(placed: Placed, signature: Signature) -> tuple[np.ndarray, np.nda
     return row, begin
 
 
-def operand_rows(placed: Placed, row: np.ndarray) -> list[np.ndarray]:
+def operand_rows(placed: Placement, row: np.ndarray) -> list[np.ndarray]:
     """int64[operands, lanes] for each kernel: the row that each operand of each lane is in."""
     graph, layout = placed.graph, placed.layout
     found = []
@@ -57,7 +57,7 @@ def operand_rows(placed: Placed, row: np.ndarray) -> list[np.ndarray]:
 
 
 def find_all_modes(
-    placed: Placed, signature: Signature, rows: Sequence[np.ndarray]
+    placed: Placement, signature: Signature, rows: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """int8[operands, chunks] for each kernel: how each of its chunks can read each operand."""
     chunks = placed.chunks
@@ -74,8 +74,8 @@ def find_all_modes(
     return found
 
 
-def body_stretches(placed: Placed, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
-    """int64[..., 3]: the stretches, by the number of the body that runs them."""
+def body_runs(placed: Placement, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
+    """int64[..., 3]: the runs, by the number of the body that runs them."""
     chunks = placed.chunks
     body = np.array([signature.first_body[signature.kernels.index(k)] for k in placed.kernels])
     body = body[chunks.kernel]
@@ -84,7 +84,7 @@ def body_stretches(placed: Placed, signature: Signature, modes: Sequence[np.ndar
         for i, reading in enumerate(signature.readings[signature.kernels.index(kernel)]):
             body[of[usable(reading, mine)]] += 1 + i
     what = body * NUM_WIDTHS + chunks.column
-    return merged(what, chunks.lane, chunks.width, np.ones_like(what))
+    return merge_runs(what, chunks.lane, chunks.width, np.ones_like(what))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +94,19 @@ class Lowered:
     Attributes:
       signature: the program.
       table: int32[...], what it reads.
-      stretches: int64[..., 3], what it runs.
+      runs: int64[..., 3], its runs of chunks in order.
     """
 
     signature: Signature
     table: np.ndarray
-    stretches: np.ndarray
+    runs: np.ndarray
 
     @functools.cached_property
     def body_lanes(self) -> np.ndarray:
         """int64[bodies], lanes that each body runs."""
         signature = self.signature
-        number = self.stretches[:, 0] // NUM_WIDTHS
-        lanes = signature.instructions.width_of[self.stretches[:, 0]] * self.stretches[:, 2]
+        number = self.runs[:, 0] // NUM_WIDTHS
+        lanes = signature.instructions.width_of[self.runs[:, 0]] * self.runs[:, 2]
         return np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
 
     @property
@@ -128,26 +128,26 @@ class Lowered:
         return float(read[0] / max(1, read[1]))
 
 
-def lower(placed: Placed, signature: Signature) -> Lowered | None:
-    """A minibatch for a program that it fits; None if it has too many stretches after all."""
+def lower(placed: Placement, signature: Signature) -> Lowered | None:
+    """A minibatch for a program that it fits; None if it has too many runs after all."""
     layout, form = placed.layout, signature.form
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
     row, begin = value_rows(placed, signature)
     rows = operand_rows(placed, row)
     if any(signature.readings):
         modes = find_all_modes(placed, signature, rows)
-        stretches = body_stretches(placed, signature, modes)
+        runs = body_runs(placed, signature, modes)
     else:
-        stretches = placed.stretches.copy()
-        kernel, width = np.divmod(stretches[:, 0], NUM_WIDTHS)
-        stretches[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
+        runs = placed.runs.copy()
+        kernel, width = np.divmod(runs[:, 0], NUM_WIDTHS)
+        runs[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
 
-    instructions = signature.instructions.encode(stretches)
-    if len(instructions) > signature.stretches:
+    instructions = signature.instructions.encode(runs)
+    if len(instructions) > signature.num_instructions:
         return None
     table = np.zeros(form.size, np.int32)
-    form.view(table, "num_stretches")[0] = len(instructions)
-    form.view(table, "stretches")[: len(instructions)] = instructions
+    form.view(table, "num_instructions")[0] = len(instructions)
+    form.view(table, "instructions")[: len(instructions)] = instructions
     for t, k, mine in zip(placed.type_ids, place, rows, strict=True):
         places = form.view(table, "operands", k)
         places[:, : mine.shape[1]] = mine
@@ -162,4 +162,4 @@ def lower(placed: Placed, signature: Signature) -> Lowered | None:
                 view[s, : len(nodes)] = first + within
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
         form.view(table, "outputs", signature._arena_ids[kind])[: len(outputs)] = row[outputs]
-    return Lowered(signature, table, stretches)
+    return Lowered(signature, table, runs)

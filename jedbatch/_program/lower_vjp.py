@@ -25,10 +25,10 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
 from jedbatch._program.cotangent_rows import Sent, arenas_of_operands, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
-from jedbatch._program.placement import Placed, capacity
-from jedbatch._program.runs import find_stretches
+from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 
 MAX_READERS = 4
 SUMS = 1 << 30  # rows from here on are those of sums, until a program is chosen
@@ -45,7 +45,7 @@ class ReverseSignature:
       sums: capacity of the rows that sum up readers, for each arena.
       sent: capacity of the rows that cotangents of operands share, for each arena; None if every
         lane has rows of its own.
-      stretches: capacity of stretches.
+      num_instructions: capacity of instructions.
       tells: whether the table says to which results values lead (see `Alive.leads_to`).
       refused: results of kernels that cannot be differentiated and would have to be.
       branches: of several opcodes, or in a loop (see `_program.instructions`).
@@ -56,7 +56,7 @@ class ReverseSignature:
     input_readers: tuple[int, ...]
     sums: tuple[int, ...]
     sent: tuple[int, ...] | None
-    stretches: int
+    num_instructions: int
     tells: bool
     refused: tuple[Refused, ...]
     branches: tuple[Branch, ...] = ()
@@ -108,10 +108,10 @@ class ReverseSignature:
         )
 
     @functools.cached_property
-    def form(self) -> TableForm:
-        forward, form = self.forward, TableForm()
-        form.add(("num_stretches",), 1)
-        form.add(("stretches",), self.stretches, self.instructions.columns)
+    def form(self) -> TableLayout:
+        forward, form = self.forward, TableLayout()
+        form.add(("num_instructions",), 1)
+        form.add(("instructions",), self.num_instructions, self.instructions.columns)
         for k, lanes in enumerate(forward.lanes):
             form.add(("blocks", k), len(forward.target.blocks.widths))
             if self.sent is not None:
@@ -135,7 +135,7 @@ class Readers:
         a list of int32[V + I], in which input i is at -1 - i. Sum i is at `SUMS + i`.
       sums: for each arena, int32[MAX_READERS, lanes]: the rows each sum adds up.
       sent: where the operands of each batch have their rows, if these are shared.
-      stretches: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
+      runs: int64[..., 3] in order; kinds count the kernels of the program, then the arenas
         whose cotangents are summed up.
       leads_to: int32[V], the results that each value leads to, as bits; None if they are not
         told apart.
@@ -145,7 +145,7 @@ class Readers:
     columns: list[np.ndarray]
     sums: list[np.ndarray]
     sent: Sent | None
-    stretches: np.ndarray
+    runs: np.ndarray
     leads_to: np.ndarray | None
     refused: tuple[Refused, ...]
 
@@ -154,14 +154,14 @@ class Readers:
         return {}
 
     def encoded(self, instructions: InstructionSet) -> np.ndarray:
-        """The stretches as instructions; kept, since programs are chosen by how many these are."""
+        """The runs as instructions; kept, since programs are chosen by how many these are."""
         if instructions not in self._encoded:
-            self._encoded[instructions] = instructions.encode(self.stretches)
+            self._encoded[instructions] = instructions.encode(self.runs)
         return self._encoded[instructions]
 
 
 def find_readers(
-    placed: Placed,
+    placed: Placement,
     signature: Signature,
     leaves: Sequence[np.ndarray] | None = None,
     wanted: Sequence[np.ndarray] | None = None,
@@ -182,7 +182,7 @@ def find_readers(
     if wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels):
         alive = Alive.everything(placed)
         sent = _find_sent(placed, signature, alive, shares)
-        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
+        target, row, arena_counts = _find_edges(placed, signature, alive, sent, wanted)
         columns, left = _list_edges(placed, target, row)
         is_read = np.zeros(graph.num_values, bool)
         if columns:
@@ -192,7 +192,7 @@ def find_readers(
     if alive is None:
         alive = Alive.find(placed, wanted)
         sent = _find_sent(placed, signature, alive, shares)
-        target, row, runs = _find_edges(placed, signature, alive, sent, wanted)
+        target, row, arena_counts = _find_edges(placed, signature, alive, sent, wanted)
         columns, left = _list_edges(placed, target, row)
 
     position = np.full(len(graph.types), -1)
@@ -204,7 +204,7 @@ def find_readers(
     sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
     if len(left):
         busy = np.isin(target, distinct(target[left]))
-        arena = np.repeat(*np.array(runs).T)
+        arena = np.repeat(*np.array(arena_counts).T)
         sums, before = _sum_up(
             target[busy],
             row[busy],
@@ -227,14 +227,14 @@ def find_readers(
     kernels = signature.kernels
     sources = np.where(steps[:, 0] < 0, len(kernels) - 1 - steps[:, 0], steps[:, 0])
     widths = signature.kernel_widths
-    stretches = find_stretches(sources, steps[:, 1], steps[:, 2:], widths, reverse=True)
+    runs = find_runs(sources, steps[:, 1], steps[:, 2:], widths, reverse=True)
     leads_to = None if leaves is None else find_leads(placed, leaves)
     refused = find_refused(placed, alive, leads_to, signature)
-    return Readers(columns, sums, sent, stretches, leads_to, refused)
+    return Readers(columns, sums, sent, runs, leads_to, refused)
 
 
 def _find_sent(
-    placed: Placed, signature: Signature, alive: Alive, shares: bool | None
+    placed: Placement, signature: Signature, alive: Alive, shares: bool | None
 ) -> Sent | None:
     """Returns the rows that cotangents share, if they do; see `find_readers`."""
     if shares or (shares is None and shares_rows(signature)):
@@ -244,7 +244,7 @@ def _find_sent(
 
 
 def _find_edges(
-    placed: Placed,
+    placed: Placement,
     signature: Signature,
     alive: Alive,
     sent: Sent | None,
@@ -285,7 +285,7 @@ def _find_edges(
 
 
 def _list_edges(
-    placed: Placed, target: np.ndarray, row: np.ndarray
+    placed: Placement, target: np.ndarray, row: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """(`Readers.columns`, the edges that do not fit into them)."""
     size = placed.graph.num_values + placed.graph.num_inputs
@@ -376,7 +376,7 @@ def _sum_up(target, row, arena, placed, columns, num_arenas):
 
 
 def make_reverse_signature(
-    placed: Placed, readers: Readers, forward: Signature, model: ReverseSignature | None
+    placed: Placement, readers: Readers, forward: Signature, model: ReverseSignature | None
 ) -> ReverseSignature:
     """A reverse signature with room for a minibatch, and for what `model` had room for."""
     graph = placed.graph
@@ -403,15 +403,17 @@ def make_reverse_signature(
         ]
         inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
         sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
-    more = max(0, len(readers.stretches) - len(placed.stretches))
-    stretches = forward.stretches + capacity(2 * more) if forward.target.control == "loops" else 0
+    more = max(0, len(readers.runs) - len(placed.runs))
+    num_instructions = (
+        forward.num_instructions + capacity(2 * more) if forward.target.control == "loops" else 0
+    )
     return ReverseSignature(
         forward,
         tuple(map(tuple, listed)),
         tuple(inputs),
         tuple(sums),
         None if sent is None else tuple(sent),
-        max(stretches, model.stretches if model else 0),
+        max(num_instructions, model.num_instructions if model else 0),
         readers.leads_to is not None,
         readers.refused,
     )
@@ -422,10 +424,10 @@ def learn_instructions(signature: ReverseSignature, readers: Readers) -> Reverse
     target = signature.forward.target
     if target.control == "loops":
         return signature
-    found = signature.instructions.learn(readers.stretches, target.superinstruction)
+    found = signature.instructions.learn(readers.runs, target.superinstruction)
     made = replace(signature, branches=found)
-    needed = capacity(2 * len(made.instructions.encode(readers.stretches)))
-    return replace(made, stretches=max(needed, signature.stretches))
+    needed = capacity(2 * len(made.instructions.encode(readers.runs)))
+    return replace(made, num_instructions=max(needed, signature.num_instructions))
 
 
 def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
@@ -447,20 +449,20 @@ def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseS
         and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
         and (readers.sent is None) == (signature.sent is None)
         and (readers.sent is None or bool((readers.sent.rows <= signature.sent).all()))
-        and needed.stretches <= signature.stretches
+        and needed.num_instructions <= signature.num_instructions
         and (needed.tells, needed.refused) == (signature.tells, signature.refused)
-        and len(readers.encoded(signature.instructions)) <= signature.stretches
+        and len(readers.encoded(signature.instructions)) <= signature.num_instructions
     )
 
 
-def reverse_table(placed: Placed, readers: Readers, signature: ReverseSignature) -> np.ndarray:
+def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignature) -> np.ndarray:
     """The int32 table of a minibatch for a reverse program that it fits."""
     graph, layout, forward = placed.graph, placed.layout, signature.forward
     form = signature.form
     table = np.zeros(form.size, np.int32)
     instructions = readers.encoded(signature.instructions)
-    form.view(table, "num_stretches")[0] = len(instructions)
-    form.view(table, "stretches")[: len(instructions)] = instructions
+    form.view(table, "num_instructions")[0] = len(instructions)
+    form.view(table, "instructions")[: len(instructions)] = instructions
 
     def resolved(rows, a):
         if readers.sums[a].shape[1]:

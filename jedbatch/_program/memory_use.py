@@ -5,11 +5,11 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.live_ranges import last_reads
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch._schedule.schedule import Schedule
 
 
-def held_bytes(placed: Placed) -> tuple[int, int]:
+def held_bytes(placed: Placement) -> tuple[int, int]:
     """(bytes kept for results, bytes if every lane had rows of its own), padding included."""
     layout = placed.layout
     once = sum(

@@ -1,4 +1,4 @@
-"""`ResultForm`: how the rows that a program returns become results."""
+"""`OutputSpec`: how the rows that a program returns become results."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class ResultForm:
+class OutputSpec:
     """How rows become results.
 
     Attributes:

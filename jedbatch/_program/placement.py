@@ -1,4 +1,4 @@
-"""`Placed`: a scheduled graph whose values have arenas and rows, and the room that it needs.
+"""`Placement`: a scheduled graph whose values have arenas and rows, and the room that it needs.
 
 Capacities have room to spare: they are rounded up, in steps that grow with them.
 """
@@ -21,7 +21,7 @@ from jedbatch._layout.access import (
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.layout import Layout, share_rows
-from jedbatch._program.runs import find_runs, find_stretches, widths_of
+from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._schedule.schedule import Schedule
 
 HEADROOM = 1.1  # least capacity over need, before rounding up
@@ -42,7 +42,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class Placement:
     """A scheduled graph with everything in its place, ready to be written as tables.
 
     Attributes:
@@ -85,7 +85,7 @@ class Placed:
         keeps: bool,
         reuse: bool | None,
         target: Target,
-    ) -> "Placed":
+    ) -> "Placement":
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
         Unless it `keeps` everything, results share rows with `reuse`, or, if it is None, where
@@ -112,13 +112,13 @@ class Placed:
             reuse = False
         elif reuse is None:
             size = result_bytes(kernels, layout.lanes[list(type_ids)].tolist())
-            reuse = size > Placed.worth_sharing
+            reuse = size > Placement.worth_sharing
         if reuse:
             arena = np.full(layout.space.shape, -1)
             for type_id, kernel in zip(type_ids, kernels, strict=True):
                 arena[type_id, : len(kernel.results)] = [arenas[stored(x)] for x in kernel.results]
             layout = share_rows(layout, arena, len(arenas))
-        return Placed(
+        return Placement(
             layout,
             kernels,
             type_ids,
@@ -163,9 +163,9 @@ class Placed:
         return widths_of(self.kernels, self.target)
 
     @functools.cached_property
-    def stretches(self) -> np.ndarray:
-        """int64[..., 3], the stretches in order; kinds count the kernels of this minibatch."""
-        return find_stretches(self._kind, self.layout.start, self.layout.trips, self.widths)
+    def runs(self) -> np.ndarray:
+        """int64[..., 3], the runs in order; kinds count the kernels of this minibatch."""
+        return find_runs(self._kind, self.layout.start, self.layout.trips, self.widths)
 
     @functools.cached_property
     def _kind(self) -> np.ndarray:
@@ -178,7 +178,7 @@ class Placed:
     def chunks(self) -> "Chunks":
         """All chunks, in the order in which they run."""
         layout, schedule = self.layout, self.schedule
-        step, column, lane, _, trips = find_runs(
+        step, column, lane, _, trips = cut_batches(
             self._kind, layout.start, layout.trips, self.widths
         )
         which = np.repeat(np.arange(len(step)), trips)

@@ -13,8 +13,8 @@ from jedbatch._layout.layout import Layout
 from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.memory_use import held_bytes, live_bytes, size
-from jedbatch._program.output_spec import ResultForm
-from jedbatch._program.placement import Placed
+from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.schedule import Schedule, lower_bound, policies_compared
 
@@ -33,7 +33,7 @@ class Static:
     session: Any
     signature: Signature
     reverse: ReverseSignature | None
-    results: ResultForm
+    results: OutputSpec
     keeps: bool
     stages: tuple[Any, ...] = ()
 
@@ -65,7 +65,7 @@ class Host:
       device_seconds: a run took, if it was measured.
     """
 
-    placed: Placed
+    placed: Placement
     lowered: Lowered
     seconds: Mapping[str, float]
     num_known: int = 0
@@ -140,7 +140,7 @@ class Plan:
         if self.host is None:
             types = len(self.static.signature.kernels)
             return f"Plan of {types} node types (its host records did not survive flattening)"
-        return poster(self)
+        return summarize(self)
 
     __repr__ = __str__
 
@@ -151,8 +151,8 @@ def input_name(kind: Kind) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def poster(plan: Plan) -> str:
-    """A plan for people."""
+def summarize(plan: Plan) -> str:
+    """Returns the text that a plan prints as."""
     assert plan.host is not None
     host, placed, static = plan.host, plan.host.placed, plan.static
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout

@@ -17,8 +17,8 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._program.alive import LEAVES
-from jedbatch._program.output_spec import ResultForm, Slice
-from jedbatch._program.placement import Placed
+from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.placement import Placement
 
 BLOCK = 64  # rows taken out of an array at a time
 WHOLE = 0  # rows of a piece, where it is all there are
@@ -70,7 +70,7 @@ def _end_to_end(parts: Sequence[Any], nothing: Any) -> Any:
     return jnp.concatenate(parts) if parts else nothing[:0]
 
 
-def leaf_numbers(form: ResultForm, arenas: Sequence[Kind]) -> list[np.ndarray]:
+def leaf_numbers(form: OutputSpec, arenas: Sequence[Kind]) -> list[np.ndarray]:
     """For each arena, int[pieces], the number of the result that each piece belongs to.
 
     Results that have no cotangent, and ragged ones, do not count.
@@ -87,7 +87,7 @@ def leaf_numbers(form: ResultForm, arenas: Sequence[Kind]) -> list[np.ndarray]:
 
 
 def rows_wanted(
-    placed: Placed, arenas: Sequence[Kind], exist: Sequence[np.ndarray], batch: int | None
+    placed: Placement, arenas: Sequence[Kind], exist: Sequence[np.ndarray], batch: int | None
 ) -> list[np.ndarray] | None:
     """For each arena of a minibatch, bool[outputs], which rows have a cotangent; None if all do.
 

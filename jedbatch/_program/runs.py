@@ -1,7 +1,7 @@
 """Batches as what a program loops over.
 
 A batch is cut into chunks. Chunks of one kernel and one width that follow one another in its lanes
-are one *stretch*, whatever batches they belong to: the long tail of a minibatch of trees, a node
+are one *run*, whatever batches they belong to: the long tail of a minibatch of trees, a node
 or two a batch, is a single entry of the table and a single loop.
 """
 
@@ -20,7 +20,7 @@ def widths_of(kernels: Sequence[Kernel], target: Target) -> np.ndarray:
     return np.array([ladder.columns for ladder in ladders], np.int64)
 
 
-def find_runs(
+def cut_batches(
     kind: np.ndarray,
     start: np.ndarray,
     trips: np.ndarray,
@@ -43,7 +43,7 @@ def find_runs(
     return step, columns[column], first[step, column], sizes[step, column], trips[step, column]
 
 
-def find_stretches(
+def find_runs(
     kind: np.ndarray,
     start: np.ndarray,
     trips: np.ndarray,
@@ -51,15 +51,15 @@ def find_stretches(
     *,
     reverse: bool = False,
 ) -> np.ndarray:
-    """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every stretch."""
-    step, column, lane, size, count = find_runs(kind, start, trips, widths, reverse=reverse)
-    return merged(kind[step] * NUM_WIDTHS + column, lane, size, count, reverse=reverse)
+    """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every run."""
+    step, column, lane, size, count = cut_batches(kind, start, trips, widths, reverse=reverse)
+    return merge_runs(kind[step] * NUM_WIDTHS + column, lane, size, count, reverse=reverse)
 
 
-def merged(
+def merge_runs(
     what: np.ndarray, lane: np.ndarray, size: np.ndarray, count: np.ndarray, *, reverse=False
 ) -> np.ndarray:
-    """int64[..., 3]: stretches of neighbours that are of one kind and follow one another."""
+    """int64[..., 3]: runs of neighbours that are of one kind and follow one another."""
     ahead, behind = (slice(1, None), slice(None, -1))[:: -1 if reverse else 1]
     new = np.ones(len(what), bool)
     new[1:] = (what[1:] != what[:-1]) | (lane[ahead] != lane[behind] + size[behind])

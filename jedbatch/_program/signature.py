@@ -26,7 +26,7 @@ from jedbatch._layout.access import (
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Signature:
       arenas: (shape, dtype) of every kind of value.
       inputs: capacity of input rows, for each arena.
       outputs: rows returned, for each arena.
-      stretches: capacity of stretches.
+      num_instructions: capacity of instructions.
       shared_rows: capacity of the rows that results share, for each arena; None if every lane has
         rows of its own.
       readings: how operands are read other than by gathering them all, for each kernel.
@@ -54,7 +54,7 @@ class Signature:
     arenas: tuple[tuple[tuple[int, ...], Any], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    stretches: int
+    num_instructions: int
     shared_rows: tuple[int, ...] | None
     readings: tuple[tuple[Reading, ...], ...]
     target: Target
@@ -62,7 +62,7 @@ class Signature:
 
     @functools.cached_property
     def _hash(self) -> int:
-        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.stretches)
+        parts = (self.lanes, self.widest, self.inputs, self.outputs, self.num_instructions)
         control = self.target, self.branches
         return hash((self.kernels, self.arenas, parts, self.shared_rows, self.readings, control))
 
@@ -160,10 +160,10 @@ class Signature:
         )
 
     @functools.cached_property
-    def form(self) -> TableForm:
-        form = TableForm()
-        form.add(("num_stretches",), 1)
-        form.add(("stretches",), self.stretches, self.instructions.columns)
+    def form(self) -> TableLayout:
+        form = TableLayout()
+        form.add(("num_instructions",), 1)
+        form.add(("instructions",), self.num_instructions, self.instructions.columns)
         for k, kernel in enumerate(self.kernels):
             form.add(("operands", k), len(kernel.operands), self.lanes[k])
             if self.shared_rows is not None:

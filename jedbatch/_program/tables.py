@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 
-class TableForm:
+class TableLayout:
     """Where things are in a flat int32 table: one large argument dispatches fastest."""
 
     def __init__(self) -> None:

@@ -300,8 +300,8 @@ def chunks_of(
     `widths` are those of every number.
     """
     form, instructions = signature.form, signature.instructions
-    count = int(form.view(table, "num_stretches")[0])
-    rows = form.view(table, "stretches")
+    count = int(form.view(table, "num_instructions")[0])
+    rows = form.view(table, "instructions")
     require(0 <= count <= len(rows), f"{count} instructions in room for {len(rows)}")
 
     def chunk(what: int, lane: int) -> tuple[int, int, int]:
@@ -322,7 +322,7 @@ def chunks_of(
                     yield chunk(opcode, lane + trip * step)
         return
     for what, lane, trips in rows[:count].tolist():
-        require(trips > 0, f"a stretch of {trips} chunks")
+        require(trips > 0, f"a run of {trips} chunks")
         width = chunk(what, lane)[1]
         for step in range(trips)[:: -1 if instructions.reverse else 1]:
             yield chunk(what, lane + step * width)

@@ -19,7 +19,7 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, sha
 from jedbatch._kernel.target import Target
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.output_spec import Slice
-from jedbatch._program.placement import Placed, capacity
+from jedbatch._program.placement import Placement, capacity
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
@@ -214,7 +214,7 @@ def make_ragged_calls(
     calls: Sequence[RegionCalls],
     records: Sequence[Record],
     arrays: Sequence[Sequence[Any]],
-    placed: Placed,
+    placed: Placement,
     signature: Signature,
 ) -> RaggedCalls:
     """Returns the calls of a minibatch, ready to run.
@@ -276,7 +276,7 @@ def _refuse_empty(
             )
 
 
-def _targets(records: Sequence[Record], placed: Placed) -> dict[tuple[int, int, int], int]:
+def _targets(records: Sequence[Record], placed: Placement) -> dict[tuple[int, int, int], int]:
     """Returns the row of inputs for each (instance, call, result) that the graph reads."""
     targets = {}
     position = 0

@@ -18,7 +18,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.interpret import has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._kernel.target import CPU
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
 from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
@@ -42,7 +42,7 @@ class PackedProgram:
             InstancePhase(p) if p.extent is None else RowPhase(p) for p in phased.phases
         ]
 
-    def form(self, capacity: RowCapacity) -> TableForm:
+    def form(self, capacity: RowCapacity) -> TableLayout:
         """Returns the layout of the table of a minibatch."""
         return table_form(capacity, len(self.phased.symbols))
 

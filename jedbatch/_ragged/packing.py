@@ -21,7 +21,7 @@ from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.arenas import row, take
-from jedbatch._program.tables import TableForm
+from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 
 
@@ -73,9 +73,9 @@ class RowCapacity:
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 
-def table_form(capacity: RowCapacity, num_symbols: int) -> TableForm:
+def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
     """Returns the layout of the table of a minibatch."""
-    form = TableForm()
+    form = TableLayout()
     form.add(("lengths",), num_symbols, capacity.calls)
     if capacity.slots:
         form.add(("order",), sum(capacity.slots))

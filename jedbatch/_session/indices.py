@@ -17,7 +17,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.storage import Kind, stored
-from jedbatch._program.lower import Placed
+from jedbatch._program.lower import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._record.registry import Registry
 
@@ -101,7 +101,7 @@ def _looked_up(eqn: Any, read: Sequence[State | None]) -> dict[int, int]:
 
 
 def check_rows(
-    registry: Registry, graph: Graph, placed: Placed, inputs: Mapping[str, np.ndarray | Any]
+    registry: Registry, graph: Graph, placed: Placement, inputs: Mapping[str, np.ndarray | Any]
 ) -> None:
     """Raises an `IndexError` if a number of an instance names a row that is not there.
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._program.output_spec import ResultForm, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.plan import input_name
 
-Returned = tuple[dict[Kind, list[int]], ResultForm]  # rows of each arena, and how to read them
+Returned = tuple[dict[Kind, list[int]], OutputSpec]  # rows of each arena, and how to read them
 Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
 
 
@@ -76,7 +76,7 @@ def form_of_results(
         forms.append((record.structure, [kind for kind, _ in mine]))
         places.append(tuple(mine))
     if not stacked:
-        return rows, ResultForm(tuple(structure for structure, _ in forms), tuple(places), None)
+        return rows, OutputSpec(tuple(structure for structure, _ in forms), tuple(places), None)
     for i, form in enumerate(forms):
         check_stack(name, i, forms[0], form)
     together: list[tuple[Kind, Any]] = []
@@ -89,7 +89,7 @@ def form_of_results(
         found = order[stored_kind(kind)]
         together.append((kind, len(found)))
         found += [rows[stored_kind(kind)][place] for _, place in column]
-    return order, ResultForm((forms[0][0],), (tuple(together),), len(records))
+    return order, OutputSpec((forms[0][0],), (tuple(together),), len(records))
 
 
 def _plain(name: str, records: Sequence[InstanceOutput], outputs: np.ndarray) -> Returned:
@@ -103,4 +103,4 @@ def _plain(name: str, records: Sequence[InstanceOutput], outputs: np.ndarray) ->
         found = rows.setdefault(stored_kind(kind), [])
         stacked.append((kind, len(found)))
         found += column
-    return rows, ResultForm((first.structure,), (tuple(stacked),), len(records))
+    return rows, OutputSpec((first.structure,), (tuple(stacked),), len(records))

@@ -25,7 +25,7 @@ from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
@@ -87,7 +87,7 @@ def make_plan(
     ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
     of_types = [ladders.get(t) for t in range(len(graph.types))]
     lanes = assign_lanes(graph, batches, of_types, options.layout)
-    placed = Placed.find(
+    placed = Placement.find(
         lanes,
         kernels,
         type_ids,

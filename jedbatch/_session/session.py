@@ -23,7 +23,7 @@ from jedbatch._program.lower_vjp import (
     reverse_fits,
     reverse_table,
 )
-from jedbatch._program.placement import Placed
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import RegionCalls, Stage, find_capacity, run_regions
@@ -160,7 +160,7 @@ class Session:
         made = Static(self, *parts)
         return self._statics.setdefault(made, made)
 
-    def lower(self, placed: Placed, brought: Collection[Hashable] | None = None) -> Lowered:
+    def lower(self, placed: Placement, brought: Collection[Hashable] | None = None) -> Lowered:
         """A minibatch for a program in use if it fits one, or for a new one.
 
         A program is used, or grown, only if what it reads from outside is `brought`.
@@ -220,7 +220,7 @@ class Session:
         return self.registry.size > MANY_ENTRIES
 
     def reverse(
-        self, placed: Placed, forward: Signature, leaves: Any = None, wanted: Any = None
+        self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
         """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
         before = (s for s in reversed(self._reverses) if s.forward == forward)

@@ -10,8 +10,8 @@ from jedbatch._jaxpr.storage import stored_kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
 from jedbatch._program.lower import lower
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.output_spec import ResultForm, Slice
-from jedbatch._program.placement import Placed
+from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import Goal, Symbols, Trial, require
@@ -136,7 +136,7 @@ def verify(plan: Plan) -> None:
         ReverseTrial(trial, static.reverse).run((table, plan.reverse_table), outputs)
 
 
-def check_returned(trial: Trial, placed: Placed, table: np.ndarray) -> list[Sequence[int]]:
+def check_returned(trial: Trial, placed: Placement, table: np.ndarray) -> list[Sequence[int]]:
     """Raises unless a program returns the outputs asked for; returns their positions, by arena."""
     signature = trial.signature
     outputs: list[Sequence[int]] = [()] * len(signature.arenas)
@@ -150,7 +150,7 @@ def check_returned(trial: Trial, placed: Placed, table: np.ndarray) -> list[Sequ
     return outputs
 
 
-def _positions(form: ResultForm, signature: Signature) -> list[Sequence[int]]:
+def _positions(form: OutputSpec, signature: Signature) -> list[Sequence[int]]:
     """The positions among what each arena returns that results are made of."""
     found: list[list[int]] = [[] for _ in signature.arenas]
     for places in form.places:
@@ -161,7 +161,7 @@ def _positions(form: ResultForm, signature: Signature) -> list[Sequence[int]]:
     return [sorted(set(x)) for x in found]
 
 
-def _check_results(form: ResultForm, placed: Placed, goal: Goal) -> None:
+def _check_results(form: OutputSpec, placed: Placement, goal: Goal) -> None:
     """The leaves of results are what instances return, in order."""
     graph = placed.graph
     if not form.places or len(graph.output_ptr) - 1 != (form.batch or len(form.places)):
@@ -198,7 +198,7 @@ class RoundsTrial:
 
     def finish(
         self,
-        placed: Placed,
+        placed: Placement,
         signature: Signature,
         reverse: tuple[ReverseSignature, np.ndarray] | None = None,
         wanted: Sequence[np.ndarray] | None = None,
