@@ -8,7 +8,7 @@ from jedbatch._graph.graph import Graph
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What recording an instance gave.
+    """The result of recording an instance.
 
     Attributes:
       whole, index: the instance is number `index` of this graph.

@@ -125,7 +125,7 @@ def nearest_ancestors(graph: Graph) -> np.ndarray:
 
 
 class Seen(NamedTuple):
-    """What there is to know about a frontier; everything but `ready` and `left` is by type."""
+    """The facts about a frontier; everything but `ready` and `left` is by type."""
 
     ready: Any  # bool[N]
     left: Any  # bool[N]
@@ -189,7 +189,7 @@ def salts(num_types: int) -> np.ndarray:
 
 
 class Table(NamedTuple):
-    """What was learned: value and number of updates of every action, [SLOTS, T]."""
+    """The learned table: value and number of updates of every action, [SLOTS, T]."""
 
     value: Any
     tries: Any

@@ -29,7 +29,7 @@ recording = _Recording()
 
 
 class Cell:
-    """What a decorated function is known by.
+    """The identity of a decorated function.
 
     Attributes:
       fn: the function.
@@ -141,7 +141,7 @@ def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
 
 
 def free_values(fn: Any) -> tuple[Any, ...]:
-    """What a Python function closes over."""
+    """Returns the values that a Python function closes over."""
     values = []
     for c in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a name not assigned yet
@@ -194,7 +194,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 def _identity(
     value: Any, operands: Mapping[int, str], ways: Mapping[int, Hashable], path: list[int]
 ) -> Hashable:
-    """What a function or something it leads to is told apart by.
+    """Returns the key of a function or of something that it leads to.
 
     Tracers it closes over directly become operands. Elsewhere, values that all instances share
     are told apart, and others find no equal: they make an error when the cell is traced.

@@ -85,7 +85,7 @@ def record_graph(
 
 
 class Results(Sequence):
-    """What every node of an evaluated graph returned."""
+    """The results of every node of an evaluated graph."""
 
     def __init__(self, recorder: Recorder, call_specs: Sequence[CallSpec], starts: np.ndarray):
         self._recorder = recorder

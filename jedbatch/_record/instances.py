@@ -118,7 +118,7 @@ def parts_of(x: Any) -> list[Any]:
 
 
 def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
-    """What decides the graph of an instance, and its arrays in order.
+    """Returns the key that decides the graph of an instance, and its arrays in order.
 
     The key is None if the instance holds something that may change behind our back: a mutable
     object. Containers are keyed by what they contain, attributes included; what is met again, an

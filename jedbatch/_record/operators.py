@@ -106,7 +106,7 @@ def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any
 
 
 class Known(NamedTuple):
-    """What an operator came to.
+    """How an operator was recorded.
 
     Attributes:
       call_spec: the kind of the one node it records.
@@ -140,7 +140,7 @@ def operate(recorder: RecorderLike, slow_path: Callable, a: Any, b: Any) -> Any:
 
 
 def _described(recorder: RecorderLike, x: Any) -> Any:
-    """What the result of an operator depends on; None if it needs a closer look."""
+    """Returns what the result of an operator depends on; None if it needs a closer look."""
     kind = type(x)
     if kind is Value:
         return x.type if x._trace is recorder else None

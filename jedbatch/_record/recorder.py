@@ -162,7 +162,7 @@ class Recorder(Trace):
         return self.symbolic(instance, arrays, types)
 
     def turn_to(self, instance: Any) -> None:
-        """What is recorded from now on belongs to an instance, begun now or before."""
+        """Records into an instance from now on, begun now or before."""
         self._instance = instance
         self._owned = None
 
@@ -295,7 +295,7 @@ class Recorder(Trace):
             self.sites.append((self._here()[0], same))
 
     def results(self, call_spec: CallSpec, index: int) -> Any:
-        """What a recorded call returns."""
+        """Returns the results of a recorded call, in its structure."""
         values = [self.result(self, i, kind) for i, kind in enumerate(call_spec.results, index)]
         if call_spec.tree is None:
             return values[0]

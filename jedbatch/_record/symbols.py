@@ -1,6 +1,6 @@
 """Symbolic values: tracers that have a type and no value, and how they are indexed.
 
-What they are part of, and what becomes of an operation on them, their recorder knows.
+Their recorder knows which instance they belong to and records operations on them.
 """
 
 import operator

@@ -145,7 +145,7 @@ def ending(recorder: Recorder) -> Callable[[], None]:
 def finish(
     registry: Registry, written: Sequence[list], outputs: list[int], ends: np.ndarray
 ) -> Graph:
-    """What a recorder has written as one graph of all instances."""
+    """Returns one graph of all instances from the lists of a recorder."""
     node_ptr, _, input_ptr, output_ptr = ends
     recorded, references, input_group, input_value = written
     node_type, arity, operand = find_operands(registry, recorded, references)

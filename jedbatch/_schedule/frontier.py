@@ -142,7 +142,7 @@ class Frontier:
 
     @functools.cached_property
     def _ahead(self) -> tuple[list[int], list[bool], list[int], list[int], list[int]]:
-        """What is ahead of each node, and which nodes have not been looked at.
+        """Returns the paths ahead of each node, and which nodes have not been looked at.
 
         (Height of each node, whether it turns, its row; nodes not yet looked at of each row; a row
         of each type, above which all have been looked at.)

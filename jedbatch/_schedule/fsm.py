@@ -123,7 +123,7 @@ WORDS: dict[str, dict[int, str]] = {
 
 @dataclass(frozen=True)
 class State:
-    """What leads to one decision while the same types are ready.
+    """The encodings that lead to one decision while the same types are ready.
 
     Attributes:
       run: the type to run, a position in the machine's `types`.
@@ -404,7 +404,7 @@ class FSM:
 
 
 def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
-    """What an encoding says about a frontier, in terms of a machine's types."""
+    """Returns an encoding of a frontier, in terms of a machine's types."""
     said = ENCODINGS[encoding](frontier, ready)
     code = [CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]
     code.sort()

@@ -187,7 +187,7 @@ def checked_policy(policy: Any) -> Policy:
 
 
 def cost(schedule: Schedule, weights: np.ndarray) -> float:
-    """What the batches cost at float[T] `weights`."""
+    """Returns the cost of the batches at float[T] `weights`."""
     return float(weights[schedule.batch_type].sum())
 
 

@@ -107,7 +107,7 @@ class Sites:
         return starts[bisect.bisect_right(starts, last) - 1]
 
     def _meet(self, frame: FrameType) -> int:
-        """What kind of function a frame belongs to that was not met before."""
+        """Returns the kind of function that a frame not seen before belongs to."""
         module = frame.f_globals.get("__name__") or ""
         root = module.partition(".")[0]
         if records_calls(frame.f_globals):

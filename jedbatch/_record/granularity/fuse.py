@@ -68,7 +68,7 @@ MANY_VARIANTS = 3  # of a cell, from which on it may be taken apart
 
 
 class Pattern(NamedTuple):
-    """What a block computes.
+    """The computation of a block.
 
     Attributes:
       types: the node types of its operations.
@@ -129,7 +129,7 @@ class Blocks:
     def group(
         self, recorder: Recorder, outputs: Sequence[int], ends: Sequence[tuple[int, ...]]
     ) -> Nodes:
-        """What was recorded, in blocks."""
+        """Returns the recorded nodes as nodes of blocks."""
         nodes = apart(self._registry, recorder, outputs, ends, self._variants.template)
         tokens = self._learn(nodes)
         maker = nodes.makers(self._registry)
@@ -280,7 +280,7 @@ class Blocks:
         return found
 
     def _block(self, nodes: Nodes, tokens, starts, part: list[int], leaving: set[int]) -> Block:
-        """What a part of an instance computes and reads; notes what leaves it."""
+        """Returns what a part of an instance computes and reads; notes what leaves it."""
         made: dict[int, int] = {}
         operands: dict[int, int] = {}
         reads: list[Any] = []
@@ -461,7 +461,7 @@ class Variants:
         return again
 
     def template(self, call_spec: CallSpec) -> Template | None:
-        """What a call is replaced by, if it is."""
+        """Returns the replacement of a call, or None."""
         cell = self._cell_of.get(call_spec.node_type)
         if cell not in self._apart:
             return None

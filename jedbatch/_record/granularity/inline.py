@@ -30,7 +30,7 @@ RECORDS_CALLS = True  # see `_support.frames`
 
 
 class Template(NamedTuple):
-    """What a call does, as nodes.
+    """The nodes that a call stands for.
 
     A read is a result of the template, or `-1 - k`: operand `k` of the call, or, beyond the
     operands, an input of the template.
@@ -53,7 +53,7 @@ class Template(NamedTuple):
 
 @dataclass
 class Nodes:
-    """What was recorded, node by node; every operand is one value.
+    """Recorded nodes, one by one; every operand is one value.
 
     Attributes:
       call_specs, sites, operands: of every node; operands are results or inputs as `-1 - i`.
@@ -114,7 +114,7 @@ def apart(
     ends: Sequence[tuple[int, ...]],
     template_of: Callable[[CallSpec], Template | None],
 ) -> Nodes:
-    """What a recorder wrote, with every node taken apart that there is a template for.
+    """Returns the recorded nodes, with every node taken apart that there is a template for.
 
     Args:
       registry: where types are interned.
@@ -236,7 +236,7 @@ class Primitives:
         return False
 
     def group(self, recorder: Recorder, outputs: list[int], ends: list[tuple[int, ...]]) -> Nodes:
-        """What was recorded, in primitives."""
+        """Returns the recorded nodes as nodes of primitives."""
         return apart(self._registry, recorder, outputs, ends, self._template)
 
     def _template(self, call_spec: CallSpec) -> Template | None:
