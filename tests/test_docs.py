@@ -70,6 +70,21 @@ def test_readme_runs():
     assert names["again"].policy == names["policy"]
 
 
+def test_packages_of_the_readme_hold_what_it_says():
+    table = README.read_text().split("## How it works")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:3] == "| `"]
+    package = Path(jedbatch.__file__).parent
+    assert {row[0].strip("`") for row in rows} == {
+        path.name for path in package.iterdir() if path.is_dir() and path.name.startswith("_")
+    } - {"__pycache__"}
+    for name, _, noun, files in rows:
+        folder = package / name.strip("`")
+        for file in re.findall("`(.*?)`", files):
+            assert (folder / f"{file}.py").exists(), (name, file)
+        text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+        assert re.search(rf"^class {noun.strip('`')}\b", text, re.MULTILINE), (name, noun)
+
+
 def test_readme_has_two_commands():
     commands = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(commands) == 2
