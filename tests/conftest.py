@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -11,11 +12,28 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process, of which a program of XLA takes ten
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _freeze():
-    """What earlier modules compiled stays; searching it for garbage would take minutes in all."""
+    """What earlier modules compiled stays; searching it for garbage would take minutes in all.
+
+    Unless there is so much of it that XLA would soon find no memory to map, and crash.
+    """
+    if mappings() > MOST_MAPPINGS:
+        gc.unfreeze()
+        jax.clear_caches()
     gc.collect()
     gc.freeze()
+
+
+def mappings():
+    """Regions of memory that this process maps; 0 where Linux does not say it."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 @pytest.fixture
