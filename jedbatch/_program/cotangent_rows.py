@@ -20,7 +20,7 @@ from jedbatch._program.alive import Alive
 from jedbatch._program.placement import Placement, capacity
 from jedbatch._program.signature import Signature
 
-WORTH_SHARING = 1 << 22  # bytes of cotangents; for fewer, sharing rows saves less than it takes
+WORTH_SHARING = 1 << 23  # bytes of cotangents; for fewer, sharing rows saves less than it takes
 SPARE = 1.0  # of rows over those needed at a time, for which planning looks no further
 WORTHWHILE = 0.75  # the rows that are shared, as a part of those for all
 
