@@ -1,4 +1,4 @@
-"""What instances compute, as NumPy arrays. Knows no JAX.
+"""The computation of instances as NumPy arrays. Knows no JAX.
 
 Read in this order:
 

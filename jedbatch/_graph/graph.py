@@ -1,4 +1,4 @@
-"""What instances compute, as data.
+"""Dataflow graphs of instances, as data.
 
 A batched program starts as a graph: every node is one call of one operation, every
 edge one value read. Nothing of the user's Python is left in it and nothing of JAX is

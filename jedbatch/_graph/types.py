@@ -40,7 +40,7 @@ def _list(types: tuple[ValueType, ...]) -> str:
 
 @dataclass(frozen=True)
 class NodeType:
-    """What makes two nodes batchable: they may share a batch exactly if their types agree.
+    """The type of a node: two nodes may share a batch exactly if their types agree.
 
     A type is
 

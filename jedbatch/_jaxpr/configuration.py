@@ -13,7 +13,7 @@ CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dt
 
 
 def configuration() -> tuple[Any, ...]:
-    """What JAX is set to in this thread, as far as results depend on it."""
+    """Returns the configuration of JAX in this thread, as far as results depend on it."""
     return tuple([getattr(jax.config, name) for name in CONFIGURATION])
 
 

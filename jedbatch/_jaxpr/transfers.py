@@ -1,4 +1,4 @@
-"""What moves between host and device, where `jax.transfer_guard("disallow")` is set.
+"""Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
 
 A program takes arrays of NumPy as they are, which is the fastest way and an implicit transfer. Who
 forbids those means their own by accident, not the tables of a plan: these are put on the device by

@@ -48,7 +48,7 @@ Group = tuple[Rectangle, ...]  # rectangles with the same weights, stacked
 
 
 class Table(NamedTuple):
-    """What has to be multiplied.
+    """The products that have to be computed.
 
     Attributes:
       entries: by row and column, what is multiplied there; equal if it is the same.

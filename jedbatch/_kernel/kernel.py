@@ -1,4 +1,4 @@
-"""What XLA runs for a node type: its program for one lane, forwards and backwards.
+"""The program of a node type for one lane, forwards and backwards.
 
 A node type brings a jaxpr that maps shared values and operands to results. Three things are done
 to it, once, when the type first runs:

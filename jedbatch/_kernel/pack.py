@@ -191,7 +191,7 @@ class Grid(NamedTuple):
 
 
 def make_table(jaxpr: Any, sums: dict[Any, Sum], columns: list[Column]) -> tuple[Grid, Table]:
-    """What has to be multiplied, as variables and as a table."""
+    """Returns the products that have to be computed, as variables and as a table."""
     same = _same(jaxpr)
     rows: dict[Any, int] = {}
     entries: dict[tuple[int, int], list[Product]] = {}

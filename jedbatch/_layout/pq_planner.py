@@ -275,7 +275,7 @@ class _State:
         return _State(self.tree.copy(), self.choices.copy())
 
     def _choice(self, node: int) -> Hashable:
-        """What makes the choice of a node: P-nodes that lost children choose anew."""
+        """Returns the key of a node's choice: P-nodes that lost children choose anew."""
         return node, self.tree.size(node) if self.tree.kind[node] == "P" else 0
 
     def form(self, operand: Sequence[int], names: dict[tuple[int, ...], int]) -> _Form:

@@ -451,7 +451,7 @@ class PQTree:
         return self._settle(group)
 
     def _settle(self, node: int) -> int:
-        """What a P-node is after it lost children: itself, its only child, or -1."""
+        """Returns what replaces a P-node that lost children: itself, its only child, or -1."""
         if self._size[node] == 1:
             only = self._end[0][node]
             self._remove(only)

@@ -1,4 +1,4 @@
-"""Who runs a program.
+"""Executors of programs.
 
 `Fused` runs each half of a program as one XLA program. `Dispatch` calls the same chunks one by one
 from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,

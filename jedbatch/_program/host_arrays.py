@@ -1,4 +1,4 @@
-"""What enters the arenas and what comes out: values of instances as rows, and rows as results."""
+"""Inputs and outputs of arenas: values of instances as rows, and rows as results."""
 
 import collections
 import functools

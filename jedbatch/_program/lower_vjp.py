@@ -36,7 +36,7 @@ SUMS = 1 << 30  # rows from here on are those of sums, until a program is chosen
 
 @dataclass(frozen=True)
 class ReverseSignature:
-    """What is compiled to run minibatches backwards.
+    """The static part of a program that runs minibatches backwards.
 
     Attributes:
       forward: the program it reverses.

@@ -224,7 +224,7 @@ class Placement:
 
 
 def capacity(need: float) -> int:
-    """What is needed, rounded up in steps that grow with it; 0 for nothing.
+    """Returns a need, rounded up in steps that grow with it; 0 for nothing.
 
     Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
     are large and memory counts.

@@ -54,7 +54,7 @@ class RaggedSummary(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """What planning found out.
+    """The host's side of a plan: its placement, and how it was planned.
 
     Attributes:
       seconds: time spent in each stage of planning.

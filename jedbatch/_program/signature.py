@@ -31,7 +31,7 @@ from jedbatch._program.tables import TableLayout
 
 @dataclass(frozen=True)
 class Signature:
-    """What is compiled to run minibatches forwards.
+    """The static part of a program that runs minibatches forwards.
 
     Attributes:
       kernels: the node types that may occur.

@@ -1,4 +1,4 @@
-"""What has been met while recording, interned.
+"""Types, shared values and calls seen while recording, interned.
 
 A `Registry` belongs to one structure of shared arguments and lives as long as the batched
 function. It turns "the same operation on the same types" into small integers: value types, node

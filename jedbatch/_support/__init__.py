@@ -1,4 +1,4 @@
-"""What Python's library lacks: knows neither graphs nor JAX.
+"""Additions to Python's library: knows neither graphs nor JAX.
 
 Files that are written whole, caches that forget, state that is put back after an interrupt, marks
 of frames, progress bars, and pictures as SVG.

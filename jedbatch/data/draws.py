@@ -1,4 +1,4 @@
-"""What synthetic data has in common: lengths like those of real texts, words by their frequency."""
+"""Draws of all synthetic data: lengths like those of real texts, words by their frequency."""
 
 import numpy as np
 

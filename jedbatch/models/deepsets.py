@@ -41,7 +41,7 @@ Pool = Callable[..., jax.Array]  # maps (rows, axis=, keepdims=) to one row, suc
 
 
 class Layer(nnx.Module):
-    """What a row makes of itself and of all rows."""
+    """A layer of a row by itself and of all rows."""
 
     def __init__(self, hidden: int, pool: Pool, rngs: nnx.Rngs):
         self.own = nnx.Linear(hidden, hidden, rngs=rngs)

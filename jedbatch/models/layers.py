@@ -35,7 +35,7 @@ Attend = Callable[..., jax.Array]
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    """What `jedbatch.ragged.attention` computes, written out for one sentence."""
+    """Computes `jedbatch.ragged.attention`, written out for one sentence."""
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (q, k, v))  # [heads, n, d]
     fit = q @ jnp.swapaxes(k, 1, 2) / q.shape[-1] ** 0.5
     if causal:

@@ -1,4 +1,4 @@
-"""What models share: Flax modules as functions and cells, scores and sums, visits of trees."""
+"""Parts of models: Flax modules as functions and cells, scores and sums, visits of trees."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,1 +1,1 @@
-"""What a node is: taking calls apart and putting operations together."""
+"""The granularity of nodes: taking calls apart and putting operations together."""
