@@ -531,3 +531,15 @@ def test_training_inside_of_one_scope():
             params = programs.tree_params(9)
             got = float(encode(params, (1, (2, 3))).sum())
     assert got == pytest.approx(float(encode(params, (1, (2, 3))).sum()), rel=1e-5)
+
+
+def test_more_inputs_than_results_and_results_that_nobody_reads():
+    @jedbatch.cell
+    def scaled_sum(p, *xs):
+        return p * sum(xs)
+
+    p, xs = jnp.arange(3.0), [jnp.float32(i) for i in range(8)]
+    with jedbatch.lazy():
+        scaled_sum(p, *xs)  # computed in vain
+        found = scaled_sum(p, *xs) + scaled_sum(p, xs[7], xs[6])
+    assert_close(found, p * 28 + p * 13, 1e-5)

@@ -35,7 +35,8 @@ def without_unread(graph: Graph) -> Graph:
     place = np.cumsum(kept[graph.value_node]) - 1
 
     def moved(references: np.ndarray) -> np.ndarray:
-        return np.where(references >= 0, place[references], references).astype(np.int32)
+        places = place[np.maximum(references, 0)]  # inputs are negative, and may be more
+        return np.where(references >= 0, places, references).astype(np.int32)
 
     counts = np.diff(graph.operand_ptr)
     return Graph(
