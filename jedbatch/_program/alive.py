@@ -1,7 +1,7 @@
 """Which values of a minibatch have a cotangent.
 
 A value is *alive* if it is returned, or if a node reads it that has a result which is alive and
-sends a cotangent to that operand (see `Reverse.flow`). We begin with all alive and take away what
+sends a cotangent to that operand (see `KernelVjp.flow`). We begin with all alive and take away what
 is not: values that nobody reads, then what was read for their sake, and so on. That is quick,
 since nearly everything is alive nearly always.
 """
@@ -70,12 +70,14 @@ class Alive:
         return Alive(results, reads)
 
 
-def computes_what_is_read(placed: Placement, is_read: np.ndarray) -> bool:
-    """Whether some result of every node is read or returned; `is_read` says it of each value."""
+def computes_what_is_read(placed: Placement, columns: Sequence[np.ndarray]) -> bool:
+    """Whether some result of every node is read or returned, hence in the first of `columns`."""
     graph = placed.graph
-    nodes = graph.value_node[np.flatnonzero(~is_read)]
-    unread = np.bincount(nodes, minlength=1)
-    return bool((unread < graph.num_results[: len(unread)]).all()) if len(nodes) else True
+    if not columns:
+        return not graph.num_values
+    nodes = graph.value_node[np.flatnonzero(columns[0][: graph.num_values] < 0)]
+    unread = np.bincount(nodes)
+    return bool((unread < graph.num_results[: len(unread)]).all())
 
 
 def _inexact(placed: Placement) -> np.ndarray:

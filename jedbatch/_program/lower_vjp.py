@@ -178,22 +178,15 @@ def find_readers(
       shares: whether cotangents share rows; None for where that saves much.
     """
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
-    alive = None
-    if wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels):
-        alive = Alive.everything(placed)
+    is_guess = wanted is None and all(kernel.reverse.is_plain for kernel in placed.kernels)
+    alive = Alive.everything(placed) if is_guess else Alive.find(placed, wanted)
+    while True:
         sent = _find_sent(placed, signature, alive, shares)
         target, row, arena_counts = _find_edges(placed, signature, alive, sent, wanted)
         columns, left = _list_edges(placed, target, row)
-        is_read = np.zeros(graph.num_values, bool)
-        if columns:
-            np.greater_equal(columns[0][: graph.num_values], 0, out=is_read)
-        if not computes_what_is_read(placed, is_read):
-            alive = None
-    if alive is None:
-        alive = Alive.find(placed, wanted)
-        sent = _find_sent(placed, signature, alive, shares)
-        target, row, arena_counts = _find_edges(placed, signature, alive, sent, wanted)
-        columns, left = _list_edges(placed, target, row)
+        if not is_guess or computes_what_is_read(placed, columns):
+            break
+        is_guess, alive = False, Alive.find(placed, wanted)
 
     position = np.full(len(graph.types), -1)
     position[list(placed.type_ids)] = [signature.kernels.index(k) for k in placed.kernels]
