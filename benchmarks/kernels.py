@@ -80,7 +80,7 @@ def inner(opcode: str, line: str) -> Iterator[str]:
 
 
 def summary(text: str) -> list[str]:
-    """What is compiled into a program, and into every loop and branch of it, and the sum."""
+    """Returns the kernels of a program, of every loop and branch of it, and their sum."""
     found, entry = computations(text)
     lines: list[str] = []
     total: collections.Counter[str] = collections.Counter()

@@ -17,7 +17,7 @@ MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process, of which a program o
 
 @pytest.fixture(autouse=True, scope="module")
 def _freeze():
-    """What earlier modules compiled stays; searching it for garbage would take minutes in all.
+    """Keeps what earlier modules compiled; searching it for garbage would take minutes in all.
 
     Unless there is so much of it that XLA would soon find no memory to map, and crash.
     """

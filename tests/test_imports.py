@@ -77,7 +77,7 @@ def modules_of(package):
 
 
 def charter_of(package):
-    """What the `__init__` of a package says."""
+    """Returns the docstring of a package."""
     return ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text()))
 
 
@@ -127,7 +127,7 @@ def test_imports_inside_of_a_package(name):
 
 
 def test_charters_hold_no_code():
-    """What is imported is seen from where it is; nothing is exported a second time."""
+    """Names are imported from where they are defined; nothing is exported a second time."""
     for path in PACKAGE.glob("_*/**/__init__.py"):
         (only,) = ast.parse(path.read_text()).body
         assert isinstance(only, ast.Expr), path

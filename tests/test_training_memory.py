@@ -1,4 +1,4 @@
-"""What training keeps: rows of cotangents that are used again, and nothing stored twice."""
+"""Memory of training: rows of cotangents that are used again, and nothing stored twice."""
 
 import copy
 
@@ -163,7 +163,7 @@ def test_longer_minibatches_find_room(sharing):
 
 
 def test_look_ups_run_nothing_backwards():
-    """What comes back to a row of a table is what its readers sent."""
+    """A row of a table gets the cotangents that its readers sent."""
     plan = jedbatch.batch(recurrent).plan(PARAMS, chains(3, 5))
     found = kernels(plan)
     row = found["row"].reverse

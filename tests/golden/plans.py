@@ -28,7 +28,7 @@ def digest(*arrays: Any) -> str:
 
 
 def printed(x: Any) -> str:
-    """What something prints as, without times."""
+    """Returns the printed form of something, without times."""
     return HASHED_TYPES.sub("", TIMES.sub("", str(x)))
 
 
