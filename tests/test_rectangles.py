@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jedbatch._kernel.covering import Table, cover
+from jedbatch._kernel.covering import ProductTable, cover
 
 
 def fewest_rectangles(entries, needs):
@@ -54,7 +54,7 @@ def test_cover_is_the_least(seed):
     for r in range(num_rows):  # a row depends on columns of earlier rows only
         needs[r] -= {c for s, c in entries if s >= r}
         needs[r] |= {d for c in needs[r] for s, e in entries if e == c for d in needs[s]}
-    table = Table(
+    table = ProductTable(
         entries,
         ["kind"] * num_columns,
         [sum(1 << c for c in columns) for columns in needs],

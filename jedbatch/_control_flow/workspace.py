@@ -44,7 +44,7 @@ MAX_UNUSED = 4  # times the types in use that a program may have before the next
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
 
 
-class Column:
+class GrowingArray:
     """An array that grows at its end."""
 
     def __init__(self, dtype: Any):
@@ -99,15 +99,15 @@ class Workspace:
         self._turn_nodes: list[tuple[int, int]] = []  # (instance, nodes in all at its end)
         self._turn_inputs: list[tuple[int, int]] = []
         self._num_references = 0
-        self._node_type = Column(np.int32)  # [N]
-        self._node_owner = Column(np.int32)  # [N]
-        self._lane = Column(np.int64)  # [N], -1 before it runs
-        self._operand_ptr = Column(np.int64)  # [N + 1]
-        self._operand = Column(np.int64)
-        self._value_ptr = Column(np.int64)  # [N + 1]
-        self._value_node = Column(np.int64)  # [V]
-        self._input_owner = Column(np.int32)  # [I]
-        self._input_row = Column(np.int64)  # [I], -1 before it is used
+        self._node_type = GrowingArray(np.int32)  # [N]
+        self._node_owner = GrowingArray(np.int32)  # [N]
+        self._lane = GrowingArray(np.int64)  # [N], -1 before it runs
+        self._operand_ptr = GrowingArray(np.int64)  # [N + 1]
+        self._operand = GrowingArray(np.int64)
+        self._value_ptr = GrowingArray(np.int64)  # [N + 1]
+        self._value_node = GrowingArray(np.int64)  # [V]
+        self._input_owner = GrowingArray(np.int32)  # [I]
+        self._input_row = GrowingArray(np.int64)  # [I], -1 before it is used
         self._operand_ptr.extend([0])
         self._value_ptr.extend([0])
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type

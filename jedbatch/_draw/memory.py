@@ -42,7 +42,7 @@ MARKS = 2000  # of reads drawn, coarser if there are more
 SLICED, GATHERED, INPUTS = "#111111", "#d62728", "#c3c9d1"
 
 
-class LiveRanges(NamedTuple):
+class ResultBlocks(NamedTuple):
     """Live ranges of rows next to each other: the results of a batch.
 
     Attributes:
@@ -62,9 +62,9 @@ class LiveRanges(NamedTuple):
     live: np.ndarray
     last: np.ndarray
 
-    def take(self, index: np.ndarray) -> "LiveRanges":
+    def take(self, index: np.ndarray) -> "ResultBlocks":
         """Returns some of them."""
-        return LiveRanges(*(x[index] for x in self))
+        return ResultBlocks(*(x[index] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Arena:
     rows: int
     capacity: int
     last_input: int
-    blocks: LiveRanges
+    blocks: ResultBlocks
     step: np.ndarray
     row: np.ndarray
     gathered: np.ndarray
@@ -109,7 +109,7 @@ def arenas_of(plan: Plan) -> dict[str, Arena]:
     space = layout.space[node_type, by_batch.slot]
     first = begin[space] + layout.block[by_batch.batch, by_batch.slot]
     live = np.diff(schedule.node_ptr)[by_batch.batch]
-    blocks = LiveRanges(
+    blocks = ResultBlocks(
         node_type,
         by_batch.slot,
         by_batch.batch,
@@ -279,7 +279,7 @@ def draw_memory(plan: Plan, arena: Arena, styles: TypeStyles) -> Picture:
 
 
 def _draw_blocks(
-    canvas: Canvas, field: Field, blocks: LiveRanges, styles: TypeStyles, kept: bool
+    canvas: Canvas, field: Field, blocks: ResultBlocks, styles: TypeStyles, kept: bool
 ) -> None:
     """Draws a rectangle for every block, its padding paler, and palest what is `kept` for later."""
     end = field.x(field.steps)
@@ -350,7 +350,7 @@ def _legend(arena: Arena, styles: TypeStyles) -> Iterator[tuple[str, str, str]]:
         yield colour, f"read {how}: {counted(n, 'row')}, {size(n * arena.row_bytes)}", hint
 
 
-def merged(blocks: LiveRanges) -> LiveRanges:
+def merged(blocks: ResultBlocks) -> ResultBlocks:
     """Returns at most 700 blocks for any number of them.
 
     If there are more, those of one type that follow each other in time and in rows are put

@@ -47,7 +47,7 @@ class Rectangle(NamedTuple):
 Group = tuple[Rectangle, ...]  # rectangles with the same weights, stacked
 
 
-class Table(NamedTuple):
+class ProductTable(NamedTuple):
     """The products that have to be computed.
 
     Attributes:
@@ -148,7 +148,7 @@ class _Stack(NamedTuple):
         return self._replace(before=self.before | other.before | other.members)
 
 
-def cover(table: Table) -> list[Group]:
+def cover(table: ProductTable) -> list[Group]:
     """Groups, a product each, that hold every entry once: the fewest found."""
     rows, columns = _row_classes(table), _column_classes(table)
     kinds = [table.kinds[c[0]] for c in columns]
@@ -204,7 +204,7 @@ def cover(table: Table) -> list[Group]:
     return best
 
 
-def _row_classes(table: Table) -> list[list[int]]:
+def _row_classes(table: ProductTable) -> list[list[int]]:
     """Rows with entries in the same columns that depend on the same columns."""
     filled: list[list[int]] = [[] for _ in table.needs]
     for r, c in sorted(table.entries):
@@ -212,7 +212,7 @@ def _row_classes(table: Table) -> list[list[int]]:
     return _classes([(tuple(f), n) for f, n in zip(filled, table.needs, strict=True)])
 
 
-def _column_classes(table: Table) -> list[list[int]]:
+def _column_classes(table: ProductTable) -> list[list[int]]:
     """Columns of a kind with entries in the same rows that the same rows depend on."""
     keys: list[tuple[Hashable, list[int], list[int]]] = [(kind, [], []) for kind in table.kinds]
     for r, c in sorted(table.entries):

@@ -38,7 +38,7 @@ from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
-from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, Reverse, differentiable, tap
+from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
 
 
 class Kernel:
@@ -160,6 +160,6 @@ class Kernel:
         return isinstance(atom, Var) and atom in self._const_set
 
     @functools.cached_property
-    def reverse(self) -> Reverse:
+    def reverse(self) -> KernelVjp:
         """The reverse of the lane; traced when it is first needed."""
-        return Reverse(self)
+        return KernelVjp(self)

@@ -43,8 +43,8 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import reads, run_equation
-from jedbatch._kernel.covering import Group, Rectangle, Table, cover
-from jedbatch._kernel.products import Product, Program, join, split, taken_apart, total
+from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
+from jedbatch._kernel.products import CellProgram, Product, join, split, taken_apart, total
 
 
 def fused(closed: Any, num_shared: int) -> Any:
@@ -70,7 +70,7 @@ def fused(closed: Any, num_shared: int) -> Any:
 
 def count_products(closed: Any, num_shared: int) -> int:
     """How many products of a row value and a weight the program has, outside of loops."""
-    return len(Program(closed, num_shared).products)
+    return len(CellProgram(closed, num_shared).products)
 
 
 # --- columns, and the table ---
@@ -90,7 +90,7 @@ class Sum(NamedTuple):
     others: list[Any]
 
 
-def find_sums(program: Program) -> tuple[dict[Any, Sum], list[Column]]:
+def find_sums(program: CellProgram) -> tuple[dict[Any, Sum], list[Column]]:
     """Sums by variable, and their columns.
 
     A product belongs to the sum that is its only reader, that one to the next, and so on.
@@ -190,7 +190,9 @@ class Grid(NamedTuple):
         return [p for place in places for p in self.entries[place]]
 
 
-def make_table(jaxpr: Any, sums: dict[Any, Sum], columns: list[Column]) -> tuple[Grid, Table]:
+def make_table(
+    jaxpr: Any, sums: dict[Any, Sum], columns: list[Column]
+) -> tuple[Grid, ProductTable]:
     """Returns the products that have to be computed, as variables and as a table."""
     same = _same(jaxpr)
     rows: dict[Any, int] = {}
@@ -213,7 +215,7 @@ def make_table(jaxpr: Any, sums: dict[Any, Sum], columns: list[Column]) -> tuple
         found = [(same[p.weight], p.weight_axis) for p in entries[place]]
         return place if entries[place][0].kind.free else tuple(found)
 
-    table = Table(
+    table = ProductTable(
         {place: content(place) for place in entries},
         [column.products[0].kind for column in columns],
         [needs.get(v, 0) for v in rows],
@@ -236,7 +238,7 @@ class Step(NamedTuple):
 
 def put_together(closed: Any, num_shared: int) -> Any:
     """The program with its products put together; `closed` itself if none can be."""
-    program = Program(closed, num_shared)
+    program = CellProgram(closed, num_shared)
     if not program.products:
         return closed
     sums, columns = find_sums(program)

@@ -142,7 +142,7 @@ def is_lopsided(precision: Any) -> bool:
     return isinstance(precision, tuple) and len(set(precision)) > 1
 
 
-class Program:
+class CellProgram:
     """The program of a cell and what depends on what.
 
     Attributes:
@@ -212,7 +212,7 @@ def total(values: Sequence[Any]) -> Any:
 
 def taken_apart(closed: Any, num_shared: int) -> Any:
     """The program with packed products taken apart; None if there are none."""
-    program = Program(closed, num_shared)
+    program = CellProgram(closed, num_shared)
     products, maker = program.products, program.maker
 
     def rows_of(p: Product) -> list[Any]:

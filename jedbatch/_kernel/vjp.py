@@ -90,7 +90,7 @@ def _tap_jvp(primals, tangents):
     return primals[0], tangents[0] + tangents[1]
 
 
-class Reverse:
+class KernelVjp:
     """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
 
     Attributes:
@@ -535,7 +535,7 @@ class Reverse:
 def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     """Whether JAX can differentiate result s with respect to some operands."""
     try:
-        Reverse(kernel, [s], operands)
+        KernelVjp(kernel, [s], operands)
     except Exception:
         return False
     return True

@@ -32,7 +32,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._learn.q_learning import Problem, Table, preferred, q_learn, salts, slot
+from jedbatch._learn.q_learning import Problem, QTable, preferred, q_learn, salts, slot
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import CODES, ENCODINGS, FALLBACKS, FSM, Code, encode
 from jedbatch._schedule.schedule import HEURISTICS, Schedule, by_rank, cost, lower_bound, schedule
@@ -368,7 +368,7 @@ class _Race:
         if f"FSM {encoding} after {self.fallback}" in self.machines:
             begun = self.machines[self.best(f"FSM {encoding} ")].table
         instance = np.repeat(np.arange(self.whole.num_instances), np.diff(self.whole.node_ptr))
-        learned: list[tuple[list[int], Table]] = []
+        learned: list[tuple[list[int], QTable]] = []
         points: list[tuple[int, float]] = []
         for x in self.lessons[0]:
             if len(x.numbers) == 1:

@@ -188,14 +188,14 @@ def salts(num_types: int) -> np.ndarray:
     return np.random.default_rng(0).integers(1, 1 << 31, num_types).astype(np.uint32) * 2 + 1
 
 
-class Table(NamedTuple):
+class QTable(NamedTuple):
     """The learned table: value and number of updates of every action, [SLOTS, T]."""
 
     value: Any
     tries: Any
 
 
-def preferred(table: Table, row: Any, on: Any, untried: Any, xp: Any = jnp) -> Any:
+def preferred(table: QTable, row: Any, on: Any, untried: Any, xp: Any = jnp) -> Any:
     """The ready type of greatest value, the first of equals; `untried` is the value of others."""
     value = xp.where(table.tries[row] > 0, table.value[row], untried)
     return xp.where(on, value, -xp.inf).argmax(-1)
@@ -267,7 +267,7 @@ def learning_round(
     value = jnp.where(
         times > 0, table.value + pull * (sums / jnp.maximum(times, 1) - table.value), table.value
     )
-    return Table(value, table.tries + times), cost[: len(chosen)]
+    return QTable(value, table.tries + times), cost[: len(chosen)]
 
 
 PATIENCE = 10  # rounds without improvement after which learning stops
@@ -288,7 +288,7 @@ def q_learn(
     discount: float = 0.9,
     epsilon: tuple[float, float] = (0.4, 0.02),
     progress: bool = False,
-) -> tuple[Table, list[tuple[int, float]]]:
+) -> tuple[QTable, list[tuple[int, float]]]:
     """Learns a table by Q-learning.
 
     Args:
@@ -316,7 +316,7 @@ def q_learn(
     value, tries = np.zeros((2, SLOTS, num_types), np.float32)
     for said, action in known:
         tries[slot(said, salts(num_types)), action] = 1
-    table = best = Table(value, tries)
+    table = best = QTable(value, tries)
     chain = problem.chain[:, None] * (problem.node_type[:, None] == np.arange(num_types))
     occurs = (problem.count @ takes_part.T > 0).T
     bound = sum((chain * mine[:, None]).max(0) @ problem.weights for mine in occurs)
@@ -340,4 +340,4 @@ def q_learn(
             least, found, best = cost.sum(), i, judged
         if least <= bound + 1e-4 or i - found >= PATIENCE:
             break
-    return Table(*map(np.asarray, best)), curve
+    return QTable(*map(np.asarray, best)), curve

@@ -177,7 +177,7 @@ def rooms_for_more(kernel: Kernel) -> Sequence[Kind]:
     return () if kernel.reverse.is_leaf else kernel.reverse.extra
 
 
-class Reverse:
+class Backward:
     """The reverse half of a program.
 
     Its state is `(cotangents, rooms)`: for each arena the rows that operands send back; and for
@@ -466,7 +466,7 @@ def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any,
     return forward.finish(table, state), state
 
 
-def fused_reverse(reverse: Reverse, consts: Any, tables: Any, values: Any, outputs: Any):
+def fused_reverse(reverse: Backward, consts: Any, tables: Any, values: Any, outputs: Any):
     """(gradients of the consts of each kernel, which exist, cotangents of inputs by arena)."""
     arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward

@@ -32,7 +32,7 @@ from jedbatch._jaxpr.zeros import guarded, sources_of, where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import empty, take
-from jedbatch._program.execute import Forward, Reverse, advance, fused_forward, fused_reverse
+from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 
@@ -194,7 +194,7 @@ class Fused:
     def _reverse(self, signature, shared, tables, values, outputs):
         self.compiled("reverse")
         consts = self.prepare(shared)
-        reverse = Reverse(signature)
+        reverse = Backward(signature)
         gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)
         return pulled_back(self.prepare, shared, gradients, alive), inputs
 
@@ -271,7 +271,7 @@ class Dispatch:
 
     def reverse(self, signature, shared, tables, values, outputs):
         """Cotangents of the shared values and of the inputs."""
-        reverse = Reverse(signature)
+        reverse = Backward(signature)
         kinds = len(signature.forward.kernels)
         consts = self._call("prepare", self.prepare, shared)
         consts = self._call(("prepare", signature), reverse.prepare, consts)

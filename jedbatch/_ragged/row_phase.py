@@ -21,7 +21,7 @@ from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.vjp import Reverse, differentiable
+from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Ladder
 from jedbatch._program.arenas import cut, put, spread, take
 from jedbatch._program.execute import each_block, tap_gradient
@@ -206,7 +206,7 @@ class RowReverse:
         kernel = self.function.kernel
         back = kernel.reverse
         if any(map(self.has_cotangent, back.refused)):
-            Reverse(kernel, list(back.refused))  # raises the error of JAX
+            KernelVjp(kernel, list(back.refused))  # raises the error of JAX
         sums, slots = self._sweep(residuals)
         of_consts = self._weight_gradients(slots)
         of_operands: list[Any] = [None] * len(self.arguments.operands)

@@ -20,7 +20,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.transfers import handed_over
-from jedbatch._kernel.vjp import Reverse
+from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
@@ -240,7 +240,7 @@ def refuse(signature: ReverseSignature, bits: Any, moving: int, name: str) -> No
             continue
         kernel = signature.forward.kernels[refused.kernel]
         try:
-            Reverse(kernel, [refused.result])
+            KernelVjp(kernel, [refused.result])
         except Exception as error:
             error.add_note(
                 f"This happened while {name} was differentiated: it depends on "

@@ -103,7 +103,7 @@ class Recording:
         record = functools.partial(trace, self.fn, session.registry, instances, arrays, self.join)
         if not any(given):
             return record(session.grouping, read)
-        attempt = Attempt(session, arrays, given)
+        attempt = RaggedRecording(session, arrays, given)
         try:
             made, keep, tracers = attempt.record(record)
         except LengthsMatterError:
@@ -116,7 +116,7 @@ class Recording:
         return made, keep, tracers
 
 
-class Attempt:
+class RaggedRecording:
     """Recording instances for all lengths at once.
 
     Attributes:
