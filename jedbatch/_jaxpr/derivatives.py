@@ -127,7 +127,9 @@ class Symmetric(Program):
     With its cotangents c, the reverse gives the gradient with respect to x of the number <c, f(x)>.
     That number's gradient with respect to x and c is the reverse and the results, so their Jacobian
     is symmetric: what is pulled back through both is what is pushed forward through both, and JAX
-    pushes tangents through loops.
+    pushes tangents through loops. A rule of the user's (`jax.custom_vjp`) need not be a derivative,
+    and then the Jacobian need not be symmetric; so that is an error. Of `jax.custom_jvp` we take it
+    to be one.
     """
 
     def __init__(
@@ -214,19 +216,20 @@ class _Reverse(Program):
 
     def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
         args, residuals, some = self._cut(given)
-        both = _Both(self)
+        union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
+        both = _Both(self, union)
         found = both.pull_back([*args, *some], (), both.given(self.spread(cotangents)), wanted)
         nothing = [None] * len(residuals)  # they follow from the arguments, which get it all
         return [*found[: self.num_args], *nothing, *found[self.num_args :]]
 
 
 class _Both(Program):
-    """From (x, c) to the reverse of a program, for all arguments, and the results."""
+    """From (x, c) to the reverse of a program, with a place for each argument, and the results."""
 
-    def __init__(self, reverse: _Reverse):
+    def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
         super().__init__(self._run, self._pull_back)
         self.reverse = reverse
-        self.places: list[int] = []
+        self.wanted = wanted
 
     def given(self, cotangents: Partial) -> list[Any]:
         """Cotangents of what comes out, from those of the reverse for all arguments."""
@@ -236,9 +239,9 @@ class _Both(Program):
         count = self.reverse.num_args
         args, cotangents = given[:count], given[count:]
         results, residuals = self.reverse.of.run_known(*args)
-        found = self.reverse._sweep(args, residuals, cotangents, [True] * count)
-        # An argument that gets nothing gets zeros, so that there is a place for each.
-        of_args = [jnp.zeros_like(x) if c is None else c for x, c in zip(args, found, strict=True)]
+        back = self.reverse._sweep(args, residuals, cotangents, self.wanted)
+        nothing = [jnp.zeros_like(x) if _moves(x) else x for x in args]
+        of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
         return [*of_args, *(results[i] for i in self.reverse.exist)]
 
     def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:

@@ -176,6 +176,13 @@ def run_plan(
 
     batch = WHOLE if whole else static.results.batch
 
+    @functools.cache  # a trace asks for the types of a program, and then for the program
+    def planned_for(*exist: bytes) -> Any:
+        assert placed
+        flags = [np.frombuffer(x, bool) for x in exist]
+        wanted = rows_wanted(placed, signature.arenas, flags, batch)
+        return session.reverse(placed, signature, wanted=wanted)
+
     def reverse_of(table, exist, moving):
         if static.reverse is not None:
             bits = None
@@ -183,9 +190,7 @@ def run_plan(
                 bits = bits_of(leaf_numbers(static.results, signature.arenas), exist)
             refuse(static.reverse, bits, moving, name)
             return static.reverse, table, handed_over(bits)
-        assert placed
-        wanted = rows_wanted(placed, signature.arenas, exist, batch)
-        reverse, table = session.reverse(placed, signature, wanted=wanted)
+        reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
         refuse(reverse, None, moving, name)
         return reverse, handed_over(table), None
 
