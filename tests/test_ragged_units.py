@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 
+from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import make_symbol, ragged_axes
 from jedbatch._kernel.target import CPU
 from jedbatch._ragged.axis_rules import CannotMergeError, mixed_axes
@@ -47,12 +48,7 @@ def traced(fn, shape=(N, 4)):
 
 def run(closed, x, run_equation):
     """Evaluates a traced function of x, equation by equation."""
-    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    env[closed.jaxpr.invars[0]] = x
-    for eqn in closed.jaxpr.eqns:
-        values = [env[v] if not hasattr(v, "val") else v.val for v in eqn.invars]
-        env.update(zip(eqn.outvars, run_equation(eqn, values), strict=True))
-    return env[closed.jaxpr.outvars[0]]
+    return interpret(closed.jaxpr, closed.consts, [x], run_equation)[0]
 
 
 @pytest.mark.parametrize("fn", ROW_WISE.values(), ids=ROW_WISE)

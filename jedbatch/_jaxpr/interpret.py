@@ -37,12 +37,37 @@ def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-def run_equation(jaxpr: Any, eqn: Any, env: dict[Any, Any]) -> None:
-    """Runs one equation of a jaxpr; adds its results to the environment."""
-    variables = reads(eqn)
-    one = jaxpr.replace(constvars=[], invars=variables, outvars=list(eqn.outvars), eqns=[eqn])
-    outs = jax.core.eval_jaxpr(one, [], *(env[v] for v in variables))
-    env.update(zip(eqn.outvars, outs, strict=True))
+Rule = Callable[[Any, list[Any]], Sequence[Any]]  # an equation and its operands to its results
+
+
+def run_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Returns the results of one equation of a jaxpr on some operands: JAX's own rule."""
+    operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
+    one = jaxpr.replace(constvars=[], invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn])
+    return jax.core.eval_jaxpr(one, [], *operands.values())
+
+
+def run_equations(equations: Sequence[Any], env: dict[Any, Any], rule: Rule) -> None:
+    """Runs equations by a rule, one after the other; adds their results to the environment."""
+    for eqn in equations:
+        values = [value_of(x, env) for x in eqn.invars]
+        env.update(zip(eqn.outvars, rule(eqn, values), strict=True))
+
+
+def interpret(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Returns the results of a jaxpr whose equations are run by a rule.
+
+    Args:
+      jaxpr: the program.
+      consts: the values of its constants.
+      args: the values of its arguments.
+      rule: maps an equation and the values of its operands to its results; `run_equation` does
+        what JAX does.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    run_equations(jaxpr.eqns, env, rule)
+    return [value_of(x, env) for x in jaxpr.outvars]
 
 
 def inner_programs(eqn: Any) -> list[Any]:
@@ -186,21 +211,15 @@ def inlined(closed: Any, body: Callable[[Any], Any] = jitted) -> Any:
     """
 
     def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
             inner = body(eqn)  # closed or open, by primitive and version
             if inner is not None:
-                values = [value_of(x, env) for x in eqn.invars]
-                outs = evaluate(
+                return evaluate(
                     getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values
                 )
-                env.update(zip(eqn.outvars, outs, strict=True))
-            elif _rounds_nothing(eqn):
-                env[eqn.outvars[0]] = value_of(eqn.invars[0], env)
-            else:
-                run_equation(jaxpr, eqn, env)
-        return [value_of(x, env) for x in jaxpr.outvars]
+            return values if _rounds_nothing(eqn) else run_equation(jaxpr, eqn, values)
+
+        return interpret(jaxpr, consts, args, rule)
 
     avals = map(shape_of, closed.jaxpr.invars)
     return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import reads, run_equation, scan_parts, shape_of, value_of
+from jedbatch._jaxpr.interpret import interpret, run_equation, scan_parts, shape_of
 
 Sources = frozenset[int]
 NONE: Sources = frozenset()
@@ -73,23 +73,25 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
     sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
 
     def evaluate(args: Sequence[Any], alive: Sequence[Any]) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        zeroed = {v: env[v] for v in cotangents}  # those that are not alive are zeros already
-        for eqn in jaxpr.eqns:
-            mine = {v: sources.get(v, NONE) for v in reads(eqn)}
-            everything = NONE.union(*mine.values())
-            local = {}
-            for v, some in mine.items():
-                local[v] = env[v]
-                if some and some != everything:
-                    if v not in zeroed:
-                        flags = [alive[i] for i in sorted(some)]
-                        zeroed[v] = where_alive(jnp.stack(flags).any(), env[v])
-                    local[v] = zeroed[v]
-            run_equation(jaxpr, eqn, local)
-            env.update((v, local[v]) for v in eqn.outvars)
-        return [value_of(v, env) for v in jaxpr.outvars]
+        zeroed = dict(zip(jaxpr.invars, args, strict=True))
+        zeroed = {v: zeroed[v] for v in cotangents}  # those that are not alive are zeros already
+
+        def with_zeros(v: Any, x: Any) -> Any:
+            if v not in zeroed:
+                flags = [alive[i] for i in sorted(sources[v])]
+                zeroed[v] = where_alive(jnp.stack(flags).any(), x)
+            return zeroed[v]
+
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+            found = [NONE if isinstance(v, Literal) else sources.get(v, NONE) for v in eqn.invars]
+            everything = NONE.union(*found)
+            guarded_values = [
+                with_zeros(v, x) if some and some != everything else x
+                for v, x, some in zip(eqn.invars, values, found, strict=True)
+            ]
+            return run_equation(jaxpr, eqn, guarded_values)
+
+        return interpret(jaxpr, consts, args, rule)
 
     flags = [jax.ShapeDtypeStruct((), jnp.bool_) for _ in cotangents]
     return jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), flags)

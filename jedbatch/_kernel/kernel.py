@@ -31,6 +31,7 @@ from jedbatch._jaxpr.interpret import (
     inlined,
     reads,
     run_equation,
+    run_equations,
     value_of,
     work,
 )
@@ -119,21 +120,28 @@ class Kernel:
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
-        for eqn in self.body:
-            self.run(eqn, env)
-            for v in eqn.outvars:
-                if eqn.primitive.name in PRODUCTS:
-                    env[v] = checkpoint_name(env[v], PRODUCT)
-                if v in deltas:
-                    env[v] = tap(env[v], deltas[v])
+
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+            outs = self.run(eqn, values)
+            if eqn.primitive.name in PRODUCTS:
+                outs = [checkpoint_name(x, PRODUCT) for x in outs]
+            return [
+                tap(x, deltas[v]) if v in deltas else x
+                for v, x in zip(eqn.outvars, outs, strict=True)
+            ]
+
+        run_equations(self.body, env, rule)
         results = []
         for s, (v, t) in enumerate(zip(self.jaxpr.outvars, self.results, strict=True)):
             x = to_stored(value_of(v, env), t)
             results.append(tap(x, deltas[s]) if s in deltas else x)
         return results, env
 
-    def run(self, eqn: Any, env: dict[Any, Any]) -> None:
-        """Runs an equation of the body; a product of a const and a vector puts the vector first."""
+    def run(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """Returns the results of an equation of the body.
+
+        A product of a const and a vector puts the vector first.
+        """
         if eqn.primitive.name == "dot_general":
             left, right = eqn.invars
             (left_dims, right_dims), batch = eqn.params["dimension_numbers"]
@@ -141,15 +149,15 @@ class Kernel:
             precision = eqn.params["precision"]
             swaps = is_vector and not batch[0] and not is_lopsided(precision)
             if swaps and self.is_const(left) and not self.is_const(right):
-                env[eqn.outvars[0]] = jax.lax.dot_general(
-                    value_of(right, env),
-                    value_of(left, env),
+                product = jax.lax.dot_general(
+                    values[1],
+                    values[0],
                     ((right_dims, left_dims), batch),
                     precision=precision,
                     preferred_element_type=eqn.params["preferred_element_type"],
                 )
-                return
-        run_equation(self.jaxpr, eqn, env)
+                return [product]
+        return run_equation(self.jaxpr, eqn, values)
 
     @functools.cached_property
     def _const_set(self) -> set[Any]:

@@ -42,7 +42,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import reads, run_equation
+from jedbatch._jaxpr.interpret import reads, run_equation, run_equations
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
 from jedbatch._kernel.products import CellProgram, Product, join, split, taken_apart, total
 
@@ -290,7 +290,8 @@ def _run(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any]) -> 
 
 
 def _equation_step(jaxpr: Any, eqn: Any) -> Step:
-    return Step(reads(eqn), eqn.outvars, functools.partial(run_equation, jaxpr, eqn))
+    rule = functools.partial(run_equation, jaxpr)
+    return Step(reads(eqn), eqn.outvars, lambda env: run_equations([eqn], env, rule))
 
 
 def _sum_step(v: Any, terms: Sequence[Any]) -> Step:

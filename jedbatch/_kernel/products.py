@@ -23,6 +23,7 @@ from jedbatch._jaxpr.interpret import (
     dependents,
     reads,
     run_equation,
+    run_equations,
     shape_of,
     used_variables,
     value_of,
@@ -251,15 +252,15 @@ def taken_apart(closed: Any, num_shared: int) -> Any:
         return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
 
     def run(env: dict[Any, Any]) -> None:
-        for eqn in program.jaxpr.eqns:
+        def rule(eqn: Any, values: list[Any]) -> Sequence[Any]:
             p = products.get(eqn.outvars[0])
             if splits(eqn):
-                found = pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)
-                env.update(zip(eqn.outvars, found, strict=True))
-            elif p is not None and len(rows_of(p)) > 1:
-                (env[p.result],) = multiply(p, [p.width], env)
-            else:
-                run_equation(program.jaxpr, eqn, env)
+                return pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)
+            if p is not None and len(rows_of(p)) > 1:
+                return multiply(p, [p.width], env)
+            return run_equation(program.jaxpr, eqn, values)
+
+        run_equations(program.jaxpr.eqns, env, rule)
 
     if any(map(splits, program.jaxpr.eqns)) or any(len(rows_of(p)) > 1 for p in products.values()):
         return program.traced(run)

@@ -28,12 +28,13 @@ from jedbatch._jaxpr.interpret import (
     dependents,
     has_gradient,
     inlined,
+    interpret,
     is_inexact,
     reads,
     run_equation,
+    run_equations,
     shape_of,
     used_variables,
-    value_of,
 )
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
@@ -381,21 +382,20 @@ class KernelVjp:
             return
 
         def evaluate(args: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-            env = dict(zip(jaxpr.constvars, self._backward_consts, strict=True))
-            env.update(zip(jaxpr.invars, args, strict=True))
-            for eqn in jaxpr.eqns:
+            def rule(eqn: Any, values: list[Any]) -> list[Any]:
                 if (i := weight_of(eqn)) is None:
-                    run_equation(jaxpr, eqn, env)
-                    continue
+                    return run_equation(jaxpr, eqn, values)
                 (summed, _), batched = eqn.params["dimension_numbers"]
-                env[eqn.outvars[0]] = jax.lax.dot_general(
-                    value_of(eqn.invars[0], env),
+                product = jax.lax.dot_general(
+                    values[0],
                     weights[turned[i]],
                     ((summed, (0,)), batched),
                     precision=eqn.params["precision"],
                     preferred_element_type=eqn.params["preferred_element_type"],
                 )
-            return [value_of(v, env) for v in jaxpr.outvars]
+                return [product]
+
+            return interpret(jaxpr, self._backward_consts, args, rule)
 
         kinds = (self.kernel.const_kinds[i] for i in turned)
         weights = [jax.ShapeDtypeStruct(shape[::-1], dtype) for shape, dtype in kinds]
@@ -448,8 +448,7 @@ class KernelVjp:
             env = kernel.environment(operands)
             for v in others:
                 if v in self._again:
-                    for step in self._again[v]:
-                        kernel.run(step, env)
+                    run_equations(self._again[v], env, kernel.run)
                 else:
                     name, i = self._row_sources[self._wanted.index(v)]
                     env[v] = (
@@ -462,7 +461,7 @@ class KernelVjp:
             env.update(zip(fixed, fixed_values, strict=True))
             env.update(zip(others, row_values, strict=True))
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
-            kernel.run(eqn, env)
+            run_equations([eqn], env, kernel.run)
             return [env[v] for v in eqn.outvars if is_inexact(v)]
 
         name = eqn.primitive.name

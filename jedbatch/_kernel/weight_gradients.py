@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import inlined, reads, run_equation, value_of
+from jedbatch._jaxpr.interpret import inlined, interpret, reads, run_equation
 from jedbatch._jaxpr.zeros import Sources
 
 
@@ -78,8 +78,6 @@ def _added(
 
     Where the program adds rows to zeros it adds them to `total` itself.
     """
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, given, strict=True))
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     zeros = {v for v, eqn in made.items() if _makes_zeros(eqn)}
     onto: dict[Var, Any] = {}
@@ -87,14 +85,16 @@ def _added(
         eqn: Any = made.get(v) if isinstance(v, Var) else None
         if eqn is not None and eqn.primitive.name == "scatter-add":
             onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
-    for eqn in jaxpr.eqns:
-        run_equation(jaxpr, eqn, env)
-        env.update((v, onto[v]) for v in eqn.outvars if v in onto)
-    found = []
-    for v, x in zip(jaxpr.outvars, total, strict=True):
+
+    def rule(eqn: Any, values: list[Any]) -> list[Any]:
+        return [onto[v] for v in eqn.outvars if v in onto] or run_equation(jaxpr, eqn, values)
+
+    sums = []
+    results = interpret(jaxpr, consts, given, rule)
+    for v, x, added in zip(jaxpr.outvars, total, results, strict=True):
         done = isinstance(v, Var) and v in made and not onto.keys().isdisjoint(reads(made[v]))
-        found.append(value_of(v, env) if done else x + value_of(v, env))
-    return found
+        sums.append(added if done else x + added)
+    return sums
 
 
 def _makes_zeros(eqn: Any) -> bool:

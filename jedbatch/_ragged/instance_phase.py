@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
-from jedbatch._jaxpr.interpret import has_gradient, value_of
+from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._program.arenas import spread, take
 from jedbatch._ragged.axis_rules import CUMULATIVE
@@ -277,9 +277,7 @@ class InstancePhase:
         for v, x in zip(phase.reads, blocks, strict=True):
             axis = ragged_axis(v)
             env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
-        for eqn in phase.equations:
-            values = [value_of(v, env) for v in eqn.invars]
-            env.update(zip(eqn.outvars, padded.run(eqn, values), strict=True))
+        run_equations(phase.equations, env, padded.run)
         written = []
         for v in phase.writes:
             axis = ragged_axis(v)

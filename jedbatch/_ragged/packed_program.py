@@ -7,6 +7,7 @@ compiled once for all combinations of lengths. Nothing is padded from one instan
 Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import has_gradient, value_of
+from jedbatch._jaxpr.interpret import has_gradient, run_equation, run_equations, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._kernel.target import CPU
 from jedbatch._program.tables import TableLayout
@@ -148,14 +149,7 @@ class PackedProgram:
         phased = self.phased
         env = dict(zip(phased.jaxpr.constvars, phased.consts, strict=True))
         env.update(zip(phased.jaxpr.invars[: phased.num_shared], shared, strict=True))
-        before = phased.jaxpr.replace(
-            constvars=[],
-            invars=list(env),
-            eqns=list(phased.before),
-            outvars=[v for eqn in phased.before for v in eqn.outvars],
-        )
-        made = jax.core.eval_jaxpr(before, [], *env.values())
-        env.update(zip(before.outvars, made, strict=True))
+        run_equations(phased.before, env, functools.partial(run_equation, phased.jaxpr))
         known = set(env)
         env.update(zip(phased.operands, operands, strict=True))
         batch = PackedBatch(self.extents, phased.symbols, capacity, table)

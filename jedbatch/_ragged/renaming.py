@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import Same
-from jedbatch._jaxpr.interpret import run_equation
+from jedbatch._jaxpr.interpret import run_equation, value_of
 from jedbatch._jaxpr.symbolic_dims import Base, numbered
 from jedbatch._record.registry import Registry
 
@@ -92,8 +92,7 @@ class Renaming:
 
         def run(*values: Any) -> list[Any]:
             env = dict(zip(variables, values, strict=True))
-            run_equation(jaxpr, eqn, env)
-            return [env[v] for v in eqn.outvars]
+            return run_equation(jaxpr, eqn, [value_of(v, env) for v in eqn.invars])
 
         variables = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]

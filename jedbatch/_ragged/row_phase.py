@@ -17,7 +17,7 @@ import numpy as np
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
-from jedbatch._jaxpr.interpret import value_of
+from jedbatch._jaxpr.interpret import run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
@@ -68,12 +68,13 @@ class RowPhase:
         env.update(zip(phase.reads, operands, strict=False))
         extents = iter(operands[len(phase.reads) :])
         position = operands[-1] if self._placed else None
-        for eqn in phase.equations:
+
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
             if eqn.primitive.name == "dim_as_value":
-                env[eqn.outvars[0]] = next(extents).astype(eqn.outvars[0].aval.dtype)
-                continue
-            values = [value_of(v, env) for v in eqn.invars]
-            env.update(zip(eqn.outvars, run_row(eqn, values, position), strict=True))
+                return [next(extents).astype(eqn.outvars[0].aval.dtype)]
+            return run_row(eqn, values, position)
+
+        run_equations(phase.equations, env, rule)
         return [env[v] for v in phase.writes]
 
     def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Any]:

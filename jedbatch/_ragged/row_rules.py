@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.interpret import value_of
+from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
 from jedbatch._ragged.axis_rules import ELEMENTWISE, REDUCTIONS, CannotMergeError, is_look_up
 
@@ -39,12 +39,7 @@ def bind(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Number) -> list[Any]:
     """Returns the results of a program on values whose ragged axes have these extents."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        values = [value_of(v, env) for v in eqn.invars]
-        env.update(zip(eqn.outvars, bind(eqn, values, number), strict=True))
-    return [value_of(v, env) for v in jaxpr.outvars]
+    return interpret(jaxpr, consts, args, lambda eqn, values: bind(eqn, values, number))
 
 
 def _with_rule(eqn: Any, number: Number) -> Callable:
