@@ -43,19 +43,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-for path in (ROOT, ROOT / "benchmarks"):  # runs from the source tree, installed or not
-    sys.path.insert(0, str(path))
+sys.path.insert(0, str(ROOT))  # runs from the source tree, installed or not
 
-import by_hand  # noqa: E402
-import common  # noqa: E402
-import encoder  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import padding  # noqa: E402
-from workloads import WORKLOADS  # noqa: E402
 
 import jedbatch  # noqa: E402
+from benchmarks import common, edbatch  # noqa: E402
+from benchmarks.questions import padding  # noqa: E402
+from benchmarks.rivals import by_hand, encoder  # noqa: E402
 from jedbatch._program.lower import value_rows  # noqa: E402
 
 GPU = jedbatch.Target.named("gpu")
@@ -190,7 +187,7 @@ class Bench:
             loss, rival = encoder.loss, _padded
             instances = sentences
         else:
-            workload = WORKLOADS[case.workload]
+            workload = edbatch.WORKLOADS[case.workload]
             instances, sizes = workload.load(None, count)
             params = workload.parameters(sizes, case.hidden)
             size = functools.partial(workload.flop, h=case.hidden)

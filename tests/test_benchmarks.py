@@ -16,20 +16,17 @@ import pytest
 
 import jedbatch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 if not BENCHMARKS.exists():
     pytest.skip("benchmarks are not installed", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(ROOT))
 
-import by_hand  # noqa: E402
-import encoder  # noqa: E402
-import gpu  # noqa: E402
-import kernels  # noqa: E402
-import padding  # noqa: E402
-import plot  # noqa: E402
-import report  # noqa: E402
-import suite  # noqa: E402
-from workloads import WORKLOADS  # noqa: E402
+from benchmarks import gpu, plot  # noqa: E402
+from benchmarks.edbatch import WORKLOADS  # noqa: E402
+from benchmarks.questions import kernels, padding  # noqa: E402
+from benchmarks.rivals import by_hand, encoder  # noqa: E402
+from benchmarks.suite import harness, report  # noqa: E402
 
 H = 4
 COUNT = 2
@@ -77,7 +74,7 @@ def test_by_hand_is_the_loop(case):
 
 def test_torch_is_the_loop(case):
     pytest.importorskip("torch")
-    import in_torch
+    from benchmarks.rivals import in_torch
 
     name, instances, params, expected = case
     sides = [lambda p: in_torch.eager(name)(p, instances)]
@@ -133,14 +130,14 @@ class Stopwatch:
             self.data.append(1.0)
 
 
-@pytest.mark.parametrize("mode", suite.MODES)
+@pytest.mark.parametrize("mode", harness.MODES)
 def test_rivals_take_turns(mode):
     """Everybody computes the same loss, as often as we do; one by one, less often."""
-    case = suite.Case("treelstm", 4, 4, mode)
-    bench = suite.Bench.of(case, types.SimpleNamespace(data=None), minibatches=2)
-    functions = bench.functions(suite.RIVALS)
+    case = harness.Case("treelstm", 4, 4, mode)
+    bench = harness.Bench.of(case, types.SimpleNamespace(data=None), minibatches=2)
+    functions = bench.functions(harness.RIVALS)
     expected = {"planned", "known", "by hand", "by hand, whole", "loop"}
-    expected |= {"torch by hand", "torch eager"} if suite.in_torch else set()
+    expected |= {"torch by hand", "torch eager"} if harness.in_torch else set()
     expected |= {"agenda", "depth"} if mode == "inference" else set()
     assert set(functions) == expected
     with jax.numpy_rank_promotion("allow"):
@@ -150,18 +147,18 @@ def test_rivals_take_turns(mode):
     calls = collections.Counter()
 
     def counted(name):
-        return lambda: (calls.update([name]), time.sleep(0.01 if name in suite.SLOW else 0))
+        return lambda: (calls.update([name]), time.sleep(0.01 if name in harness.SLOW else 0))
 
-    found = suite.turns(Stopwatch(), {name: counted(name) for name in functions}, budget=0.05)
+    found = harness.turns(Stopwatch(), {name: counted(name) for name in functions}, budget=0.05)
     assert set(found) == expected
     for name in expected:
         assert len(found[name]) == calls[name] - 1 >= 2  # the first tells how long it takes
-        assert (len(found[name]) < len(found["planned"])) == (name in suite.SLOW)
+        assert (len(found[name]) < len(found["planned"])) == (name in harness.SLOW)
 
 
 def test_loops_call_what_jit_compiled():
-    bench = suite.Bench.of(
-        suite.Case("treelstm", 2, 4, "inference"), types.SimpleNamespace(data=None), minibatches=1
+    bench = harness.Bench.of(
+        harness.Case("treelstm", 2, 4, "inference"), types.SimpleNamespace(data=None), minibatches=1
     )
     loss = WORKLOADS["treelstm"].loss
     cells = jax.make_jaxpr(lambda p: loss(p, bench.minibatch[0]))(bench.params)

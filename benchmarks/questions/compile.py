@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common
 import jax
 
 import jedbatch
+from benchmarks import common
 from jedbatch.models import tree
 
 

@@ -40,12 +40,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 from jedbatch.data import read_translations
 
 END, UNKNOWN, START = 0, 1, 2

@@ -29,12 +29,12 @@ is timed on a few instances and scaled up by numbers of nodes.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 from jedbatch.data import (
     Vocabulary,
     index_pairs,

@@ -18,11 +18,11 @@ import gc
 import time
 from typing import Any
 
-import common
 import jax
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 

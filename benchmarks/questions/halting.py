@@ -31,12 +31,12 @@ of neighbouring runs. The loops are timed on a few instances, and scaled up by n
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 
 MOST = 100  # steps, if something does not stop
 DEEPEST = 60

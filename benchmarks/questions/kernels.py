@@ -1,7 +1,9 @@
 """How many kernels does a program start on a GPU? Counted without one.
 
-    pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12    of JAX's version
-    python benchmarks/kernels.py "transformer 64 512 tf32 inference"       no drivers are needed
+    pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+    python benchmarks/questions/kernels.py "transformer 64 512 tf32 inference"
+
+The plug-in is that of the version of JAX; no drivers are needed.
 
 XLA compiles for the device that a text describes (an H100 here, see `TARGET`), so that what it
 fuses, copies and puts into loops can be read where there is no such device. A line for every loop
@@ -126,8 +128,9 @@ def main() -> None:
     parser.add_argument("--variant", default="gpu", help="of `gpu.py` (%(default)s)")
     args = parser.parse_args()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there are no drivers to ask
-    import gpu  # after the environment is set
     import jax
+
+    from benchmarks import gpu  # after the environment is set
 
     workload, batch, hidden, precision, mode = args.case.split()
     case = gpu.Case("kernels", workload, int(batch), int(hidden), precision, mode, args.variant)

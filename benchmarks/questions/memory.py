@@ -25,13 +25,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import topologies
 
 import jedbatch
+from benchmarks import common
+from benchmarks.questions import topologies
 from jedbatch._layout.allocator import live_bound
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._program.plan import input_name

@@ -32,15 +32,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common
-import encoder
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compile import Counted
-from encoder import Params, Sentence
 
 import jedbatch
+from benchmarks import common
+from benchmarks.questions.compile import Counted
+from benchmarks.rivals import encoder
+from benchmarks.rivals.encoder import Params, Sentence
 from jedbatch.data import read_tagged
 
 MODES = ["inference", "training"]

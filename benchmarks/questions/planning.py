@@ -18,11 +18,11 @@ import pickle
 import time
 from typing import Any
 
-import common
 import jax
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 from jedbatch.models import tree
 
 KNOWN = 6  # minibatches that make types and programs known

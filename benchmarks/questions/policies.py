@@ -18,11 +18,11 @@ batches on the training instances after so many episodes of Q-learning over `pha
 import time
 from pathlib import Path
 
-import common
 import numpy as np
-import topologies
 
 import jedbatch
+from benchmarks import common
+from benchmarks.questions import topologies
 from jedbatch import Graph, policies
 from jedbatch.policies import FSM
 

@@ -12,9 +12,9 @@ Linear is a ratio of 1; caches of the processor make it larger.
 import gc
 import time
 
-import common
 import numpy as np
 
+from benchmarks import common
 from jedbatch._layout.pq_tree import PQTree
 
 SIZES = [1_000, 10_000, 100_000]

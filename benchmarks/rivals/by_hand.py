@@ -17,7 +17,7 @@ lattices   a `lax.scan` over characters that carries the last few states; words 
            add to the states they enter. Lists are padded to the longest (a power of two), which is
            far less than so many words for every sentence.
 
-The math of a node of a tree is that of `workloads`, which works on rows as well as on vectors.
+The math of a node of a tree is that of `edbatch`, which works on rows as well as on vectors.
 """
 
 import functools
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workloads import (
+
+from benchmarks.edbatch import (
     WAYS,
     Params,
     State,

@@ -5,7 +5,7 @@ level by level, which gather the states of children from a buffer of all nodes; 
 `torch.nn.LSTM`; lattices in steps over characters, where words gather the states they leave. A
 dynamic framework needs no buckets: arrays have the sizes they need.
 
-Weights have the names and values that they have in `workloads`. There is no hand-batched form of
+Weights have the names and values that they have in `edbatch`. There is no hand-batched form of
 `bilstm_chars`: packing rare words beside sentences is rarely done and says nothing new.
 """
 
@@ -13,14 +13,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import by_hand as prepared_by_hand
 import jax
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from workloads import WAYS
+
+from benchmarks.edbatch import WAYS
+from benchmarks.rivals import by_hand as prepared_by_hand
 
 Params = dict[str, Tensor]
 State = tuple[Tensor, ...]

@@ -21,12 +21,12 @@ brackets the quartiles of the ratios of neighbouring runs.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+from benchmarks import common
 from jedbatch.data import num_nodes
 from jedbatch.models import tree
 

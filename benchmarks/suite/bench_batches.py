@@ -7,22 +7,21 @@ is scheduling with the learned policy, and learning it.
 
 import dataclasses
 
-import common
-import suite
-
 import jedbatch
+from benchmarks import common, edbatch
+from benchmarks.suite import harness
 from jedbatch import policies
 
-GRID = suite.Grid(
+GRID = harness.Grid(
     quick=[(["treelstm", "treelstm2", "bilstm"], [16], [8], ["inference"])],
-    full=[(list(suite.WORKLOADS), [64, 256], [8], ["inference"])],
+    full=[(list(edbatch.WORKLOADS), [64, 256], [8], ["inference"])],
 )
 TRAINING = 32
 HEURISTICS = ("agenda", "depth", "height", "critical", "sufficient")
 
 
 def test_batches(benchmark, case, options):
-    bench = suite.Bench.of(case, options)
+    bench = harness.Bench.of(case, options)
     others = [x for chunk in bench.minibatches[1:] for x in chunk][:TRAINING]
     graph = bench.plan(bench.minibatch).graph
     lesson = [bench.plan(others or bench.minibatch[:TRAINING]).graph]
@@ -45,7 +44,7 @@ def test_batches(benchmark, case, options):
 
 
 def test_learning(benchmark, case, options):
-    bench = suite.Bench.of(case, options)
+    bench = harness.Bench.of(case, options)
     graph = bench.plan(bench.minibatch[:TRAINING]).graph
     jedbatch.learn([graph])  # its first Q-learning compiles
     benchmark.pedantic(

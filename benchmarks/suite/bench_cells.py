@@ -5,11 +5,12 @@ the cell as written, in turns; with the products, the moves and the bytes moved 
 each.
 """
 
-import cells
-import common
 import jax
 import numpy as np
 import pytest
+
+from benchmarks import common
+from benchmarks.suite import cells
 
 SIZES = {"quick": [(8, 32)], "full": [(8, 64), (8, 256), (256, 64), (256, 256)]}
 

@@ -8,29 +8,30 @@ instance by instance.
 
 import itertools
 
-import by_hand
-import common
 import numpy as np
-import suite
 
-GRID = suite.Grid(
+from benchmarks import common, edbatch
+from benchmarks.rivals import by_hand
+from benchmarks.suite import harness
+
+GRID = harness.Grid(
     quick=[(["treelstm", "lattice_lstm"], [10], [32], ["inference"])],
-    full=[(list(suite.WORKLOADS), [10, 20], [64, 256], ["inference"])],
+    full=[(list(edbatch.WORKLOADS), [10, 20], [64, 256], ["inference"])],
 )
 WARM, ROUNDS = 6, 24
 
 
 def test_latency(benchmark, case, options):
-    bench = suite.Bench.of(case, options, minibatches=WARM + (ROUNDS if options.full else 4))
+    bench = harness.Bench.of(case, options, minibatches=WARM + (ROUNDS if options.full else 4))
     first, later = bench.minibatches[:WARM], bench.minibatches[WARM:]
     written = bench.jitted(by_hand.loss(case.workload))
     rivals = {
         "by hand, whole": lambda x: written(bench.params, by_hand.prepare(case.workload, x)),
         "loop": lambda x: [bench.workload.loss(bench.params, instance) for instance in x],
     }
-    if suite.in_torch is not None:
-        weights = suite.in_torch.parameters(bench.params)
-        eager = suite.in_torch.eager(case.workload)
+    if harness.in_torch is not None:
+        weights = harness.in_torch.parameters(bench.params)
+        eager = harness.in_torch.eager(case.workload)
         rivals["torch eager"] = lambda x: bench.in_torch(eager, weights, x)
     for x in first:
         common.seconds(lambda x=x: bench.run(bench.plan(x)))
@@ -44,7 +45,7 @@ def test_latency(benchmark, case, options):
     def between():
         now[:] = [next(coming)]
         for name, run in rivals.items():
-            found[name].append(suite.timed(lambda run=run: run(now[0])))
+            found[name].append(harness.timed(lambda run=run: run(now[0])))
 
     benchmark.pedantic(
         lambda: bench.run(bench.plan(now[0])).block_until_ready(), setup=between, rounds=len(later)

@@ -4,13 +4,13 @@ Flax modules as they ship, on the data that `jedbatch.models.WORKLOADS` names or
 against the loop over jit-compiled cells.
 """
 
-import common
 import jax
 import numpy as np
 import pytest
-import suite
 
 import jedbatch
+from benchmarks import common
+from benchmarks.suite import harness
 from jedbatch.models import WORKLOADS
 from jedbatch.models.parts import jitted
 
@@ -28,7 +28,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("mode", suite.MODES)
+@pytest.mark.parametrize("mode", harness.MODES)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_models(benchmark, name, mode, options):
     if options.workloads and name not in options.workloads.split(","):
@@ -56,7 +56,7 @@ def test_models(benchmark, name, mode, options):
     if training:
         loss, loss_of_one = jax.value_and_grad(loss), jax.value_and_grad(loss_of_one)
     run, plan = jax.jit(loss), planned()
-    few = instances[: 2 if training else suite.FEW]
+    few = instances[: 2 if training else harness.FEW]
     functions = {
         "planned": lambda: run(params, plan),
         "known": lambda: run(params, planned()),
@@ -64,7 +64,7 @@ def test_models(benchmark, name, mode, options):
     }
     for function in functions.values():
         jax.block_until_ready(function())
-    times = suite.turns(benchmark, functions, options.seconds or (3 if options.full else 0.5))
+    times = harness.turns(benchmark, functions, options.seconds or (3 if options.full else 0.5))
     seconds = {name: float(np.median(t)) for name, t in times.items()}
     share = len(batched.plan(params, few).graph.node_type) / len(plan.graph.node_type)
     seconds["loop"] /= share

@@ -1,52 +1,52 @@
 """How fast are the exact workloads of ED-Batch's released code, and what a user would pick instead?
 
 Inference and training over sizes of minibatches and of states (ED-Batch, figure 6), with the time
-of each stage (figure 8). See `suite.py` for who takes part.
+of each stage (figure 8). See `harness.py` for who takes part.
 """
 
 import os
 
-import common
 import numpy as np
-import suite
 
 import jedbatch
+from benchmarks import common, edbatch
+from benchmarks.suite import harness
 
-NINE = list(suite.WORKLOADS)
+NINE = list(edbatch.WORKLOADS)
 EIGHT = [name for name in NINE if name != "mvrnn"]
 SIZES = [1, 8, 32, 64, 128, 256]
-GRID = suite.Grid(
+GRID = harness.Grid(
     quick=[
         (NINE, [8], [32], ["inference"]),
         (["treelstm", "bilstm", "lattice_lstm"], [8], [32], ["training"]),
     ],
     full=[
-        (EIGHT, SIZES, [32, 64, 128, 256, 512], suite.MODES),
-        (["mvrnn"], SIZES, [32, 64, 128], suite.MODES),  # its states are matrices
+        (EIGHT, SIZES, [32, 64, 128, 256, 512], harness.MODES),
+        (["mvrnn"], SIZES, [32, 64, 128], harness.MODES),  # its states are matrices
     ],
 )
 WARM = 2  # minibatches that make types and programs known
 
 
 def test_throughput(benchmark, case, options):
-    bench = suite.Bench.of(case, options)
-    names = options.rivals.split(",") if options.rivals else suite.RIVALS
+    bench = harness.Bench.of(case, options)
+    names = options.rivals.split(",") if options.rivals else harness.RIVALS
     first, *others = bench.minibatches
     for instances in [first, *others[: WARM - 1]]:
         bench.run(bench.plan(instances))
     compilations = bench.batched.compilations
-    unseen = suite.stages(bench, others[WARM - 1 :])
+    unseen = harness.stages(bench, others[WARM - 1 :])
     compilations = bench.batched.compilations - compilations
     functions = bench.functions(names)
     bench.check(functions)
-    multiply, multiply_flop = suite.product()
+    multiply, multiply_flop = harness.product()
     functions["product"] = multiply
     multiply()
     budget = options.seconds or (3 if options.full else 0.5)
-    times = suite.turns(benchmark, functions, budget)
-    few = bench.flop(first[: suite.FEW])
+    times = harness.turns(benchmark, functions, budget)
+    few = bench.flop(first[: harness.FEW])
     work = bench.flop(first)
-    seconds = {name: t * (work / few if name in suite.SLOW else 1) for name, t in times.items()}
+    seconds = {name: t * (work / few if name in harness.SLOW else 1) for name, t in times.items()}
     plan = bench.plan(first)
     benchmark.extra_info |= {
         **case._asdict(),
@@ -64,7 +64,7 @@ def test_throughput(benchmark, case, options):
             for name, t in seconds.items()
         },
         "unseen": unseen,
-        "known": suite.stages(bench, [first] * 3),
+        "known": harness.stages(bench, [first] * 3),
         "source": common.source(str(options.data) if options.data else None),
     }
 

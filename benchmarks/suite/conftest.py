@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import common
 import pytest
-import suite
+
+from benchmarks import common
+from benchmarks.suite import harness
 
 
 def pytest_addoption(parser):
@@ -12,12 +13,12 @@ def pytest_addoption(parser):
     group = parser.getgroup("jedbatch")
     add = group.addoption
     add("--full", action="store_true", help="the whole grid of sizes; hours")
-    add("--data", type=Path, metavar="DIRECTORY", help="files as named in `workloads.py`")
+    add("--data", type=Path, metavar="DIRECTORY", help="files as named in `edbatch.py`")
     add("--workloads", metavar="NAMES", help="such as treelstm,bilstm; all by default")
     add("--batch", type=common.numbers, metavar="SIZES", help="instead of the grid's, such as 8,64")
     add("--hidden", type=common.numbers, metavar="SIZES", help="instead of the grid's")
     add("--modes", metavar="NAMES", help="inference, training or both; both by default")
-    add("--rivals", metavar="NAMES", help=f"some of {', '.join(suite.RIVALS)}; all by default")
+    add("--rivals", metavar="NAMES", help=f"some of {', '.join(harness.RIVALS)}; all by default")
     add("--threads", type=int, choices=[1, 2], help="keep to one core, as most peers did")
     add("--seconds", type=float, help="per case; 0.5 by default, 3 with --full")
 
@@ -26,21 +27,21 @@ def pytest_configure(config):
     """Before JAX computes anything, or its threads are there."""
     if config.option.threads:
         common.limit_threads(config.option.threads)
-        if suite.in_torch is not None:
-            suite.in_torch.torch.set_num_threads(config.option.threads)
+        if harness.in_torch is not None:
+            harness.in_torch.torch.set_num_threads(config.option.threads)
 
 
 def pytest_generate_tests(metafunc):
     """The cases of a benchmark."""
     if "case" in metafunc.fixturenames:
-        cases = suite.cases(metafunc.config.option, metafunc.module.GRID)
+        cases = harness.cases(metafunc.config.option, metafunc.module.GRID)
         metafunc.parametrize("case", cases, ids=str)
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
     """The line that every table starts from."""
     threads = config.option.threads
-    torch = f", PyTorch {suite.in_torch.torch.__version__}" if suite.in_torch else ""
+    torch = f", PyTorch {harness.in_torch.torch.__version__}" if harness.in_torch else ""
     machine_info["line"] = common.machine() + (f"; {threads} thread(s)" if threads else "") + torch
 
 
@@ -54,4 +55,4 @@ def options(request):
 def _forget():
     """Programs of one case are of no use to the next."""
     yield
-    suite.forget()
+    harness.forget()

@@ -29,16 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import by_hand
-import common
 import jax
 import numpy as np
-from workloads import WORKLOADS, Workload
 
 import jedbatch
+from benchmarks import common, edbatch
+from benchmarks.rivals import by_hand
 
 try:
-    import in_torch
+    from benchmarks.rivals import in_torch
 except ImportError:
     in_torch = None
 
@@ -87,11 +86,12 @@ def cases(options: Any, grid: Grid) -> list[Case]:
         modes = options.modes.split(",") if options.modes else modes
         product = itertools.product(names, options.batch or sizes, options.hidden or hidden, modes)
         chosen |= dict.fromkeys(Case(*values) for values in product)
-    unknown = {c.workload for c in chosen} - set(WORKLOADS) | {c.mode for c in chosen} - set(MODES)
+    unknown = {c.workload for c in chosen} - set(edbatch.WORKLOADS)
+    unknown |= {c.mode for c in chosen} - set(MODES)
     if unknown:
         raise ValueError(
-            f"unknown {', '.join(sorted(unknown))}; workloads are {', '.join(WORKLOADS)}, modes "
-            f"are {', '.join(MODES)}"
+            f"unknown {', '.join(sorted(unknown))}; workloads are "
+            f"{', '.join(edbatch.WORKLOADS)}, modes are {', '.join(MODES)}"
         )
     return list(chosen)
 
@@ -105,7 +105,7 @@ def forget() -> None:
 @functools.lru_cache(1)
 def bank(name: str, directory: Path | None, count: int) -> Any:
     """The instances of a workload; loaded once for cases that follow each other."""
-    return WORKLOADS[name].load(directory, count)
+    return edbatch.WORKLOADS[name].load(directory, count)
 
 
 # --- one case ---
@@ -120,7 +120,7 @@ class Bench:
     """
 
     case: Case
-    workload: Workload
+    workload: edbatch.Workload
     params: Any
     minibatches: list[list[Any]]
     batched: jedbatch.Batched = field(init=False)
@@ -136,7 +136,7 @@ class Bench:
     @classmethod
     def of(cls, case: Case, options: Any, minibatches: int = 6) -> "Bench":
         """The case on the data that the command line names."""
-        workload = WORKLOADS[case.workload]
+        workload = edbatch.WORKLOADS[case.workload]
         found = bank(case.workload, options.data, COUNT)
         size = case.batch
         chunks = common.chunks(found.instances, size)[:minibatches]

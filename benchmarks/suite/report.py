@@ -1,7 +1,7 @@
 """Writes what the suite measured as CSV files and plots.
 
-    pytest benchmarks/ --benchmark-only --full --data DIRECTORY --benchmark-json FILE
-    python benchmarks/report.py FILE...
+    pytest benchmarks/suite --benchmark-only --full --data DIRECTORY --benchmark-json FILE
+    python benchmarks/suite/report.py FILE...
     python benchmarks/plot.py
 
 Several files are put together; of a case that is in more than one, the last counts. Tables go to
@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import figures
+from benchmarks.suite import figures
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-COMMAND = "pytest benchmarks/ --benchmark-only --full --data DIRECTORY --benchmark-json FILE"
+BENCHMARKS = Path(__file__).resolve().parents[1]
+RESULTS = BENCHMARKS / "results"
+COMMAND = "pytest benchmarks/suite --benchmark-only --full --data DIRECTORY --benchmark-json FILE"
 Row = dict[str, Any]
 STAGES = ("trace", "merge", "schedule", "layout", "lower", "other", "transfer", "execute")
 TYPICAL = 64, 256  # the size of minibatch and of states that stages are shown for
@@ -347,7 +347,7 @@ def write(name: str, machine: str, made: Table) -> None:
     comments = [line for line in old if line.startswith("#")]
     said = ("# command: ", "# machine: ", "# commit: ")
     comments = [line for line in comments if not line.startswith(said)]
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(BENCHMARKS), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     values = [COMMAND], machine.splitlines(), [commit]
     origin = [f"{key}{x}" for key, some in zip(said, values, strict=True) for x in some]
@@ -462,7 +462,7 @@ def main() -> None:
         else:
             write(name, machine, one)
     if not args.print:
-        plots(found, HERE / "plots")
+        plots(found, BENCHMARKS / "plots")
 
 
 if __name__ == "__main__":
