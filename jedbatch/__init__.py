@@ -29,7 +29,8 @@ from jedbatch._lazy.scope import Lazy, lazy
 from jedbatch._learn.candidates import learn
 from jedbatch._record.cell import cell
 from jedbatch._record.evaluate import evaluate
-from jedbatch._schedule.schedule import Schedule, lower_bound, schedule
+from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.schedule import Schedule, lower_bound
 
 try:
     __version__ = importlib.metadata.version("jedbatch")

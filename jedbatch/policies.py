@@ -11,7 +11,7 @@ callable from a `Frontier` to a type id.
 
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM
-from jedbatch._schedule.schedule import agenda, critical, depth, height, sufficient
+from jedbatch._schedule.heuristics import agenda, critical, depth, height, sufficient
 from jedbatch._schedule.search import beam, optimal
 
 __all__ = [

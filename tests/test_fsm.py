@@ -7,7 +7,8 @@ import pytest
 from helpers import random_dag
 
 from jedbatch import Graph, policies, schedule
-from jedbatch._schedule.fsm import CODES, ENCODINGS, WORDS, encode, numbers_of
+from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, encode
+from jedbatch._schedule.fsm import numbers_of
 from jedbatch.policies import FSM, Frontier
 
 

@@ -14,7 +14,7 @@ from jedbatch import Graph, learn, lower_bound, policies, schedule
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._learn.candidates import by_type
 from jedbatch._learn.q_learning import NAMES, Problem, codes, look, salts, slot
-from jedbatch._schedule.fsm import ENCODINGS, encode
+from jedbatch._schedule.encodings import ENCODINGS, encode
 
 FIG1 = Graph.from_dag(
     [0] * 7 + [1] * 7 + [2],

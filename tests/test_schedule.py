@@ -6,7 +6,7 @@ from helpers import fewest, random_dag
 
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
-from jedbatch._schedule.schedule import by_rank
+from jedbatch._schedule.components import by_rank
 from jedbatch.errors import NothingReadyError
 
 HEURISTICS = [

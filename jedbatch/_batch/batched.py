@@ -42,7 +42,8 @@ from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
 from jedbatch._record.instances import array_type
 from jedbatch._schedule.fsm import FSM
-from jedbatch._schedule.schedule import Policy, agenda, checked_policy
+from jedbatch._schedule.heuristics import agenda
+from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments, checked_axes
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, check_stack, form_of_results

@@ -35,7 +35,8 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.trace import cut_inputs, find_operands
-from jedbatch._schedule.schedule import Policy, Schedule, schedule
+from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.session import Session
 from jedbatch._session.verify import RoundsTrial

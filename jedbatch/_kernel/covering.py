@@ -17,7 +17,7 @@ A rectangle comes after all those with a column that one of its rows depends on,
 must have no circle. Rectangles with the same weights (the forget gates F h_k of a child-sum
 TreeLSTM) are *stacked*: one product of a matrix, whose rows are theirs.
 
-**Why this is not a schedule.** Algorithm 1 (`_schedule.schedule`) batches operations of one type
+**Why this is not a schedule.** Algorithm 1 (`_schedule.policy`) batches operations of one type
 that are ready, as this does. But it runs everything that is ready, and x W of column n has to wait
 for r·h. Which products share a row or a column decides what can be packed, and the order follows
 from it, not the other way round. Covering by rectangles is hard in general; the tables of cells are

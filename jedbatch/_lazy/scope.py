@@ -43,7 +43,7 @@ from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
 from jedbatch._record.trace import begin_recording, ending, trace_of_caller
-from jedbatch._schedule.schedule import Policy, checked_policy
+from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.options import Options
 from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session

@@ -2,8 +2,9 @@
 
 from jedbatch._graph.graph import Graph
 from jedbatch._learn.candidates import MARGIN, MOST, learn
+from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.fsm import FSM
-from jedbatch._schedule.schedule import Schedule, by_rank, lower_bound
+from jedbatch._schedule.schedule import Schedule, lower_bound
 
 EPISODES = 64  # of Q-learning when a minibatch is planned: two seconds with compilation
 REMEMBERED = 4  # minibatches to learn from

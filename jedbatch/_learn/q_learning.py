@@ -7,7 +7,8 @@ episode ends when everything has run. Following ED-Batch, an action's reward is
 
 a batch's cost, less the more of what type a could run next is ready now (in G^a, the graph of the
 nodes of type a, one after another if a path of G leads from one to the other). The learner sees an
-encoding of the state, not the state (see `_schedule.fsm`), and updates a table by N-step returns
+encoding of the state, not the state (see `_schedule.encodings`), and updates a table by N-step
+returns
 
     Q(s, a) <- Q(s, a) + rate * (r_1 + ... + d^(N-1) r_N + d^N max Q(s', .) - Q(s, a)).
 
@@ -33,7 +34,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import padded
-from jedbatch._schedule.fsm import CODES, ENCODINGS, GAPS, packed
+from jedbatch._schedule.encodings import CODES, ENCODINGS, GAPS, packed
 from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
 

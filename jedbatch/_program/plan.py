@@ -16,7 +16,8 @@ from jedbatch._program.memory_use import held_bytes, live_bytes, size
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
-from jedbatch._schedule.schedule import Schedule, lower_bound, policies_compared
+from jedbatch._schedule.policy import policies_compared
+from jedbatch._schedule.schedule import Schedule, lower_bound
 
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 

@@ -1,29 +1,16 @@
 """Policies as finite-state machines: tables from what a frontier looks like to a type.
 
 A learned policy should be small enough to read and general enough to fit minibatches it has not
-seen. So it sees an *encoding* of the frontier, a few words about each type that has ready nodes,
-and looks up what to run:
+seen. So it sees an *encoding* of the frontier (`_schedule.encodings`), a few words about each type
+that has ready nodes, and looks up which type to run.
 
-    base   which types are ready
-    max    and which of them has the most ready nodes (all that do, if several)
-    sort   and their order by the number of ready nodes (equal ones share a place)
-    phase  and how far each has come: how much shorter than the longest path left is the longest
-           that begins in one of its ready nodes (0, 1, 2 to 3, or more edges: tallest, low, lower,
-           far); which has most nodes that begin such a path (many); and whether the paths of all
-           of these, some or none go on with another type (turning, mixed, steady); and whether
-           all longest chains of the type begin in ready nodes (sure: the bound will fall)
-
-The first three are those of ED-Batch. They cannot tell the beginning of a computation from its
-end: if the roles of two types are swapped half way, what was right becomes wrong. `phase` can.
-
-Components of types are run one after the other, and a type that is ready alone is run, so a state
-is looked up only where there is a choice. A state that is not in the table is left to a heuristic.
+Components of types are run in sequence, and a type that is ready alone is run, so a state is looked
+up only where there is a choice. A state that is not in the table is left to a heuristic.
 
 States that have the same types ready and run the same type are one state of the machine, which
 is how it is printed, drawn and stored.
 
-Source: Chen et al., ED-Batch, ICML 2023, section 2 and appendix A.4, for the idea, the encodings
-and the counter-example to them; `phase` and the division into components are ours.
+Source: Chen et al., ED-Batch, ICML 2023, section 2; the division into components is ours.
 """
 
 import collections
@@ -33,92 +20,24 @@ import json
 import operator
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
+from jedbatch._schedule.components import by_component
+from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, Code, encode
 from jedbatch._schedule.frontier import Frontier
-from jedbatch._schedule.schedule import (
-    Schedule,
-    agenda,
-    by_component,
-    critical,
-    height,
-    schedule,
-    sufficient,
-)
+from jedbatch._schedule.heuristics import agenda, critical, height, sufficient
+from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.files import write_text
 from jedbatch._support.state_diagram import state_diagram
 
 FORMAT = "jedbatch policy, version 1"
 FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
-CODES = 64  # what an encoding may say about a type
-
-Code = tuple[int, ...]  # for each ready type, CODES * its number + what is said about it
-Encoder = Callable[[Frontier, Sequence[int]], list[int]]
-
-
-def base(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """Nothing more than which types are ready."""
-    return [0] * len(ready)
-
-
-def most(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """1 for the types with the most ready nodes."""
-    num_ready = frontier.num_ready
-    largest = max(num_ready)
-    return [int(num_ready[t] == largest) for t in ready]
-
-
-def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """How many types have more ready nodes (the last code stands for all from there on)."""
-    num_ready = frontier.num_ready
-    counts = sorted((num_ready[t] for t in ready), reverse=True)
-    return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
-
-
-def packed(low: Any, many: Any, turn: Any, sure: Any) -> Any:
-    """The code of `phase`: of numbers, or of arrays of them.
-
-    `low` is 0 if tallest, 1 if low, 2 if lower, 3 if far; `turn` is 0 if steady, 1 if mixed, 2 if
-    turning; `many` and `sure` are 0 or 1. Of what is far no more is said than whether it is sure.
-    """
-    return 12 * low + (low < 3) * (6 * many + 2 * turn) + sure
-
-
-GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower, far
-
-
-def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """How far each type has come (see `packed`)."""
-    seen = list(map(frontier.tallest, ready))
-    top, most_nodes = max(seen)[0], max([n for _, n, _ in seen])
-    return [
-        packed(bisect_right(GAPS, top - h), n == most_nodes, (k > 0) + (k == n), sure)
-        for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
-    ]
-
-
-ENCODINGS: dict[str, Encoder] = {"base": base, "max": most, "sort": sort, "phase": phase}
-PLACES = ("1st", "2nd", "3rd", *(f"{n}th" for n in range(4, CODES + 1)))
-WORDS: dict[str, dict[int, str]] = {
-    "base": {0: ""},
-    "max": {0: "", 1: "most"},
-    "sort": dict(enumerate(PLACES)),
-    "phase": {
-        packed(low, many, turn, sure): " ".join(
-            filter(None, [gap, "many" * many, turning if low < 3 else "", "sure" * sure])
-        )
-        for low, gap in enumerate(("tallest", "low", "lower", "far"))
-        for many in ((0, 1) if low < 3 else (0,))
-        for turn, turning in enumerate(("steady", "mixed", "turning") if low < 3 else ("",))
-        for sure in (0, 1)
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -401,14 +320,6 @@ class FSM:
         name = os.fsdecode(checks.path("FSM.load", path))
         text = Path(name).read_text(encoding="utf-8", errors="replace")
         return FSM.from_json(text, repr(name))
-
-
-def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
-    """Returns an encoding of a frontier, in terms of a machine's types."""
-    said = ENCODINGS[encoding](frontier, ready)
-    code = [CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]
-    code.sort()
-    return tuple(code)
 
 
 def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:

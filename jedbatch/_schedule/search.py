@@ -7,7 +7,7 @@ tell how good a policy is that is not.
 
 What makes the walk short:
 
-- Components of types are searched one by one (see `_schedule.schedule`).
+- Components of types are searched one by one (see `_schedule.components`).
 - Nodes of one type that read the same nodes run at the same time always, so they count as one
   (`quotient`). Equal subtrees of all instances collapse.
 - A type whose every node that could come next is ready, |Frontier_a(G)| = |Frontier(G^a)|, is
@@ -30,17 +30,11 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import bits
+from jedbatch._schedule.components import by_component, by_rank
 from jedbatch._schedule.frontier import Frontier
-from jedbatch._schedule.schedule import (
-    Schedule,
-    by_component,
-    by_rank,
-    checked_weights,
-    cost,
-    critical,
-    lower_bound,
-    schedule,
-)
+from jedbatch._schedule.heuristics import critical
+from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.schedule import Schedule, checked_weights, cost, lower_bound
 
 
 def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.ndarray]:

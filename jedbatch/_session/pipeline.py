@@ -31,7 +31,7 @@ from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instances import is_array
-from jedbatch._schedule.schedule import schedule
+from jedbatch._schedule.policy import schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned

@@ -1,0 +1,108 @@
+"""Schedules by component of types, and by rank.
+
+Types that do not read each other in a circle do not compete: if no node of type b comes before one
+of type a, all of a may run before any of b. So a graph falls into *components* of types that can be
+scheduled in sequence, and the fewest batches of the whole are the sum of the fewest of each
+(`by_component`). And in a component of one type, all nodes with as many others before them run
+together, in as many batches as the bound says (`by_rank`). Chains and trees consist of such
+components; so does much of everything else.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import pointers
+from jedbatch._schedule.schedule import Schedule, cost, in_order, longest_chains
+
+
+def by_component(
+    graph: Graph,
+    solve: Callable[[Graph], Schedule],
+    weights: np.ndarray | None = None,
+) -> Schedule:
+    """Schedules one component of types after the other.
+
+    Components of one type are run by rank, which is optimal; `solve` schedules the others, most
+    often as bare graphs. If it is optimal, so is the whole. Bounds add up; those of components run
+    by rank are what they cost, at float[T] `weights` for a batch of each type, or one.
+    """
+    components = graph.components
+    if all(len(types) == 1 for types in components):
+        found = by_rank(graph)
+        assert found is not None
+        return found if weights is None else replace(found, bound=cost(found, weights))
+    if len(components) == 1 and len(graph.types) == len(components[0]):
+        return solve(graph)
+    when = np.zeros(len(graph.node_type), np.int32)
+    batch_types, bound, unseen, name = [np.zeros(0, np.int32)], 0.0, 0, ""
+    start = 0
+    for types in components:
+        nodes, part = graph.restrict(types)
+        if len(types) == 1:
+            found = by_rank(part)
+            assert found is not None
+            if weights is not None:
+                found = replace(found, bound=cost(found, weights[types]))
+        else:
+            found = solve(part)
+            name = name or found.policy
+        when[nodes[found.node]] = np.repeat(
+            np.arange(start, start + len(found), dtype=np.int32), np.diff(found.node_ptr)
+        )
+        batch_types.append(np.array(types, np.int32)[found.batch_type])
+        start += len(found)
+        bound += found.bound
+        unseen += found.unseen
+    sizes = np.bincount(when, minlength=start)
+    batch_type = np.concatenate(batch_types)
+    return Schedule(batch_type, pointers(sizes), in_order(when), name, bound, unseen)
+
+
+def by_rank(graph: Graph) -> Schedule | None:
+    """Nodes of equal type and rank as batches; None if these would wait for each other.
+
+    There are as many such batches as the lower bound says, so the schedule is optimal. It exists
+    for chains and trees, whatever their outputs and reductions, and costs no search.
+    """
+    longest = longest_chains(graph)
+    start = pointers(longest)
+    num_groups = int(start[-1])
+    group = start[graph.node_type] + graph.rank
+    if all(len(types) == 1 for types in graph.components):
+        blocks = [np.arange(start[t], start[t + 1]) for (t,) in graph.components]
+        order = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
+    else:
+        order = _sorted_groups(graph, group, num_groups)
+        if len(order) < num_groups:
+            return None
+    place = np.empty(num_groups, np.int64)
+    place[order] = np.arange(num_groups)
+    when = place[group]
+    sizes = np.bincount(when, minlength=num_groups)
+    types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
+    return Schedule(types[order], pointers(sizes), in_order(when), "by rank", num_groups)
+
+
+def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """Groups of nodes in an order in which they can run; those on cycles are left out."""
+    maker, reader = graph.edges
+    pairs = group[maker] * num_groups + group[reader]
+    if num_groups**2 <= 4 * len(pairs):
+        pairs = np.flatnonzero(np.bincount(pairs))
+    else:
+        pairs = np.unique(pairs)
+    waiting = np.bincount(pairs % num_groups, minlength=num_groups).tolist()
+    ptr = np.searchsorted(pairs, np.arange(num_groups + 1) * num_groups).tolist()
+    readers = (pairs % num_groups).tolist()
+    order = []
+    ready = [g for g in range(num_groups - 1, -1, -1) if not waiting[g]]
+    while ready:
+        order.append(g := ready.pop())
+        for other in readers[ptr[g] : ptr[g + 1]]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                ready.append(other)
+    return np.array(order, np.int64)
