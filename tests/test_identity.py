@@ -12,7 +12,7 @@ from helpers import assert_close, check, loop
 from jax import lax
 
 import jedbatch
-from jedbatch._record.instances import instance_key
+from jedbatch._record.instance_key import instance_key
 
 P = {
     "a": jnp.arange(1.0, 4.0),

@@ -16,8 +16,9 @@ from helpers import check, loop
 import jedbatch
 from jedbatch._jaxpr.identity import tree_key, typed
 from jedbatch._jaxpr.interpret import one_by_one
-from jedbatch._record.cell import function_identity
-from jedbatch._record.instances import instance_key, replace_arrays
+from jedbatch._record.closures import function_identity
+from jedbatch._record.instance_arrays import replace_arrays
+from jedbatch._record.instance_key import instance_key
 
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)

@@ -40,7 +40,7 @@ from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
-from jedbatch._record.instances import array_type
+from jedbatch._record.instance_arrays import array_type
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import Policy, checked_policy

@@ -47,7 +47,7 @@ from jedbatch._program.returned import joined, rows_wanted, split
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.deep import deeply
 from jedbatch._record.environment import Reached, Way
-from jedbatch._record.instances import flatten
+from jedbatch._record.instance_arrays import flatten
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller

@@ -32,7 +32,7 @@ from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.fast_path import Watched
-from jedbatch._record.instances import array_type, is_array
+from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value

@@ -30,7 +30,7 @@ from jedbatch._jaxpr.symbolic_dims import (
     make_symbol,
 )
 from jedbatch._ragged.axis_rules import CannotMergeError
-from jedbatch._record.instances import array_type
+from jedbatch._record.instance_arrays import array_type
 
 LETTERS = "nmkl"
 ArrayType = tuple[tuple[Any, ...], Any, bool]  # (shape, dtype, weak), an extent may be a symbol

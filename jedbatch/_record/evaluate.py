@@ -14,7 +14,7 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers
 from jedbatch._record.cell import Cell, recording
-from jedbatch._record.instances import array_type
+from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec
 from jedbatch._record.symbols import Value, row_index

@@ -17,8 +17,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import tree_key
-from jedbatch._record.cell import Cell, reachable_cells
-from jedbatch._record.instances import array_type, may_change
+from jedbatch._record.cell import Cell
+from jedbatch._record.closures import reachable_cells
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
 from jedbatch._record.symbols import RecorderLike
 

@@ -11,8 +11,8 @@ from jax.extend.core import Literal
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.symbolic_dims import symbols_in
-from jedbatch._record.cell import function_identity
-from jedbatch._record.instances import is_array
+from jedbatch._record.closures import function_identity
+from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
 
 MANY_JAXPRS = 1024  # programs known by identity

@@ -41,25 +41,18 @@ from jedbatch import checks
 from jedbatch._jaxpr.identity import Same, tree_key, typed_or_same
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.cell import (
-    Cell,
-    free_values,
-    function_identity,
-    pause,
-    spelled,
-    static_options,
-    with_free_values,
-)
+from jedbatch._record.cell import Cell, pause, spelled, static_options
+from jedbatch._record.closures import free_values, function_identity, with_free_values
 from jedbatch._record.fast_path import Watched, described, fast_path, widths_of
-from jedbatch._record.instances import (
+from jedbatch._record.instance_arrays import (
     array_type,
     flatten,
     is_array,
-    is_constant,
     owned_arrays,
     parts_of,
     replace_arrays,
 )
+from jedbatch._record.instance_key import is_constant
 from jedbatch._record.operators import (
     index_shared,
     index_value,

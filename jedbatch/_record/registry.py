@@ -33,7 +33,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._record.cell import pause
 from jedbatch._record.environment import Reached, Way
 from jedbatch._record.escapes import is_kept, live_tracers
-from jedbatch._record.instances import flatten, is_array
+from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
 from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._record.instances import flatten, is_array
+from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.registry import NUMBERS
 
 

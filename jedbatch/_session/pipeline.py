@@ -30,7 +30,7 @@ from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
-from jedbatch._record.instances import is_array
+from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options

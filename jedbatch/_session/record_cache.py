@@ -14,7 +14,8 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import Cut
-from jedbatch._record.instances import array_type, immutable, instance_key
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instance_key import immutable, instance_key
 from jedbatch._record.trace import trace
 from jedbatch._session.session import Session
 

@@ -1,15 +1,8 @@
-"""Reading an instance: which of it is arrays, and when two instances are the same.
+"""The arrays of an instance: how they are found in any Python object, and replaced.
 
-An instance is any Python object. Its arrays become symbolic; numbers, strings, lists and
-objects reach the function as they are. Because the function is pure, instances that agree
-in everything but the contents of their arrays have the same graph, so the graph is cached
-under a key that says exactly that.
-
-Such a key is harder to make than it looks. `(1, 2) == (1.0, 2) == (True, 2)` although their
-graphs differ, `0.0 == -0.0`, NaN differs from itself, and `hash` and `==` overflow the C
-stack on a tree 50,000 levels deep. So what an instance is made of is written out (see
-`_jaxpr.identity`), and nothing here recurses in C. Plain containers of numbers and strings take a
-short cut: `marshal` writes them, with their types, at 10 ns a number, and refuses deep ones.
+An instance is any Python object. Its arrays become symbolic; numbers, strings, lists and objects
+reach the function as they are. Containers are tuples, lists, dicts, deques, dataclasses, object
+arrays of NumPy and pytrees.
 """
 
 import collections
@@ -17,7 +10,6 @@ import copy
 import dataclasses
 import enum
 import itertools
-import marshal
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -28,15 +20,15 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, node_key, snapshot, typed
+from jedbatch._jaxpr.identity import attribute_names, node_key, snapshot, typed
 
-_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
-_LEAVES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
+LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
 _WIDE = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
-_CONSTANT = (*_LEAVES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
+CONSTANT_TYPES = (*LEAF_TYPES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
 def is_array(x: Any) -> bool:
@@ -117,115 +109,6 @@ def parts_of(x: Any) -> list[Any]:
     return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
-def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
-    """Returns the key that decides the graph of an instance, and its arrays in order.
-
-    The key is None if the instance holds something that may change behind our back: a mutable
-    object. Containers are keyed by what they contain, attributes included; what is met again, an
-    array as well, by where it was met first. The arrays are listed as often as they are met.
-    """
-    if _is_plain_tree(instance):
-        try:
-            return marshal.dumps(instance, 2), []
-        except ValueError:
-            pass  # too deep
-
-    tokens: list[Hashable] = []
-    arrays = []
-    cacheable = True
-    places: dict[int, tuple[int, Any]] = {}  # and the object, so that no other one has its id
-    stack = [instance]
-    while stack:
-        x = stack.pop()
-        kind = type(x)
-        if id(x) in places:
-            tokens.append(("again", places[id(x)][0]))
-            if is_array(x):
-                arrays.append(x)
-            continue
-        if x is None or kind in _PLAIN:
-            tokens.append(typed(x))
-        elif is_array(x):
-            places[id(x)] = len(tokens), x
-            tokens.append(("array", *array_type(x)))
-            arrays.append(x)
-        elif isinstance(x, Graph):  # immutable, and too large to compare
-            tokens.append(Same(x))
-        elif (node := _children(x)) is not None:
-            token, children, mutable = node
-            places[id(x)] = len(tokens), x
-            cacheable = cacheable and not mutable
-            tokens.append((kind, len(children), token))
-            stack.extend(reversed(children))
-        elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
-            tokens.append((kind, x.dtype, x.shape, x.tobytes()))
-        elif isinstance(x, (*_LEAVES, np.generic)) or kind in (range, slice):
-            tokens.append(typed(x))
-        else:
-            cacheable = False
-    if not cacheable:
-        return None, arrays
-    try:
-        hash(key := tuple(tokens))
-    except TypeError:
-        return None, arrays
-    return key, arrays
-
-
-def _is_plain_tree(instance: Any) -> bool:
-    """True of tuples, lists and dicts of numbers and strings, none of them met twice.
-
-    `marshal` writes a part once for every time it is met.
-    """
-    plain, containers = _PLAIN, (tuple, list, dict)
-    seen: set[int] = set()
-    stack = [instance]
-    while stack:
-        x = stack.pop()
-        kind = type(x)
-        if kind not in containers:
-            return kind in plain
-        if id(x) in seen:
-            return False
-        seen.add(id(x))
-        if kind is dict:
-            if not plain.issuperset(map(type, x)):
-                return False
-            x = x.values()
-        for part in x:
-            kind = type(part)
-            if kind not in plain:
-                if kind not in containers:
-                    return False
-                stack.append(part)
-    return True
-
-
-def is_constant(x: Any) -> bool:
-    """True of what cannot change: strings, functions, modules, frozen dataclasses of such."""
-    if type(x) in _PLAIN or x is None or isinstance(x, _CONSTANT):
-        return True
-    if isinstance(x, tuple):
-        return all(map(is_constant, x))
-    return is_frozen(x)
-
-
-def may_change(x: Any) -> bool:
-    """True of containers that are compared by what is in them and may be changed."""
-    if isinstance(x, tuple):
-        return any(map(may_change, x))
-    return isinstance(x, list | dict | set | bytearray | np.ndarray | collections.deque)
-
-
-def immutable(instance: Any) -> bool:
-    """True of plain instances without lists or dicts in them: they will not change."""
-    try:
-        hash(instance)
-    except TypeError:
-        return False
-    return True
-
-
 def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
     """The instance with its arrays replaced, in order; what was shared is shared again.
 
@@ -238,7 +121,7 @@ def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
         if is_array(x):
             other = next(arrays)  # one for each time that it is met
             return done.setdefault(id(x), (other, x))[0]
-        if type(x) in _PLAIN or (node := _children(x)) is None:
+        if type(x) in PLAIN_TYPES or (node := children_of(x)) is None:
             return x
         if id(x) not in done:
             done[id(x)] = unfinished, x
@@ -260,21 +143,21 @@ def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
     stack = [instance]
     while stack and len(seen) < limit:
         x = stack.pop()
-        if type(x) in _PLAIN or id(x) in seen:
+        if type(x) in PLAIN_TYPES or id(x) in seen:
             continue
         seen.add(id(x))
         if is_array(x):
             found.add(id(x))
-        elif (node := _children(x)) is not None:
+        elif (node := children_of(x)) is not None:
             stack.extend(node[1])
-        elif not isinstance(x, (*_LEAVES, types.ModuleType)):
+        elif not isinstance(x, (*LEAF_TYPES, types.ModuleType)):
             slots = [s for k in type(x).__mro__ for s in getattr(k, "__slots__", ())]
             stack.extend(getattr(x, s) for s in slots if hasattr(x, s))
             stack.extend(getattr(x, "__dict__", {}).values())
     return found
 
 
-def _children(x: Any) -> tuple[Hashable, list[Any], bool] | None:
+def children_of(x: Any) -> tuple[Hashable, list[Any], bool] | None:
     """(what else decides it, parts, is mutable) of a container; None of anything else."""
     kind = type(x)
     if kind is tuple or kind is list:

@@ -1,0 +1,138 @@
+"""Keys of instances: equal for instances that have the same graph.
+
+Because the function is pure, instances that agree in everything but the contents of their arrays
+have the same graph, so the graph is cached under a key that says exactly that.
+
+Such a key is harder to make than it looks. `(1, 2) == (1.0, 2) == (True, 2)` although their
+graphs differ, `0.0 == -0.0`, NaN differs from itself, and `hash` and `==` overflow the C
+stack on a tree 50,000 levels deep. So what an instance is made of is written out (see
+`_jaxpr.identity`), and nothing here recurses in C. Plain containers of numbers and strings take a
+short cut: `marshal` writes them, with their types, at 10 ns a number, and refuses deep ones.
+"""
+
+import collections
+import marshal
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.identity import Same, is_frozen, typed
+from jedbatch._record.instance_arrays import (
+    CONSTANT_TYPES,
+    LEAF_TYPES,
+    PLAIN_TYPES,
+    array_type,
+    children_of,
+    is_array,
+)
+
+
+def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
+    """Returns the key that decides the graph of an instance, and its arrays in order.
+
+    The key is None if the instance holds something that may change behind our back: a mutable
+    object. Containers are keyed by what they contain, attributes included; what is met again, an
+    array as well, by where it was met first. The arrays are listed as often as they are met.
+    """
+    if _is_plain_tree(instance):
+        try:
+            return marshal.dumps(instance, 2), []
+        except ValueError:
+            pass  # too deep
+
+    tokens: list[Hashable] = []
+    arrays = []
+    cacheable = True
+    places: dict[int, tuple[int, Any]] = {}  # and the object, so that no other one has its id
+    stack = [instance]
+    while stack:
+        x = stack.pop()
+        kind = type(x)
+        if id(x) in places:
+            tokens.append(("again", places[id(x)][0]))
+            if is_array(x):
+                arrays.append(x)
+            continue
+        if x is None or kind in PLAIN_TYPES:
+            tokens.append(typed(x))
+        elif is_array(x):
+            places[id(x)] = len(tokens), x
+            tokens.append(("array", *array_type(x)))
+            arrays.append(x)
+        elif isinstance(x, Graph):  # immutable, and too large to compare
+            tokens.append(Same(x))
+        elif (node := children_of(x)) is not None:
+            token, children, mutable = node
+            places[id(x)] = len(tokens), x
+            cacheable = cacheable and not mutable
+            tokens.append((kind, len(children), token))
+            stack.extend(reversed(children))
+        elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
+            tokens.append((kind, x.dtype, x.shape, x.tobytes()))
+        elif isinstance(x, (*LEAF_TYPES, np.generic)) or kind in (range, slice):
+            tokens.append(typed(x))
+        else:
+            cacheable = False
+    if not cacheable:
+        return None, arrays
+    try:
+        hash(key := tuple(tokens))
+    except TypeError:
+        return None, arrays
+    return key, arrays
+
+
+def _is_plain_tree(instance: Any) -> bool:
+    """True of tuples, lists and dicts of numbers and strings, none of them met twice.
+
+    `marshal` writes a part once for every time it is met.
+    """
+    plain, containers = PLAIN_TYPES, (tuple, list, dict)
+    seen: set[int] = set()
+    stack = [instance]
+    while stack:
+        x = stack.pop()
+        kind = type(x)
+        if kind not in containers:
+            return kind in plain
+        if id(x) in seen:
+            return False
+        seen.add(id(x))
+        if kind is dict:
+            if not plain.issuperset(map(type, x)):
+                return False
+            x = x.values()
+        for part in x:
+            kind = type(part)
+            if kind not in plain:
+                if kind not in containers:
+                    return False
+                stack.append(part)
+    return True
+
+
+def is_constant(x: Any) -> bool:
+    """True of what cannot change: strings, functions, modules, frozen dataclasses of such."""
+    if type(x) in PLAIN_TYPES or x is None or isinstance(x, CONSTANT_TYPES):
+        return True
+    if isinstance(x, tuple):
+        return all(map(is_constant, x))
+    return is_frozen(x)
+
+
+def may_change(x: Any) -> bool:
+    """True of containers that are compared by what is in them and may be changed."""
+    if isinstance(x, tuple):
+        return any(map(may_change, x))
+    return isinstance(x, list | dict | set | bytearray | np.ndarray | collections.deque)
+
+
+def immutable(instance: Any) -> bool:
+    """True of plain instances without lists or dicts in them: they will not change."""
+    try:
+        hash(instance)
+    except TypeError:
+        return False
+    return True
