@@ -14,5 +14,6 @@ Read in this order:
 6. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
 7. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-8. `transfers`: What moves between host and device, where `jax.transfer_guard("disallow")` is set.
+8. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+9. `transfers`: What moves between host and device, where `jax.transfer_guard("disallow")` is set.
 """

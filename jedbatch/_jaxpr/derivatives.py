@@ -27,7 +27,7 @@ from jax.extend.core import Primitive, Var, set_current_trace
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from jedbatch._jaxpr.interpret import any_performs, has_gradient
+from jedbatch._jaxpr.interpret import has_gradient
 
 Partial = Sequence[Any]  # values, or None, which stands for zeros
 
@@ -67,11 +67,11 @@ class WithTangents(Program):
 
     def note(self, results: Sequence[Any]) -> None:
         """Notes what the results of the program are."""
-        self.flags = list(map(_moves, results))
+        self.flags = list(map(has_tangent, results))
 
     def spread(self, tangents: Sequence[Any]) -> list[Any]:
         """The tangents of the results, None where there is none."""
-        return _spread(tangents, [i for i, there in enumerate(self.flags) if there], self.flags)
+        return spread_to(tangents, [i for i, there in enumerate(self.flags) if there], self.flags)
 
     def tangents_only(self) -> Program:
         """The program without the results that are no tangents; to be used once it has run."""
@@ -87,7 +87,7 @@ class WithTangents(Program):
 
         def run(*moved: Any) -> tuple[list[Any], list[Any]]:
             results = list(self.of.run(*_replaced(args, self.moving, moved)))
-            return list(filter(_moves, results)), results
+            return list(filter(has_tangent, results)), results
 
         moved = [args[i] for i in self.moving]
         with reverse_mode_only("a batched program"):
@@ -117,188 +117,8 @@ class WithTangents(Program):
 
         at = [args[i] for i in self.moving], [of_tangents[i] for i in both]
         a, b = jax.jvp(transposed, at, (tangents, [of_results[i] for i in both]))
-        back = _spread(a, there, args)
-        return [*_spread(b, there, args), *(back[i] for i in self.moving)]
-
-
-class Symmetric(Program):
-    """A program whose reverse is a loop too, which JAX cannot reverse either.
-
-    With its cotangents c, the reverse gives the gradient with respect to x of the number <c, f(x)>.
-    That number's gradient with respect to x and c is the reverse and the results, so their Jacobian
-    is symmetric: what is pulled back through both is what is pushed forward through both, and JAX
-    pushes tangents through loops. A rule of the user's (`jax.custom_vjp`) need not be a derivative,
-    and then the Jacobian need not be symmetric; so that is an error. Of `jax.custom_jvp` we take it
-    to be one.
-    """
-
-    def __init__(
-        self,
-        run: Callable,
-        known: Callable,
-        pull_back: Callable,
-        refuse: Callable[[], None] = lambda: None,
-    ):
-        """Prepares a program.
-
-        Args:
-          run: see `Program`.
-          known: see `Program`.
-          pull_back: see `Program`.
-          refuse: raises an error if the reverse need not be a derivative, since it is a rule of the
-            user's.
-        """
-        super().__init__(run, self._pull_back, self._known)
-        self.run_known = known
-        self.sweep = pull_back
-        self.refuse = refuse
-        self.save = Program(self._save, self._pull_back_save)
-        self.num_results = 0  # known once it has run
-
-    def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
-        found = bind(self.save, args)
-        return found[: self.num_results], found[self.num_results :]
-
-    def _save(self, *args: Any) -> list[Any]:
-        results, residuals = self.run_known(*args)
-        self.num_results = len(results)
-        return [*results, *residuals]
-
-    def _pull_back_save(self, args: Partial, _: Any, cotangents: Partial, wanted: Any) -> Any:
-        of_results, of_residuals = cotangents[: self.num_results], cotangents[self.num_results :]
-        assert all(c is None for c in of_residuals)  # all that is theirs goes to the arguments
-        return self._pull_back(args, self._known(*args)[1], of_results, wanted)
-
-    def _pull_back(self, args: Partial, residuals: Any, cotangents: Partial, wanted: Any) -> Any:
-        reverse = _Reverse(self, len(args), cotangents, wanted)
-        given = [c for c in cotangents if c is not None]
-        return reverse.spread(bind(reverse, [*args, *residuals, *given]))
-
-
-class _Reverse(Program):
-    """The reverse of a program, from (arguments, residuals, cotangents), as a program.
-
-    Attributes:
-      of: the program.
-      num_args: how many arguments that has.
-      exist: which of its results have a cotangent, and how many results there are.
-      wanted: see `Program.pull_back`.
-      places: of the cotangents that come out among those of all arguments; known once it has run.
-    """
-
-    def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Any):
-        super().__init__(self._run, self._pull_back)
-        self.of = of
-        self.num_args = num_args
-        self.num_results = len(cotangents)
-        self.exist = [i for i, c in enumerate(cotangents) if c is not None]
-        self.wanted = wanted
-        self.places: list[int] = []
-
-    def spread(self, found: Sequence[Any]) -> list[Any]:
-        """Cotangents of all arguments of the program, None where there is none."""
-        return _spread(found, self.places, [None] * self.num_args)
-
-    def _cut(self, given: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """(arguments, residuals, cotangents)."""
-        end = len(given) - len(self.exist)
-        return given[: self.num_args], given[self.num_args : end], given[end:]
-
-    def _run(self, *given: Any) -> list[Any]:
-        args, residuals, cotangents = self._cut(given)
-        found = self._sweep(args, residuals, cotangents, self.wanted)
-        self.places = [i for i, x in enumerate(found) if x is not None]
-        return [found[i] for i in self.places]
-
-    def _sweep(self, args: Any, residuals: Any, cotangents: Any, wanted: Any) -> list[Any]:
-        full = _spread(cotangents, self.exist, [None] * self.num_results)
-        return self.of.sweep(args, residuals, full, wanted)
-
-    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
-        args, residuals, some = self._cut(given)
-        union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
-        both = _Both(self, union)
-        found = both.pull_back([*args, *some], (), both.given(self.spread(cotangents)), wanted)
-        nothing = [None] * len(residuals)  # they follow from the arguments, which get it all
-        return [*found[: self.num_args], *nothing, *found[self.num_args :]]
-
-
-class _Both(Program):
-    """From (x, c) to the reverse of a program, with a place for each argument, and the results."""
-
-    def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
-        super().__init__(self._run, self._pull_back)
-        self.reverse = reverse
-        self.wanted = wanted
-
-    def given(self, cotangents: Partial) -> list[Any]:
-        """Cotangents of what comes out, from those of the reverse for all arguments."""
-        return [*cotangents, *([None] * len(self.reverse.exist))]
-
-    def _run(self, *given: Any) -> list[Any]:
-        count = self.reverse.num_args
-        args, cotangents = given[:count], given[count:]
-        results, residuals = self.reverse.of.run_known(*args)
-        back = self.reverse._sweep(args, residuals, cotangents, self.wanted)
-        nothing = [jnp.zeros_like(x) if _moves(x) else x for x in args]
-        of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
-        return [*of_args, *(results[i] for i in self.reverse.exist)]
-
-    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
-        self.reverse.of.refuse()
-        tangents = [c if _moves(x) else None for x, c in zip(given, cotangents, strict=True)]
-        return _spread_moving(pushed_forward(self, given, tangents), given)
-
-
-def _spread_moving(tangents: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The tangents of those that have one, None for others."""
-    return _spread(tangents, [i for i, x in enumerate(like) if _moves(x)], like)
-
-
-def run_differentiably(
-    run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None], args: Any
-) -> list[Any]:
-    """Runs a function with loops in both halves, differentiable in both modes and to any order.
-
-    Args:
-      run: from arguments to a list of results.
-      known: from arguments to (results, residuals), lists.
-      pull_back: from (arguments, results, residuals, cotangents of the results, None where there is
-        none) to cotangents of the arguments, None where there is none.
-      refuse: see `Symmetric`.
-      args: a pytree.
-    """
-    leaves, structure = jax.tree.flatten(args)
-    tree: Any = structure
-
-    def flat_run(*given: Any) -> list[Any]:
-        return list(run(jax.tree.unflatten(tree, given)))
-
-    def flat_known(*given: Any) -> tuple[list[Any], list[Any]]:
-        results, residuals = known(jax.tree.unflatten(tree, given))
-        return list(results), [*results, *residuals]
-
-    def flat_pull_back(given: Any, kept: Any, cotangents: Partial, _: Any) -> list[Any]:
-        count = len(cotangents)
-        arguments = jax.tree.unflatten(tree, given)
-        found = pull_back(arguments, kept[:count], kept[count:], cotangents)
-        return tree.flatten_up_to(found)
-
-    return bind(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
-
-
-def refuse_rules(subject: str, equations: Sequence[Any]) -> None:
-    """Raises an error if some equation has a rule of the user's for the reverse.
-
-    `subject` says what is differentiated in reverse mode twice, for the message.
-    """
-    if any_performs(equations, "custom_vjp_call"):
-        raise TypeError(
-            f"{subject} is differentiated in reverse mode twice, and has a rule of its own for "
-            "that (`jax.custom_vjp`), of which the transpose is not known; expected functions "
-            "that JAX can differentiate, or `jax.custom_jvp`. Or write forward over reverse, as in "
-            "`jax.jvp(jax.grad(f), (x,), (v,))` or `jax.hessian(f)`."
-        )
+        back = spread_to(a, there, args)
+        return [*spread_to(b, there, args), *(back[i] for i in self.moving)]
 
 
 def pulled_back(program: Program, args: Partial, cotangents: Partial, wanted: Any) -> list[Any]:
@@ -314,7 +134,7 @@ def pushed_forward(program: Program, args: Sequence[Any], tangents: Partial) -> 
     moving = [i for i, t in enumerate(tangents) if t is not None]
 
     def run(*moved: Any) -> list[Any]:
-        return list(filter(_moves, bind(program, _replaced(args, moving, moved))))
+        return list(filter(has_tangent, bind(program, _replaced(args, moving, moved))))
 
     return jax.jvp(run, [args[i] for i in moving], [tangents[i] for i in moving])[1]
 
@@ -348,7 +168,7 @@ def _batched(program: Program, axis: Any, dims: Sequence[Any], of_residuals: Any
 
         axes = list(dims), of_residuals, [None if c is None else 0 for c in cotangents]
         back = mapped(each, axes)(list(args), list(residuals), list(cotangents))
-        return _spread([_to(dims[i], x) for i, x in zip(there, back, strict=True)], there, args)
+        return spread_to([_to(dims[i], x) for i, x in zip(there, back, strict=True)], there, args)
 
     axes = tuple(dims)
     return Program(mapped(program.run, axes), pull_back, mapped(program.known, axes))
@@ -372,11 +192,11 @@ def _replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -
     return found
 
 
-def _spread(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
+def spread_to(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
     return _replaced([None] * len(like), places, values)
 
 
-def _moves(x: Any) -> bool:
+def has_tangent(x: Any) -> bool:
     return has_gradient(jax.typeof(x).dtype)
 
 
@@ -424,7 +244,8 @@ def _types(*avals: Any, program: Program) -> Any:
 def _push(primals: Any, tangents: Any, *, program: Program) -> tuple[list[Any], list[Any]]:
     """The rule of forward mode."""
     which = [
-        not isinstance(t, ad.Zero) and _moves(x) for x, t in zip(primals, tangents, strict=True)
+        not isinstance(t, ad.Zero) and has_tangent(x)
+        for x, t in zip(primals, tangents, strict=True)
     ]
     if not any(which):
         results = bind(program, primals)
@@ -476,7 +297,7 @@ def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
             return program_p.bind(*tracers, program=program)
     results, residuals = program.of.known(*args)
     program.note(results)
-    avals = tuple(_tangent_type(x) for x in results if _moves(x))
+    avals = tuple(_tangent_type(x) for x in results if has_tangent(x))
     with set_current_trace(trace):
         found = tangents_p.bind(
             *args,

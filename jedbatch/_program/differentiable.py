@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from jedbatch._graph.types import operation_of
-from jedbatch._jaxpr.derivatives import Symmetric, bind, refuse_rules
+from jedbatch._jaxpr.derivatives import bind
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import SLOTS
 from jedbatch._program.returned import Pieces, joined, split

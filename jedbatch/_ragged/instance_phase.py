@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
 from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._program.arenas import spread, take
 from jedbatch._ragged.axis_rules import CUMULATIVE
 from jedbatch._ragged.packing import PackedBatch, ragged_axis

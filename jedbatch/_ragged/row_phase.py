@@ -16,9 +16,9 @@ import numpy as np
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
-from jedbatch._jaxpr.derivatives import refuse_rules, run_differentiably
 from jedbatch._jaxpr.interpret import run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
