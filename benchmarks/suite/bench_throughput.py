@@ -1,10 +1,12 @@
 """How fast are the exact workloads of ED-Batch's released code, and what a user would pick instead?
 
 Inference and training over sizes of minibatches and of states (ED-Batch, figure 6), with the time
-of each stage (figure 8). See `harness.py` for who takes part.
+of each stage (figure 8), of instances never seen before, of others that equal them, and of known
+ones. See `harness.py` for who takes part.
 """
 
 import os
+import pickle
 
 import numpy as np
 
@@ -35,8 +37,10 @@ def test_throughput(benchmark, case, options):
     for instances in [first, *others[: WARM - 1]]:
         bench.run(bench.plan(instances))
     compilations = bench.batched.compilations
-    unseen = harness.stages(bench, others[WARM - 1 :])
+    new = others[WARM - 1 :]
+    unseen = harness.stages(bench, new)
     compilations = bench.batched.compilations - compilations
+    equal = harness.stages(bench, [pickle.loads(pickle.dumps(instances)) for instances in new])
     functions = bench.functions(names)
     bench.check(functions)
     multiply, multiply_flop = harness.product()
@@ -64,6 +68,7 @@ def test_throughput(benchmark, case, options):
             for name, t in seconds.items()
         },
         "unseen": unseen,
+        "equal": equal,
         "known": harness.stages(bench, [first] * 3),
         "source": common.source(str(options.data) if options.data else None),
     }

@@ -212,12 +212,16 @@ def best(rows: Sequence[Row]) -> Table:
 
 
 def split(rows: Sequence[Row]) -> Table:
-    """Milliseconds of each stage, for minibatches never seen before and seen before."""
+    """Milliseconds of each stage.
+
+    Instances are `unseen`, never recorded before; `equal` to such as were, but other objects of
+    Python; or `known`, the same objects.
+    """
     head = ["workload", "mode", "batch", "hidden", "instances", *STAGES]
     lines = []
     for row in rows:
-        for kind in ("unseen", "known"):
-            if row[kind]:
+        for kind in ("unseen", "equal", "known"):
+            if row.get(kind):
                 times = [row[kind].get(stage, 0.0) for stage in STAGES]
                 first = [row["title"], row["mode"], row["batch"], row["hidden"], kind]
                 lines.append([*first, *(f"{ms:.2f}" for ms in times)])
