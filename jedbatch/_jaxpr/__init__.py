@@ -1,19 +1,20 @@
 """JAX at the edge: programs equation by equation, symbolic dimensions, the state of JAX.
 
-Public names of JAX only; what differs between its versions belongs here.
+Public names of JAX only; differences between its versions are in `versions`.
 
 Read in this order:
 
 1. `configuration`: The state of JAX in this thread: its configuration, what is being traced,
    where arrays are.
-2. `interpret`: Handling programs of JAX equation by equation, with public names only.
-3. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-4. `storage`: How values are kept: each as a row of an array that holds values of one shape and
+2. `versions`: Differences between versions of JAX: 0.10, 0.11 and 0.12.
+3. `interpret`: Handling programs of JAX equation by equation, with public names only.
+4. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
+5. `storage`: How values are kept: each as a row of an array that holds values of one shape and
    dtype.
-5. `identity`: When two values are the same: the keys of everything that is remembered.
-6. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
-7. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+6. `identity`: When two values are the same: the keys of everything that is remembered.
+7. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
+8. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-8. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-9. `transfers`: What moves between host and device, where `jax.transfer_guard("disallow")` is set.
+9. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+10. `transfers`: What moves between host and device, where `jax.transfer_guard("disallow")` is set.
 """

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from jedbatch._jaxpr.versions import consts_of, is_program, with_equations, without_consts
+
 
 def reads(eqn: Any) -> list[Any]:
     """The variables an equation reads, each once."""
@@ -73,25 +75,7 @@ def interpret(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule
 def inner_programs(eqn: Any) -> list[Any]:
     """The programs an equation runs, without their consts."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    return [getattr(x, "jaxpr", x) for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-
-
-def scan_parts(eqn: Any) -> tuple[int, int]:
-    """How many constants and how many carried values a `scan` has.
-
-    Parameters say so under another name in every other version of JAX. What is scanned has one
-    axis more outside than in the body; constants and what is carried have as many.
-    """
-    body = eqn.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
-
-    def whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-        return sum(
-            len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)
-        )
-
-    carried = whole(eqn.outvars, body.outvars)
-    return whole(eqn.invars, body.invars) - carried, carried
+    return [without_consts(x) for x in values if is_program(x)]
 
 
 def cares_for_padding(eqn: Any) -> bool:
@@ -106,7 +90,7 @@ def cares_for_padding(eqn: Any) -> bool:
 
 def performs(program: Any, *names: str) -> bool:
     """True of programs with one of these primitives in them, however deep inside."""
-    return any_performs(getattr(program, "jaxpr", program).eqns, *names)
+    return any_performs(without_consts(program).eqns, *names)
 
 
 def any_performs(equations: Sequence[Any], *names: str) -> bool:
@@ -134,18 +118,16 @@ def one_by_one(program: Any) -> Any:
     def through(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(through, x))
-        return one_by_one(x) if hasattr(x, "eqns") or hasattr(x, "jaxpr") else x
+        return one_by_one(x) if is_program(x) else x
 
-    inner = getattr(program, "jaxpr", program)
     eqns = []
-    for eqn in inner.eqns:
+    for eqn in without_consts(program).eqns:
         params = {name: through(x) for name, x in eqn.params.items()}
         if eqn.primitive.name == "pure_callback" and params["vmap_method"] is None:
             params["vmap_method"] = "sequential"
         eqn = eqn.replace(params=params)
         eqns.append(_apart(eqn) if _depends_on_lanes(eqn) else eqn)
-    inner = inner.replace(eqns=eqns)
-    return inner if program is getattr(program, "jaxpr", program) else program.replace(jaxpr=inner)
+    return with_equations(program, eqns)
 
 
 def _depends_on_lanes(eqn: Any) -> bool:
@@ -214,9 +196,7 @@ def inlined(closed: Any, body: Callable[[Any], Any] = jitted) -> Any:
         def rule(eqn: Any, values: list[Any]) -> list[Any]:
             inner = body(eqn)  # closed or open, by primitive and version
             if inner is not None:
-                return evaluate(
-                    getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values
-                )
+                return evaluate(without_consts(inner), consts_of(inner), values)
             return values if _rounds_nothing(eqn) else run_equation(jaxpr, eqn, values)
 
         return interpret(jaxpr, consts, args, rule)

@@ -42,6 +42,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
 
+from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
 
 ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
@@ -474,8 +475,8 @@ def symbols_in(value: Any) -> frozenset[str]:
         return symbols_in(tuple(value.values()))
     if isinstance(value, tuple | list):
         return frozenset().union(*map(symbols_in, value))
-    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        jaxpr = getattr(value, "jaxpr", value)
+    if is_program(value):
+        jaxpr = without_consts(value)
         inside = [symbols_in(v.aval.shape) for v in (*jaxpr.invars, *jaxpr.outvars)]
         inside += [symbols_in(eqn.params) for eqn in jaxpr.eqns]
         return frozenset().union(*inside)
@@ -493,8 +494,8 @@ def extents_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, tuple | list):
         for x in value:
             yield from extents_in(x)
-    elif hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        jaxpr = getattr(value, "jaxpr", value)
+    elif is_program(value):
+        jaxpr = without_consts(value)
         for eqn in jaxpr.eqns:
             yield from extents_in(eqn.params)
             for v in (*eqn.invars, *eqn.outvars):

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import interpret, run_equation, scan_parts, shape_of
+from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
+from jedbatch._jaxpr.versions import scan_parts, without_consts
 
 Sources = frozenset[int]
 NONE: Sources = frozenset()
@@ -40,8 +41,7 @@ def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
 
 
 def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    body = eqn.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
+    body = without_consts(eqn.params["jaxpr"])
     first, count = scan_parts(eqn)
     while True:
         found = find_sources(body, dict(zip(body.invars, operands, strict=True)))

@@ -43,6 +43,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import reads, run_equation, run_equations
+from jedbatch._jaxpr.versions import is_program
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
 from jedbatch._kernel.products import CellProgram, Product, join, split, taken_apart, total
 
@@ -164,7 +165,7 @@ def _is_told_by_its_text(parameter: Any) -> bool:
     if isinstance(parameter, tuple | list):
         return all(map(_is_told_by_its_text, parameter))
     is_array = isinstance(parameter, np.ndarray | jax.Array)
-    return not (is_array or hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr"))
+    return not (is_array or is_program(parameter))
 
 
 class Grid(NamedTuple):

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from jedbatch._jaxpr.interpret import inner_programs, scan_parts
+from jedbatch._jaxpr.interpret import inner_programs
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.versions import scan_parts, without_consts
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -95,7 +96,7 @@ def is_elementwise(eqn: Any) -> bool:
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
     if inner is None:
         return eqn.primitive.name in ELEMENTWISE
-    return all(map(is_elementwise, getattr(inner, "jaxpr", inner).eqns))
+    return all(map(is_elementwise, without_consts(inner).eqns))
 
 
 def _reshape(eqn, params, i, a):

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.interpret import scan_parts
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
+from jedbatch._jaxpr.versions import scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE,
     ELEMENTWISE,

@@ -22,6 +22,7 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import run_equation, value_of
 from jedbatch._jaxpr.symbolic_dims import Base, numbered
+from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
 from jedbatch._record.registry import Registry
 
 
@@ -49,7 +50,7 @@ class Renaming:
     def program(self, jaxpr: Any) -> Hashable:
         """Returns a program as a key, with variables numbered by first appearance."""
         assert self.registry is not None
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = without_consts(jaxpr)
         variables: dict[Any, int] = {}
 
         def atom(x: Any) -> Hashable:
@@ -59,7 +60,7 @@ class Renaming:
                 return "literal", jax.numpy.asarray(x.val).tobytes(), kind
             return variables.setdefault(x, len(variables)), kind
 
-        parts: list[Hashable] = [Same(c) for c in getattr(jaxpr, "consts", ())]
+        parts: list[Hashable] = [Same(c) for c in consts_of(jaxpr)]
         parts += map(atom, (*inner.constvars, *inner.invars))
         for eqn in inner.eqns:
             parts.append(eqn.primitive)
@@ -70,7 +71,7 @@ class Renaming:
 
     def _params(self, value: Any) -> Hashable:
         assert self.registry is not None
-        if hasattr(value, "eqns"):
+        if is_program(value):
             return self.program(value)
         if isinstance(value, dict):
             return dict, *((k, self._params(v)) for k, v in sorted(value.items()))

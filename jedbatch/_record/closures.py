@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_same
+from jedbatch._jaxpr.versions import wrapped_by_jax
 
 
 def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
@@ -59,8 +60,6 @@ def function_identity(
     return _identity(fn, operands, ways, [])
 
 
-# What a function returned when it ran, and where it was written: not what it computes.
-_RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -98,8 +97,8 @@ def _identity(
         keywords = (value.__kwdefaults__ or {}).items()
         parts = (*free_values(value), "defaults", *(value.__defaults__ or ()), *keywords)
         return value.__code__, Same(value.__globals__), *each(parts)
-    if (held := _held_by_jax(value)) is not None:
-        return type(value), *each(held)
+    if (wrapped := wrapped_by_jax(value)) is not None:
+        return type(value), *each(wrapped)
     if isinstance(value, tuple | list) and not isinstance(value, enum.Enum):
         return type(value), *each(value)
     if isinstance(value, dict):
@@ -111,21 +110,6 @@ def _identity(
         names = attribute_names(value)
         return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
-
-
-def _held_by_jax(value: Any) -> tuple[Any, ...] | None:
-    """The parts of a wrapper in which JAX hands on a function; None of anything else.
-
-    Wrappers are known by name. Without it they are told apart by identity, which is never wrong.
-    """
-    kind = type(value)
-    if not kind.__module__.startswith("jax."):
-        return None
-    if kind.__name__ == "WrappedFun":
-        return value.f, value.transforms, value.params
-    if kind.__name__ == "Unhashable":  # an argument that derivatives do not see
-        return (value.val,)
-    return () if kind.__name__ in _RECORDS_OF_JAX else None
 
 
 def with_free_values(fn: Any, captured: Iterator[Any]) -> Any:

@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.symbolic_dims import symbols_in
+from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
 from jedbatch._record.closures import function_identity
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
@@ -72,7 +73,7 @@ class Keys:
             return kind, value
         if kind is tuple:
             return kind, *map(self.params_key, value)
-        if hasattr(value, "eqns"):
+        if is_program(value):
             return self.jaxpr_key(value)
         if isinstance(value, dict):
             return dict, *((k, self.params_key(v)) for k, v in sorted(value.items()))
@@ -93,7 +94,7 @@ class Keys:
 
     def _write(self, jaxpr: Any) -> Hashable:
         """A jaxpr as nested tuples, variables numbered by first appearance."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = without_consts(jaxpr)
         numbers: dict[Any, int] = {}
 
         def atom(x: Any) -> Hashable:
@@ -101,7 +102,7 @@ class Keys:
                 return "literal", np.asarray(x.val).tobytes(), str(x.aval)
             return numbers.setdefault(x, len(numbers)), str(x.aval)
 
-        parts: list[Hashable] = [_const_key(c) for c in getattr(jaxpr, "consts", ())]
+        parts: list[Hashable] = [_const_key(c) for c in consts_of(jaxpr)]
         parts += map(atom, (*inner.constvars, *inner.invars))
         for eqn in inner.eqns:
             parts += eqn.primitive, self.params_key(eqn.params)

@@ -1,0 +1,74 @@
+"""Differences between versions of JAX: 0.10, 0.11 and 0.12.
+
+A program and its constants: in 0.10 a `ClosedJaxpr` holds constants and a `Jaxpr`, the program; in
+0.12 both names are one class, whose `jaxpr` is the program itself. Some primitives have programs
+with constants as parameters, others without, and which do changes too. `is_program`,
+`without_consts`, `consts_of` and `with_equations` serve all of them.
+
+A `scan`: its parameters name the numbers of constants and carried values in 0.10, and describe
+containers of them in 0.12. `scan_parts` reads both numbers off shapes instead.
+
+Wrappers of functions are private classes of JAX, which `wrapped_by_jax` knows by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+# Records of a wrapper that say what a function returned when it ran, or where it was written.
+_RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
+
+
+def is_program(value: Any) -> bool:
+    """True of programs of JAX, with constants or without."""
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def without_consts(program: Any) -> Any:
+    """Returns the `Jaxpr` of a program with constants or without."""
+    return getattr(program, "jaxpr", program)
+
+
+def consts_of(program: Any) -> Sequence[Any]:
+    """Returns the constants of a program; none if they are not part of it."""
+    return getattr(program, "consts", ())
+
+
+def with_equations(program: Any, equations: Sequence[Any]) -> Any:
+    """Returns the program with other equations, and with its constants if it has them."""
+    jaxpr = without_consts(program)
+    replaced = jaxpr.replace(eqns=equations)
+    return replaced if program is jaxpr else program.replace(jaxpr=replaced)
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values of a `scan`.
+
+    Scanned values have one axis more outside than in the body; constants and carried values have
+    as many.
+    """
+    body = without_consts(eqn.params["jaxpr"])
+
+    def num_whole(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(
+            len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)
+        )
+
+    num_carried = num_whole(eqn.outvars, body.outvars)
+    return num_whole(eqn.invars, body.invars) - num_carried, num_carried
+
+
+def wrapped_by_jax(value: Any) -> tuple[Any, ...] | None:
+    """Returns the parts of a wrapper in which JAX hands on a function; None of anything else.
+
+    Wrappers of an unknown name are told apart by identity, which is never wrong.
+    """
+    cls = type(value)
+    if not cls.__module__.startswith("jax."):
+        return None
+    if cls.__name__ == "WrappedFun":
+        return value.f, value.transforms, value.params
+    if cls.__name__ == "Unhashable":  # an argument that derivatives do not see
+        return (value.val,)
+    return () if cls.__name__ in _RECORDS_OF_JAX else None
