@@ -1,4 +1,4 @@
-"""Learning a policy from graphs: teachers, imitation, Q-learning, and a race between them.
+"""Learning a policy from graphs: teachers, imitation, Q-learning, and a comparison of them.
 
 Good schedules of a few training graphs are not hard to find, given a second (`_schedule.search`).
 What is wanted is a rule that finds them at once for graphs not seen before. `learn` makes
@@ -194,9 +194,11 @@ def learn(
         start = time.perf_counter()
         with _plain_jax():
             first = jax.random.key(key) if is_number else key
-            race = _Race(graphs, first, same_weights if objective is None else objective)
-            race.run(encodings, episodes, teachers, progress)
-        return race.result(time.perf_counter() - start)
+            candidates = _Candidates(
+                graphs, first, same_weights if objective is None else objective
+            )
+            candidates.run(encodings, episodes, teachers, progress)
+        return candidates.result(time.perf_counter() - start)
 
     # A thread of its own is in no transformation of JAX, whatever the caller is in.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -223,7 +225,7 @@ def _plain_jax() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class Component:
     """A component of a graph to learn from.
 
     Attributes:
@@ -240,7 +242,7 @@ class Lesson:
 Decide = Callable[[Frontier, Code, list[int]], int | None]  # the number of a type
 
 
-class _Race:
+class _Candidates:
     """Candidates for a policy and what they cost."""
 
     def __init__(self, graphs: Sequence[Graph], key: jax.Array, objective: Objective):
@@ -278,12 +280,12 @@ class _Race:
             self._enter(policy.__name__, functools.partial(schedule, policy=policy))
         ranks = {e.name: self._rank(e) for e in self.entries}
         self.fallback = min(FALLBACKS, key=lambda name: ranks[name])
-        self.lessons = [list(self._lessons(graph)) for graph in self.training]
+        self.components = [list(self._components(graph)) for graph in self.training]
 
-    def _lessons(self, graph: Graph) -> Iterator[Lesson]:
+    def _components(self, graph: Graph) -> Iterator[Component]:
         for types in graph.components:
             nodes, part = graph.restrict(types)
-            yield Lesson(part, [self.present.index(t) for t in types], nodes)
+            yield Component(part, [self.present.index(t) for t in types], nodes)
 
     def _bound(self, graph: Graph) -> float:
         return lower_bound(graph, weights_of(graph, self.objective))
@@ -313,9 +315,9 @@ class _Race:
             t = table.get(code, decide(frontier, code, numbers))
             return numbers[fallback(frontier)] if t is None else t
 
-        for lessons in self.lessons:
+        for components in self.components:
             steps = []
-            for x in lessons:
+            for x in components:
                 for code, t in walk(x, encoding, settled):
                     table[code] = t
                     steps.append(code)
@@ -350,8 +352,8 @@ class _Race:
     def imitate(self, encoding: str, teacher: str, policy: Any) -> None:
         """Enters what an encoding can copy of a teacher: what it does most often in each state."""
         votes: dict[Code, collections.Counter[int]] = {}
-        for lessons in self.lessons:
-            for x in lessons:
+        for components in self.components:
+            for x in components:
                 found = by_rank(x.graph) or self._taught(x.graph, policy)
                 taught = in_turn(found.batch_type.tolist())
                 copied: Decide = lambda frontier, _, numbers: numbers[taught(frontier)]  # noqa: B023, E731
@@ -374,7 +376,7 @@ class _Race:
         instance = np.repeat(np.arange(self.whole.num_instances), np.diff(self.whole.node_ptr))
         learned: list[tuple[list[int], QTable]] = []
         points: list[tuple[int, float]] = []
-        for x in self.lessons[0]:
+        for x in self.components[0]:
             if len(x.numbers) == 1:
                 continue
             self.key, key = jax.random.split(self.key)
@@ -438,9 +440,9 @@ def enough(parts: Sequence[tuple[Graph, int]]) -> int:
     return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), NODES))))
 
 
-def walk(lesson: Lesson, encoding: str, decide: Decide) -> Iterator[tuple[Code, int]]:
+def walk(component: Component, encoding: str, decide: Decide) -> Iterator[tuple[Code, int]]:
     """Runs a component and yields, batch by batch, the encoding and the type run."""
-    frontier, numbers = Frontier(lesson.graph), lesson.numbers
+    frontier, numbers = Frontier(component.graph), component.numbers
     while ready := frontier.ready_types:
         if len(ready) == 1:
             code: Code = (CODES * numbers[ready[0]],)
