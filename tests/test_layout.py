@@ -21,7 +21,7 @@ from jedbatch._layout.access import (
     find_modes,
     usable,
 )
-from jedbatch._layout.bucketing import COARSE, FINE, NUM_WIDTHS
+from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, NUM_WIDTHS
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._layout.live_ranges import last_reads
 from jedbatch._layout.node_order import ORDERS
@@ -43,7 +43,7 @@ def physical_reads(plan):
     for what, lane, trips in form.view(plan.table, "instructions")[:count].tolist():
         number, column = divmod(what, NUM_WIDTHS)
         k, reading = signature.bodies[number]
-        width = signature.kernels[k].ladder.widths[column]
+        width = signature.kernels[k].buckets.widths[column]
         assert signature.kernels[k] in placed.kernels
         for first in range(lane, lane + width * trips, width):
             rows = form.view(plan.table, "operands", k)[:, first : first + width]
@@ -410,8 +410,8 @@ def test_checkpointed_cells_keep_less(params):
 def test_lanes_have_widths_of_their_ladder():
     graph = jedbatch.Graph.from_dag([0] * 70, [[]] * 70)
     batches = jedbatch.schedule(graph, jedbatch.policies.agenda)
-    for ladder in (FINE, COARSE):
-        layout = assign_lanes(graph, batches, [ladder])
+    for buckets in (FINE_BUCKETS, COARSE_BUCKETS):
+        layout = assign_lanes(graph, batches, [buckets])
         assert layout.padded.tolist() == layout.lanes.tolist()
         assert layout.padded[0] >= 70
 
@@ -425,5 +425,5 @@ def test_chunks_of_long_rows_are_narrow():
     (kernel,) = [
         k for k in batched.plan(1.0, list(xs)).static.signature.kernels if k.node_type.name == "mix"
     ]
-    chunk = kernel.ladder.widths[-1] * 3 * 4 * n * n  # two matrices are read, one is written
+    chunk = kernel.buckets.widths[-1] * 3 * 4 * n * n  # two matrices are read, one is written
     assert chunk <= CPU.chunk_bytes < 512 * 3 * 4 * n * n

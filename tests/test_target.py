@@ -10,7 +10,7 @@ import pytest
 from helpers import check, compilations, random_tree
 
 import jedbatch
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.instructions import InstructionSet
 from jedbatch.testing import check_against_loop
 
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_the_loops(params, monkeypatch):
 
 def test_many_rounds_of_many_chunks_are_reversed():
     """A switch has an instruction for each chunk; there is room for those of all rounds."""
-    one = Ladder((4,), 4)
+    one = Buckets((4,), 4)
     narrow = dataclasses.replace(
         GPU, heavy=(4,), light=(4,), sums=one, blocks=one, superinstruction=1
     )
@@ -119,12 +119,12 @@ def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
 
 
 def test_few_widths_are_compiled():
-    wide = GPU.ladder(work=10**7, row_bytes=10**4)
-    light = GPU.ladder(work=10, row_bytes=8)
+    wide = GPU.buckets(work=10**7, row_bytes=10**4)
+    light = GPU.buckets(work=10, row_bytes=8)
     assert wide.overhead < light.overhead == GPU.longest_start
     assert wide.cover(np.array([200]))[0].sum() <= 2
     assert light.cover(np.array([2000]))[0].sum() == 1
-    assert GPU.ladder(work=1, row_bytes=GPU.chunk_bytes).widths == GPU.heavy[:2]
+    assert GPU.buckets(work=1, row_bytes=GPU.chunk_bytes).widths == GPU.heavy[:2]
 
 
 def test_options_for_jit():

@@ -14,7 +14,7 @@ import numpy as np
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.placement import capacity
 from jedbatch._program.signature import Signature
 
@@ -70,7 +70,7 @@ class RoundCapacity:
         lanes = larger(self.lanes, needed.lanes, lambda n: capacity(GROWTH * n))
         widest = larger(self.widest, needed.widest, lambda n: n)
         for kernel, n in widest.items():
-            widths = kernel.ladder.widths
+            widths = kernel.buckets.widths
             lanes[kernel] = max(lanes[kernel], widths[n - 1])
             if kernel not in self.lanes:
                 of_bytes = FIRST_BYTES // max(1, kernel.result_bytes)
@@ -102,13 +102,13 @@ class RoundCapacity:
 
 
 @functools.lru_cache(4096)
-def in_blocks(lanes: int, blocks: Ladder) -> int:
+def in_blocks(lanes: int, blocks: Buckets) -> int:
     """Lanes in whole blocks, as weight gradients run over them."""
     return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))
 
 
 @functools.lru_cache(4096)
-def num_widths(ladder: Ladder, largest: int) -> int:
+def num_widths(buckets: Buckets, largest: int) -> int:
     """Returns the number of widths that batches of up to `largest` nodes use."""
-    used = ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+    used = buckets.cover(np.arange(1, largest + 1)).any(axis=0)
     return int(np.flatnonzero(used)[-1]) + 1

@@ -25,7 +25,7 @@ from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import Layout, assign_lanes
 from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
@@ -239,10 +239,10 @@ class Workspace:
         key = Same(policy), *(x.tobytes() for x in parts)
         layout = self.session.rounds.get(key)
         if layout is None:
-            ladders: list[Ladder | None] = [None] * len(graph.types)
+            buckets_by_type: list[Buckets | None] = [None] * len(graph.types)
             for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
-                ladders[t] = self.session.kernel(t).ladder
-            layout = assign_lanes(graph, schedule(graph, policy), ladders, "append")
+                buckets_by_type[t] = self.session.kernel(t).buckets
+            layout = assign_lanes(graph, schedule(graph, policy), buckets_by_type, "append")
             self.session.rounds[key] = layout
         return layout
 
@@ -314,7 +314,7 @@ class Workspace:
             kernel = self.session.kernel(t)
             needed.lanes[kernel] = in_blocks(max(1, used), target.blocks)
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
-            needed.widest[kernel] = num_widths(kernel.ladder, capacity(max(1, int(most))))
+            needed.widest[kernel] = num_widths(kernel.buckets, capacity(max(1, int(most))))
         there = RoundCapacity() if self.signature is None else RoundCapacity.of(self.signature)
         if self.signature is None or not there.holds(needed):
             before, self.signature = self.signature, there.extended(needed, target)
@@ -490,10 +490,10 @@ class Workspace:
         )
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
         kernels = tuple(map(self.session.kernel, type_ids))
-        ladders: list[Ladder | None] = [None] * len(registry.types)
+        buckets_by_type: list[Buckets | None] = [None] * len(registry.types)
         for t, kernel in zip(type_ids, kernels, strict=True):
-            ladders[t] = kernel.ladder
-        layout = assign_lanes(graph, every, ladders, "append")
+            buckets_by_type[t] = kernel.buckets
+        layout = assign_lanes(graph, every, buckets_by_type, "append")
         assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
         outputs = {kind: moved(np.array(some)).tolist() for kind, some in returned.items()}
         placed = Placement.find(

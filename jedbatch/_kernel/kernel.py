@@ -52,7 +52,7 @@ class Kernel:
       operands, results: value types of one lane.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       transposed: positions of consts that are the transpose of a shared matrix.
-      ladder: the widths it is compiled in.
+      buckets: the widths it is compiled in.
       result_bytes: of the results of one lane.
       loose: for each operand, whether lanes whose results nobody reads may have any value for it:
         no index, and in no loop that might not end or call of Python.
@@ -96,7 +96,7 @@ class Kernel:
         }
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
-        self.ladder = target.ladder(sum(map(work, self.body)), operand_bytes + self.result_bytes)
+        self.buckets = target.buckets(sum(map(work, self.body)), operand_bytes + self.result_bytes)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 

@@ -24,9 +24,9 @@ import jax
 from jax.core import Tracer
 
 from jedbatch import checks
-from jedbatch._layout.bucketing import COARSE, FINE, Ladder
+from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
 
-BLOCKS = Ladder(COARSE.widths)
+BLOCKS = Buckets(COARSE_BUCKETS.widths)
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (
@@ -65,14 +65,14 @@ class Target:
     """
 
     name: str
-    heavy: tuple[int, ...] = FINE.widths
-    light: tuple[int, ...] = COARSE.widths
+    heavy: tuple[int, ...] = FINE_BUCKETS.widths
+    light: tuple[int, ...] = COARSE_BUCKETS.widths
     chunk_work: float = 9e5
     longest_start: int = 64
     heavy_start: int = 16
     chunk_bytes: int = 16 << 20
-    sums: Ladder = COARSE
-    blocks: Ladder = BLOCKS
+    sums: Buckets = COARSE_BUCKETS
+    blocks: Buckets = BLOCKS
     rows_together: int = 256
     together: int = 4
     shortest: int = 8
@@ -88,14 +88,14 @@ class Target:
         assert found is not None
         return found
 
-    def ladder(self, work: int, row_bytes: int) -> Ladder:
+    def buckets(self, work: int, row_bytes: int) -> Buckets:
         """The widths for a lane of so many floating-point operations and bytes of rows.
 
         Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long
         rows, such as matrices, only the widths that fit into `chunk_bytes` are left, but two at
         least.
         """
-        return _ladder(self, work, row_bytes)
+        return _buckets_of(self, work, row_bytes)
 
     def compiler_options(self) -> dict[str, str]:
         """Options of `jax.jit` that programs for this target should be compiled with."""
@@ -105,13 +105,13 @@ class Target:
 
 
 @functools.cache
-def _ladder(target: Target, work: int, row_bytes: int) -> Ladder:
+def _buckets_of(target: Target, work: int, row_bytes: int) -> Buckets:
     start = 8
     while start < target.longest_start and start * work < target.chunk_work:
         start *= 2
     widths = target.heavy if start <= target.heavy_start else target.light
     fitting = sum(width * row_bytes <= target.chunk_bytes for width in widths)
-    return Ladder(widths[: max(2, fitting)], start)
+    return Buckets(widths[: max(2, fitting)], start)
 
 
 CPU = Target("cpu")
@@ -122,8 +122,8 @@ GPU = Target(
     chunk_work=2e9,
     longest_start=8192,
     chunk_bytes=1 << 30,
-    sums=Ladder((256, 2048), 1024),
-    blocks=Ladder((512, 2048), 512),
+    sums=Buckets((256, 2048), 1024),
+    blocks=Buckets((512, 2048), 512),
     rows_together=8192,
     together=1,
     shortest=32,

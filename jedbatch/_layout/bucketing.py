@@ -1,7 +1,7 @@
 """Widths: into which chunks a batch is cut.
 
 XLA compiles kernels of fixed width, batches have any number of nodes. Each batch is therefore
-cut into chunks whose widths come from the short ladder of its type (see `_kernel.target`), as few
+cut into chunks whose widths come from the few buckets of its type (see `_kernel.target`), as few
 and as narrow as what a chunk costs to start suggests; what is left over is padding, lanes that
 repeat a live one. How a batch is cut depends on its size alone, never on what was compiled before.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NUM_WIDTHS = 5  # of the longest ladder
+NUM_WIDTHS = 5  # at most, of the buckets of one type
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Buckets:
     """The widths of chunks of one node type.
 
     Attributes:
@@ -66,5 +66,5 @@ class Ladder:
         return trips[..., : len(self.widths)] @ np.array(self.widths)
 
 
-FINE = Ladder((2, 8, 24, 64, 256))
-COARSE = Ladder((8, 64, 512), 64)
+FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))
+COARSE_BUCKETS = Buckets((8, 64, 512), 64)

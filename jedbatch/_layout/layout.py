@@ -27,7 +27,7 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._layout.allocator import Allocation, allocate
-from jedbatch._layout.bucketing import FINE, NUM_WIDTHS, Ladder
+from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets
 from jedbatch._layout.explain import explain
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
@@ -129,22 +129,22 @@ class Layout:
 
 
 def assign_lanes(
-    graph: Graph, schedule: Schedule, ladders: Sequence[Ladder | None], order: str = "auto"
+    graph: Graph, schedule: Schedule, buckets_by_type: Sequence[Buckets | None], order: str = "auto"
 ) -> Layout:
     """Cuts the batches of a schedule into chunks and numbers the lanes of every type.
 
-    `ladders` has the ladder of each type id, or None where a type has no nodes. Every value has a
-    row of its own.
+    `buckets_by_type` has the buckets of each type id, or None for a type without nodes. Every value
+    has a row of its own.
     """
     sizes = np.diff(schedule.node_ptr)
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)
     padded = np.zeros(len(schedule), np.int64)
-    for ladder in {ladder for ladder in ladders if ladder is not None}:
-        has = np.array([other == ladder for other in ladders])
+    for buckets in {buckets for buckets in buckets_by_type if buckets is not None}:
+        has = np.array([other == buckets for other in buckets_by_type])
         mine = np.flatnonzero(has[schedule.batch_type])
-        found = ladder.cover(sizes[mine])
+        found = buckets.cover(sizes[mine])
         trips[mine, : found.shape[1]] = found
-        padded[mine] = ladder.lanes(found)
+        padded[mine] = buckets.lanes(found)
     by_type = np.argsort(schedule.batch_type, kind="stable")
     begins = pointers(padded[by_type])[:-1]
     total = np.bincount(schedule.batch_type, weights=padded, minlength=len(graph.types))
@@ -229,7 +229,7 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
     checks.of_type("layout", schedule, Schedule, "a schedule of the graph", instead)
     schedule.check(graph)
     present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
-    lanes = assign_lanes(graph, schedule, [FINE if p else None for p in present], order)
+    lanes = assign_lanes(graph, schedule, [FINE_BUCKETS if p else None for p in present], order)
     if not reuse:
         return lanes
     kinds: dict[Any, int] = {}

@@ -35,7 +35,7 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.access import GATHER, Reading, extent
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import cut, empty, isolated, put, read, row, spread, take
 from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lower_vjp import ReverseSignature
@@ -379,7 +379,7 @@ def tap_gradient(
     rows_of: Callable,
     cotangents_of: Callable,
     alive_of: Callable,
-    blocks: Ladder | None,
+    blocks: Buckets | None,
     lanes: int,
     trips: Any,
     total: Sequence[Any],
@@ -419,16 +419,16 @@ def tap_gradient(
     return each_block(blocks, lanes, trips, block, list(total))
 
 
-def each_block(ladder: Ladder | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+def each_block(buckets: Buckets | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
     """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
 
-    `trips` says how many there are of each width; `lanes` is their capacity. Without a ladder all
+    `trips` says how many there are of each width; `lanes` is their capacity. Without buckets all
     lanes are one block.
     """
-    if ladder is None:
+    if buckets is None:
         return block(lanes, 0, state)
     carry = (state, jnp.int32(0))
-    for i, width in reversed([(i, w) for i, w in enumerate(ladder.widths) if w <= lanes]):
+    for i, width in reversed([(i, w) for i, w in enumerate(buckets.widths) if w <= lanes]):
         carry = lax.fori_loop(
             0,
             trips[i],

@@ -92,7 +92,7 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
     if placed.reuse:  # room for every chunk that is compiled, whether it ever runs or not
         for kernel in lanes:
             for kind in map(stored, kernel.results):
-                widths = kernel.ladder.widths[: widest[kernel]]
+                widths = kernel.buckets.widths[: widest[kernel]]
                 shared[kind] = max(shared.get(kind, 0), *widths)
     made = Signature(
         tuple(lanes),

@@ -211,9 +211,9 @@ class Placement:
         found = []
         for kernel, t, lanes in zip(self.kernels, self.type_ids, self.lanes, strict=True):
             largest = self.capacity(int(sizes[batch_type == t].max()))
-            used = kernel.ladder.cover(np.arange(1, largest + 1)).any(axis=0)
+            used = kernel.buckets.cover(np.arange(1, largest + 1)).any(axis=0)
             widest = int(np.flatnonzero(used)[-1]) + 1
-            widths = kernel.ladder.widths
+            widths = kernel.buckets.widths
             cheap = min(CHEAP // max(1, kernel.result_bytes), widths[-1])
             found.append((max(self.capacity(lanes), widths[widest - 1], cheap), widest))
         return found

@@ -16,8 +16,8 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 
 def widths_of(kernels: Sequence[Kernel], target: Target) -> np.ndarray:
     """int64[K + 1, NUM_WIDTHS]: the widths of each kernel, and those of sums of cotangents."""
-    ladders = [*(kernel.ladder for kernel in kernels), target.sums]
-    return np.array([ladder.columns for ladder in ladders], np.int64)
+    all_buckets = [*(kernel.buckets for kernel in kernels), target.sums]
+    return np.array([buckets.columns for buckets in all_buckets], np.int64)
 
 
 def cut_batches(

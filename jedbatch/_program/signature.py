@@ -95,7 +95,7 @@ class Signature:
     def widths(self) -> tuple[tuple[int, ...], ...]:
         """The widths compiled for each kernel."""
         found = zip(self.kernels, self.widest, strict=True)
-        return tuple(kernel.ladder.widths[:n] for kernel, n in found)
+        return tuple(kernel.buckets.widths[:n] for kernel, n in found)
 
     @property
     def bases(self) -> tuple[tuple[int, ...], ...]:

@@ -183,10 +183,10 @@ class Trial:
         signature, form = self.signature, self.signature.form
         table = np.asarray(table)
         require(table.shape == (form.size,), f"a table of {table.shape} for {form.size} entries")
-        ladders = [
-            signature.kernels[k].ladder.widths[: signature.widest[k]] for k, _ in signature.bodies
+        widths_by_body = [
+            signature.kernels[k].buckets.widths[: signature.widest[k]] for k, _ in signature.bodies
         ]
-        for body, width, lane in chunks_of(table, signature, ladders):
+        for body, width, lane in chunks_of(table, signature, widths_by_body):
             k, reading = signature.bodies[body]
             self._chunk(table, k, width, lane, reading, keeps)
             self.chunks += 1

@@ -9,7 +9,7 @@ import numpy as np
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.verify import Trial, check_apart, chunks_of, require
 
@@ -71,7 +71,9 @@ class ReverseTrial:
         signature, forward = self.signature, self.signature.forward
         table = np.asarray(tables[1])
         require(table.shape == (signature.form.size,), "a reverse table of another size")
-        widths = [k.ladder.widths[:n] for k, n in zip(forward.kernels, forward.widest, strict=True)]
+        widths = [
+            k.buckets.widths[:n] for k, n in zip(forward.kernels, forward.widest, strict=True)
+        ]
         of_sums = forward.target.sums.widths
         widths += [tuple(w for w in of_sums if w <= rows) for rows in signature.sums]
         for number, width, lane in chunks_of(table, signature, widths):
@@ -218,7 +220,7 @@ class ReverseTrial:
             check_cover(trips, blocks, need, forward.lanes[k], f"lanes of {name}")
 
 
-def check_cover(trips: np.ndarray, blocks: Ladder, used: int, room: int, what: str) -> None:
+def check_cover(trips: np.ndarray, blocks: Buckets, used: int, room: int, what: str) -> None:
     """Blocks cover all that is used, and stay inside of the room."""
     covered = 0
     for n, width in zip(trips.tolist(), blocks.widths, strict=True):

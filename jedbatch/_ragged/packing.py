@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
@@ -52,7 +52,7 @@ class RowCapacity:
         return self.lengths, self.slots
 
     @property
-    def blocks(self) -> Ladder | None:
+    def blocks(self) -> Buckets | None:
         """The widths of blocks of rows; None if all rows are one block."""
         return None if self.slots else self.target.blocks
 

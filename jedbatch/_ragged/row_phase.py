@@ -22,7 +22,7 @@ from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import cut, put, spread, take
 from jedbatch._program.execute import each_block, tap_gradient
 from jedbatch._ragged.axis_rules import is_look_up
@@ -130,7 +130,7 @@ class RowFunction:
 
     kernel: Kernel
     capacity: int
-    buckets: Ladder | None
+    buckets: Buckets | None
     by_row: tuple[bool, ...]
 
     def __call__(self, arguments: RowArguments) -> list[jax.Array]:

@@ -84,8 +84,8 @@ def make_plan(
     clock.append(time.perf_counter())
     type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
     kernels = tuple(map(session.kernel, type_ids))
-    ladders = {t: kernel.ladder for t, kernel in zip(type_ids, kernels, strict=True)}
-    of_types = [ladders.get(t) for t in range(len(graph.types))]
+    buckets_by_type = {t: kernel.buckets for t, kernel in zip(type_ids, kernels, strict=True)}
+    of_types = [buckets_by_type.get(t) for t in range(len(graph.types))]
     lanes = assign_lanes(graph, batches, of_types, options.layout)
     placed = Placement.find(
         lanes,

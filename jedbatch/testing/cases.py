@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch._layout.bucketing import Ladder
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.executors import Fused
 from jedbatch.testing.judges import (
     assert_close,
@@ -35,7 +35,7 @@ POLICIES = {
     "sufficient": jedbatch.policies.sufficient,
 }
 # Most programs are small, and compiled in few widths: what a program costs is compiling it.
-ONE_WIDTH = Ladder((4,), 4)
+ONE_WIDTH = Buckets((4,), 4)
 NARROW = jedbatch.Target(
     "narrow",
     heavy=ONE_WIDTH.widths,
