@@ -231,12 +231,9 @@ class Expected(NamedTuple):
           picks: the instances that are given, by number.
           way: says what is read of the results.
         """
-        columns = jax.tree.map(
-            lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, columns
-        )
+        rows = _rows(columns)
 
         def run(params: Any) -> Any:
-            rows = zip(*columns, strict=True)
             return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
 
         found, pull = jax.vjp(run, params)
@@ -445,6 +442,15 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
+def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Returns the arguments of each instance for a function that is not batched, with arrays of JAX.
+
+    `batch` hands arrays over as symbols that have `x.at`; arrays of NumPy have not.
+    """
+    columns = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, columns)
+    return list(zip(*columns, strict=True))
+
+
 def _vmap(r: Run) -> Any:
     """Over parameters, of which the first are these."""
     plan = r.plan()
@@ -456,16 +462,19 @@ def _vmap_of_gradient(grad: Callable) -> Callable:
 
 
 def _lazy(r: Run) -> Any:
+    rows = _rows(r.columns)
     with jedbatch.lazy():
-        found = [r.fn(r.params, *row) for row in zip(*r.columns, strict=True)]
+        found = [r.fn(r.params, *row) for row in rows]
     found = jax.tree.map(jnp.asarray, found)
     return stacked(found) if r.stacks else found
 
 
 def _lazy_gradient(r: Run) -> Callable:
+    rows = _rows(r.columns)
+
     def inner(params: Any) -> Any:
         with jedbatch.lazy():
-            found = [r.fn(params, *row) for row in zip(*r.columns, strict=True)]
+            found = [r.fn(params, *row) for row in rows]
             found = jax.tree.map(jnp.asarray, found)
             return stacked(found) if r.stacks else found
 
