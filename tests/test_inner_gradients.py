@@ -43,12 +43,41 @@ def with_weights_in_a_loop(p, x):
     return jax.lax.scan(lambda c, w: (jnp.tanh(c * w), c * w), x, p["w"].T)[0]
 
 
+def leapfrog(p, x):
+    """A step of Hamiltonian Monte Carlo that is accepted or not."""
+
+    def step(_, state):
+        x, momentum = state
+        momentum = momentum - 0.1 * energy_and_forces(p, x)[1]
+        return x + 0.2 * momentum, momentum
+
+    y, momentum = jax.lax.fori_loop(0, 3, step, (x, jnp.ones(3)))
+    gain = energy(p, x) + 1.5 - energy(p, y) - momentum @ momentum / 2
+    return jnp.where(jnp.log(jax.random.uniform(jax.random.key(3))) < gain, y, x)
+
+
+def residual_of_an_equation(p, x):
+    """The loss of a physics-informed network: u'' + u² at points of a line."""
+
+    def u(t):
+        return jnp.tanh(t * p["v"] + p["w"][0]) @ p["v"]
+
+    return jax.vmap(lambda t: jax.grad(jax.grad(u))(t) + u(t) ** 2)(x)
+
+
+def hessian_times_forces(p, x):
+    return jax.hessian(energy, argnums=1)(p, x) @ energy_and_forces(p, x)[1]
+
+
 @pytest.mark.parametrize(
     "fn",
     [
         quadratic,
         energy_and_forces,
         curvature_along,
+        leapfrog,
+        residual_of_an_equation,
+        hessian_times_forces,
         with_a_branch_that_returns_nothing,
         with_weights_in_a_loop,
     ],
