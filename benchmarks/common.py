@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, trees, timing, tables."""
+"""Options, trees, timing and tables of the benchmarks."""
 
 import argparse
 import os
@@ -137,7 +137,7 @@ def interleaved(functions: Sequence[Callable[[], Any]], budget: float, least: in
     while len(rounds) < least or (time.perf_counter() < end and len(rounds) < 3000):
         found = [0.0] * len(functions)
         for i in range(len(functions)):
-            i = (i + len(rounds)) % len(functions)  # nobody always follows the same neighbour
+            i = (i + len(rounds)) % len(functions)  # none always follows the same neighbour
             found[i] = seconds(functions[i])
         rounds.append(found)
     return Times(np.array(rounds).T)
@@ -208,6 +208,6 @@ class Table:
 
 
 def by(options: Iterable[int], more: Iterable[int]) -> list[tuple[int, int]]:
-    """All pairs, the first changing slowest."""
+    """Returns all pairs, the first changing slowest."""
     more = list(more)
     return [(a, b) for a in options for b in more]

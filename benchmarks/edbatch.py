@@ -248,7 +248,7 @@ def tag_logits(params: Params, forward: jax.Array, backward: jax.Array) -> jax.A
 
 
 def translation_input(params: Params, word: Any, *, side: str) -> jax.Array:
-    """What the layer of a side reads for a word."""
+    """Returns the input of the layer of a side for a word."""
     return jnp.tanh(params[f"{side}_words"][word] @ params[f"{side}_e_w"] + params[f"{side}_e_b"])
 
 

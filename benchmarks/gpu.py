@@ -1,4 +1,4 @@
-"""How right and how fast is jedbatch on a GPU, and by which variant of its programs?
+"""Is jedbatch correct on a GPU, and how fast is it, with which variant of its programs?
 
     python benchmarks/gpu.py                    everything, in parts of less than 8 minutes
     python benchmarks/gpu.py --part throughput  one part: checks, throughput, variants, profile
@@ -508,7 +508,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def ratio(found: dict[str, Any], name: str) -> str:
-    """How many times as long a side takes, streamed."""
+    """Returns the streamed time of a side over that of jedbatch."""
     if "streamed ms" not in found.get(name, {}):
         return "–"
     return f"{found[name]['streamed ms'] / found['jedbatch']['streamed ms']:.2f}"
@@ -529,16 +529,16 @@ def report(results: Results) -> str:
         found = row["found"]
         if row["part"] not in ("throughput", "variants"):
             continue
-        mine = found.get("jedbatch", {})
+        ours = found.get("jedbatch", {})
         cells = [str(row[key]) for key in Case._fields[1:]]
-        if "ms" not in mine:
+        if "ms" not in ours:
             error = " ".join(found.get("error", "failed").split())[:200]
             lines.append(f"| {' | '.join(cells)} | {error} |")
             continue
-        cells += [f"{mine['instances/s']:.0f}", f"{mine['ms']:.2f}", f"{mine['streamed ms']:.2f}"]
+        cells += [f"{ours['instances/s']:.0f}", f"{ours['ms']:.2f}", f"{ours['streamed ms']:.2f}"]
         cells += [ratio(found, "by hand"), ratio(found, "unrolled")]
         cells += [f"{found['unseen']['again ms']:.1f}" if "unseen" in found else "–"]
-        cells += [f"{mine['first call s']:.1f}"]
+        cells += [f"{ours['first call s']:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     for row in rows:
         profiled = dict(row["found"].get("profile", ()))

@@ -50,10 +50,10 @@ from jedbatch.data import read_translations
 
 END, UNKNOWN, START = 0, 1, 2
 FIRST_WORD = 3
-MULTIPLE = 16  # sources are padded to a multiple of this
-MOST = 150  # words written at most; more than any reference has
+SOURCE_MULTIPLE = 16  # sources are padded to a multiple of this
+MAX_WORDS = 150  # of a translation; more than any reference has
 FORBIDDEN = 1e9
-WARM = 10  # minibatches of which compilations do not count
+WARM_UP = 10  # minibatches of which compilations do not count
 
 Sentence = tuple[tuple[int, ...], int]  # words of the source, length of the translation
 
@@ -81,7 +81,7 @@ def synthetic(count: int, num_words: int) -> list[Sentence]:
     """Lengths like those of talks: 19 words on average, 5 % above 43; translations 1.24 times."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.gamma(2.2, 8.8, count), 2, 100).astype(int)
-    stretched = np.clip(lengths * rng.normal(1.24, 0.2, count), 2, MOST - 2).astype(int) + 1
+    stretched = np.clip(lengths * rng.normal(1.24, 0.2, count), 2, MAX_WORDS - 2).astype(int) + 1
     words = [rng.integers(FIRST_WORD, FIRST_WORD + num_words, n).tolist() for n in lengths]
     return [(tuple(w), int(n)) for w, n in zip(words, stretched, strict=True)]
 
@@ -121,7 +121,7 @@ def lstm(gates: jax.Array, c: jax.Array) -> State:
 
 
 def embed(params: Any, word: jax.Array) -> jax.Array:
-    """What a word of the source adds to the gates."""
+    """Returns the part of the gates that depends on a word of the source."""
     return params["source"][word] @ params["encode_x"] + params["encode_b"]
 
 
@@ -159,7 +159,7 @@ def translator(cells: Cells, hidden: int) -> Callable[[Any, Sentence], tuple]:
         for word in source:
             state = cells.encode(params, state, cells.embed(params, word))
         word, total, written = START, 0.0, 0
-        while word != END and written < MOST:
+        while word != END and written < MAX_WORDS:
             state, best, total = cells.decode(params, state, word, total, length - written)
             word = int(best)
             written += 1
@@ -196,7 +196,7 @@ def padded(hidden: int) -> tuple[Callable[[Any, list[Sentence]], tuple], Callabl
 
         def goes_on(carry: tuple) -> jax.Array:
             _, word, _, written = carry
-            return (word != END) & (written < MOST)
+            return (word != END) & (written < MAX_WORDS)
 
         def write(carry: tuple) -> tuple:
             state, word, total, written = carry
@@ -211,7 +211,8 @@ def padded(hidden: int) -> tuple[Callable[[Any, list[Sentence]], tuple], Callabl
 
     def run(params: Any, sentences: list[Sentence]) -> tuple:
         longest = max(len(source) for source, _ in sentences)
-        words = np.zeros((len(sentences), -(-longest // MULTIPLE) * MULTIPLE), np.int32)
+        width = -(-longest // SOURCE_MULTIPLE) * SOURCE_MULTIPLE
+        words = np.zeros((len(sentences), width), np.int32)
         for row, (source, _) in zip(words, sentences, strict=True):
             row[: len(source)] = source
         lengths = np.array([(len(source), length) for source, length in sentences], np.int32)
@@ -245,7 +246,7 @@ def measure(
     if kind == "similar":
         minibatches = common.chunks(by_length(sentences), size)
         np.random.default_rng(0).shuffle(minibatches)
-    minibatches = minibatches[: WARM + args.minibatches]
+    minibatches = minibatches[: WARM_UP + args.minibatches]
     loop = looped(hidden)
     run_padded, compiled = padded(hidden)
     sides = [lambda batch: run_padded(params, batch)]
@@ -261,10 +262,10 @@ def measure(
         check(expected, jax.tree.map(lambda x: x[: len(few)], side(minibatch)), name)
 
     counts = [0, 0]
-    for batch in minibatches[:WARM]:
+    for batch in minibatches[:WARM_UP]:
         jax.block_until_ready([side(batch) for side in sides])
     before = [compiled._cache_size(), 0 if args.baselines else batched.compilations]
-    for batch in minibatches[WARM:]:
+    for batch in minibatches[WARM_UP:]:
         jax.block_until_ready([side(batch) for side in sides])
     counts = [compiled._cache_size() - before[0]]
     if not args.baselines:
@@ -305,7 +306,7 @@ def main() -> None:
         args.hidden, args.batch, args.words, args.seconds = [16], [4], 50, 0.2
         args.few, args.minibatches = 2, 2
     print(common.machine())
-    count = max(args.batch) * (WARM + args.minibatches)
+    count = max(args.batch) * (WARM_UP + args.minibatches)
     sentences = load(args.data, count, args.words)
     print(f"{Path(args.data).name if args.data else 'synthetic pairs'}, {args.words} words")
     header = ["minibatches", "hidden", "batch", "rows", "rows padded", "loop ms", "padded ms"]

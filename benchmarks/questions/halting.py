@@ -1,4 +1,4 @@
-"""What does it save that every instance stops by itself?
+"""What is saved when every instance stops by itself?
 
 Two functions of one instance that repeat a step until a computed value says stop:
 
@@ -10,7 +10,7 @@ newton      a damped Newton iteration for y + tanh(W y) / 2 = x, whose step solv
 How often an instance repeats its step follows from a number that comes with it (the probability
 added in a step; the damping), chosen so that the depths are distributed as wanted:
 
-equal       all the same: nobody waits for anybody.
+equal       all the same: no instance waits for another.
 uniform     all from 2 to 60.
 geometric   8 on average, 2 at least, 60 at most: most are shallow, few are deep.
 straggler   4, and 60 for one instance in 32.
@@ -38,8 +38,8 @@ import numpy as np
 import jedbatch
 from benchmarks import common
 
-MOST = 100  # steps, if something does not stop
-DEEPEST = 60
+MAX_STEPS = 100  # steps, if something does not stop
+MAX_DEPTH = 60
 DISTRIBUTIONS = ("equal", "uniform", "geometric", "straggler")
 
 
@@ -117,11 +117,11 @@ def depths(distribution: str, count: int) -> list[int]:
         case "equal":
             found = np.full(count, 16)
         case "uniform":
-            found = rng.integers(2, DEEPEST + 1, count)
+            found = rng.integers(2, MAX_DEPTH + 1, count)
         case "geometric":
-            found = np.clip(1 + rng.geometric(1 / 7, count), 2, DEEPEST)
+            found = np.clip(1 + rng.geometric(1 / 7, count), 2, MAX_DEPTH)
         case "straggler":
-            found = np.where(np.arange(count) % 32 == 7, DEEPEST, 4)
+            found = np.where(np.arange(count) % 32 == 7, MAX_DEPTH, 4)
     return found.tolist()
 
 
@@ -143,7 +143,7 @@ def by_python(work: Workload, step: Callable) -> Callable[[Any, Instance], tuple
     def fn(params: Any, instance: Instance) -> tuple:
         x, pace = instance
         carry, done, steps = work.init(x), False, 0
-        while not done and steps < MOST:
+        while not done and steps < MAX_STEPS:
             carry, done = step(params, x, pace, carry)
             steps += 1
         return carry[0], steps
@@ -161,7 +161,7 @@ def by_lax(work: Workload) -> Callable[..., tuple]:
 
         first, second = work.init(x)
         start = ((first, jnp.float32(second)), jnp.bool_(False), jnp.int32(0))
-        goes_on = lambda state: ~state[1] & (state[2] < MOST)  # noqa: E731
+        goes_on = lambda state: ~state[1] & (state[2] < MAX_STEPS)  # noqa: E731
         carry, _, steps = jax.lax.while_loop(goes_on, body, start)
         return carry[0], steps
 

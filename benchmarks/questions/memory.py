@@ -63,7 +63,7 @@ def make_cells(names: list[str], hidden: int) -> tuple[dict[str, Any], dict[str,
 
 
 def batched(cells: dict[str, Any], **options: Any) -> jedbatch.Batched:
-    """The model of all workloads: what nobody reads is returned."""
+    """Returns the results of all nodes that no other reads: the model of all workloads."""
 
     def fn(params, graph):
         results = jedbatch.evaluate(graph, cells, params)

@@ -45,8 +45,8 @@ from jedbatch.data import read_tagged
 
 MODES = ["inference", "training"]
 FILE = "wikiner.jsonl.gz"
-WARM = 8  # minibatches that may compile
-LEAST = 4  # minibatches to time, whatever their size
+WARM_UP = 8  # minibatches that may compile
+MIN_MINIBATCHES = 4  # minibatches to time, whatever their size
 
 Minibatch = list[Sentence]
 Run = Callable[[Params, Minibatch], Any]  # to scores, or to mean loss and its gradient
@@ -76,7 +76,7 @@ def hashed(words: Sequence[str]) -> Sentence:
 
 
 def rows(minibatch: Minibatch) -> int:
-    """How many words there are."""
+    """Returns the number of words."""
     return sum(len(words) for words, _ in minibatch)
 
 
@@ -168,13 +168,13 @@ class Ours:
             jax.block_until_ready(self.apply(params, plan))
             programs.append(self.batched.compilations + self.step.traces)
             computed.append(rows_computed(plan))
-        late = programs[-1] - programs[min(WARM, len(programs)) - 1]
+        late = programs[-1] - programs[min(WARM_UP, len(programs)) - 1]
         ratio = None if None in computed else sum(computed) / sum(map(rows, minibatches))
         return {"rows": ratio, "compiled": programs[-1], "compiled late": late}
 
 
 def rows_computed(plan: jedbatch.Plan) -> int | None:
-    """Rows that a plan computes, with those that are nobody's; None if it does not say."""
+    """Rows that a plan computes, including those of no instance; None if it does not say."""
     found = getattr(plan, "ragged_rows", None)  # (computed, existing)
     return None if found is None else int(found[0])
 
@@ -199,7 +199,7 @@ def check(mode: str, params: Params, minibatch: Minibatch) -> None:
 
 
 class Side(NamedTuple):
-    """Who computes, in which minibatches, and how many rows of each."""
+    """A way to compute, its minibatches, and the number of rows that it computes for each."""
 
     run: Run
     minibatches: list[Minibatch]
@@ -219,7 +219,7 @@ class Side(NamedTuple):
 
 
 def sides_of(mode: str, sentences: list[Sentence], size: int) -> dict[str, Side]:
-    """All sides, ours first."""
+    """Returns all sides, ours first."""
     mixed = common.chunks(sentences, size)
     similar = common.chunks(sorted(sentences, key=lambda s: len(s[0])), size)
     sides = {"jedbatch": Side(Ours(mode), mixed)}
@@ -234,13 +234,14 @@ def sides_of(mode: str, sentences: list[Sentence], size: int) -> dict[str, Side]
 def measure(
     mode: str, params: Params, size: int, sentences: list[Sentence], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What there is to say of every side."""
+    """Returns the measurements of every side."""
     sides = sides_of(mode, sentences[: len(sentences) // size * size], size)
     ours, *others = sides
     found = {ours: sides[ours].run.epoch(params, sides[ours].minibatches)}
     found |= {name: sides[name].counts() for name in others}
 
-    timed = {name: side.sample(max(LEAST, args.sentences // size)) for name, side in sides.items()}
+    count = max(MIN_MINIBATCHES, args.sentences // size)
+    timed = {name: side.sample(count) for name, side in sides.items()}
     timed["loop"] = [[s for [s] in sides["loop"].sample(args.few)]]  # one minibatch
 
     def run(name: str) -> None:
@@ -260,7 +261,7 @@ HEADER += ["compiled: longest", "buckets", "eights", "loop", "jedbatch"]
 
 
 def cells(sides: dict[str, Any]) -> list[Any]:
-    """What a row of the table says of them."""
+    """Returns the cells of a row of the table."""
     ours, *others = sides.values()
     return [
         f"{1e6 * np.median(ours['seconds']):.0f}",

@@ -41,7 +41,7 @@ class Builder:
         return len(self.types) - 1
 
     def done(self) -> Instance:
-        """What was built."""
+        """Returns the instance."""
         return self.types, self.operands
 
 

@@ -8,7 +8,7 @@ With words w [n], rows x [n, hidden], and U, W, W₁, W₂, b₁, b₂ of each l
     scores = mean of the rows of N(x), times C
 
 N makes the mean of a row 0 and its variance 1, then scales and shifts it. `scores` and `loss` are
-what somebody writes who has one sentence: no mask, no padding. `padded_scores` and `padded_loss`
+the model as it is written for one sentence: no mask, no padding. `padded_scores` and `padded_loss`
 are of sentences padded to a common width: attention and the mean need to know which rows are
 words, all else is done to every row by itself.
 """
@@ -82,7 +82,7 @@ def feed(layer: Params, x: jax.Array) -> jax.Array:
 
 
 def attention(layer: Params, x: jax.Array) -> jax.Array:
-    """What each word takes from all words [n, hidden]."""
+    """Returns the attention of each word to all words [n, hidden]."""
     q, k, v = heads(layer, x)
     weights = jax.nn.softmax(jnp.einsum("nhd,mhd->hnm", q, k) / np.sqrt(HEAD))
     return jnp.einsum("hnm,mhd->nhd", weights, v).reshape(x.shape) @ layer["out"]
@@ -136,7 +136,7 @@ class Padded(NamedTuple):
 
 
 def padded_attention(layer: Params, x: jax.Array, real: jax.Array) -> jax.Array:
-    """What each row takes from the rows of its sentence that are `real` [B, width, hidden]."""
+    """Returns the attention of each row to the `real` rows of its sentence [B, width, hidden]."""
     q, k, v = heads(layer, x)
     weights = jnp.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(HEAD)
     weights = jax.nn.softmax(jnp.where(real[:, None, None], weights, -1e9))

@@ -126,7 +126,7 @@ class Sides(NamedTuple):
     batched: common.Compiled
 
     def runs(self, kind: str) -> list[Callable[[], Any]]:
-        """What to time, `kind` is "infer" or "train": [unrolled, jedbatch]."""
+        """Returns the functions to time, [unrolled, jedbatch]; `kind` is "infer" or "train"."""
         by_hand, ours = getattr(self.unrolled, kind), getattr(self.batched, kind)
         return [lambda: by_hand(self.params, None), lambda: ours(self.params, self.plan)]
 

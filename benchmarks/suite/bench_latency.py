@@ -18,12 +18,12 @@ GRID = harness.Grid(
     quick=[(["treelstm", "lattice_lstm"], [10], [32], ["inference"])],
     full=[(list(edbatch.WORKLOADS), [10, 20], [64, 256], ["inference"])],
 )
-WARM, ROUNDS = 6, 24
+WARM_UP, ROUNDS = 6, 24
 
 
 def test_latency(benchmark, case, options):
-    bench = harness.Bench.of(case, options, minibatches=WARM + (ROUNDS if options.full else 4))
-    first, later = bench.minibatches[:WARM], bench.minibatches[WARM:]
+    bench = harness.Bench.of(case, options, minibatches=WARM_UP + (ROUNDS if options.full else 4))
+    first, later = bench.minibatches[:WARM_UP], bench.minibatches[WARM_UP:]
     written = bench.jitted(by_hand.loss(case.workload))
     rivals = {
         "by hand, whole": lambda x: written(bench.params, by_hand.prepare(case.workload, x)),

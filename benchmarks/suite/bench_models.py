@@ -56,7 +56,7 @@ def test_models(benchmark, name, mode, options):
     if training:
         loss, loss_of_one = jax.value_and_grad(loss), jax.value_and_grad(loss_of_one)
     run, plan = jax.jit(loss), planned()
-    few = instances[: 2 if training else harness.FEW]
+    few = instances[: 2 if training else harness.SLOW_INSTANCES]
     functions = {
         "planned": lambda: run(params, plan),
         "known": lambda: run(params, planned()),

@@ -1,8 +1,8 @@
-"""How fast are the exact workloads of ED-Batch's released code, and what a user would pick instead?
+"""How fast are the exact workloads of ED-Batch's released code, and the alternatives?
 
 Inference and training over sizes of minibatches and of states (ED-Batch, figure 6), with the time
 of each stage (figure 8), of instances never seen before, of others that equal them, and of known
-ones. See `harness.py` for who takes part.
+ones. See `harness.py` for those that take part.
 """
 
 import os
@@ -27,17 +27,17 @@ GRID = harness.Grid(
         (["mvrnn"], SIZES, [32, 64, 128], harness.MODES),  # its states are matrices
     ],
 )
-WARM = 2  # minibatches that make types and programs known
+WARM_UP = 2  # minibatches that make types and programs known
 
 
 def test_throughput(benchmark, case, options):
     bench = harness.Bench.of(case, options)
     names = options.rivals.split(",") if options.rivals else harness.RIVALS
     first, *others = bench.minibatches
-    for instances in [first, *others[: WARM - 1]]:
+    for instances in [first, *others[: WARM_UP - 1]]:
         bench.run(bench.plan(instances))
     compilations = bench.batched.compilations
-    new = others[WARM - 1 :]
+    new = others[WARM_UP - 1 :]
     unseen = harness.stages(bench, new)
     compilations = bench.batched.compilations - compilations
     equal = harness.stages(bench, [pickle.loads(pickle.dumps(instances)) for instances in new])
@@ -48,7 +48,7 @@ def test_throughput(benchmark, case, options):
     multiply()
     budget = options.seconds or (3 if options.full else 0.5)
     times = harness.turns(benchmark, functions, budget)
-    few = bench.flop(first[: harness.FEW])
+    few = bench.flop(first[: harness.SLOW_INSTANCES])
     work = bench.flop(first)
     seconds = {name: t * (work / few if name in harness.SLOW else 1) for name, t in times.items()}
     plan = bench.plan(first)

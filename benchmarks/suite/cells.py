@@ -280,7 +280,7 @@ def looped(way: Way) -> Callable[[Any, Sequence[Any]], Sequence[Any]]:
     return jax.jit(lambda params, xs: jax.lax.fori_loop(0, CALLS, step, (params, list(xs)))[1])
 
 
-# --- what XLA made of it ---
+# --- the program of XLA ---
 
 MOVES = {
     "bitcast",
@@ -298,11 +298,11 @@ MOVES = {
     "transpose",
     "tuple",
 }
-FREE = {"bitcast", "constant", "parameter", "reshape", "tuple"}
+NO_KERNEL = {"bitcast", "constant", "parameter", "reshape", "tuple"}
 
 
 class Program(NamedTuple):
-    """What XLA made of one call."""
+    """The program that XLA makes of one call."""
 
     products: int
     moves: int
@@ -313,13 +313,13 @@ class Program(NamedTuple):
         """The program of a function; raises if there is a library call it does not know."""
         text = jax.jit(way.run).lower(way.params, operands).compile().as_text()
         computations: dict[str, list[tuple[str, str, str]]] = {}
-        mine: list[tuple[str, str, str]] = []
-        entry = mine
+        instructions: list[tuple[str, str, str]] = []
+        entry = instructions
         for line in text.splitlines():
             head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
             if head:
-                mine = computations.setdefault(head[2], [])
-                entry = mine if head[1] else entry
+                instructions = computations.setdefault(head[2], [])
+                entry = instructions if head[1] else entry
                 continue
             found = re.match(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
             if found:
@@ -328,7 +328,7 @@ class Program(NamedTuple):
                 if target and not re.search("matmul|gemm|dot", target[1]):
                     raise SystemExit(f"unknown library call {target[1]}")
                 kind = "dot" if target else found[2]
-                mine.append((kind, found[1], calls[1] if calls else ""))
+                instructions.append((kind, found[1], calls[1] if calls else ""))
 
         def kinds(name: str) -> set[str]:
             inner = computations[name]
@@ -337,7 +337,7 @@ class Program(NamedTuple):
         moving = 0
         size = 0
         for kind, shape, to in entry:
-            if (kinds(to) <= MOVES) if to else (kind in MOVES - FREE):
+            if (kinds(to) <= MOVES) if to else (kind in MOVES - NO_KERNEL):
                 moving += 1
                 size += sum(
                     math.prod(map(int, filter(None, dims.split(",")))) * int(bits) // 8

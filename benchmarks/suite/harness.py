@@ -1,4 +1,4 @@
-"""Cases of the suite, and how one is measured: everybody in turns, on the same instances.
+"""Cases of the suite, and how one is measured: all rivals in turns, on the same instances.
 
 A case is a workload, a size of minibatches, a hidden size, and inference (the loss of a minibatch)
 or training (its value and gradient). What is compared:
@@ -52,15 +52,15 @@ RIVALS = (
     "depth",
 )
 SLOW = ("loop", "torch eager")  # run on a few instances, a few times
-REST = 0.002  # seconds between two that are timed
-FEW = 8  # instances that slow ones run on
-MOST = 200  # rounds
-COUNT = 1024  # instances; there are 1054 different lattices
+REST_SECONDS = 0.002  # between two that are timed
+SLOW_INSTANCES = 8  # that slow ones run on
+MAX_ROUNDS = 200
+NUM_INSTANCES = 1024  # there are 1054 different lattices
 MODES = ("inference", "training")
 
 
 class Case(NamedTuple):
-    """What is measured at once."""
+    """One measurement: a workload, the sizes, and the mode."""
 
     workload: str
     batch: int
@@ -137,7 +137,7 @@ class Bench:
     def of(cls, case: Case, options: Any, minibatches: int = 6) -> "Bench":
         """The case on the data that the command line names."""
         workload = edbatch.WORKLOADS[case.workload]
-        found = bank(case.workload, options.data, COUNT)
+        found = bank(case.workload, options.data, NUM_INSTANCES)
         size = case.batch
         chunks = common.chunks(found.instances, size)[:minibatches]
         if not chunks:
@@ -176,9 +176,9 @@ class Bench:
         return (3 if self.training else 1) * self.workload.flop(instances, self.case.hidden)
 
     def functions(self, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
-        """What is timed, by name; those on a few instances are in `SLOW`."""
+        """Returns the functions to time, by name; those in `SLOW` run on a few instances."""
         params, name, instances = self.params, self.case.workload, self.minibatch
-        few = instances[:FEW]
+        few = instances[:SLOW_INSTANCES]
         plan = self.plan(instances)
         made: dict[str, Callable[[], Any]] = {"planned": lambda: self.run(plan)}
         if "known" in names:
@@ -224,13 +224,13 @@ class Bench:
         return lambda: batched.apply(self.params, plan).sum()
 
     def check(self, functions: dict[str, Callable[[], Any]]) -> None:
-        """All compute the same loss."""
+        """Raises an error unless all compute the same loss."""
         losses = {}
         for name, run in functions.items():
             found = run()
             found = found if isinstance(found, list) else [found]
             losses[name] = sum(float(x[0] if isinstance(x, tuple) else x) for x in found)
-        few = self.plan(self.minibatch[:FEW])
+        few = self.plan(self.minibatch[:SLOW_INSTANCES])
         expected = {False: losses["planned"], True: None}
         if any(name in SLOW for name in losses):
             found = self.run(few)
@@ -252,7 +252,7 @@ def product() -> tuple[Callable[[], Any], int]:
 def timed(run: Callable[[], Any]) -> float:
     """Seconds until a result is there; a rest follows."""
     seconds = common.seconds(run)
-    time.sleep(REST)
+    time.sleep(REST_SECONDS)
     return seconds
 
 
@@ -269,7 +269,7 @@ def turns(
     first, *others = functions
     once = {name: common.seconds(run) for name, run in functions.items()}
     whole = sum(seconds for name, seconds in once.items() if name not in SLOW)
-    rounds = int(np.clip(budget / whole, 5, MOST))
+    rounds = int(np.clip(budget / whole, 5, MAX_ROUNDS))
     slow_rounds = max(2, min(rounds, int(budget / (sum(once[n] for n in once if n in SLOW) or 1))))
     found: dict[str, list[float]] = {name: [] for name in others}
     made = itertools.count()

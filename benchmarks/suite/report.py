@@ -35,7 +35,7 @@ RIVALS = ("by hand", "loop", "torch by hand", "torch eager", "agenda", "depth")
 
 
 def load(paths: Iterable[str]) -> dict[str, list[Row]]:
-    """What was measured, by the name of the benchmark; a machine and date go with every row."""
+    """Returns measurements by the name of the benchmark, each row with its machine and date."""
     found: dict[tuple[str, str], Row] = {}
     for path in paths:
         data = json.loads(Path(path).read_text())
@@ -108,8 +108,8 @@ def number(x: float | None, digits: int = 3) -> str:
 
 def origin(rows: Sequence[Row]) -> str:
     """Machine, date and data of some rows."""
-    said = dict.fromkeys((row["machine"], row["date"]) for row in rows)
-    return "\n".join(f"{machine}, {date}." for machine, date in said)
+    origins = dict.fromkeys((row["machine"], row["date"]) for row in rows)
+    return "\n".join(f"{machine}, {date}." for machine, date in origins)
 
 
 # --- tables ---
@@ -139,7 +139,7 @@ def rates(row: Row) -> list[str]:
 
 
 def ratio(row: Row, name: str) -> str:
-    """How many times as long as ours somebody takes, with quartiles."""
+    """Returns the time of a rival over ours, with quartiles."""
     if name not in row["ratios"]:
         return "–"
     low, _, high = row["ratios"][name]
@@ -194,7 +194,7 @@ def work(row: Row) -> float:
 def best(rows: Sequence[Row]) -> Table:
     """The batch size with the highest throughput, by workload and hidden size.
 
-    Where there is only one to choose from, nothing is said.
+    Workloads that were measured with one size only are left out.
     """
     found: dict[tuple[str, str, int], list[tuple[float, int]]] = {}
     for row in rows:
@@ -206,8 +206,8 @@ def best(rows: Sequence[Row]) -> Table:
     lines = []
     for title, mode in dict.fromkeys(key[:2] for key in found):
         at = [max(found.get((title, mode, h), [(0.0, 0)])) for h in hidden]
-        said = [f"{size} ({number(rate)} /s)" if size else "–" for rate, size in at]
-        lines.append([title, mode, *said])
+        best_sizes = [f"{size} ({number(rate)} /s)" if size else "–" for rate, size in at]
+        lines.append([title, mode, *best_sizes])
     return table(["workload", "mode", *(f"hidden {h}" for h in hidden)], lines)
 
 
@@ -236,13 +236,13 @@ def batches(rows: Sequence[Row]) -> Table:
     lines = []
     for row in rows:
         theirs = figures.BATCHES.get(row["workload"]) if row["batch"] == 64 else None
-        said = "–"
+        peers = "–"
         if theirs:
-            said = f"{theirs[0]}, {theirs[1]}, {min(filter(None, theirs[2:]))}"
+            peers = f"{theirs[0]}, {theirs[1]}, {min(filter(None, theirs[2:]))}"
         counts = [row["counts"][name] for name in names]
         micros = 1e6 * row["median"] / row["counts"]["learned"]
         first = [row["title"], row["batch"], row["nodes"], row["bound"]]
-        lines.append([*first, *counts, f"{micros:.0f}", said])
+        lines.append([*first, *counts, f"{micros:.0f}", peers])
     return table(head, lines)
 
 
@@ -305,13 +305,13 @@ def models(rows: Sequence[Row]) -> Table:
 
 
 def place(row: Row) -> tuple[str, str, int, int]:
-    """Where a row stands in a table."""
+    """Returns the sort key of a row."""
     title = row.get("title", row.get("cell", ""))
     return title, row.get("mode", ""), row.get("hidden", 0), row.get("batch", 0)
 
 
 def unlimited(rows: Sequence[Row]) -> list[Row]:
-    """Those that ran on all threads there are."""
+    """Returns the rows that ran on the most threads."""
     most = max((row["threads"] for row in rows), default=0)
     return [row for row in rows if row["threads"] == most]
 
@@ -349,12 +349,12 @@ def write(name: str, machine: str, made: Table) -> None:
     path = RESULTS / f"{name}.csv"
     old = path.read_text().splitlines() if path.exists() else [f"# question: {name}", "#"]
     comments = [line for line in old if line.startswith("#")]
-    said = ("# command: ", "# machine: ", "# commit: ")
-    comments = [line for line in comments if not line.startswith(said)]
+    keys = ("# command: ", "# machine: ", "# commit: ")
+    comments = [line for line in comments if not line.startswith(keys)]
     git = ["git", "-C", str(BENCHMARKS), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     values = [COMMAND], machine.splitlines(), [commit]
-    origin = [f"{key}{x}" for key, some in zip(said, values, strict=True) for x in some]
+    origin = [f"{key}{x}" for key, some in zip(keys, values, strict=True) for x in some]
     RESULTS.mkdir(exist_ok=True)
     path.write_text("\n".join([comments[0], *origin, *comments[1:], made.csv()]))
 
@@ -407,9 +407,9 @@ def curves(rows: Sequence[Row], path: Path) -> None:
         "loop": ("the loop, jit-compiled cells", "C3", ":x"),
     }
     for axis, title in zip(axes.flat, titles, strict=False):
-        mine = sorted((r for r in rows if r["title"] == title), key=lambda r: r["batch"])
+        of_title = sorted((r for r in rows if r["title"] == title), key=lambda r: r["batch"])
         for name, (label, colour, style) in names.items():
-            some = [r for r in mine if name in r["seconds"]]
+            some = [r for r in of_title if name in r["seconds"]]
             points = [(r["batch"], r["batch"] / r["seconds"][name]) for r in some]
             if points:
                 axis.plot(*zip(*points, strict=True), style, color=colour, label=label, ms=4)
