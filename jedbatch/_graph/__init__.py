@@ -11,8 +11,9 @@ Read in this order:
    alone.
 6. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
-7. `graph`: What instances compute, as data.
-8. `record`: `Record`: what recording an instance gave.
-9. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
+7. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
+8. `graph`: What instances compute, as data.
+9. `record`: `Record`: what recording an instance gave.
+10. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
    across.
 """

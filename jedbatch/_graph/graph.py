@@ -23,10 +23,9 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph import analysis, serialize
+from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
 from jedbatch._graph.paths import longest_paths, pointers
 from jedbatch._graph.types import NodeType, ValueType
-
-MANY_TYPES = 1 << 20  # ids without nodes that a graph may have
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,60 +127,27 @@ class Graph:
             2 × type 0
             1 × type 1
         """
-        who = "Graph.from_dag"
-        node_type = checks.whole_array(who, "`node_type`", node_type)
-        if isinstance(preds, tuple) and len(preds) == 2 and hasattr(preds[0], "dtype"):
-            ptr = checks.whole_array(who, "the pointers of `preds`", preds[0], np.int64)
-            operand = checks.whole_array(who, "`preds`", preds[1])
-        else:
-            rows = checks.items(who, "preds", preds, "a list of lists, or a pair of arrays")
-            for row in rows:
-                if (
-                    isinstance(row, str)
-                    or not hasattr(row, "__len__")
-                    or not getattr(row, "ndim", 1)
-                ):
-                    raise TypeError(
-                        checks.wrong(who, f"{checks.brief(row)} in `preds`", "lists of nodes")
-                    )
-            ptr = pointers(np.fromiter(map(len, rows), np.int64, len(rows)))
-            flat = list(itertools.chain.from_iterable(rows))
-            operand = checks.whole_array(who, "`preds`", flat)
+        node_type = checks.whole_array("Graph.from_dag", "`node_type`", node_type)
+        ptr, operand = checked_operands(preds)
         if len(ptr) != len(node_type) + 1:
             raise ValueError(
                 f"`Graph.from_dag` got {len(node_type)} node types and operands for "
                 f"{len(ptr) - 1} nodes; give one list of operands per node (an empty one "
                 "for a node that reads nothing)."
             )
-        num_types = int(node_type.max(initial=-1)) + 1
-        if num_types > MANY_TYPES + len(node_type):
-            raise ValueError(
-                f"`Graph.from_dag` got type id {num_types - 1} among {len(node_type)} nodes; ids "
-                "may have gaps, but there is a type for every id below the largest. Number types "
-                "from 0: `numpy.unique(node_type, return_inverse=True)[1]`."
-            )
-        names = (
-            [f"type {t}" for t in range(num_types)]
-            if names is None
-            else checks.names(who, "names", names)
-        )
-        if len(names) < num_types:
-            raise ValueError(
-                f"`Graph.from_dag` got type id {num_types - 1} and {len(names)} names; "
-                "give a name for every id."
-            )
+        names = checked_names(names, node_type)
         if outputs is None:
-            read = np.zeros(len(node_type), bool)
-            read[operand[(operand >= 0) & (operand < len(node_type))]] = True
-            outputs = np.flatnonzero(~read).tolist()
-        arrays = [_checked_rows(who, a) for a in checks.items(who, "inputs", inputs, "arrays")]
+            is_read = np.zeros(len(node_type), bool)
+            is_read[operand[(operand >= 0) & (operand < len(node_type))]] = True
+            outputs = np.flatnonzero(~is_read).tolist()
+        arrays = list(map(checked_rows, checks.items("Graph.from_dag", "inputs", inputs, "arrays")))
         graph = Graph(
             types=tuple(NodeType(name) for name in names),
             node_type=node_type,
             operand_ptr=ptr,
             operand=operand,
             inputs=tuple(InputRows(ValueType(a.shape[1:], a.dtype), a) for a in arrays),
-            outputs=checks.whole_array(who, "`outputs`", outputs),
+            outputs=checks.whole_array("Graph.from_dag", "`outputs`", outputs),
         )
         graph.check()
         return graph
@@ -565,16 +531,3 @@ def _common_types(graphs: Sequence[Graph]) -> tuple[NodeType, ...]:
                 "begin those of the next. Give all graphs the same `names`."
             )
     return longest
-
-
-def _checked_rows(who: str, rows: Any) -> np.ndarray:
-    """An array whose rows are inputs."""
-    array = np.asarray(rows)
-    kinds = (np.object_, np.character, np.datetime64, np.timedelta64, np.void)
-    if not array.ndim or issubclass(array.dtype.type, kinds):
-        raise TypeError(
-            f"`{who}` got inputs {checks.brief(rows)} of dtype {array.dtype} with {array.ndim} "
-            "axes; expected a list of arrays of numbers, whose rows along the first axis are the "
-            "inputs, as in `inputs=[np.array([1.0, 5.0], np.float32)]`."
-        )
-    return array

@@ -155,10 +155,42 @@ def learn(
       Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
       finite state machines, ICML 2023.
     """
+    graphs = _checked_graphs(graphs)
+    checks.one_of("learn", "encoding", encoding, (*ENCODINGS, None))
+    instead = "0 learns from teachers only."
+    episodes = checks.whole("learn", "episodes", episodes, 0, 10**9, instead)
+    if episodes == 0 and not checks.flag("learn", "teachers", teachers):
+        raise ValueError(
+            f"`learn` got episodes={episodes!r} and teachers={teachers!r}; expected a number of "
+            "episodes of Q-learning, or 0 to learn from teachers only."
+        )
+    checks.flag("learn", "progress", progress)
+    if objective is not None:
+        checked_objective("learn", objective)
+    encodings = [encoding] if encoding else list(ENCODINGS)
+    key = _checked_key(key)
+
+    def run() -> FSM:
+        start = time.perf_counter()
+        with _plain_jax():
+            first = jax.random.key(key) if isinstance(key, int) else key
+            candidates = _Candidates(
+                graphs, first, same_weights if objective is None else objective
+            )
+            candidates.run(encodings, episodes, teachers, progress)
+        return candidates.result(time.perf_counter() - start)
+
+    # A thread of its own is in no transformation of JAX, whatever the caller is in.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def _checked_graphs(graphs: Any) -> list[Graph]:
+    """Returns the graphs to learn from, whose types begin those of the next."""
     try:
         graphs = [graphs] if isinstance(graphs, Graph) else list(graphs)
     except TypeError:
-        graphs = [graphs]  # type: ignore[list-item]  # for the message below
+        graphs = [graphs]  # for the message below
     if not graphs or not all(isinstance(g, Graph) for g in graphs):
         what = next((type(g).__name__ for g in graphs if not isinstance(g, Graph)), "nothing")
         raise TypeError(
@@ -172,37 +204,16 @@ def learn(
             "`learn` got graphs over different types; expected the types of each to begin those "
             "of the next, as in graphs made by one batched function or with the same names."
         )
-    checks.one_of("learn", "encoding", encoding, (*ENCODINGS, None))
-    instead = "0 learns from teachers only."
-    episodes = checks.whole("learn", "episodes", episodes, 0, 10**9, instead)
-    if episodes == 0 and not checks.flag("learn", "teachers", teachers):
-        raise ValueError(
-            f"`learn` got episodes={episodes!r} and teachers={teachers!r}; expected a number of "
-            "episodes of Q-learning, or 0 to learn from teachers only."
-        )
-    checks.flag("learn", "progress", progress)
-    if objective is not None:
-        checked_objective("learn", objective)
-    encodings = [encoding] if encoding else list(ENCODINGS)
-    keys = isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    is_number = not keys or key.ndim > 0
-    if is_number:
-        hint = "Or pass a `jax.random.key`; `jax.random.wrap_key_data` makes one of old keys."
-        key = checks.whole("learn", "key", key, -(2**31), 2**32 - 1, hint)
+    return graphs
 
-    def run() -> FSM:
-        start = time.perf_counter()
-        with _plain_jax():
-            first = jax.random.key(key) if is_number else key
-            candidates = _Candidates(
-                graphs, first, same_weights if objective is None else objective
-            )
-            candidates.run(encodings, episodes, teachers, progress)
-        return candidates.result(time.perf_counter() - start)
 
-    # A thread of its own is in no transformation of JAX, whatever the caller is in.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
+def _checked_key(key: Any) -> Any:
+    """Returns a `jax.random.key`, or an integer to make one of."""
+    is_array = isinstance(key, jax.Array) and key.ndim == 0
+    if is_array and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    hint = "Or pass a `jax.random.key`; `jax.random.wrap_key_data` makes one of old keys."
+    return checks.whole("learn", "key", key, -(2**31), 2**32 - 1, hint)
 
 
 @contextlib.contextmanager

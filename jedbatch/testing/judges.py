@@ -185,45 +185,77 @@ def check_against_loop(
     alone = fn if alone is None else alone
     checks.function("check_against_loop", "alone", alone, "a function of one instance, or None")
     in_list = options.get("out_axes", 0) is None
-    together: Callable = list if in_list else stacked
-
-    def judge(params: Any) -> Any:
-        result = together([alone(params, instance) for instance in instances])
-        return weighted_sum(result), result
-
-    slope = None
-    if gradients:
-        slope, expected = jax.grad(judge, has_aux=True, allow_int=True)(params)
-    else:
-        expected = together([alone(params, instance) for instance in instances])
-
-    def agree(run: Callable, how: str) -> None:
-        got = run(params)
-        if in_list:
-            for i, (mine, its) in enumerate(zip(got, expected, strict=True)):
-                assert_close(mine, its, rtol, what=f"{how}, instance {i}")
-        else:
-            assert_close(got, expected, rtol, what=how, by_instance=True)
-        if gradients:
-            gradient = jax.grad(lambda p: weighted_sum(run(p)), allow_int=True)(params)
-            try:
-                assert_close(gradient, slope, rtol, what=f"gradient of {how}")
-            except AssertionError as error:
-                error.add_note(_blame(run, alone, params, instances, rtol, together))
-                raise
+    loop = _Loop(alone, params, instances, list if in_list else stacked, gradients, rtol)
 
     batched = batch(fn, **options)
-    agree(lambda p: batched(p, instances), "a call")
+    loop.check(lambda p: batched(p, instances), "a call")
     if not plans:
         return batched
     plan = batched.plan(params, instances)
     check_plan(plan)
     if thorough:
-        agree(lambda p: batched.apply(p, plan), "`plan` and `apply`")
-        agree(lambda p: jax.jit(batched.apply)(p, plan), "`apply` under `jax.jit`")
+        loop.check(lambda p: batched.apply(p, plan), "`plan` and `apply`")
+        loop.check(lambda p: jax.jit(batched.apply)(p, plan), "`apply` under `jax.jit`")
         one_by_one = batch(fn, **options | {"executor": "dispatch"})
-        agree(lambda p: one_by_one(p, instances), "a call with executor='dispatch'")
+        loop.check(lambda p: one_by_one(p, instances), "a call with executor='dispatch'")
     return batched
+
+
+class _Loop:
+    """The loop over single instances, and what it gives."""
+
+    def __init__(
+        self,
+        alone: Callable,
+        params: Any,
+        instances: Sequence[Any],
+        together: Callable,
+        gradients: bool,
+        rtol: float,
+    ):
+        """Runs the loop.
+
+        Args:
+          alone: a function of parameters and one instance.
+          params: its parameters.
+          instances: all instances.
+          together: makes one result of a list of results: `list`, or `stacked`.
+          gradients: whether to compute gradients of a weighted sum of all results.
+          rtol: see `check_against_loop`.
+        """
+        self.alone, self.params, self.instances = alone, params, instances
+        self.together, self.rtol = together, rtol
+        self.gradient, self.has_gradient = None, gradients
+        if gradients:
+            run = jax.grad(self._weighted, has_aux=True, allow_int=True)
+            self.gradient, self.results = run(params)
+        else:
+            self.results = self._run(params)
+
+    def _run(self, params: Any) -> Any:
+        return self.together([self.alone(params, instance) for instance in self.instances])
+
+    def _weighted(self, params: Any) -> tuple[Any, Any]:
+        results = self._run(params)
+        return weighted_sum(results), results
+
+    def check(self, run: Callable, how: str) -> None:
+        """Raises an `AssertionError` if a function of parameters gives something else."""
+        results = run(self.params)
+        if self.together is list:
+            for i, (got, expected) in enumerate(zip(results, self.results, strict=True)):
+                assert_close(got, expected, self.rtol, what=f"{how}, instance {i}")
+        else:
+            assert_close(results, self.results, self.rtol, what=how, by_instance=True)
+        if self.has_gradient:
+            gradient = jax.grad(lambda p: weighted_sum(run(p)), allow_int=True)(self.params)
+            try:
+                assert_close(gradient, self.gradient, self.rtol, what=f"gradient of {how}")
+            except AssertionError as error:
+                error.add_note(
+                    _blame(run, self.alone, self.params, self.instances, self.rtol, self.together)
+                )
+                raise
 
 
 def _blame(run, alone, params, instances, rtol, together) -> str:
