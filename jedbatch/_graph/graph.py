@@ -9,15 +9,17 @@ Two nodes may share a batch exactly when their types are equal (see `_graph.type
 
 Everything of variable length is a pointer/index pair: row `i` of `x` is
 `x[x_ptr[i]:x_ptr[i + 1]]`. Letters: `N` nodes, `V` results of nodes, `E` operands read,
-`I` inputs, `T` node types, `B` instances.
+`M` edges between nodes, `I` inputs, `O` outputs, `T` node types, `B` instances.
 """
+
+from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +28,9 @@ from jedbatch._graph import analysis, serialize
 from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
 from jedbatch._graph.paths import longest_paths, pointers
 from jedbatch._graph.types import NodeType, ValueType
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32, Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +64,20 @@ class Graph:
       operand_ptr: int64[N + 1] and
       operand: int32[E], what each node reads.
       inputs: the values that enter, in order; I in all.
-      outputs: int32[...], what the instances return: results or inputs, like `operand`.
+      outputs: int32[O], what the instances return: results or inputs, like `operand`.
       node_ptr, input_ptr, output_ptr: int64[B + 1], the share of each instance; one
         instance by default.
     """
 
     types: tuple[NodeType, ...]
-    node_type: np.ndarray
-    operand_ptr: np.ndarray
-    operand: np.ndarray
+    node_type: Int32[np.ndarray, " N"]
+    operand_ptr: Int64[np.ndarray, " N+1"]
+    operand: Int32[np.ndarray, " E"]
     inputs: tuple[InputRows, ...] = ()
-    outputs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    node_ptr: np.ndarray = None  # type: ignore[assignment]  # until it is built
-    input_ptr: np.ndarray = None  # type: ignore[assignment]
-    output_ptr: np.ndarray = None  # type: ignore[assignment]
+    outputs: Int32[np.ndarray, " O"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    node_ptr: Int64[np.ndarray, " B+1"] = None  # type: ignore[assignment]  # until it is built
+    input_ptr: Int64[np.ndarray, " B+1"] = None  # type: ignore[assignment]
+    output_ptr: Int64[np.ndarray, " B+1"] = None  # type: ignore[assignment]
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -95,7 +100,7 @@ class Graph:
         names: Sequence[str] | None = None,
         inputs: Sequence[np.ndarray] = (),
         outputs: Sequence[int] | None = None,
-    ) -> "Graph":
+    ) -> Graph:
         """A bare graph from arrays, without running any Python per node.
 
         It can be scheduled as it is. With `names`, the cells are told apart by name and
@@ -153,7 +158,7 @@ class Graph:
         return graph
 
     @staticmethod
-    def concatenate(graphs: Sequence["Graph"]) -> "Graph":
+    def concatenate(graphs: Sequence[Graph]) -> Graph:
         """The disjoint union of graphs over the same types, instance after instance.
 
         The graphs' `types` must be prefixes of one another, as they are when one batched
@@ -168,12 +173,12 @@ class Graph:
             checks.of_type("Graph.concatenate", graph, Graph, "a list of graphs")
         return Graph.select([(g, i) for g in graphs for i in range(g.num_instances)])
 
-    def split(self) -> list["Graph"]:
+    def split(self) -> list[Graph]:
         """One graph per instance; the inverse of `concatenate`."""
         return [Graph.select([(self, i)]) for i in range(self.num_instances)]
 
     @staticmethod
-    def select(parts: Sequence[tuple["Graph", int]]) -> "Graph":
+    def select(parts: Sequence[tuple[Graph, int]]) -> Graph:
         """The disjoint union of single instances `(graph, index)`, in this order."""
         if not parts:
             raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
@@ -240,12 +245,12 @@ class Graph:
         return len(self.node_ptr) - 1
 
     @functools.cached_property
-    def num_results(self) -> np.ndarray:
+    def num_results(self) -> Int32[np.ndarray, " N"]:
         """int32[N], results of each node."""
         return np.array([t.num_results for t in self.types], np.int32)[self.node_type]
 
     @functools.cached_property
-    def value_ptr(self) -> np.ndarray:
+    def value_ptr(self) -> Int64[np.ndarray, " N+1"]:
         """int64[N + 1], the results of each node."""
         return pointers(self.num_results)
 
@@ -254,12 +259,12 @@ class Graph:
         return int(self.value_ptr[-1])
 
     @functools.cached_property
-    def value_node(self) -> np.ndarray:
+    def value_node(self) -> Int64[np.ndarray, " V"]:
         """int64[V], the node whose result each value is."""
         return np.repeat(np.arange(len(self.node_type)), self.num_results)
 
     @functools.cached_property
-    def value_slot(self) -> np.ndarray:
+    def value_slot(self) -> Int64[np.ndarray, " V"]:
         """int64[V], which of its node's results each value is."""
         return np.arange(self.num_values) - self.value_ptr[:-1][self.value_node]
 
@@ -268,8 +273,8 @@ class Graph:
         return sum(map(len, self.inputs))
 
     @functools.cached_property
-    def preds(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int64[N + 1], int32[...]): the nodes each node reads, most repeats left out."""
+    def preds(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
+        """(int64[N + 1], int32[M]): the nodes each node reads, most repeats left out."""
         num_nodes = len(self.node_type)
         reader = np.repeat(np.arange(num_nodes), np.diff(self.operand_ptr))
         internal = np.flatnonzero(self.operand >= 0)
@@ -281,20 +286,20 @@ class Graph:
         return pointers(np.bincount(reader, minlength=num_nodes)), maker.astype(np.int32)
 
     @functools.cached_property
-    def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int32[...], int32[...]): maker and reader of every edge, by reader."""
+    def edges(self) -> tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]:
+        """(int32[M], int32[M]): maker and reader of every edge, by reader."""
         ptr, maker = self.preds
         return maker, np.repeat(np.arange(len(self.node_type), dtype=np.int32), np.diff(ptr))
 
     @functools.cached_property
-    def succs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int64[N + 1], int32[...]): the nodes that read each node."""
+    def succs(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
+        """(int64[N + 1], int32[M]): the nodes that read each node."""
         maker, reader = self.edges
         ptr = pointers(np.bincount(maker, minlength=len(self.node_type)))
         return ptr, reader[np.argsort(maker, kind="stable")]
 
     @functools.cached_property
-    def makes_chains(self) -> np.ndarray:
+    def makes_chains(self) -> Bool[np.ndarray, " T"]:
         """bool[T], the types whose nodes nearly all continue one node of their type, and it alone
         them.
 
@@ -303,7 +308,7 @@ class Graph:
         return analysis.chain_types(self.node_type, len(self.types), self.edges)
 
     @functools.cached_property
-    def rank(self) -> np.ndarray:
+    def rank(self) -> Int32[np.ndarray, " N"]:
         """int32[N], the place of each node among those of its type.
 
         The most other nodes of its own type on a path that ends in it, whatever lies between
@@ -313,7 +318,7 @@ class Graph:
         return analysis.ranks(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
     @functools.cached_property
-    def chain(self) -> np.ndarray:
+    def chain(self) -> Int32[np.ndarray, " N"]:
         """int32[N], nodes of its own type on the longest chain that begins in each node.
 
         The node itself counts; paths may lead through other types.
@@ -325,23 +330,23 @@ class Graph:
         return analysis.induced(self.node_type, len(self.types), self.edges, types)
 
     @functools.cached_property
-    def depth(self) -> np.ndarray:
+    def depth(self) -> Int32[np.ndarray, " N"]:
         """int32[N], edges on the longest path that ends in each node; 0 if it reads no node."""
         return longest_paths(len(self.node_type), *self.edges)
 
     @functools.cached_property
-    def height(self) -> np.ndarray:
+    def height(self) -> Int32[np.ndarray, " N"]:
         """int32[N], edges on the longest path that begins in each node; 0 if nobody reads it."""
         maker, reader = self.edges
         return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
 
     @functools.cached_property
-    def changes_type(self) -> np.ndarray:
+    def changes_type(self) -> Bool[np.ndarray, " N"]:
         """bool[N], whether a longest path from the node goes on to a node of another type."""
         return analysis.changes_of_type(self.node_type, self.edges, self.height)
 
     @functools.cached_property
-    def _reach(self) -> np.ndarray:
+    def _reach(self) -> Bool[np.ndarray, "T T"]:
         """bool[T, T], whether a path leads from some node of one type to one of another."""
         return analysis.reachable_types(self.node_type, len(self.types), self.edges)
 
@@ -372,7 +377,7 @@ class Graph:
             labels[label] = None
         return list(labels)
 
-    def bare(self) -> "Graph":
+    def bare(self) -> Graph:
         """The same graph without inputs and outputs, which is enough to schedule it."""
         none = np.zeros_like(self.node_ptr)
         ptr, maker = self.preds
@@ -380,7 +385,7 @@ class Graph:
         empty = np.zeros(0, np.int32)
         return Graph(self.types, self.node_type, ptr, operand, (), empty, self.node_ptr, none, none)
 
-    def restrict(self, types: Sequence[int]) -> tuple[np.ndarray, "Graph"]:
+    def restrict(self, types: Sequence[int]) -> tuple[np.ndarray, Graph]:
         """The part made of some types: (its nodes int64[n], a bare graph of them).
 
         The types of the part are numbered by their place in `types`, and named by their labels.
@@ -482,7 +487,7 @@ class Graph:
         serialize.save(path, names, arrays, inputs)
 
     @staticmethod
-    def load(path: str | Path, *, max_bytes: int | None = None) -> "Graph":
+    def load(path: str | Path, *, max_bytes: int | None = None) -> Graph:
         """Reads what `save` wrote.
 
         Args:

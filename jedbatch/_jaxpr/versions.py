@@ -1,12 +1,12 @@
 """Differences between versions of JAX: 0.10, 0.11 and 0.12.
 
-A program and its constants: in 0.10 a `ClosedJaxpr` holds constants and a `Jaxpr`, the program; in
-0.12 both names are one class, whose `jaxpr` is the program itself. Some primitives have programs
-with constants as parameters, others without, and which do changes too. `is_program`,
+A program and its constants: in 0.10 a `ClosedJaxpr` holds constants and a `Jaxpr`, the program;
+from 0.11 on both names are one class, whose `jaxpr` is the program itself. Some primitives have
+programs with constants as parameters, others without, and which do changes too. `is_program`,
 `without_consts`, `consts_of` and `with_equations` serve all of them.
 
 A `scan`: its parameters name the numbers of constants and carried values in 0.10, and describe
-containers of them in 0.12. `scan_parts` reads both numbers off shapes instead.
+containers of them from 0.11 on. `scan_parts` reads both numbers off shapes instead.
 
 Wrappers of functions are private classes of JAX, which `wrapped_by_jax` knows by name.
 """

@@ -16,10 +16,12 @@ saves much, rows are used again once nobody reads them any more (see `_layout.al
 results of one shape and dtype share a space.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +35,10 @@ from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
 
+if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64
+
+
 SPARE = 0.1  # of rows over those alive at a time, for which planning looks no further
 
 
@@ -40,42 +46,42 @@ SPARE = 0.1  # of rows over those alive at a time, for which planning looks no f
 class Layout:
     """Lanes and rows of a scheduled graph.
 
-    Letters: `S` batches, `N` nodes, `T` types, `R` most results of a type, `V` values.
+    Letters: `S` batches, `N` nodes, `T` types, `R` most results of a type, `V` values, `W` widths.
 
     Attributes:
       graph, schedule: what is laid out.
       order: how nodes are ordered inside of batches.
       node: int32[N], the nodes of every batch in the order of their lanes.
-      trips: int32[S, NUM_WIDTHS], chunks of each width of every batch.
+      trips: int32[S, W], chunks of each width of every batch.
       start: int64[S], the lane of its type in which each batch begins.
       lane_ptr: int64[T + 1], the lanes of each type, padding included.
       lane_node: int32[lanes], the node whose operands are read in each lane.
       lane: int64[N], the lane of its type in which each node is computed.
       space: int32[T, R], where the results of each type are kept.
       block: int64[S, R], the row of its space in which each block begins.
-      rows: int64[...], the rows of each space.
+      rows: int64[spaces], the rows of each space.
     """
 
     graph: Graph
     schedule: Schedule
     order: str
-    node: np.ndarray
-    trips: np.ndarray
-    start: np.ndarray
-    lane_ptr: np.ndarray
-    lane_node: np.ndarray
-    lane: np.ndarray
-    space: np.ndarray
-    block: np.ndarray
-    rows: np.ndarray
+    node: Int32[np.ndarray, " N"]
+    trips: Int32[np.ndarray, "S W"]
+    start: Int64[np.ndarray, " S"]
+    lane_ptr: Int64[np.ndarray, " T+1"]
+    lane_node: Int32[np.ndarray, " lanes"]
+    lane: Int64[np.ndarray, " N"]
+    space: Int32[np.ndarray, "T R"]
+    block: Int64[np.ndarray, "S R"]
+    rows: Int64[np.ndarray, " spaces"]
 
     @property
-    def lanes(self) -> np.ndarray:
+    def lanes(self) -> Int64[np.ndarray, " T"]:
         """int64[T], lanes of each type."""
         return np.diff(self.lane_ptr)
 
     @functools.cached_property
-    def padded(self) -> np.ndarray:
+    def padded(self) -> Int64[np.ndarray, " S"]:
         """int64[S], lanes of each batch, padding included."""
         by_type = np.argsort(self.schedule.batch_type, kind="stable")
         types = self.schedule.batch_type[by_type]
@@ -85,7 +91,7 @@ class Layout:
         return padded
 
     @functools.cached_property
-    def values(self) -> tuple[np.ndarray, np.ndarray]:
+    def values(self) -> tuple[Int32[np.ndarray, " V"], Int64[np.ndarray, " V"]]:
         """(int32[V], int64[V]): the space and the row in which each value is kept."""
         graph = self.graph
         maker, slot = graph.value_node, graph.value_slot

@@ -5,9 +5,12 @@ capacities, widths. Everything about this minibatch is in one int32 table, so mi
 a signature share a compiled program.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +26,9 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.placement import Placement
 from jedbatch._program.runs import merge_runs
 from jedbatch._program.signature import Signature
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64
 
 
 def value_rows(placed: Placement, signature: Signature) -> tuple[np.ndarray, np.ndarray]:
@@ -93,13 +99,13 @@ class Lowered:
 
     Attributes:
       signature: the program.
-      table: int32[...], what it reads.
-      runs: int64[..., 3], its runs of chunks in order.
+      table: int32[Z], what it reads.
+      runs: int64[_, 3], its runs of chunks in order.
     """
 
     signature: Signature
-    table: np.ndarray
-    runs: np.ndarray
+    table: Int32[np.ndarray, " Z"]
+    runs: Int64[np.ndarray, "_ 3"]
 
     @functools.cached_property
     def body_lanes(self) -> np.ndarray:

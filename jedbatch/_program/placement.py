@@ -3,11 +3,13 @@
 Capacities have room to spare: they are rounded up, in steps that grow with them.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +26,10 @@ from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._schedule.schedule import Schedule
 
+if TYPE_CHECKING:
+    from jaxtyping import Int64
+
+
 HEADROOM = 1.1  # least capacity over need, before rounding up
 DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
 LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
@@ -32,13 +38,13 @@ CHEAP = 1 << 15  # bytes of results that every type may have at least
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a minibatch: each its kernel, width id, first lane, lanes and live lanes."""
+    """The C chunks of a minibatch: each its kernel, width id, first lane, lanes and live lanes."""
 
-    kernel: np.ndarray
-    column: np.ndarray
-    lane: np.ndarray
-    width: np.ndarray
-    live: np.ndarray
+    kernel: Int64[np.ndarray, " C"]
+    column: Int64[np.ndarray, " C"]
+    lane: Int64[np.ndarray, " C"]
+    width: Int64[np.ndarray, " C"]
+    live: Int64[np.ndarray, " C"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +52,10 @@ class Placement:
     """A scheduled graph with everything in its place, ready to be written as tables.
 
     Attributes:
-      kernels: of the types present, by ascending type id.
+      kernels: K of them, of the types present, by ascending type id.
       type_ids: their ids.
       arenas: (shape, dtype) of every kind of value.
-      input_arena, input_row: int[I], where each input is.
+      input_arena, input_row: int64[I], where each input is.
       outputs: for each arena, what it returns, as in `graph.outputs`.
       stacked: whether exactly these rows must be returned; otherwise more may be.
       keeps: whether everything is kept that the reverse would read.
@@ -66,9 +72,9 @@ class Placement:
     kernels: tuple[Kernel, ...]
     type_ids: tuple[int, ...]
     arenas: tuple[tuple[tuple[int, ...], Any], ...]
-    input_arena: np.ndarray
-    input_row: np.ndarray
-    outputs: tuple[np.ndarray, ...]
+    input_arena: Int64[np.ndarray, " I"]
+    input_row: Int64[np.ndarray, " I"]
+    outputs: tuple[Int64[np.ndarray, " _"], ...]
     stacked: bool
     keeps: bool
     reuse: bool
@@ -85,7 +91,7 @@ class Placement:
         keeps: bool,
         reuse: bool | None,
         target: Target,
-    ) -> "Placement":
+    ) -> Placement:
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
         Unless it `keeps` everything, results share rows with `reuse`, or, if it is None, where
@@ -158,12 +164,12 @@ class Placement:
         return {t: np.flatnonzero(self.graph.node_type == t) for t in self.type_ids}
 
     @functools.cached_property
-    def widths(self) -> np.ndarray:
-        """The widths of each kernel (see `widths_of`)."""
+    def widths(self) -> Int64[np.ndarray, "K+1 W"]:
+        """int64[K + 1, W], the widths of each kernel (see `widths_of`)."""
         return widths_of(self.kernels, self.target)
 
     @functools.cached_property
-    def runs(self) -> np.ndarray:
+    def runs(self) -> Int64[np.ndarray, "_ 3"]:
         """int64[..., 3], the runs in order; kinds count the kernels of this minibatch."""
         return find_runs(self._kind, self.layout.start, self.layout.trips, self.widths)
 
@@ -175,7 +181,7 @@ class Placement:
         return position[self.schedule.batch_type]
 
     @functools.cached_property
-    def chunks(self) -> "Chunks":
+    def chunks(self) -> Chunks:
         """All chunks, in the order in which they run."""
         layout, schedule = self.layout, self.schedule
         step, column, lane, _, trips = cut_batches(

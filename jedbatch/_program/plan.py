@@ -1,8 +1,10 @@
 """`Plan`: a minibatch ready to run, and its printed summary."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -18,6 +20,10 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.policy import policies_compared
 from jedbatch._schedule.schedule import Schedule, lower_bound
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
+
 
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
@@ -91,21 +97,29 @@ class Plan:
       device_seconds: seconds a run took, if it was measured (`Batched.profile`).
     """
 
+    static: Static
+    table: Int32[np.ndarray | jax.Array, " Z"]
+    reverse_table: Int32[np.ndarray | jax.Array, " _"] | None
+    inputs: dict[str, Any]
+    ragged: tuple[Any, ...]  # the tables of what runs before
+    host: Host | None
+    device_seconds: float | None
+
     def __init__(self, static, table, reverse_table, inputs, ragged=(), host=None):
-        self.static: Static = static
+        self.static = static
         self.table = table
         self.reverse_table = reverse_table
-        self.inputs: dict[str, Any] = inputs
-        self.ragged = ragged  # the tables of what runs before
-        self.host: Host | None = host
-        self.device_seconds: float | None = host.device_seconds if host else None
+        self.inputs = inputs
+        self.ragged = ragged
+        self.host = host
+        self.device_seconds = host.device_seconds if host else None
 
     def tree_flatten(self) -> Any:
         """For JAX: (leaves, static part)."""
         return (self.table, self.reverse_table, self.inputs, self.ragged), self.static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "Plan":
+    def tree_unflatten(cls, static: Any, children: Any) -> Plan:
         """For JAX: a plan without the records of the host."""
         return cls(static, *children)
 
@@ -130,7 +144,7 @@ class Plan:
         ragged_calls = self.host.ragged_calls if self.host else None
         return ragged_calls.counts[::-1] if ragged_calls else None
 
-    def _timed(self, device_seconds: float) -> "Plan":
+    def _timed(self, device_seconds: float) -> Plan:
         """Returns the same plan, of which a run took so long."""
         assert self.host is not None
         host = replace(self.host, device_seconds=device_seconds)

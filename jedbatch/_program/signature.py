@@ -9,9 +9,11 @@ where each chunk puts its results.
 them as slices, if its chunks often can (see `_layout.access`).
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +29,9 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,8 @@ class Signature:
         return tuple(map(kernels.index, range(len(self.kernels))))
 
     @functools.cached_property
-    def kernel_widths(self) -> np.ndarray:
-        """The widths of each kernel, and of sums (see `widths_of`)."""
+    def kernel_widths(self) -> Int64[np.ndarray, "kernels+1 W"]:
+        """int64[kernels + 1, W], the widths of each kernel, and of sums (see `widths_of`)."""
         return widths_of(self.kernels, self.target)
 
     @functools.cached_property

@@ -21,17 +21,22 @@ Everything is NumPy over CSR, a handful of calls a batch, or a loop over the nod
 Source: Chen et al., ED-Batch, ICML 2023 (Algorithm 1, the sufficient condition).
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +52,9 @@ class Schedule:
       unseen: batches that a learned policy had to leave to its fallback.
     """
 
-    batch_type: np.ndarray
-    node_ptr: np.ndarray
-    node: np.ndarray
+    batch_type: Int32[np.ndarray, " S"]
+    node_ptr: Int64[np.ndarray, " S+1"]
+    node: Int32[np.ndarray, " N"]
     policy: str = ""
     bound: float = 0
     unseen: int = 0
@@ -57,7 +62,7 @@ class Schedule:
     @staticmethod
     def of(
         batch_type: Sequence[int], batches: Sequence[Sequence[int]], policy: str, **found: Any
-    ) -> "Schedule":
+    ) -> Schedule:
         """A schedule from the type and the nodes of every batch, the nodes in any order."""
         sizes = np.fromiter(map(len, batches), np.int64, len(batches))
         ptr = pointers(sizes)
@@ -70,7 +75,7 @@ class Schedule:
         return len(self.batch_type)
 
     @functools.cached_property
-    def batch(self) -> np.ndarray:
+    def batch(self) -> Int64[np.ndarray, " N"]:
         """int64[N], the batch in which each node runs."""
         batch = np.empty(len(self.node), np.int64)
         batch[self.node] = np.repeat(np.arange(len(self)), np.diff(self.node_ptr))

@@ -133,7 +133,7 @@ def verify(plan: Plan) -> None:
             for i in positions:
                 trial.check_output(table, a, i, None)
     if static.reverse is not None:
-        ReverseTrial(trial, static.reverse).run((table, plan.reverse_table), outputs)
+        ReverseTrial(trial, static.reverse).run((table, np.asarray(plan.reverse_table)), outputs)
 
 
 def check_returned(trial: Trial, placed: Placement, table: np.ndarray) -> list[Sequence[int]]:
