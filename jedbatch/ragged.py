@@ -144,5 +144,5 @@ def _check(q: Any, k: Any, v: Any, causal: bool) -> None:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether two sizes differ. Symbols do unless they are the same."""
+    """Returns whether two sizes differ. Symbols do unless they are the same."""
     return bool(a != b)

@@ -52,7 +52,7 @@ class RoundCapacity:
         )
 
     def holds(self, other: "RoundCapacity") -> bool:
-        """Whether every size is at least that of another."""
+        """Returns whether every size is at least that of another."""
         pairs = zip(self._tables(), other._tables(), strict=True)
         enough = all(mine.get(key, -1) >= n for mine, its in pairs for key, n in its.items())
         return enough and self.num_instructions >= other.num_instructions

@@ -7,12 +7,12 @@ Read in this order:
 2. `types`: Types of values and of nodes.
 3. `paths`: Arrays of variable length, and longest paths in graphs given by their edges.
 4. `union_find`: Union-find: sets of things that are found to belong together, two at a time.
-5. `analysis`: How the types of a graph hang together, from the type of every node and the edges
+5. `analysis`: Relations between the types of a graph, from the type of every node and the edges
    alone.
 6. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
 7. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
-8. `graph`: What instances compute, as data.
+8. `graph`: Dataflow graphs of instances, as data.
 9. `record`: `Record`: what recording an instance gave.
 10. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
    across.

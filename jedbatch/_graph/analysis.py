@@ -1,4 +1,4 @@
-"""How the types of a graph hang together, from the type of every node and the edges alone.
+"""Relations between the types of a graph, from the type of every node and the edges alone.
 
 A group of types that read each other in a cycle is a strongly connected component of the graph
 of types. Paths between nodes of one type stay inside of its component, so that ranks and chains

@@ -42,7 +42,7 @@ class PrimitiveKey:
 
 
 class CallSpec:
-    """How a kind of call is recorded.
+    """The recording of a kind of call.
 
     Attributes:
       id: position among the call specs.

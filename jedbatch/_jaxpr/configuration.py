@@ -18,13 +18,13 @@ def configuration() -> tuple[Any, ...]:
 
 
 def is_staging() -> bool:
-    """Whether what is called now goes into a program that is being traced, whatever it is given."""
+    """Returns whether calls now go into a program that is being traced, whatever they are given."""
     with take_current_trace() as trace:
         return not isinstance(trace, type(EAGER))
 
 
 def finds_faults() -> bool:
-    """Whether JAX looks for faults in all that a program returns; arenas may hold anything."""
+    """Returns whether JAX looks for faults in results of programs; arenas may hold anything."""
     return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
 
 

@@ -1,4 +1,4 @@
-"""When two values are the same: the keys of everything that is remembered.
+"""Identity of values: the keys of everything that is remembered.
 
 What was recorded for one value may be used for another one only if the function cannot tell them
 apart. `==` is no such rule: `1 == 1.0 == True` and `0.0 == -0.0`, two ranges are equal if they
@@ -220,7 +220,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=512)
 def is_all_python(kind: type) -> bool:
-    """Whether objects of a class have attributes and nothing else, which C code might keep."""
+    """Returns whether objects of a class have attributes alone, nothing that C code might keep."""
     extra = (kind.__weakrefoffset__ > 0) + (kind.__dictoffset__ > 0)
     size = object.__basicsize__ + _POINTER * (len(_slots(kind)) + extra)
     return kind.__basicsize__ == size and not kind.__itemsize__

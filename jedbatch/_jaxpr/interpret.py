@@ -94,7 +94,7 @@ def performs(program: Any, *names: str) -> bool:
 
 
 def any_performs(equations: Sequence[Any], *names: str) -> bool:
-    """Whether some equation is one of these primitives, or has one in it, however deep inside."""
+    """Returns whether some equation is one of these primitives, or has one somewhere inside."""
     return any(
         eqn.primitive.name in names or any(performs(x, *names) for x in inner_programs(eqn))
         for eqn in equations
@@ -131,7 +131,7 @@ def one_by_one(program: Any) -> Any:
 
 
 def _depends_on_lanes(eqn: Any) -> bool:
-    """Whether `vmap` of an operation gives other random numbers than the operation."""
+    """Returns whether `vmap` of an operation gives other random numbers than the operation."""
     name = eqn.primitive.name
     if name not in _DRAWS:
         return False

@@ -1,4 +1,4 @@
-"""How values are kept: each as a row of an array that holds values of one shape and dtype."""
+"""Storage of values: each is a row of an array that holds values of one shape and dtype."""
 
 import functools
 import math

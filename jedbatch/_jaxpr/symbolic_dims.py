@@ -226,7 +226,7 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
 
 
 def _known_to_differ(extent: Any, other: Any) -> bool:
-    """Whether something is no extent that might be equal, whatever the length is."""
+    """Returns whether something is no extent that might be equal, whatever the length is."""
     if isinstance(other, Base):
         return extent.scope is not other.scope
     return other is None or type(other) is str
@@ -400,7 +400,7 @@ def as_number(x: Any) -> Any:
 
 
 def is_ragged(shape: Sequence[Any]) -> bool:
-    """Whether an extent of a shape is symbolic."""
+    """Returns whether an extent of a shape is symbolic."""
     return any(type(d) is not int and is_symbolic_dim(d) for d in shape)
 
 
@@ -422,7 +422,7 @@ def shape_at(shape: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, ...]
 
 
 def grows(extent: Any) -> bool:
-    """Whether there is room for an extent where there is room for its symbols.
+    """Returns whether there is room for an extent where there is room for its symbols.
 
     `n - 1` and `2*n + m` grow with their symbols; `12 - n` and `mod(n, 4)` do not.
     """

@@ -11,5 +11,5 @@ Read in this order:
 5. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
    what came of it.
 6. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
-7. `kernel`: What XLA runs for a node type: its program for one lane, forwards and backwards.
+7. `kernel`: The program of a node type for one lane, forwards and backwards.
 """

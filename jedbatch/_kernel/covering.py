@@ -64,7 +64,7 @@ class ProductTable(NamedTuple):
     widths: Sequence[int]
 
     def content(self, rectangle: Rectangle) -> Hashable:
-        """What rectangles that can be stacked agree in."""
+        """The properties that rectangles which can be stacked agree in."""
         rows, columns = rectangle
         found = tuple(self.entries[r, c] for r in rows for c in columns)
         return self.kinds[columns[0]], len(rows), found

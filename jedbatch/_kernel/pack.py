@@ -70,7 +70,7 @@ def fused(closed: Any, num_shared: int) -> Any:
 
 
 def count_products(closed: Any, num_shared: int) -> int:
-    """How many products of a row value and a weight the program has, outside of loops."""
+    """Returns the number of products of a row value and a weight, outside of loops."""
     return len(CellProgram(closed, num_shared).products)
 
 
@@ -212,7 +212,7 @@ def make_table(
     heights = {r: found[0].height for (r, _), found in entries.items()}
 
     def content(place: tuple[int, int]) -> Any:
-        """What is multiplied; matrices are not stacked, so nothing equals theirs."""
+        """The factors; matrices are not stacked, so nothing equals theirs."""
         found = [(same[p.weight], p.weight_axis) for p in entries[place]]
         return place if entries[place][0].kind.free else tuple(found)
 

@@ -31,7 +31,7 @@ from jedbatch._jaxpr.interpret import (
 
 
 class Kind(NamedTuple):
-    """What products that are put together agree in.
+    """The properties that products which are put together agree in.
 
     Attributes:
       dtypes: of row value, weight and result.
@@ -119,7 +119,7 @@ class Product(NamedTuple):
 
     @property
     def sums_in_full(self) -> bool:
-        """Whether weights may be added up: they have the precision of the result."""
+        """Returns whether weights may be added up: they have the precision of the result."""
         return bool(self.kind.dtypes[1] == self.kind.dtypes[2])
 
     @property

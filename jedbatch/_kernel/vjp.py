@@ -206,13 +206,13 @@ class KernelVjp:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether every result sends a cotangent to every operand that can have one."""
+        """Returns whether every result sends a cotangent to every operand that can have one."""
         every = frozenset(self.returned)
         results = len(every) == len(self.kernel.results) and not self.refused
         return results and all(self.flow[j] == every for j in self._moving)
 
     def meets_consts(self, s: int) -> bool:
-        """Whether result s depends on shared values."""
+        """Returns whether result s depends on shared values."""
         if CONSTS in self.refused.get(s, ()):
             return True
         return any(s in some for tap in self.taps for some in tap.sources)
@@ -308,7 +308,7 @@ class KernelVjp:
         derived: dict[Any, int] = {}
 
         def find(v: Any) -> tuple[str, Any]:
-            """Where the value of a variable of the forward program is found again."""
+            """Returns the place of the value of a variable of the forward program."""
             if isinstance(v, Literal):
                 return "literal", v.val
             if v in jaxpr.constvars:
@@ -532,7 +532,7 @@ class KernelVjp:
 
 
 def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
-    """Whether JAX can differentiate result s with respect to some operands."""
+    """Returns whether JAX can differentiate result s with respect to some operands."""
     try:
         KernelVjp(kernel, [s], operands)
     except Exception:
@@ -541,7 +541,7 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
 
 
 def _is_reshape(eqn: Any) -> bool:
-    """Whether an operation gives its operand another shape, and does nothing else."""
+    """Returns whether an operation gives its operand another shape, and does nothing else."""
     if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
         return False
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -549,7 +549,7 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def _alike(*atoms: Any) -> bool:
-    """Whether all are arrays of single or double precision, of one shape."""
+    """Returns whether all are arrays of single or double precision, of one shape."""
     kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
     ((shape, dtype), *rest) = kinds
     return not rest and bool(shape) and dtype in (np.float32, np.float64)

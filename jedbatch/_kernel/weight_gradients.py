@@ -98,7 +98,7 @@ def _added(
 
 
 def _makes_zeros(eqn: Any) -> bool:
-    """Whether an operation fills an array with zeros."""
+    """Returns whether an operation fills an array with zeros."""
     if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], Literal):
         return False
     return bool(np.all(np.asarray(eqn.invars[0].val) == 0))

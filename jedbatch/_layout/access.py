@@ -1,4 +1,4 @@
-"""How operands are read: as slices where their rows are consecutive, one by one where not.
+"""Reading operands: as slices where their rows are consecutive, one by one where not.
 
 The rows of an operand over the lanes of a chunk can be
 

@@ -60,7 +60,7 @@ EARLIER = 0.5, 0.25, 0.75  # where a block that reached the peak goes, as a part
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Allocation:
-    """Where blocks are.
+    """The places of blocks.
 
     Attributes:
       offset: int64[N], the first row of each block; 0 for a block without rows.

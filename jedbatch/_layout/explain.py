@@ -1,4 +1,4 @@
-"""How each batch reads its operands, and why: the text of `Layout.explain`."""
+"""The text of `Layout.explain`: how each batch reads its operands, and why."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -91,7 +91,7 @@ def _counted(words: Sequence[str]) -> str:
 def _explain_operand(
     layout: LaidOut, values: np.ndarray, space: np.ndarray, row: np.ndarray
 ) -> str:
-    """How one operand of one batch is read over its live lanes."""
+    """Returns a line that says how one operand of one batch is read over its live lanes."""
     inputs = values < 0
     if inputs.any() and not inputs.all():
         return "gather (inputs and results)"

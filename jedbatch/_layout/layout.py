@@ -1,4 +1,4 @@
-"""Where everything is: the lane of every node, the row of every value.
+"""Layouts: the lane of every node, the row of every value.
 
 Every type numbers its *lanes*, one per node and some for padding, in the order in which they run:
 
@@ -198,7 +198,7 @@ def share_rows(layout: Layout, arena: np.ndarray, num_arenas: int, slack: float 
 
 
 def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool = True) -> Layout:
-    """Where a scheduled graph would be computed and kept.
+    """Returns lanes and rows of a scheduled graph.
 
     Args:
       graph: any graph; in a bare one all results count as equally large.

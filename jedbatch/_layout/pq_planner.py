@@ -61,7 +61,7 @@ class Dropped(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """Where variables lie, and in which order batches run their operations.
+    """The places of variables, and the order in which batches run their operations.
 
     Attributes:
       order: all variables in the order of memory.
@@ -190,7 +190,7 @@ def _rows(order: Sequence[int]) -> list[int]:
 
 
 def _is_contiguous(operand: Sequence[int], operations: Sequence[int], row: list[int]) -> bool:
-    """Whether an operand is one slice, or one variable repeated."""
+    """Returns whether an operand is one slice, or one variable repeated."""
     if len(set(operand)) <= 1:
         return True
     rows = [row[operand[k]] for k in operations]
@@ -253,7 +253,7 @@ class _Node(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How the tree orders an operand, in terms of the batch's operations.
+    """The order that the tree gives an operand, in terms of the batch's operations.
 
     Leaves are named by their operations, and nodes so that those of equal names, in all forms of
     the batch, order the same operations in the same ways; their places then correspond in turn.

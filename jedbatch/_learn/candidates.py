@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """How a policy was learned and how it compares; prints as a table.
+    """A report of how a policy was learned and how it compares; prints as a table.
 
     Costs are numbers of batches, unless another objective was given.
 
@@ -356,7 +356,7 @@ class _Candidates:
                 self.q_learn(encoding, episodes, progress)
 
     def at_bound(self) -> bool:
-        """Whether the best machine needs no more than the certified bounds."""
+        """Returns whether the best machine needs no more than the certified bounds."""
         costs = (e.training + e.held_back for e in self.entries if e.name in self.machines)
         return min(costs, default=np.inf) <= sum(self.bound) + 1e-6
 
@@ -446,7 +446,7 @@ class _Candidates:
 
 
 def enough(parts: Sequence[tuple[Graph, int]]) -> int:
-    """How many of the first instances to use: not too many, nor too many nodes."""
+    """Returns how many of the first instances to use: not too many, nor too many nodes."""
     sizes = [g.node_ptr[i + 1] - g.node_ptr[i] for g, i in parts[:MOST]]
     return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), NODES))))
 

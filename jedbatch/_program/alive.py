@@ -1,4 +1,4 @@
-"""Which values of a minibatch have a cotangent.
+"""The values of a minibatch that have a cotangent.
 
 A value is *alive* if it is returned, or if a node reads it that has a result which is alive and
 sends a cotangent to that operand (see `KernelVjp.flow`). We begin with all alive and take away what
@@ -71,7 +71,7 @@ class Alive:
 
 
 def computes_what_is_read(placed: Placement, columns: Sequence[np.ndarray]) -> bool:
-    """Whether some result of every node is read or returned, hence in the first of `columns`."""
+    """Returns whether some result of every node is used, hence in the first of `columns`."""
     graph = placed.graph
     if not columns:
         return not graph.num_values

@@ -62,7 +62,7 @@ class Sent:
         return Sent(block, rows, own)
 
     def saves_much(self, signature: Signature) -> bool:
-        """Whether rows for all would be many more."""
+        """Returns whether rows for all would be many more."""
         sizes = np.array(list(map(row_bytes, signature.arenas)))
         return bool(self.rows @ sizes <= WORTHWHILE * (self.own @ sizes))
 
@@ -137,6 +137,6 @@ def arenas_of_operands(signature: Signature) -> list[list[int]]:
 
 
 def shares_rows(signature: Signature) -> bool:
-    """Whether cotangents of a program share rows."""
+    """Returns whether cotangents of a program share rows."""
     kinds = zip(signature.cotangent_rows[1], signature.outputs, signature.arenas, strict=True)
     return sum((end - n) * row_bytes(kind) for end, n, kind in kinds) > WORTH_SHARING

@@ -44,7 +44,7 @@ class Packed(NamedTuple):
     consts: list[list[Any]]
 
     def is_of(self, shared: Sequence[Any]) -> bool:
-        """Whether these are the very same arrays."""
+        """Returns whether these are the very same arrays."""
         return all(ref() is x for ref, x in zip(self.shared, shared, strict=True))
 
 

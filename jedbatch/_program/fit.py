@@ -21,7 +21,7 @@ SMALL = 1 << 20  # bytes of results; a program of this size will do for any mini
 
 
 def fits(placed: Placement, signature: Signature) -> bool:
-    """Whether a program can run a minibatch without too much room going to waste."""
+    """Returns whether a program can run a minibatch without too much room going to waste."""
     place = {kernel: k for k, kernel in enumerate(signature.kernels)}
     arenas = signature._arena_ids
     if not (set(placed.kernels) <= place.keys() and set(placed.arenas) <= arenas.keys()):
@@ -48,7 +48,7 @@ def fits(placed: Placement, signature: Signature) -> bool:
 
 
 def resembles(placed: Placement, signature: Signature) -> bool:
-    """Whether a program returns what a minibatch returns, and is not much too large for it.
+    """Returns whether a program returns what a minibatch returns, and is not much too large for it.
 
     Nor may it need tracers that the minibatch does not bring.
     """

@@ -91,7 +91,7 @@ class ReverseSignature:
 
     @functools.cached_property
     def instructions(self) -> InstructionSet:
-        """How chunks become instructions."""
+        """The map from chunks to instructions."""
         single = [
             Branch((kind * NUM_WIDTHS + i,))
             for kind, widths in enumerate(self.widths)
@@ -430,7 +430,7 @@ def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
 
 
 def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseSignature) -> bool:
-    """Whether a program lists enough readers for a minibatch, and has room for its instructions."""
+    """Returns whether a program has room for the readers and instructions of a minibatch."""
     return (
         needed.forward == signature.forward
         and all(

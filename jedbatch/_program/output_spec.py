@@ -10,7 +10,7 @@ from jedbatch._jaxpr.storage import Kind
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a ragged result of an instance is: rows of the result of a region.
+    """The place of a ragged result of an instance: rows of the result of a region.
 
     Attributes:
       stage, result: whose rows.
@@ -28,7 +28,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """How rows become results.
+    """The results of instances, in terms of rows.
 
     Attributes:
       structures: the pytree structure of each instance's result, or of all stacked ones.

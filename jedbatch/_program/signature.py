@@ -114,7 +114,7 @@ class Signature:
 
     @functools.cached_property
     def cotangent_rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Where cotangents are kept in reverse: in its arena, those of each operand of each kernel
+        """Rows of cotangents in reverse: in its arena, those of each operand of each kernel
         from some row on, -1 for operands without; and what comes behind them, for each arena.
         """
         ends = list(self.outputs)
@@ -149,7 +149,7 @@ class Signature:
 
     @functools.cached_property
     def instructions(self) -> InstructionSet:
-        """How chunks become instructions."""
+        """The map from chunks to instructions."""
         widths = self.widths
         single = [
             Branch((number * NUM_WIDTHS + i,))

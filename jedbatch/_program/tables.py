@@ -1,4 +1,4 @@
-"""Where things are in the int32 table of a minibatch."""
+"""The places of things in the int32 table of a minibatch."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class TableLayout:
-    """Where things are in a flat int32 table: one large argument dispatches fastest."""
+    """Named parts of a flat int32 table: one large argument dispatches fastest."""
 
     def __init__(self) -> None:
         self.places: dict[Any, tuple[int, tuple[int, ...]]] = {}

@@ -34,7 +34,7 @@ NOTHING = -1  # what a row holds that has not been written, or that nobody may r
 
 
 def is_wanted() -> bool:
-    """Whether every plan is to be verified."""
+    """Returns whether every plan is to be verified."""
     return os.environ.get("JEDBATCH_CHECK", "0") not in ("", "0")
 
 

@@ -15,7 +15,7 @@ from jedbatch._program.verify import Trial, check_apart, chunks_of, require
 
 
 def differentiable(value_type: ValueType) -> bool:
-    """Whether values of a type have a cotangent."""
+    """Returns whether values of a type have a cotangent."""
     return has_gradient(value_type.dtype)
 
 

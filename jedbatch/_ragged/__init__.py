@@ -15,5 +15,6 @@ Read in this order:
 11. `renaming`: Operations written down so that the names of symbols do not matter.
 12. `regions`: The ragged parts of an instance's graph, taken out of it.
 13. `lengths`: The arrays of instances that have lengths of their own.
-14. `calls`: Calls of regions, which run before a graph, all of one region together.
+14. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+   together.
 """

@@ -92,7 +92,7 @@ def _random_bits(eqn: Any) -> list[tuple[int, int]]:
 
 
 def is_elementwise(eqn: Any) -> bool:
-    """Whether a call consists of operations on single elements."""
+    """Returns whether a call consists of operations on single elements."""
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
     if inner is None:
         return eqn.primitive.name in ELEMENTWISE
@@ -100,7 +100,7 @@ def is_elementwise(eqn: Any) -> bool:
 
 
 def _reshape(eqn, params, i, a):
-    """Whether an axis is merged with others or cut."""
+    """Returns whether an axis is merged with others or cut."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if params.get("dimensions") is not None:
         return True
@@ -174,7 +174,7 @@ _RULES = {
 
 
 def is_look_up(eqn: Any) -> bool:
-    """Whether rows are taken out of something without ragged axes, as many as an extent says."""
+    """Returns whether as many rows as an extent says are taken of a value without ragged axes."""
     looks = eqn.primitive.name in LOOK_UPS
     out = eqn.outvars[0].aval.shape
     sources = [v.aval.shape for v in eqn.invars]

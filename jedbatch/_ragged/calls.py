@@ -205,7 +205,7 @@ def _straight_capacity(
 
 
 def _near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
-    """Whether a capacity is not much too large for so many rows, in blocks of up to `widest`."""
+    """Returns whether a capacity fits the rows well enough, in blocks of up to `widest`."""
     return all(b <= SLACK * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
 
 

@@ -136,7 +136,7 @@ class Lengths:
 
     @property
     def shown(self) -> str | None:
-        """Why lengths are not told apart from shapes, if any differ."""
+        """The reason why lengths are not told apart from shapes, if any differ."""
         if self.off is None:
             return self._apart
         return self.off if any(n is None for n in self._kinds.values()) else None

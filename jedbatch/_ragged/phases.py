@@ -133,7 +133,7 @@ def _body(eqn: Any) -> Any:
 
 
 def _is_softmax(closed: Any) -> bool:
-    """Whether a function with a derivative rule has the derivative that JAX would find.
+    """Returns whether a function with a derivative rule has the derivative that JAX would find.
 
     The rule of `jax.nn.softmax` saves memory, no more.
     """
@@ -187,7 +187,7 @@ def _variables(jaxpr: Any) -> list[Any]:
 
 
 def _relates(variable: Any) -> bool:
-    """Whether a value has a number for every pair of rows."""
+    """Returns whether a value has a number for every pair of rows."""
     return len(ragged_axes(variable.aval.shape)) > 1
 
 
@@ -341,7 +341,7 @@ def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def _starts(equations: Sequence[Any]) -> bool:
-    """Whether an extreme is read only together with a number that it starts from."""
+    """Returns whether an extreme is read only together with a number that it starts from."""
     return bool(equations) and all(
         eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)
         for eqn in equations

@@ -123,7 +123,7 @@ class Regions:
         self.changed = False
 
     def is_ragged(self, type_id: int) -> bool:
-        """Whether nodes of a type read or give ragged values, or ask for an extent."""
+        """Returns whether nodes of a type read or give ragged values, or ask for an extent."""
         if type_id not in self._ragged:
             node_type = self.registry.node_types[type_id]
             operation = operation_of(node_type)

@@ -216,7 +216,7 @@ class RowReverse:
         return of_consts, of_operands
 
     def has_cotangent(self, result: int) -> bool:
-        """Whether something comes back to a result."""
+        """Returns whether something comes back to a result."""
         return self.cotangents[result] is not None
 
     @property

@@ -15,17 +15,17 @@ Read in this order:
    jaxprs.
 8. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-9. `registry`: What has been met while recording, interned.
+9. `registry`: Types, shared values and calls seen while recording, interned.
 10. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
 11. `operators`: Indexing symbols, and Python's operators on them.
-12. `fast_path`: How calls of cells are recorded the second time: by what their arguments are, at a
-   glance.
+12. `fast_path`: Recording calls of cells the second time: by a short description of their
+   arguments.
 13. `recorder`: A recorder of what a function does to symbolic values.
 14. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
 15. `deep`: Recursion deeper than Python's limit.
 16. `trace`: Recording a minibatch: every instance of it as a graph.
-17. `granularity.call_sites`: Where in the user's program an operation is performed: its call
-   site.
+17. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+   performed.
 18. `granularity.inline`: Taking calls apart: the nodes inside of a node.
 19. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
    become one node.

@@ -106,7 +106,7 @@ def deeply(work: Callable[[], T]) -> T:
 
 
 def _worth_it(error: RecursionError) -> bool:
-    """Whether what recursed too deep was mostly functions of Python, other than JAX's."""
+    """Returns whether what recursed too deep was mostly functions of Python, other than JAX's."""
     frame: Any = sys._getframe()
     depth = 0
     while frame is not None:

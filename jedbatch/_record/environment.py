@@ -100,7 +100,7 @@ class _Guard(NamedTuple):
         return _Guard(read, subject, found, any(weak))
 
     def holds(self) -> bool:
-        """Whether it gives the same things."""
+        """Returns whether it gives the same things."""
         now = tuple(self.read(self.subject))
         if len(now) != len(self.found):
             return False
@@ -132,7 +132,7 @@ class Reached(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How one gets from a function to an array: steps of (how, key)."""
+    """A path from a function to an array: steps of (how, key)."""
 
     steps: tuple[tuple[str, Any], ...]
 
@@ -478,7 +478,7 @@ def code_names(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(module: str) -> bool:
-    """Whether a module belongs to an installed package or to Python."""
+    """Returns whether a module belongs to an installed package or to Python."""
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names or root == "jedbatch":
         return True

@@ -26,7 +26,7 @@ def live_tracers() -> list[Any]:
 
 
 def is_kept(tracers: Sequence[Any], before: set[int]) -> bool:
-    """Whether code that is not of an installed package can reach some of these.
+    """Returns whether code that is not of an installed package can reach some of these.
 
     `before` has the ids of what there was before these were made; newer things do not count.
     """
@@ -57,7 +57,7 @@ def _is_module(x: Any) -> bool:
 
 
 def _is_end(x: Any) -> bool:
-    """Whether who holds it does not matter."""
+    """Returns whether who holds it does not matter."""
     return _is_module(x) or isinstance(x, types.FrameType | types.ModuleType)
 
 

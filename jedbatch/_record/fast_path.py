@@ -1,4 +1,4 @@
-"""How calls of cells are recorded the second time: by what their arguments are, at a glance.
+"""Recording calls of cells the second time: by a short description of their arguments.
 
 This is the hottest path of recording, 0.8 microseconds a node. A call is described without
 looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
@@ -28,7 +28,7 @@ PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are t
 
 
 def fast_path(recorder: RecorderLike) -> Callable:
-    """How calls of cells are recorded; a closure, since attributes would cost a quarter more.
+    """Returns the recorder of calls of cells; a closure, as attributes would cost a quarter more.
 
     A call is described by what its arguments are, without looking into them, and recorded
     the way a call of that description was recorded before: `registry.calls` is a tree of
@@ -157,7 +157,7 @@ def described(
 
 
 def is_referred(recorder: RecorderLike, x: Any) -> bool:
-    """Whether something is a symbol, or a container that has a token of its own."""
+    """Returns whether something is a symbol, or a container that has a token of its own."""
     return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
 
 
@@ -167,7 +167,7 @@ def reference_token(recorder: RecorderLike, x: Any) -> Hashable:
 
 
 def put_together(recorder: RecorderLike, x: Any) -> bool:
-    """Whether something is a tuple or list of symbols and of what cells returned."""
+    """Returns whether something is a tuple or list of symbols and of what cells returned."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
     return all(is_referred(recorder, part) for part in x)
@@ -199,7 +199,7 @@ def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
 
 
 def widths_of(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
-    """How many operands each reference of a short description stands for."""
+    """Returns how many operands each reference of a short description stands for."""
     single = (0, 0)
     parts = [x for arg in args for x in (arg if put_together(recorder, arg) else [arg])]
     found = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]

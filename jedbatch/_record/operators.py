@@ -79,7 +79,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: Any) -> Any:
 
 
 def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> CallSpec | None:
-    """How an operation on symbols was recorded before; if it is known, adds what it reads."""
+    """Returns how an operation was recorded before; if it is known, adds the symbols it reads."""
     way: list[Any] = [key]
     reads = []
     for x in args:
@@ -106,7 +106,7 @@ def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any
 
 
 class Known(NamedTuple):
-    """How an operator was recorded.
+    """The recording of an operator.
 
     Attributes:
       call_spec: the kind of the one node it records.
@@ -178,7 +178,7 @@ def _noted(recorder: RecorderLike, way: tuple, a: Any, b: Any) -> Any:
 
 
 def _same_number(recorder: RecorderLike, number: Any) -> bool:
-    """Whether the last input is this number."""
+    """Returns whether the last input is this number."""
     _, kind, *_ = recorder.registry.groups[recorder.input_group[-1]]
     value_type = recorder.registry.value_types[kind]
     x = recorder.input_value[-1]

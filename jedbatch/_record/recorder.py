@@ -234,7 +234,7 @@ class Recorder(Trace):
         return self.input(x)
 
     def _is_owned(self, x: Any) -> bool:
-        """Whether an array is part of the instance."""
+        """Returns whether an array is part of the instance."""
         if self._owned is None:
             self._owned = owned_arrays(self._instance)
         return id(x) in self._owned

@@ -111,7 +111,7 @@ class Registry:
 
     @property
     def size(self) -> int:
-        """How much has been met, in entries."""
+        """The number of entries of everything recorded."""
         known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
         return known + len(self.operations) + len(self.operators)
 
@@ -161,7 +161,7 @@ class Registry:
     def call_spec(
         self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
     ) -> CallSpec:
-        """How to record nodes that compute `call(shared values, operands)`.
+        """Returns how to record nodes that compute `call(shared values, operands)`.
 
         Args:
           name: for people.
@@ -227,7 +227,7 @@ class Registry:
             first.sure = first.extents == extents
 
     def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CallSpec | None:
-        """How to record calls that differ in the names of symbols from known ones; None if none."""
+        """Returns the record of a call that differs from a known one in symbols only, or None."""
         like, symbols = self._numbered(full)
         alike = self._alike.get(like) if symbols else None
         if alike is None or not alike.sure:
@@ -264,7 +264,7 @@ class Registry:
         return found
 
     def is_proven(self, call_spec: CallSpec) -> bool:
-        """Whether everything that a call reads was found where changes are seen."""
+        """Returns whether everything that a call reads was found where changes are seen."""
         return call_spec.id not in self._unproven
 
     def _is_proven(self, key: Hashable, jaxpr: Any) -> bool:
@@ -288,7 +288,7 @@ class Registry:
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
 
     def is_reached(self, index: int) -> bool:
-        """Whether a shared value depends on arrays that the function reaches and no more."""
+        """Returns whether a shared value depends on arrays that the function reaches alone."""
         value = self.shared[index]
         if value.call is not None:
             return all(map(self.is_reached, value.args))
@@ -310,7 +310,7 @@ class Registry:
         return f"{name}{static}({', '.join(types)}){at}"
 
     def _paths(self, index: int) -> set[tuple]:
-        """Where the leaves of the shared arguments are that a shared value is made of."""
+        """Returns paths of the leaves of shared arguments that a shared value is made of."""
         if index not in self._known_paths:
             value = self.shared[index]
             if value.leaf is not None:
@@ -520,7 +520,7 @@ class Registry:
         return len(self.shared) - 1
 
     def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
-        """How to compute shared values: (function, ids of the closed-over ones it needs).
+        """Returns a function that computes shared values, and ids of closed-over ones it needs.
 
         The function maps the leaves of the shared arguments followed by those closed-over
         values to one list of values for each list of ids wanted.
@@ -528,7 +528,7 @@ class Registry:
         return prologue(self.shared, self.num_leaves, wanted)
 
     def is_transient(self, index: int) -> bool:
-        """Whether a shared value depends on a tracer that the function closes over."""
+        """Returns whether a shared value depends on a tracer that the function closes over."""
         if index not in self._known_transient:
             value = self.shared[index]
             found = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
@@ -536,7 +536,7 @@ class Registry:
         return self._known_transient[index]
 
     def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
-        """Whether an operation on shared values depends on the instance after all.
+        """Returns whether an operation on shared values depends on the instance after all.
 
         Its numbers may differ from one instance to the next, or how often it is repeated; then
         there are as many shared values as instances, and each is compiled.

@@ -36,7 +36,7 @@ def owned(const: Any) -> Any:
 def prologue(
     shared: Sequence[SharedValue], num_leaves: int, wanted: Sequence[Sequence[int]]
 ) -> tuple[Callable, list[int]]:
-    """How to compute shared values: (function, ids of the closed-over ones it needs).
+    """Returns a function that computes shared values, and ids of closed-over ones it needs.
 
     Args:
       shared: all shared values, by id.

@@ -5,7 +5,7 @@ Read in this order:
 1. `frontier`: The state of Algorithm 1: which nodes could run now.
 2. `schedule`: A graph cut into batches, and how few batches there can be.
 3. `components`: Schedules by component of types, and by rank.
-4. `heuristics`: Policies that need no learning.
+4. `heuristics`: Heuristics: policies that need no learning.
 5. `policy`: Policies, and Algorithm 1: runs a policy until every node of a graph is in a batch.
 6. `search`: Searching for good schedules: teachers of learned policies, and their judges.
 7. `encodings`: Encodings of a frontier: what a learned policy sees.

@@ -42,7 +42,7 @@ def most(frontier: Frontier, ready: Sequence[int]) -> list[int]:
 
 
 def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """How many types have more ready nodes (the last code stands for all from there on)."""
+    """For each, how many types have more ready nodes (the last code is for all from there on)."""
     num_ready = frontier.num_ready
     counts = sorted((num_ready[t] for t in ready), reverse=True)
     return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
@@ -61,7 +61,7 @@ GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower
 
 
 def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
-    """How far each type has come (see `packed`)."""
+    """For each, how far the type has come (see `packed`)."""
     seen = list(map(frontier.tallest, ready))
     top, most_nodes = max(seen)[0], max([n for _, n, _ in seen])
     return [

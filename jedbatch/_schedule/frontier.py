@@ -32,7 +32,7 @@ WIDE = 96  # nodes from which NumPy is faster than a loop
 
 
 class Frontier:
-    """Which nodes of a graph could run now, and which have not run.
+    """The nodes of a graph that could run now, and those that have not run.
 
     Attributes:
       graph: what is being scheduled.
@@ -130,7 +130,7 @@ class Frontier:
         return self._tallest[t]
 
     def shortens(self, t: int) -> bool:
-        """Whether all longest chains of type t that are left begin in nodes that are ready.
+        """Returns whether all longest chains of type t that are left begin in nodes that are ready.
 
         Then the lower bound on what is left is one batch less when type t has run.
         """

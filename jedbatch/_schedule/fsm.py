@@ -167,7 +167,7 @@ class FSM:
         return {code: state.run for state in self.states for code in state.when}
 
     def numbers(self, labels: Sequence[str]) -> list[int]:
-        """Which of the machine's types each label names; a negative number of its own if none."""
+        """Returns the machine's number of each label; a negative number if there is none."""
         return numbers_of(self.types, labels)
 
     def schedule(self, graph: Graph) -> Schedule:

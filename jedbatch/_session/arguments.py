@@ -14,7 +14,7 @@ from jedbatch._record.registry import NUMBERS
 
 @dataclass(frozen=True)
 class Arguments:
-    """How the arguments of a function are shared by or spread over its instances.
+    """Arguments of a function, shared by its instances or spread over them.
 
     Attributes:
       name: of the function, for messages.

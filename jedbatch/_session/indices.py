@@ -165,7 +165,7 @@ def check_look_ups(
 
 
 def _all_below(rows: np.ndarray, n: int) -> bool:
-    """Whether all are from 0 to n - 1, at a glance."""
+    """Returns whether all are from 0 to n - 1, at a glance."""
     return bool(rows.view(f"u{rows.dtype.itemsize}").max() < n)
 
 

@@ -16,7 +16,7 @@ from jedbatch._record.granularity.fuse import GRANULARITIES
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """How a function is batched; `jedbatch.batch` describes each of these.
+    """Options of batching; `jedbatch.batch` describes each of these.
 
     Attributes:
       executor: runs programs, by its name; None for the default.

@@ -172,7 +172,7 @@ class RaggedRecording:
         return made, keep, tracers
 
     def relate(self, error: Exception) -> bool:
-        """Whether to record again, since the error was that lengths are not known to be equal."""
+        """Returns whether to record again: the error was that lengths are not known to be equal."""
         given = self.given[self.number]
         asked = self.asked.get(self.number)
         if given is None or asked is None:
@@ -180,6 +180,6 @@ class RaggedRecording:
         return self.session.lengths.relate(given, asked, error)
 
     def _compared(self, i: int) -> bool:
-        """Whether lengths of an instance have been compared that it is not yet told apart by."""
+        """Returns whether lengths of an instance were compared that it is not yet told apart by."""
         given = self.given[i]
         return given is not None and self.session.lengths.relate(given, self.asked[i], None)

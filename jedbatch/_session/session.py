@@ -140,7 +140,7 @@ class Session:
         return found
 
     def reads_tracers(self, signature: Signature) -> bool:
-        """Whether a program reads values of an outer transformation that the function reaches."""
+        """Returns whether a program reads values of an outer transformation, which are reached."""
         shared = self.registry.shared
         reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, Way)]
         return any(isinstance(self.reach(i), Tracer) for i in reads)
@@ -180,7 +180,7 @@ class Session:
         return lowered
 
     def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
-        """Whether what a program reads is there, but for what these kernels read anyway.
+        """Returns whether what a program reads is there, but for what these kernels read anyway.
 
         A kernel that does not run must not read what has gone, such as a tracer.
         """
@@ -216,7 +216,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much has been met that it is better to begin again."""
+        """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
 
     def reverse(
@@ -283,7 +283,7 @@ class Session:
         ]
 
     def numbers_differ(self) -> bool:
-        """Whether a number has been found to differ that records take to be a constant.
+        """Returns whether a number has been found to differ that records take to be a constant.
 
         If so, they are forgotten.
         """

@@ -18,10 +18,10 @@ _PRIVATE = __name__.partition(".")[0] + "._"
 
 
 def is_private(module: str) -> bool:
-    """Whether a name is that of a private module of this package."""
+    """Returns whether a name is that of a private module of this package."""
     return module.startswith(_PRIVATE)
 
 
 def records_calls(names: Mapping[str, Any]) -> bool:
-    """Whether globals are those of a module that calls what is recorded."""
+    """Returns whether globals are those of a module that calls what is recorded."""
     return RECORDS_CALLS in names and is_private(names["__name__"])

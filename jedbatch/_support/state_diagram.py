@@ -97,7 +97,7 @@ def _curve(start: Point, end: Point, tall: float) -> tuple[str, Point, Point]:
     y = (start[1] + end[1]) / 2 + bend * across / length
 
     def border(at: Point) -> Point:
-        """Where the line from the middle of a box to the bend leaves the box."""
+        """Returns the point where the line from the middle of a box to the bend leaves the box."""
         dx, dy = x - at[0], y - at[1]
         share = min(BOX / 2 / max(abs(dx), 1e-9), tall / 2 / max(abs(dy), 1e-9), 1.0)
         return at[0] + dx * share, at[1] + dy * share

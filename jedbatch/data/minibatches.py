@@ -17,7 +17,7 @@ class Indexed(Protocol[Held]):
     """Records that can be had in any order."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of minibatches."""
 
     def __getitem__(self, index: int, /) -> Held:
         """The record with a number from 0."""

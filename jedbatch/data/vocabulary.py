@@ -57,7 +57,7 @@ class Vocabulary:
 
     @property
     def frozen(self) -> bool:
-        """Whether new words are unknown."""
+        """Returns whether new words are unknown."""
         return self._frozen
 
     def freeze(self) -> None:

@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self.attend = attend
 
     def __call__(self, x: jax.Array, memory: jax.Array, causal: bool = False) -> jax.Array:
-        """What rows of x get from the memory [n, hidden]."""
+        """Returns what each row of x reads from the memory [n, hidden]."""
         q, k, v = self.queries(x), self.keys(memory), self.values(memory)
         q, k, v = (rows.reshape(rows.shape[0], self.heads, -1) for rows in (q, k, v))
         return self.join(self.attend(q, k, v, causal=causal).reshape(x.shape))

@@ -58,7 +58,7 @@ class UnclearError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a program is run.
+    """A way to run a program.
 
     Attributes:
       run: a name in `RUNS`.
@@ -188,7 +188,7 @@ class Case:
         return Expected.of(fn, params, self.columns, self.picks, self.way)
 
     def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
-        """Whether the loop gives nearly the same when parameters are moved a little."""
+        """Returns whether the loop gives nearly the same when parameters are moved a little."""
         for sign in (-1, 1):
             size = sign * MOVED * (self.rtol / 1e-4)
             moved = jax.tree.map(lambda x, size=size: x * (1 + size), self.params)
@@ -384,7 +384,7 @@ def _whole(column: Sequence[Any]) -> Any:
 
 
 class Manner(NamedTuple):
-    """How something is computed.
+    """A way to compute something.
 
     Attributes:
       run: gives (results, gradient with respect to the parameters or None).
@@ -443,7 +443,7 @@ def _first(tree: Any) -> Any:
 
 
 def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Returns the arguments of each instance for a function that is not batched, with arrays of JAX.
+    """Returns the arguments of each instance for a plain function, with arrays of JAX.
 
     `batch` hands arrays over as symbols that have `x.at`; arrays of NumPy have not.
     """

@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def count(self) -> int:
-        """How many programs failed like this."""
+        """The number of programs that failed like this."""
         return len(self.numbers)
 
     def propose(self, case: Case, text: str) -> None:

@@ -332,7 +332,7 @@ NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.e+-]*|inf|nan)(?=:\w+\[\])")  # a lit
 
 
 def assert_merged(plan: Plan) -> None:
-    """Whatever could share a batch does: nothing keeps instances of one function apart.
+    """Raises unless everything that could share a batch does, whatever instance it is of.
 
     Arrays of different lengths are not grouped by their shapes; no two types of nodes differ in
     nothing but numbers that JAX took for constants of a program, each of which is compiled by

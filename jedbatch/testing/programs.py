@@ -246,7 +246,7 @@ class Program:
 
     @property
     def decides(self) -> bool:
-        """Whether it decides on computed values."""
+        """Returns whether it decides on computed values."""
         return any(s[0] in ("if", "while", "pick", "float") for s in self.statements)
 
     @functools.cached_property

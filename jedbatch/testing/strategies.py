@@ -152,7 +152,7 @@ def instances(draw: st.DrawFn) -> Instance:
 
 @st.composite
 def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
-    """How a program is run.
+    """Returns a strategy of ways to run a program.
 
     Args:
       draw: of Hypothesis.

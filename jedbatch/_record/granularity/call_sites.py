@@ -1,4 +1,4 @@
-"""Where in the user's program an operation is performed: its call site.
+"""Call sites: the places in the user's program where operations are performed.
 
 Two operations of one kind at one place of a program are likely to play the same part, for
 instance in every call of a recursive function; at different places they do not. A place is the
@@ -76,7 +76,7 @@ class Sites:
         return self._site(tuple(path)), same
 
     def news(self) -> bool:
-        """Whether a function was found to recur since this was asked last, and forgets frames."""
+        """Returns whether a function was found to recur since the last time; forgets frames."""
         news, self._news = self._news, False
         self._last = None
         return news
@@ -124,7 +124,7 @@ class Sites:
         return kind
 
     def onward(self, site: int, after: int) -> bool:
-        """Whether a function that does something at one site gets to another by going on.
+        """Returns whether a function that does something at one site gets to another by going on.
 
         If not, it has gone back in a loop. What loops inside of a library counts as going on.
         """

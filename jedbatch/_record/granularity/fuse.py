@@ -122,7 +122,7 @@ class Blocks:
         self.met = self._variants.met
 
     def again(self) -> bool:
-        """Whether to record once more: what was recorded first would now be recorded else."""
+        """Returns whether to record once more: the first records would now be others."""
         news = self._sites.news()
         return self._variants.again() or news
 
@@ -183,7 +183,7 @@ class Blocks:
                 met.add(ELSEWHERE)
 
     def _goes_on(self, nodes: Nodes, n: int) -> bool:
-        """Whether a call of a function goes on straight from the node before to this one."""
+        """Returns whether a call of a function goes straight from the node before to this one."""
         (before, _), (site, same) = nodes.sites[n - 1 : n + 1]
         return same and self._sites.onward(before, site)
 
@@ -202,7 +202,7 @@ class Blocks:
         return operation_of(self._registry.node_types[token[1]]).key[0] == PICK
 
     def _find_picks(self, nodes: Nodes, tokens: list[int]) -> bool:
-        """Whether there is news of places where `value[i]` follows on the same with another i."""
+        """Returns whether there are new places where `value[i]` follows the same with another i."""
         known = len(self._varying)
         for mine, _ in nodes.instances():
             before = START
@@ -254,7 +254,7 @@ class Blocks:
             yield range(begin, mine.stop)
 
     def _joined(self, a: int, b: int, strict: bool) -> bool:
-        """Whether b, which comes after a, goes with it."""
+        """Returns whether b, which comes after a, goes with it."""
         after, before = self._after[a] - {ELSEWHERE}, self._before[b] - {ELSEWHERE}
         if len(after) == len(before) == 1:
             return True
@@ -336,7 +336,7 @@ class Blocks:
         return merged
 
     def _call_spec(self, block: Block, leaving: int, nodes: Nodes) -> CallSpec:
-        """How to record a block of which some values leave."""
+        """Returns how to record a block of which some values leave."""
         pattern, registry = block.pattern, self._registry
         found = self._call_specs.get((pattern, leaving))
         if found is None:
@@ -456,7 +456,7 @@ class Variants:
         self._products[cell] |= products
 
     def again(self) -> bool:
-        """Whether to record once more, since a cell turned out to have variants."""
+        """Returns whether to record once more, since a cell turned out to have variants."""
         again, self._incomplete = self._incomplete, False
         return again
 

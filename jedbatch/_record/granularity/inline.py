@@ -232,7 +232,7 @@ class Primitives:
         self._templates: dict[int, Template | None] = {}
 
     def again(self) -> bool:
-        """Whether to record once more."""
+        """Returns whether to record once more."""
         return False
 
     def group(self, recorder: Recorder, outputs: list[int], ends: list[tuple[int, ...]]) -> Nodes:
