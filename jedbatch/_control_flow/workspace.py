@@ -20,16 +20,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._control_flow.capacity import FIRST_GROWTH, RoundCapacity, in_blocks, num_widths
+from jedbatch._control_flow.growth import FIRST_GROWTH, NOTHING, grown_program, in_blocks
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._layout.bucketing import Buckets
+from jedbatch._layout.bucketing import Buckets, num_widths
 from jedbatch._layout.layout import Layout, assign_lanes
+from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
-from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.placement import Placement
 from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
@@ -300,9 +301,6 @@ class Workspace:
         """
         target = self.session.target
         chunks = layout.trips if target.control == "switch" else layout.trips > 0
-        needed = RoundCapacity(num_instructions=int(chunks.sum()) + 1)
-        needed.inputs = dict(self._num_inputs)
-        needed.wanted = {kind: len(some) for kind, some in wanted.items()}
         schedule = layout.schedule
         sizes = np.zeros(len(self.recorder.registry.types), np.int64)  # maybe more than it knew
         np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
@@ -310,14 +308,24 @@ class Workspace:
         waiting = np.bincount(waiting, minlength=len(sizes))
         for t in np.flatnonzero(waiting).tolist():
             self._lanes.setdefault(t, 0)
+        lanes, widest = {}, {}
         for t, used in self._lanes.items():
             kernel = self.session.kernel(t)
-            needed.lanes[kernel] = in_blocks(max(1, used), target.blocks)
+            lanes[kernel] = in_blocks(max(1, used), target.blocks)
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
-            needed.widest[kernel] = num_widths(kernel.buckets, capacity(max(1, int(most))))
-        there = RoundCapacity() if self.signature is None else RoundCapacity.of(self.signature)
-        if self.signature is None or not there.holds(needed):
-            before, self.signature = self.signature, there.extended(needed, target)
+            widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
+        need = Capacity(
+            {
+                "lanes": lanes,
+                "widest": widest,
+                "inputs": dict(self._num_inputs),
+                "outputs": {kind: len(values) for kind, values in wanted.items()},
+                "num_instructions": {None: int(chunks.sum()) + 1},
+            }
+        )
+        capacity = NOTHING if self.signature is None else self.signature.capacity
+        if self.signature is None or not capacity.holds(need):
+            before, self.signature = self.signature, grown_program(capacity, need, target)
             if not any(kernel.transient for kernel in self.signature.kernels):
                 self.session.workspaces[self.size] = self.signature
             if self.state is not None:
@@ -438,7 +446,7 @@ class Workspace:
         places = []
         for kind in signature.arenas:
             some = np.array(returned.get(kind, ()), np.int64)
-            rows = np.zeros(len(some) if stacked else capacity(len(some)), np.int32)
+            rows = np.zeros(len(some) if stacked else round_up(len(some)), np.int32)
             rows[: len(some)] = self.rows(some)
             places.append(rows)
         executor = self._executor()
@@ -511,8 +519,8 @@ class Workspace:
         num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)
         signature = replace(
             self.signature,
-            outputs=tuple(n if stacked else capacity(n) for n in rows),
-            num_instructions=max(self.signature.num_instructions, capacity(num_instructions)),
+            outputs=tuple(n if stacked else round_up(n) for n in rows),
+            num_instructions=max(self.signature.num_instructions, round_up(num_instructions)),
         )
         return placed, signature
 

@@ -66,5 +66,12 @@ class Buckets:
         return trips[..., : len(self.widths)] @ np.array(self.widths)
 
 
+@functools.lru_cache(4096)
+def num_widths(buckets: Buckets, largest: int) -> int:
+    """Returns the number of widths that batches of up to `largest` nodes use."""
+    used = buckets.cover(np.arange(1, largest + 1)).any(axis=0)
+    return int(np.flatnonzero(used)[-1]) + 1
+
+
 FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))
 COARSE_BUCKETS = Buckets((8, 64, 512), 64)

@@ -3,30 +3,32 @@
 Read in this order:
 
 1. `tables`: The places of things in the int32 table of a minibatch.
-2. `instructions`: The instructions of a program: chunks in the order in which they run, as rows
+2. `capacity`: `Capacity`: the sizes that a program is compiled for, and how programs are found
+   and grow.
+3. `instructions`: The instructions of a program: chunks in the order in which they run, as rows
    of a table.
-3. `runs`: Batches as what a program loops over.
-4. `signature`: `Signature`: what is compiled to run minibatches.
-5. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the room
+4. `runs`: Batches as what a program loops over.
+5. `signature`: `Signature`: what is compiled to run minibatches.
+6. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
    that it needs.
-6. `lower`: Lowering: a scheduled graph as an integer table.
-7. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
-8. `alive`: The values of a minibatch that have a cotangent.
-9. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
-10. `lower_vjp`: Lowering the reverse: who reads what, as tables.
-11. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
-12. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
-13. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
-14. `returned`: The values that a program returns, in pieces that are differentiated or not.
-15. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
+7. `lower`: Lowering: a scheduled graph as an integer table.
+8. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
+9. `alive`: The values of a minibatch that have a cotangent.
+10. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
+11. `lower_vjp`: Lowering the reverse: who reads what, as tables.
+12. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
+13. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
+14. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
+15. `returned`: The values that a program returns, in pieces that are differentiated or not.
+16. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-16. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
+17. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
    device.
-17. `execute`: Running a program: one XLA program for every topology.
-18. `executors`: Executors of programs.
-19. `differentiable`: Batched programs as differentiable functions.
-20. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
-21. `verify`: Verifying plans: tables are run on symbols in place of values.
-22. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+18. `execute`: Running a program: one XLA program for every topology.
+19. `executors`: Executors of programs.
+20. `differentiable`: Batched programs as differentiable functions.
+21. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
+22. `verify`: Verifying plans: tables are run on symbols in place of values.
+23. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

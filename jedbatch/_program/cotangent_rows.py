@@ -17,7 +17,8 @@ from jedbatch._jaxpr.storage import row_bytes
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.allocator import allocate
 from jedbatch._program.alive import Alive
-from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.capacity import round_up
+from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 
 WORTH_SHARING = 1 << 23  # bytes of cotangents; for fewer, sharing rows saves less than it takes
@@ -76,7 +77,7 @@ class Sent:
         ends, found = signature.cotangent_rows[1], []
         for a, (rows, own) in enumerate(zip(self.rows.tolist(), self.own.tolist(), strict=True)):
             most = ends[a] - signature.outputs[a]
-            found.append(max(least[a], min(most, capacity(rows * most / max(own, 1)))))
+            found.append(max(least[a], min(most, round_up(rows * most / max(own, 1)))))
         return found
 
     def rows_of(self, placed: Placement, nodes: np.ndarray, operand: int) -> np.ndarray:

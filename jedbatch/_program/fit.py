@@ -12,38 +12,20 @@ from jedbatch._layout.access import (
     Reading,
     choose_reading,
 )
+from jedbatch._program.capacity import SLACK, Capacity, round_up
 from jedbatch._program.lower import body_runs, find_all_modes, operand_rows, value_rows
-from jedbatch._program.placement import Placement, capacity, result_bytes
+from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
 
-SLACK = 4  # a program is used for minibatches down to a quarter of its size
 SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
 def fits(placed: Placement, signature: Signature) -> bool:
     """Returns whether a program can run a minibatch without too much room going to waste."""
-    place = {kernel: k for k, kernel in enumerate(signature.kernels)}
-    arenas = signature._arena_ids
-    if not (set(placed.kernels) <= place.keys() and set(placed.arenas) <= arenas.keys()):
-        return False
-    mine = [place[kernel] for kernel in placed.kernels]
-    arena_ids = [arenas[kind] for kind in placed.arenas]
     return (
         placed.target == signature.target
         and resembles(placed, signature)
-        and all(n <= signature.lanes[k] for k, n in zip(mine, placed.lanes, strict=True))
-        and all(n <= signature.widest[k] for k, n in zip(mine, placed.widest, strict=True))
-        and all(
-            n <= signature.inputs[a] for a, n in zip(arena_ids, placed.input_counts, strict=True)
-        )
-        and len(placed.runs) <= signature.num_instructions
-        and all(
-            n <= (signature.shared_rows or ())[a]
-            for a, n in zip(arena_ids, placed.shared_rows, strict=False)
-        )
-        and all(
-            len(x) <= signature.outputs[a] for a, x in zip(arena_ids, placed.outputs, strict=True)
-        )
+        and signature.capacity.holds(placed.need)
     )
 
 
@@ -69,52 +51,26 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
     Growing from the last program instead of starting anew makes capacities settle after a few
     minibatches.
     """
-    lanes = {kernel: n for kernel, (n, _) in zip(placed.kernels, placed.room, strict=True)}
-    widest = {kernel: n for kernel, (_, n) in zip(placed.kernels, placed.room, strict=True)}
-    needed = map(placed.capacity, placed.input_counts)
-    inputs = dict(zip(placed.arenas, needed, strict=True))
-    shared = dict(zip(placed.arenas, map(placed.capacity, placed.shared_rows), strict=False))
-    returned = [len(x) if placed.stacked else placed.capacity(len(x)) for x in placed.outputs]
-    outputs = dict(zip(placed.arenas, returned, strict=True))
+    capacity = placed.ample if model is None else placed.ample.joined(model.capacity)
     readings: dict[Kernel, tuple[Reading, ...]] = {}
-    num_instructions = 0
     if model is not None:
-        for kernel, n, w in zip(model.kernels, model.lanes, model.widest, strict=True):
-            lanes[kernel] = max(n, lanes.get(kernel, 0))
-            widest[kernel] = max(w, widest.get(kernel, 0))
-        for kind, n, m in zip(model.arenas, model.inputs, model.outputs, strict=True):
-            inputs[kind] = max(n, inputs.get(kind, 0))
-            outputs[kind] = max(m, outputs.get(kind, 0))
-        for kind, n in zip(model.arenas, model.shared_rows or (), strict=False):
-            shared[kind] = max(n, shared.get(kind, 0))
         readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}
-        num_instructions = model.num_instructions
     if placed.reuse:  # room for every chunk that is compiled, whether it ever runs or not
-        for kernel in lanes:
+        shared = dict(capacity["shared_rows"])
+        for kernel, num_widths in capacity["widest"].items():
             for kind in map(stored, kernel.results):
-                widths = kernel.buckets.widths[: widest[kernel]]
-                shared[kind] = max(shared.get(kind, 0), *widths)
-    made = Signature(
-        tuple(lanes),
-        tuple(lanes.values()),
-        tuple(widest[kernel] for kernel in lanes),
-        tuple(inputs),
-        tuple(inputs.values()),
-        tuple(outputs.get(kind, 0) for kind in inputs),
-        num_instructions,
-        tuple(shared.get(kind, 0) for kind in inputs) if placed.reuse else None,
-        tuple(readings.get(kernel, ()) for kernel in lanes),
-        placed.target,
-    )
+                shared[kind] = max(shared.get(kind, 0), *kernel.buckets.widths[:num_widths])
+        capacity = Capacity({**capacity.sizes, "shared_rows": shared})
+    made = Signature.of(capacity, placed.target, readings, placed.reuse)
     rows = operand_rows(placed, value_rows(placed, made)[0])
     modes = find_all_modes(placed, made, rows)
     for kernel, found in zip(placed.kernels, modes, strict=True):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
         readings.setdefault(kernel, choose_reading(found, live > 1, placed.worth_slicing))
-    made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in lanes))
+    made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in made.kernels))
     runs = body_runs(placed, made, modes)
     longest = placed.target.superinstruction
     made = replace(made, branches=made.instructions.learn(runs, longest))
     num_needed = len(made.instructions.encode(runs))
     # Depths vary more than sums over instances.
-    return replace(made, num_instructions=max(num_instructions, capacity(2 * num_needed)))
+    return replace(made, num_instructions=max(made.num_instructions, round_up(2 * num_needed)))

@@ -23,9 +23,10 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
+from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.cotangent_rows import Sent, arenas_of_operands, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
-from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.placement import Placement
 from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
@@ -60,6 +61,21 @@ class ReverseSignature:
     tells: bool
     refused: tuple[Refused, ...]
     branches: tuple[Branch, ...] = ()
+
+    @functools.cached_property
+    def capacity(self) -> Capacity:
+        """The sizes of the program: of results by (kernel, result), the others by arena."""
+        return Capacity(
+            {
+                "readers": {
+                    (k, s): n for k, counts in enumerate(self.readers) for s, n in enumerate(counts)
+                },
+                "input_readers": dict(enumerate(self.input_readers)),
+                "sums": dict(enumerate(self.sums)),
+                "sent": dict(enumerate(self.sent or ())),
+                "num_instructions": {None: self.num_instructions},
+            }
+        )
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
@@ -368,58 +384,67 @@ def _sum_up(target, row, arena, placed, columns, num_arenas):
     return sums, np.array(steps, np.int64)
 
 
-def make_reverse_signature(
-    placed: Placement, readers: Readers, forward: Signature, model: ReverseSignature | None
-) -> ReverseSignature:
-    """A reverse signature with room for a minibatch, and for what `model` had room for."""
+def reverse_need(placed: Placement, readers: Readers, forward: Signature) -> Capacity:
+    """Returns the sizes that the reverse of a minibatch needs."""
     graph = placed.graph
-    listed = [[1] * len(kernel.results) for kernel in forward.kernels]
-    inputs = [0] * len(forward.arenas)
+    counts = [len(kernel.results) for kernel in forward.kernels]
+    listed = {(k, s): 1 for k, count in enumerate(counts) for s in range(count)}
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
         first = graph.value_ptr[placed.nodes[t]]
         for s in range(len(kernel.results)):
-            listed[k][s] = max(1, _count(readers.columns, first + s))
+            listed[k, s] = max(1, _count(readers.columns, first + s))
+    inputs = dict.fromkeys(range(len(forward.arenas)), 0)
     for a, kind in enumerate(placed.arenas):
         found = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
-    sums = [placed.capacity(x.shape[1]) for x in readers.sums]
-    sent = None
-    if readers.sent is not None:
-        sent = readers.sent.room(forward)
-        if model is not None and model.sent is not None:
-            sent = [max(a, b) for a, b in zip(sent, model.sent, strict=True)]
-    if model is not None:
-        listed = [
-            [max(a, b) for a, b in zip(x, y, strict=True)]
-            for x, y in zip(listed, model.readers, strict=True)
-        ]
-        inputs = [max(a, b) for a, b in zip(inputs, model.input_readers, strict=True)]
-        sums = [max(a, b) for a, b in zip(sums, model.sums, strict=True)]
-    more = max(0, len(readers.runs) - len(placed.runs))
-    num_instructions = (
-        forward.num_instructions + capacity(2 * more) if forward.target.control == "loops" else 0
+    num_instructions = 0
+    if forward.target.control == "loops":
+        more = max(0, len(readers.runs) - len(placed.runs))
+        num_instructions = forward.num_instructions + round_up(2 * more)
+    return Capacity(
+        {
+            "readers": listed,
+            "input_readers": inputs,
+            "sums": {a: placed.with_headroom(x.shape[1]) for a, x in enumerate(readers.sums)},
+            "sent": dict(enumerate(readers.sent.rows.tolist() if readers.sent else ())),
+            "num_instructions": {None: num_instructions},
+        }
     )
-    return ReverseSignature(
+
+
+def make_reverse_signature(
+    need: Capacity, readers: Readers, forward: Signature, model: ReverseSignature | None
+) -> ReverseSignature:
+    """A reverse signature with room for a minibatch, and for what `model` had room for."""
+    rows = dict(enumerate(readers.sent.room(forward) if readers.sent else ()))
+    capacity = Capacity({**need.sizes, "sent": rows})
+    if model is not None:
+        capacity = capacity.joined(model.capacity)
+    signature = ReverseSignature(
         forward,
-        tuple(map(tuple, listed)),
-        tuple(inputs),
-        tuple(sums),
-        None if sent is None else tuple(sent),
-        max(num_instructions, model.num_instructions if model else 0),
+        tuple(
+            tuple(capacity["readers"][k, s] for s in range(len(kernel.results)))
+            for k, kernel in enumerate(forward.kernels)
+        ),
+        tuple(capacity["input_readers"].values()),
+        tuple(capacity["sums"].values()),
+        tuple(capacity["sent"].values()) if readers.sent else None,
+        capacity["num_instructions"][None],
         readers.leads_to is not None,
         readers.refused,
     )
+    return _learn_instructions(signature, readers)
 
 
-def learn_instructions(signature: ReverseSignature, readers: Readers) -> ReverseSignature:
+def _learn_instructions(signature: ReverseSignature, readers: Readers) -> ReverseSignature:
     """The signature with branches of its own, and room for instructions, if its target has them."""
     target = signature.forward.target
     if target.control == "loops":
         return signature
     found = signature.instructions.learn(readers.runs, target.superinstruction)
     made = replace(signature, branches=found)
-    needed = capacity(2 * len(made.instructions.encode(readers.runs)))
+    needed = round_up(2 * len(made.instructions.encode(readers.runs)))
     return replace(made, num_instructions=max(needed, signature.num_instructions))
 
 
@@ -429,21 +454,12 @@ def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
     return 1 << (used[-1]).bit_length() if used else 0
 
 
-def reverse_fits(needed: ReverseSignature, readers: Readers, signature: ReverseSignature) -> bool:
+def reverse_fits(need: Capacity, readers: Readers, signature: ReverseSignature) -> bool:
     """Returns whether a program has room for the readers and instructions of a minibatch."""
     return (
-        needed.forward == signature.forward
-        and all(
-            a <= b
-            for x, y in zip(needed.readers, signature.readers, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
-        and all(a <= b for a, b in zip(needed.input_readers, signature.input_readers, strict=True))
-        and all(a <= b for a, b in zip(needed.sums, signature.sums, strict=True))
-        and (readers.sent is None) == (signature.sent is None)
-        and (readers.sent is None or bool((readers.sent.rows <= signature.sent).all()))
-        and needed.num_instructions <= signature.num_instructions
-        and (needed.tells, needed.refused) == (signature.tells, signature.refused)
+        (readers.sent is None) == (signature.sent is None)
+        and signature.capacity.holds(need)
+        and (readers.leads_to is not None, readers.refused) == (signature.tells, signature.refused)
         and len(readers.encoded(signature.instructions)) <= signature.num_instructions
     )
 

@@ -1,7 +1,4 @@
-"""`Placement`: a scheduled graph whose values have arenas and rows, and the room that it needs.
-
-Capacities have room to spare: they are rounded up, in steps that grow with them.
-"""
+"""`Placement`: a scheduled graph whose values have arenas and rows, and the sizes that it needs."""
 
 from __future__ import annotations
 
@@ -21,8 +18,9 @@ from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
     WORTH,
 )
-from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._layout.bucketing import NUM_WIDTHS, num_widths
 from jedbatch._layout.layout import Layout, share_rows
+from jedbatch._program.capacity import HEADROOM, LARGE, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._schedule.schedule import Schedule
 
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int64
 
 
-HEADROOM = 1.1  # least capacity over need, before rounding up
 DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
-LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
 CHEAP = 1 << 15  # bytes of results that every type may have at least
 
 
@@ -202,46 +198,53 @@ class Placement:
         np.maximum.at(widest, self.schedule.batch_type, of_batch)
         return tuple(widest[list(self.type_ids)].tolist())
 
-    def capacity(self, need: int) -> int:
-        """Room for what minibatches like this one will need.
+    def with_headroom(self, need: int) -> int:
+        """Returns the size that minibatches like this one will need.
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
         instances = max(self.graph.num_instances, need / LARGE)
-        return capacity(need * max(HEADROOM, 1 + DEVIATIONS / math.sqrt(instances)))
+        return round_up(need * max(HEADROOM, 1 + DEVIATIONS / math.sqrt(instances)))
 
     @functools.cached_property
-    def room(self) -> list[tuple[int, int]]:
-        """(lanes, number of widths) for each kernel, with room for somewhat larger batches."""
+    def need(self) -> Capacity:
+        """The sizes that a program must have to run this minibatch."""
+        returned = zip(self.arenas, self.outputs, strict=True)
+        return Capacity(
+            {
+                "lanes": dict(zip(self.kernels, self.lanes, strict=True)),
+                "widest": dict(zip(self.kernels, self.widest, strict=True)),
+                "inputs": dict(zip(self.arenas, self.input_counts, strict=True)),
+                "outputs": {kind: len(values) for kind, values in returned},
+                "shared_rows": dict(zip(self.arenas, self.shared_rows, strict=False)),
+                "num_instructions": {None: len(self.runs)},
+            }
+        )
+
+    @functools.cached_property
+    def ample(self) -> Capacity:
+        """The sizes that are needed, with headroom, also for somewhat larger batches."""
+        lanes, widest = {}, {}
         sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
-        found = []
-        for kernel, t, lanes in zip(self.kernels, self.type_ids, self.lanes, strict=True):
-            largest = self.capacity(int(sizes[batch_type == t].max()))
-            used = kernel.buckets.cover(np.arange(1, largest + 1)).any(axis=0)
-            widest = int(np.flatnonzero(used)[-1]) + 1
+        for kernel, t, need in zip(self.kernels, self.type_ids, self.lanes, strict=True):
+            largest = self.with_headroom(int(sizes[batch_type == t].max()))
+            widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
             cheap = min(CHEAP // max(1, kernel.result_bytes), widths[-1])
-            found.append((max(self.capacity(lanes), widths[widest - 1], cheap), widest))
-        return found
+            lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap)
+        needed = self.need.sizes
+        larger = {
+            name: {kind: self.with_headroom(n) for kind, n in needed[name].items()}
+            for name in ("inputs", "outputs", "shared_rows")
+        }
+        if self.stacked:
+            larger["outputs"] = dict(needed["outputs"])
+        instructions = {"num_instructions": {None: 0}}  # known once there are bodies
+        return Capacity({"lanes": lanes, "widest": widest, **larger, **instructions})
 
     @functools.cached_property
     def input_counts(self) -> tuple[int, ...]:
         return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
-
-
-def capacity(need: float) -> int:
-    """Returns a need, rounded up in steps that grow with it; 0 for nothing.
-
-    Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
-    are large and memory counts.
-    """
-    if not need:
-        return 0
-    room = math.ceil(need)
-    step = 1 << max(0, room.bit_length() - 1)
-    if room > LARGE:
-        step >>= 3
-    return -(-room // step) * step
 
 
 def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:

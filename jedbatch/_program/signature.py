@@ -12,6 +12,7 @@ them as slices, if its chunks often can (see `_layout.access`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from jedbatch._layout.access import (
     Reading,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._program.capacity import Capacity
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
@@ -64,6 +66,29 @@ class Signature:
     readings: tuple[tuple[Reading, ...], ...]
     target: Target
     branches: tuple[Branch, ...] = ()
+
+    @staticmethod
+    def of(
+        capacity: Capacity,
+        target: Target,
+        readings: Mapping[Kernel, tuple[Reading, ...]],
+        reuse: bool,
+    ) -> Signature:
+        """Returns a program of some capacity, whose results share rows if there is `reuse`."""
+        lanes, inputs = capacity["lanes"], capacity["inputs"]
+        shared_rows = tuple(capacity["shared_rows"].get(kind, 0) for kind in inputs)
+        return Signature(
+            tuple(lanes),
+            tuple(lanes.values()),
+            tuple(capacity["widest"][kernel] for kernel in lanes),
+            tuple(inputs),
+            tuple(inputs.values()),
+            tuple(capacity["outputs"].get(kind, 0) for kind in inputs),
+            capacity["num_instructions"][None],
+            shared_rows if reuse else None,
+            tuple(readings.get(kernel, ()) for kernel in lanes),
+            target,
+        )
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -126,6 +151,20 @@ class Signature:
                 ends[self.arena(t)] += lanes if has_gradient(t.dtype) else 0
             bases.append(tuple(mine))
         return tuple(bases), tuple(ends)
+
+    @functools.cached_property
+    def capacity(self) -> Capacity:
+        """The sizes of the program."""
+        return Capacity(
+            {
+                "lanes": dict(zip(self.kernels, self.lanes, strict=True)),
+                "widest": dict(zip(self.kernels, self.widest, strict=True)),
+                "inputs": dict(zip(self.arenas, self.inputs, strict=True)),
+                "outputs": dict(zip(self.arenas, self.outputs, strict=True)),
+                "shared_rows": dict(zip(self.arenas, self.shared_rows or (), strict=False)),
+                "num_instructions": {None: self.num_instructions},
+            }
+        )
 
     @functools.cached_property
     def bodies(self) -> tuple[tuple[int, Reading], ...]:

@@ -4,6 +4,7 @@ The host packs what the calls read and says in a table where each call begins; t
 regions and writes their results into the rows of inputs from which the graph reads them.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,10 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
+from jedbatch._program.capacity import HEADROOM, SLACK, Capacity, round_up
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.output_spec import Slice
-from jedbatch._program.placement import Placement, capacity
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
@@ -27,9 +29,8 @@ from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 
-HEADROOM = 1.1  # least capacity of rows, by those there are
 LONGER = 2  # a new program takes arrays so many times as long as there are
-SLACK = 4  # a capacity is used for minibatches down to a quarter of it
+MANY_CALLS = 64  # a capacity for so many will do for any fewer
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,33 @@ class RegionCalls:
     lengths: dict[str, np.ndarray]
     counts: list[np.ndarray]
 
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """The rows of each extent."""
+        return [int(n.sum()) for n in self.counts]
+
+    @functools.cached_property
+    def longest(self) -> np.ndarray:
+        """int64[K], the greatest length of each call."""
+        return np.max(list(self.lengths.values()), axis=0)
+
+    @functools.cached_property
+    def guarded(self) -> bool:
+        """Returns whether some length is 0."""
+        return any(bool((x == 0).any()) for x in self.lengths.values())
+
+    @functools.cached_property
+    def need(self) -> Capacity:
+        """The sizes that a program must have to run the calls."""
+        return Capacity(
+            {
+                "calls": {None: len(self.calls)},
+                "rows": dict(enumerate(self.rows)),
+                "longest": {None: int(self.longest.max())},
+                "guarded": {None: int(self.guarded)},
+            }
+        )
+
 
 def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> list[RegionCalls]:
     """Returns the calls of a minibatch by region.
@@ -143,69 +171,59 @@ def find_slices(calls: Sequence[RegionCalls], records: Sequence[Record]) -> list
     return slices
 
 
-def find_capacity(
-    calls: RegionCalls, compiled: Sequence[RowCapacity], target: Target
-) -> tuple[RowCapacity, bool]:
-    """Returns (the capacity to run calls with, whether it is not among those `compiled`)."""
-    widest = target.blocks.widths[-1]
-    count = len(calls.calls)
-    rows = [int(n.sum()) for n in calls.counts]
-    longest = np.max(list(calls.lengths.values()), axis=0)
-    most = int(longest.max())
-    guarded = any(bool((x == 0).any()) for x in calls.lengths.values())
-    for candidate in compiled:
-        enough = (
-            count <= candidate.calls and most <= candidate.longest and guarded <= candidate.guarded
-        )
-        fits = all(a <= b for a, b in zip(rows, candidate.rows, strict=True))
-        small = _near(rows, candidate, widest) and candidate.calls <= max(64, SLACK * count)
-        slots = not candidate.slots or slots_of(longest, candidate.groups) is not None
-        if enough and fits and small and slots:
-            return candidate, False
-    straight = _straight_capacity(count, rows, longest, guarded, compiled, target)
+def calls_fit(calls: RegionCalls, capacity: RowCapacity) -> bool:
+    """Returns whether a program can run calls without too much room going to waste."""
+    return (
+        capacity.sizes.holds(calls.need)
+        and capacity.calls <= max(MANY_CALLS, SLACK * len(calls.calls))
+        and _is_near(calls.rows, capacity, capacity.target.blocks.widths[-1])
+        and (not capacity.slots or slots_of(calls.longest, capacity.groups) is not None)
+    )
+
+
+def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | None) -> RowCapacity:
+    """Returns a capacity for calls, and for what `model` had room for if it is not much more."""
+    straight = _straight_capacity(calls, target, model)
     if straight is not None:
-        return straight, True
-    needed = [-(-capacity(n * HEADROOM) // widest) * widest for n in rows]
-    reach = target.shortest
-    if compiled and not compiled[-1].slots:
-        reach = compiled[-1].longest
-        if _near(needed, compiled[-1], widest):
-            needed = list(map(max, needed, compiled[-1].rows))
-    grown = compiled and not compiled[-1].slots
-    while reach < LONGER * most and not (grown and most <= reach):
+        return straight
+    model = None if model and model.slots else model
+    most = int(calls.longest.max())
+    reach = model.longest if model else target.shortest
+    while reach < LONGER * most and not (model and most <= reach):
         reach *= 2
     steps = (reach // target.shortest).bit_length()
     lengths = tuple(target.shortest << i for i in range(steps))
-    return RowCapacity(capacity(count), tuple(needed), lengths, guarded, target), True
+    rows = _rows_for(calls, target.blocks.widths[-1], model)
+    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
 
 
 def _straight_capacity(
-    count: int,
-    rows: Sequence[int],
-    longest: np.ndarray,
-    guarded: bool,
-    compiled: Sequence[RowCapacity],
-    target: Target,
+    calls: RegionCalls, target: Target, model: RowCapacity | None
 ) -> RowCapacity | None:
     """Returns a capacity for calls without loops; None if that is too much at once."""
-    unit = target.blocks.widths[0]
-    needed = [-(-capacity(n * HEADROOM) // unit) * unit for n in rows]
-    reach = longest_slot(int(longest.max()))
-    if compiled and compiled[-1].slots:
-        last = compiled[-1]
-        if longest.max() <= last.longest <= LONGER * longest.max():
-            reach = last.longest
-        if _near(needed, last, unit):
-            needed = list(map(max, needed, last.rows))
-    groups = find_groups(longest, reach)
-    if max((*needed, pairs_in(groups) // PAIRS)) > target.straight_rows:
+    model = model if model and model.slots else None
+    most = int(calls.longest.max())
+    reach = longest_slot(most)
+    if model and most <= model.longest <= LONGER * most:
+        reach = model.longest
+    rows = _rows_for(calls, target.blocks.widths[0], model)
+    groups = find_groups(calls.longest, reach)
+    if max((*rows, pairs_in(groups) // PAIRS)) > target.straight_rows:
         return None
     lengths, slots = groups
-    return RowCapacity(capacity(count), tuple(needed), lengths, guarded, target, slots)
+    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, slots)
 
 
-def _near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
-    """Returns whether a capacity fits the rows well enough, in blocks of up to `widest`."""
+def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tuple[int, ...]:
+    """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
+    rows = [-(-round_up(n * HEADROOM) // block) * block for n in calls.rows]
+    if model and _is_near(rows, model, block):
+        rows = list(map(max, rows, model.rows))
+    return tuple(rows)
+
+
+def _is_near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
+    """Returns whether a capacity is not much too large, in blocks of up to `widest` rows."""
     return all(b <= SLACK * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
 
 

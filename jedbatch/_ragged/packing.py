@@ -21,6 +21,7 @@ from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import row, take
+from jedbatch._program.capacity import Capacity
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 
@@ -60,6 +61,18 @@ class RowCapacity:
     def longest(self) -> int:
         """The greatest length of an instance."""
         return self.lengths[-1]
+
+    @functools.cached_property
+    def sizes(self) -> Capacity:
+        """The sizes that calls must not exceed (see `RegionCalls.need`)."""
+        return Capacity(
+            {
+                "calls": {None: self.calls},
+                "rows": dict(enumerate(self.rows)),
+                "longest": {None: self.longest},
+                "guarded": {None: int(self.guarded)},
+            }
+        )
 
     @functools.cached_property
     def together(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The caches of a batched function: types, graphs of instances, kernels and programs."""
 
 import collections
+import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -12,21 +13,28 @@ from jedbatch._graph.record import Record
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.layout import Layout
+from jedbatch._program.capacity import find_or_grow
 from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
 from jedbatch._program.fit import fits, make_signature, resembles
 from jedbatch._program.lower import Lowered, lower
 from jedbatch._program.lower_vjp import (
     ReverseSignature,
     find_readers,
-    learn_instructions,
     make_reverse_signature,
     reverse_fits,
+    reverse_need,
     reverse_table,
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.calls import RegionCalls, Stage, find_capacity, run_regions
+from jedbatch._ragged.calls import (
+    RegionCalls,
+    Stage,
+    calls_fit,
+    make_row_capacity,
+    run_regions,
+)
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import RaggedRecord, Region, Regions
@@ -167,16 +175,15 @@ class Session:
         """
         usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
         usable = [s for s in usable if self.can_read(s, placed.kernels)]
-        for signature in sorted(usable, key=lambda s: sum(s.lanes)):
-            if fits(placed, signature) and (lowered := lower(placed, signature)) is not None:
-                self._use(signature)
-                return lowered
-        similar = (s for s in reversed(usable) if resembles(placed, s))
-        signature = make_signature(placed, next(similar, None))
-        self._signatures.append(signature)
-        self._use(signature)
-        lowered = lower(placed, signature)
-        assert lowered is not None
+        by_size = sorted(usable, key=lambda s: sum(s.lanes))
+        lowered = find_or_grow(
+            self._signatures,
+            fitting=(s for s in by_size if fits(placed, s)),
+            similar=(s for s in reversed(usable) if resembles(placed, s)),
+            make=functools.partial(make_signature, placed),
+            use=functools.partial(lower, placed),
+        )
+        self._use(lowered.signature)
         return lowered
 
     def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
@@ -223,18 +230,17 @@ class Session:
         self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
         """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
-        before = (s for s in reversed(self._reverses) if s.forward == forward)
-        model = next(before, None)
-        shares = None if model is None else model.sent is not None
+        programs = [s for s in self._reverses if s.forward == forward]
+        shares = programs[-1].sent is not None if programs else None
         readers = find_readers(placed, forward, leaves, wanted, shares)
-        needed = make_reverse_signature(placed, readers, forward, None)
-        fitting = (s for s in self._reverses if reverse_fits(needed, readers, s))
-        signature = next(fitting, None)
-        if signature is None:
-            signature = make_reverse_signature(placed, readers, forward, model)
-            signature = learn_instructions(signature, readers)
-            self._reverses.append(signature)
-        return signature, reverse_table(placed, readers, signature)
+        need = reverse_need(placed, readers, forward)
+        return find_or_grow(
+            self._reverses,
+            fitting=(s for s in programs if reverse_fits(need, readers, s)),
+            similar=reversed(programs),
+            make=functools.partial(make_reverse_signature, need, readers, forward),
+            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
+        )
 
     def program(self, signature: Signature) -> tuple[Callable, list[int]]:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
@@ -302,11 +308,15 @@ class Session:
     def stage(self, calls: RegionCalls) -> Stage:
         """Returns the stage that calls of a region in a minibatch are compiled for."""
         capacities = self._row_capacities[calls.region]
-        capacity, is_new = find_capacity(calls, capacities, self.target)
-        if is_new:
-            capacities.append(capacity)
-            del capacities[:-ROW_CAPACITIES]
-        return Stage(calls.region, capacity)
+        stage = find_or_grow(
+            capacities,
+            fitting=(c for c in capacities if calls_fit(calls, c)),
+            similar=reversed(capacities),
+            make=functools.partial(make_row_capacity, calls, self.target),
+            use=functools.partial(Stage, calls.region),
+        )
+        del capacities[:-ROW_CAPACITIES]
+        return stage
 
     def run_regions(
         self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs

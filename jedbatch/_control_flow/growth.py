@@ -1,0 +1,62 @@
+"""The capacity of the programs of rounds, and how it grows.
+
+A program has room for some number of lanes. When they are used up, arenas move to a program with
+room for more; the largest program is remembered, so the next minibatch starts with it.
+"""
+
+import functools
+
+import numpy as np
+
+from jedbatch._jaxpr.storage import stored
+from jedbatch._kernel.target import Target
+from jedbatch._layout.bucketing import Buckets
+from jedbatch._program.capacity import Capacity, round_up
+from jedbatch._program.signature import Signature
+
+GROWTH = 4  # times the capacity that is needed when more is needed
+FIRST_BYTES = 1 << 22  # of results that a type may have from the start,
+FIRST_GROWTH = 64  # or as many times what the first round needs
+
+NOTHING = Capacity(
+    {"lanes": {}, "widest": {}, "inputs": {}, "outputs": {}, "num_instructions": {None: 0}}
+)
+POLICY = {
+    "lanes": lambda n: round_up(GROWTH * n),
+    "widest": lambda n: n,
+    "inputs": lambda n: round_up(GROWTH * n),
+    "outputs": round_up,
+    "num_instructions": lambda n: round_up(GROWTH * n),
+}
+
+
+def grown_program(capacity: Capacity, need: Capacity, target: Target) -> Signature:
+    """Returns a program of some capacity, and of more where more is needed.
+
+    Args:
+      capacity: of the program before.
+      need: lanes in all, widths compiled and input rows; rows returned and instructions at a time.
+      target: what to make a program for.
+    """
+    larger = capacity.grown(need, POLICY)
+    lanes = dict(larger["lanes"])
+    for kernel, num_widths in larger["widest"].items():
+        lanes[kernel] = max(lanes[kernel], kernel.buckets.widths[num_widths - 1])
+        if kernel not in capacity["lanes"]:
+            of_bytes = FIRST_BYTES // max(1, kernel.result_bytes)
+            start = min(of_bytes, FIRST_GROWTH * need["lanes"][kernel])
+            lanes[kernel] = max(lanes[kernel], round_up(start))
+    kinds = [stored(t) for kernel in lanes for t in (*kernel.operands, *kernel.results)]
+    inputs = {**dict.fromkeys(kinds, 0), **larger["inputs"]}
+    written = {stored(t) for kernel in lanes for t in kernel.results}
+    for kind in kinds:  # kernels that have not run yet read some row of every arena
+        if kind not in written:
+            inputs[kind] = max(1, inputs[kind])
+    sizes = {**larger.sizes, "lanes": lanes, "inputs": inputs, "shared_rows": {}}
+    return Signature.of(Capacity(sizes), target, {}, reuse=False)
+
+
+@functools.lru_cache(4096)
+def in_blocks(lanes: int, blocks: Buckets) -> int:
+    """Lanes in whole blocks, as weight gradients run over them."""
+    return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))

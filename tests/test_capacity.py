@@ -1,0 +1,49 @@
+"""Capacities: what holds what, how they grow, and which program is taken."""
+
+import pytest
+
+from jedbatch._program.capacity import Capacity, find_or_grow, round_up
+
+SMALL = Capacity({"lanes": {"a": 4}, "inputs": {"x": 2}})
+
+
+@pytest.mark.parametrize(
+    ("lanes", "fits"), [({}, True), ({"a": 4}, True), ({"a": 5}, False), ({"b": 0}, False)]
+)
+def test_holds(lanes, fits):
+    """What a program does not know it has no room for, not even for none of it."""
+    assert SMALL.holds(Capacity({"lanes": lanes})) == fits
+
+
+def test_joined():
+    joined = SMALL.joined(Capacity({"lanes": {"b": 1, "a": 9}, "inputs": {"x": 1}}))
+    assert list(joined["lanes"].items()) == [("a", 9), ("b", 1)]
+    assert joined["inputs"] == {"x": 2}
+
+
+def test_grown():
+    policy = {"lanes": lambda n: 10 * n, "inputs": lambda n: n}
+    grown = SMALL.grown(Capacity({"lanes": {"a": 4, "b": 1}}), policy)
+    assert grown.sizes == {"lanes": {"a": 4, "b": 10}, "inputs": {"x": 2}}
+
+
+def test_round_up():
+    assert [round_up(n) for n in (0, 0.1, 3, 4, 1000, 1025, 5000)] == [0, 1, 4, 4, 1024, 1152, 5120]
+
+
+@pytest.mark.parametrize(("need", "expected"), [(2, 4), (5, 8), (9, 13)])
+def test_find_or_grow(need, expected):
+    """The smallest that will do, or a new one, grown from the last."""
+    programs = [8, 4]
+
+    def find():
+        return find_or_grow(
+            programs,
+            fitting=(p for p in sorted(programs) if p >= need),
+            similar=reversed(programs),
+            make=lambda model: need + (model or 0),
+            use=lambda program: program,
+        )
+
+    assert find() == find() == expected
+    assert programs == ([8, 4] if need <= 8 else [8, 4, 13])
