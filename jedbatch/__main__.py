@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:
         "`pip install 'jedbatch[models]'`."
     )
 
-MOST = 10**9  # of sizes on the command line
+MAX_SIZE = 10**9  # of sizes on the command line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line()
     args = parser.parse_args(argv)
     for name in args.sizes:
-        if not 1 <= getattr(args, name) <= MOST:
+        if not 1 <= getattr(args, name) <= MAX_SIZE:
             option = name.replace("_", "-")
             parser.error(
-                f"--{option} is {getattr(args, name)}; expected a positive number, at most {MOST:,}"
+                f"--{option} is {getattr(args, name)}; expected a positive number, at most "
+                f"{MAX_SIZE:,}"
             )
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed is {args.seed}; expected a number from 0 to 2**32 - 1")

@@ -134,7 +134,7 @@ def test_types_without_end_begin_again(monkeypatch):
 
 
 def test_programs(monkeypatch):
-    monkeypatch.setattr(_session, "PROGRAMS", 2)
+    monkeypatch.setattr(_session, "MAX_PROGRAMS", 2)
     batched = jedbatch.batch(lambda p, n: ROW(p, 0) * float(n))
     double = jax.jit(lambda p, plan: batched.apply(p, plan))
     plans = {}
@@ -150,7 +150,7 @@ def test_programs(monkeypatch):
 
 
 def test_structures_of_shared_arguments(monkeypatch):
-    monkeypatch.setattr(_batch, "SESSIONS", 2)
+    monkeypatch.setattr(_batch, "MAX_SESSIONS", 2)
     batched = jedbatch.batch(lambda p, x: p["w"] * x)
     params = [{"w": jnp.ones(3), **{f"unused {i}": 0.0 for i in range(k)}} for k in range(4)]
     plans = [batched.plan(p, [2.0]) for p in params]

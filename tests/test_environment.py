@@ -167,8 +167,8 @@ def test_what_the_function_writes_does_not_count():
 
 def test_large_things(monkeypatch):
     """Lists beyond the limit are taken to stay; large arrays of NumPy to change, unless frozen."""
-    monkeypatch.setattr(_environment, "MOST", 50)
-    monkeypatch.setattr(_environment, "MOST_BYTES", 64)
+    monkeypatch.setattr(_environment, "MAX_VALUES", 50)
+    monkeypatch.setattr(_environment, "MAX_COMPARED_BYTES", 64)
     many = list(range(100))
     environment = Environment(lambda x: many[x])
     first = environment.look().number

@@ -24,7 +24,7 @@ def lengths_like(seed, count=40, most=200):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_are_the_cheapest(seed, monkeypatch):
-    monkeypatch.setattr(_groups, "START", 3000 * 10**seed)
+    monkeypatch.setattr(_groups, "START_PAIRS", 3000 * 10**seed)
     longest = lengths_like(seed, most=96)
     rounded = np.maximum(16, -(-longest // 16) * 16)
     present = np.unique(rounded).tolist()
@@ -37,9 +37,9 @@ def test_groups_are_the_cheapest(seed, monkeypatch):
             ]
             slots = [8 * -(-int(1.25 * k) // 8) for k in calls]
             pairs = sum(b * b * s for b, s in zip(bounds[1:], slots, strict=True))
-            found.append(pairs + len(slots) * _groups.START)
+            found.append(pairs + len(slots) * _groups.START_PAIRS)
     groups = find_groups(longest, 0)
-    assert pairs_in(groups) + len(groups[0]) * _groups.START == min(found)
+    assert pairs_in(groups) + len(groups[0]) * _groups.START_PAIRS == min(found)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -81,8 +81,8 @@ def sentences(lengths, seed=0):
 
 def test_values_and_gradients_are_the_loops(monkeypatch):
     monkeypatch.setenv("JEDBATCH_CHECK", "1")
-    monkeypatch.setattr(_groups, "START", 0)  # groups of several lengths
-    monkeypatch.setattr(_groups, "SLOTS", 1)
+    monkeypatch.setattr(_groups, "START_PAIRS", 0)  # groups of several lengths
+    monkeypatch.setattr(_groups, "SLOT_STEP", 1)
     lengths = [1, 3, 40, 17, 2, 90, 16]
     batched = check(attend, W, sentences(lengths), target="gpu", alone=jax.jit(attend))
     plan = batched.plan(W, sentences(lengths))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jedbatch._layout.allocator import SLACK, Allocation, allocate, by_size, live_bound
+from jedbatch._layout.allocator import PEAK_TOLERANCE, Allocation, allocate, by_size, live_bound
 
 
 def judge(found, size, first, last):
@@ -130,7 +130,7 @@ def test_families_come_near_the_bound(family, num_blocks):
             x.check(*blocks)
             assert x.peak >= bound
         assert found.peak <= 1.15 * bound
-        assert found.peak <= max(greedy.peak, (1 + SLACK) * bound)
+        assert found.peak <= max(greedy.peak, (1 + PEAK_TOLERANCE) * bound)
         np.testing.assert_array_equal(found.offset, allocate(*blocks).offset)
 
 

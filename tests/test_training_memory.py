@@ -82,8 +82,8 @@ def chains(count, longest, seed=0):
 
 @pytest.fixture
 def sharing(monkeypatch):
-    monkeypatch.setattr("jedbatch._program.cotangent_rows.WORTH_SHARING", -1)
-    monkeypatch.setattr("jedbatch._program.cotangent_rows.WORTHWHILE", np.inf)
+    monkeypatch.setattr("jedbatch._program.cotangent_rows.MIN_SHARED_BYTES", -1)
+    monkeypatch.setattr("jedbatch._program.cotangent_rows.MAX_SHARED_SHARE", np.inf)
 
 
 def kernels(plan):
@@ -127,7 +127,7 @@ def test_small_programs_do_not_share():
 
 def test_rows_are_shared_only_where_it_saves_much(monkeypatch):
     """Where all cotangents wait for the end there is nothing to be gained."""
-    monkeypatch.setattr("jedbatch._program.cotangent_rows.WORTH_SHARING", -1)
+    monkeypatch.setattr("jedbatch._program.cotangent_rows.MIN_SHARED_BYTES", -1)
     add = jedbatch.cell(lambda p, x, y: jnp.tanh(x * y))
 
     def wide(params, words):

@@ -61,7 +61,8 @@ from jedbatch._support.caches import Memory
 DECIDES = (
     "it decides on values, which Python reads while they are computed: that has reverse mode only"
 )
-SESSIONS = 16  # structures of shared arguments, before the one not used for longest is forgotten
+# Structures of shared arguments, before the one not used for longest is forgotten.
+MAX_SESSIONS = 16
 
 
 class Batched:
@@ -93,7 +94,7 @@ class Batched:
         self._environment = Environment(fn)
         self._recording = Recording(fn, self._arguments.join, options.key)
         self.last_rounds = Rounds()
-        self._sessions: Memory = Memory(SESSIONS)
+        self._sessions: Memory = Memory(MAX_SESSIONS)
         self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
         self._keeping = threading.Lock()

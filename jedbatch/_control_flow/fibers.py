@@ -20,7 +20,7 @@ from typing import Any
 import greenlet
 from jax.extend.core import take_current_trace
 
-PATIENCE = 8  # times an instance is told to stop, in case it catches everything
+MAX_STOPS = 8  # times an instance is told to stop, in case it catches everything
 
 
 class Fibers:
@@ -123,7 +123,7 @@ class Fibers:
         """
         errors: list[Exception] = []
         for fiber in self._fibers.values():
-            for _ in range(PATIENCE):
+            for _ in range(MAX_STOPS):
                 if fiber.dead or not fiber:
                     break
                 with take_current_trace():

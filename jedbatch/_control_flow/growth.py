@@ -14,19 +14,19 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.signature import Signature
 
-GROWTH = 4  # times the capacity that is needed when more is needed
+CAPACITY_GROWTH = 4  # times the capacity that is needed when more is needed
 FIRST_BYTES = 1 << 22  # of results that a type may have from the start,
 FIRST_GROWTH = 64  # or as many times what the first round needs
 
-NOTHING = Capacity(
+NO_CAPACITY = Capacity(
     {"lanes": {}, "widest": {}, "inputs": {}, "outputs": {}, "num_instructions": {None: 0}}
 )
-POLICY = {
-    "lanes": lambda n: round_up(GROWTH * n),
+GROWTH_POLICY = {
+    "lanes": lambda n: round_up(CAPACITY_GROWTH * n),
     "widest": lambda n: n,
-    "inputs": lambda n: round_up(GROWTH * n),
+    "inputs": lambda n: round_up(CAPACITY_GROWTH * n),
     "outputs": round_up,
-    "num_instructions": lambda n: round_up(GROWTH * n),
+    "num_instructions": lambda n: round_up(CAPACITY_GROWTH * n),
 }
 
 
@@ -38,7 +38,7 @@ def grown_program(capacity: Capacity, need: Capacity, target: Target) -> Signatu
       need: lanes in all, widths compiled and input rows; rows returned and instructions at a time.
       target: what to make a program for.
     """
-    larger = capacity.grown(need, POLICY)
+    larger = capacity.grown(need, GROWTH_POLICY)
     lanes = dict(larger["lanes"])
     for kernel, num_widths in larger["widest"].items():
         lanes[kernel] = max(lanes[kernel], kernel.buckets.widths[num_widths - 1])

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._control_flow.growth import FIRST_GROWTH, NOTHING, grown_program, in_blocks
+from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program, in_blocks
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
@@ -323,7 +323,7 @@ class Workspace:
                 "num_instructions": {None: int(chunks.sum()) + 1},
             }
         )
-        capacity = NOTHING if self.signature is None else self.signature.capacity
+        capacity = NO_CAPACITY if self.signature is None else self.signature.capacity
         if self.signature is None or not capacity.holds(need):
             before, self.signature = self.signature, grown_program(capacity, need, target)
             if not any(kernel.transient for kernel in self.signature.kernels):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._draw.graph import NODES, TALL, Bundles, described_nodes, draw_edges, span
+from jedbatch._draw.graph import MAX_NODES, PLOT_HEIGHT, Bundles, described_nodes, draw_edges, span
 from jedbatch._draw.styles import Lanes, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._schedule.schedule import Schedule, lower_bound
@@ -13,7 +13,7 @@ from jedbatch._support.canvas import (
     GREY,
     INK,
     MARGIN,
-    SLIM,
+    SLIM_WIDTH,
     TINT,
     WIDTH,
     Canvas,
@@ -23,11 +23,11 @@ from jedbatch._support.canvas import (
     text_width,
 )
 
-STEPS = 600  # batches told apart
-SIZES = (26, 22, 18, 15, 12, 10, 8, 7, 6)  # pixels from node to node
-WIDE, NARROW = 72, 24  # least width of a box with a name and of one without
-HEAD = 34  # pixels above the nodes of a box
-GAP = 12  # least pixels between boxes, where lines are seen
+MAX_STEPS = 600  # batches told apart
+NODE_PITCHES = (26, 22, 18, 15, 12, 10, 8, 7, 6)  # pixels from node to node
+NAMED_BOX_WIDTH, BARE_BOX_WIDTH = 72, 24  # least width of a box with a name and of one without
+HEAD_HEIGHT = 34  # pixels above the nodes of a box
+BOX_GAP = 12  # least pixels between boxes, where lines are seen
 
 
 def described(graph: Graph, schedule: Schedule) -> str:
@@ -66,14 +66,14 @@ class Boxes(NamedTuple):
     def fit(sizes: np.ndarray) -> "Boxes | None":
         """Boxes with nodes as large as fit, and names if they fit; None if nothing does."""
         width = WIDTH - 2 * MARGIN
-        for pitch in SIZES:
-            rows = int((TALL - HEAD) // pitch)
-            for least in (WIDE, NARROW):
+        for pitch in NODE_PITCHES:
+            rows = int((PLOT_HEIGHT - HEAD_HEIGHT) // pitch)
+            for least in (NAMED_BOX_WIDTH, BARE_BOX_WIDTH):
                 wide = np.maximum(-(-sizes // rows) * pitch + 10.0, least)
                 gap = min(60.0, (width - wide.sum()) / max(1, len(wide) - 1))
-                if gap >= GAP:
+                if gap >= BOX_GAP:
                     left = MARGIN + (wide + gap).cumsum() - wide - gap
-                    tall = np.minimum(sizes, rows) * pitch + HEAD + 6
+                    tall = np.minimum(sizes, rows) * pitch + HEAD_HEIGHT + 6
                     return Boxes(sizes, pitch, rows, left, wide, tall)
         return None
 
@@ -82,14 +82,14 @@ class Boxes(NamedTuple):
         column, row = np.divmod(np.arange(self.sizes[batch]), self.rows)
         inset = (self.wide[batch] - (column.max() + 1) * self.pitch) / 2
         x = self.left[batch] + inset + (column + 0.5) * self.pitch
-        return x, HEAD + (row + 0.5) * self.pitch
+        return x, HEAD_HEIGHT + (row + 0.5) * self.pitch
 
 
 def draw_batches(
     graph: Graph, schedule: Schedule, node: np.ndarray, styles: TypeStyles, title: str
 ) -> Picture:
     """Draws a box for every batch, its nodes in the order `node`, or how many there are."""
-    if len(node) <= NODES and (boxes := Boxes.fit(np.diff(schedule.node_ptr))):
+    if len(node) <= MAX_NODES and (boxes := Boxes.fit(np.diff(schedule.node_ptr))):
         return _draw_boxes(graph, schedule, node, styles, title, boxes)
     return _draw_steps(graph, schedule, styles, title, edges=True)
 
@@ -104,7 +104,7 @@ def _draw_boxes(
         f"{described(graph, schedule)} Left to right: as they run, nodes with the number of their "
         "instance where there is room. Lines: from what is read to its reader.",
         styles.legend(),
-        max(SLIM, ends.max(initial=0) + MARGIN),
+        max(SLIM_WIDTH, ends.max(initial=0) + MARGIN),
     )
     x, y = np.empty(len(node)), np.empty(len(node))
     for i in range(len(schedule)):
@@ -136,7 +136,7 @@ def _draw_box(canvas: Canvas, boxes: Boxes, batch: int, node_type: int, styles: 
     place = left, canvas.top, wide, boxes.tall[batch]
     canvas.rect(*place, fill=TINT, stroke=styles.colours[k], rx=6, **marks)
     words: dict[str, Any] = {"anchor": "middle", "title": hint}
-    name = fitted(styles.names[k], wide - 8) if wide >= WIDE else ""
+    name = fitted(styles.names[k], wide - 8) if wide >= NAMED_BOX_WIDTH else ""
     canvas.text(left + wide / 2, canvas.top + 14, name, bold=True, **words)
     below = canvas.top + (28 if name else 21)
     canvas.text(left + wide / 2, below, f"× {size}" if name else f"{size}", fill=GREY, **words)
@@ -155,7 +155,7 @@ def _draw_steps(
 ) -> Picture:
     """Draws batches by when they run and by their type, the root of their sizes as height."""
     kind, step = styles.of_type[schedule.batch_type], np.arange(len(schedule))
-    first, place = binned(step, len(schedule), kind, len(styles), STEPS)
+    first, place = binned(step, len(schedule), kind, len(styles), MAX_STEPS)
     columns = len(first) - 1
     bundles = Bundles.of(*(place[schedule.batch[end]] for end in graph.edges))
     canvas = Canvas(

@@ -25,7 +25,7 @@ from jedbatch._support.canvas import (
     INK,
     MARGIN,
     RULE,
-    SLIM,
+    SLIM_WIDTH,
     WIDTH,
     Canvas,
     Picture,
@@ -37,17 +37,17 @@ from jedbatch._support.canvas import (
     text_width,
 )
 
-NODES = 400  # drawn one by one
-LABELLED = 60  # drawn with their names
-TALL = HEIGHT - 130  # pixels left below title, caption and legend
-COLUMNS = 60  # levels told apart when nodes are counted
-BUNDLES = 400  # of edges drawn, the largest
-DOT = 14.0  # diameter of a node without a name, at most
+MAX_NODES = 400  # drawn one by one
+MAX_LABELLED = 60  # drawn with their names
+PLOT_HEIGHT = HEIGHT - 130  # pixels left below title, caption and legend
+MAX_COLUMNS = 60  # levels told apart when nodes are counted
+MAX_BUNDLES = 400  # of edges drawn, the largest
+DOT_DIAMETER = 14.0  # diameter of a node without a name, at most
 
 
 def draw_graph(graph: Graph, styles: TypeStyles, title: str, instance: int = 0) -> Picture:
     """Draws nodes by level, or how many there are; the first instance has a number."""
-    if len(graph.node_type) <= NODES and (plane := arrange(graph)).bands.pitch >= 4:
+    if len(graph.node_type) <= MAX_NODES and (plane := arrange(graph)).bands.pitch >= 4:
         return _draw_nodes(graph, styles, title, plane, instance)
     return _draw_levels(graph, styles, title)
 
@@ -92,7 +92,7 @@ class Bands(NamedTuple):
         first = before - top[column]
         rows = float((first + heights).max(initial=1))
         wide = (WIDTH - 2 * MARGIN) / (columns * (levels + 0.5))
-        return Bands(columns, column, first, rows, min(wide, TALL / rows, 2 * DOT))
+        return Bands(columns, column, first, rows, min(wide, PLOT_HEIGHT / rows, 2 * DOT_DIAMETER))
 
 
 class Plane(NamedTuple):
@@ -186,11 +186,11 @@ class Scale(NamedTuple):
         left = MARGIN + (68.0 if graph.num_instances > 1 and columns == 1 else 0)
         pitch = (WIDTH - MARGIN - left) / (columns * (plane.levels + 0.5) - 0.5)
         box = min(110.0, max(map(text_width, styles.names), default=0) + 14)
-        few = len(graph.node_type) <= LABELLED and columns == 1
-        if few and pitch >= box + 26 and TALL / rows >= 21:
-            return Scale(left, min(pitch, box + 54), min(TALL / rows, 30), True, box)
-        across, down = min(pitch, 4 * DOT), min(TALL / rows, DOT + 8)
-        return Scale(left, across, down, False, min(DOT, 0.8 * down, 0.6 * across))
+        few = len(graph.node_type) <= MAX_LABELLED and columns == 1
+        if few and pitch >= box + 26 and PLOT_HEIGHT / rows >= 21:
+            return Scale(left, min(pitch, box + 54), min(PLOT_HEIGHT / rows, 30), True, box)
+        across, down = min(pitch, 4 * DOT_DIAMETER), min(PLOT_HEIGHT / rows, DOT_DIAMETER + 8)
+        return Scale(left, across, down, False, min(DOT_DIAMETER, 0.8 * down, 0.6 * across))
 
 
 def _draw_nodes(
@@ -207,7 +207,7 @@ def _draw_nodes(
         "Left to right: levels, the longest path from the inputs. Lines: from what is read to "
         "its reader." + (" A band for each instance." if graph.num_instances > 1 else ""),
         [*styles.legend(), *ring],
-        max(SLIM, scale.left + scale.across * levels + MARGIN),
+        max(SLIM_WIDTH, scale.left + scale.across * levels + MARGIN),
     )
     _draw_bands(canvas, plane, scale)
     x = scale.left + (plane.level + 0.5) * scale.across
@@ -263,7 +263,7 @@ def _draw_levels(graph: Graph, styles: TypeStyles, title: str) -> Picture:
     """Draws the number of nodes of every style at each level, and the edges between them."""
     levels = int(graph.depth.max(initial=0)) + 1
     kind = styles.of_type[graph.node_type]
-    first, place = binned(graph.depth, levels, kind, len(styles), COLUMNS)
+    first, place = binned(graph.depth, levels, kind, len(styles), MAX_COLUMNS)
     columns = len(first) - 1
     maker, reader = graph.edges
     bundles = Bundles.of(place[maker], place[reader])
@@ -321,7 +321,7 @@ class Bundles:
     def of(start: np.ndarray, end: np.ndarray) -> "Bundles":
         away = np.stack([start, end], 1)[start != end]
         ends, count = np.unique(away, axis=0, return_counts=True)
-        drawn = np.sort(np.argsort(-count, kind="stable")[:BUNDLES])
+        drawn = np.sort(np.argsort(-count, kind="stable")[:MAX_BUNDLES])
         return Bundles(ends[drawn], count[drawn], len(ends))
 
     @property

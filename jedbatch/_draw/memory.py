@@ -26,7 +26,7 @@ from jedbatch._support.canvas import (
     GREY,
     HEIGHT,
     MARGIN,
-    SLIM,
+    SLIM_WIDTH,
     TINT,
     WIDTH,
     Canvas,
@@ -36,9 +36,9 @@ from jedbatch._support.canvas import (
     ticks,
 )
 
-LEFT = MARGIN + 58.0  # where rows begin, right of their numbers
-RECTANGLES = 700  # drawn, the largest
-MARKS = 2000  # of reads drawn, coarser if there are more
+LEFT_EDGE = MARGIN + 58.0  # where rows begin, right of their numbers
+MAX_RECTANGLES = 700  # drawn, the largest
+MAX_MARKS = 2000  # of reads drawn, coarser if there are more
 SLICED, GATHERED, INPUTS = "#111111", "#d62728", "#c3c9d1"
 
 
@@ -218,7 +218,7 @@ class Field:
     @staticmethod
     def pitch(steps: int) -> float:
         """Pixels of a step."""
-        return min(90.0, (WIDTH - MARGIN - LEFT) / max(1, steps))
+        return min(90.0, (WIDTH - MARGIN - LEFT_EDGE) / max(1, steps))
 
     @staticmethod
     def on(canvas: Canvas, steps: int, arena: Arena) -> "Field":
@@ -228,15 +228,15 @@ class Field:
         down = min(16.0, (HEIGHT - 66 - canvas.top) / max(1, rows))
         field = Field(canvas.top, across, down, before, steps, rows)
         wide, tall = across * (steps + before), down * rows
-        canvas.rect(LEFT, canvas.top, wide, tall, fill=TINT)
+        canvas.rect(LEFT_EDGE, canvas.top, wide, tall, fill=TINT)
         for row in ticks(rows, max(2, int(tall / 34))):
             y = field.y(row) + min(down / 2, 5) + 4
-            canvas.text(LEFT - 6, y, f"{row:,}", fill=GREY, anchor="end")
+            canvas.text(LEFT_EDGE - 6, y, f"{row:,}", fill=GREY, anchor="end")
         for step in ticks(steps, max(2, int(wide / 60))):
             x = field.x(step) + across / 2
             canvas.text(x, field.bottom + 15, f"{step:,}", fill=GREY, anchor="middle")
-        canvas.text(LEFT - 6, canvas.top - 8, "row", fill=GREY, anchor="end")
-        canvas.text(LEFT, field.bottom + 32, "batch", fill=GREY)
+        canvas.text(LEFT_EDGE - 6, canvas.top - 8, "row", fill=GREY, anchor="end")
+        canvas.text(LEFT_EDGE, field.bottom + 32, "batch", fill=GREY)
         return field
 
     @property
@@ -245,7 +245,7 @@ class Field:
 
     def x(self, step: float) -> float:
         """The left edge of a step."""
-        return LEFT + (step + self.before) * self.across
+        return LEFT_EDGE + (step + self.before) * self.across
 
     def y(self, row: float) -> float:
         """The upper edge of a row."""
@@ -261,14 +261,14 @@ def draw_memory(plan: Plan, arena: Arena, styles: TypeStyles) -> Picture:
         f"Rows of {arena.name}: {arena.rows:,} of {size(arena.row_bytes)}",
         _caption(plan, arena, len(blocks.type)),
         [*_legend(arena, styles)],
-        max(SLIM, LEFT + Field.pitch(steps + 1) * (steps + 1) + MARGIN),
+        max(SLIM_WIDTH, LEFT_EDGE + Field.pitch(steps + 1) * (steps + 1) + MARGIN),
     )
     canvas.top += 10
     field = Field.on(canvas, steps, arena)
     if arena.inputs:
         last = arena.last_input
         read = "that no batch reads" if last < 0 else f"read until batch {last}"
-        place = LEFT, field.top, field.x(last + 1) - LEFT, arena.inputs * field.down
+        place = LEFT_EDGE, field.top, field.x(last + 1) - LEFT_EDGE, arena.inputs * field.down
         marks = {"data_kind": "inputs", "data_count": str(arena.inputs)}
         hint = f"{counted(arena.inputs, 'input')}, {read}"
         canvas.rect(*place, fill=INPUTS, title=hint, **marks)
@@ -356,7 +356,7 @@ def merged(blocks: ResultBlocks) -> ResultBlocks:
     If there are more, those of one type that follow each other in time and in rows are put
     together, less than a pixel wide; then the largest remain.
     """
-    group = -(-len(blocks.type) // RECTANGLES)
+    group = -(-len(blocks.type) // MAX_RECTANGLES)
     if group > 1:
         blocks = blocks.take(np.lexsort((blocks.batch, blocks.slot, blocks.type)))
         new = np.ones(len(blocks.type), bool)
@@ -371,7 +371,7 @@ def merged(blocks: ResultBlocks) -> ResultBlocks:
             last=np.maximum.reduceat(blocks.last, starts),
         )
     area = blocks.rows * (blocks.last + 1 - blocks.batch)
-    return blocks.take(np.sort(np.argsort(-area, kind="stable")[:RECTANGLES]))
+    return blocks.take(np.sort(np.argsort(-area, kind="stable")[:MAX_RECTANGLES]))
 
 
 def _draw_reads(
@@ -385,7 +385,7 @@ def _draw_reads(
         step, row = np.unique(places, axis=0).T
         new = np.ones(len(step), bool)
         new[1:] = (step[1:] != step[:-1]) | (row[1:] != row[:-1] + 1)
-        if new.sum() <= MARKS:
+        if new.sum() <= MAX_MARKS:
             break
         fine, few = 2 * fine, 2 * few
     starts = np.flatnonzero(new)

@@ -10,7 +10,7 @@ from jedbatch._support.canvas import (
     GREY,
     HEIGHT,
     MARGIN,
-    SLIM,
+    SLIM_WIDTH,
     TINT,
     WIDTH,
     Canvas,
@@ -20,9 +20,9 @@ from jedbatch._support.canvas import (
     ticks,
 )
 
-LANES = 24  # node types told apart
-MARKS = 800  # in lanes
-REST = "#c9c9c9"
+MAX_LANES = 24  # node types told apart
+MAX_MARKS = 800  # in lanes
+REST_COLOUR = "#c9c9c9"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class TypeStyles:
         counts = np.bincount(graph.node_type, minlength=len(graph.types))
         present = np.flatnonzero(counts)
         drawn = present
-        if len(present) > LANES:
-            drawn = np.sort(present[np.argsort(-counts[present], kind="stable")[: LANES - 1]])
+        if len(present) > MAX_LANES:
+            drawn = np.sort(present[np.argsort(-counts[present], kind="stable")[: MAX_LANES - 1]])
         of_type = np.full(len(graph.types), -1)
         of_type[present] = len(drawn)
         of_type[drawn] = np.arange(len(drawn))
@@ -60,7 +60,7 @@ class TypeStyles:
         explained = [str(t) for t in graph.types]
         if len(drawn) < len(present):
             names.append(f"{len(present) - len(drawn)} other types")
-            shades.append(REST)
+            shades.append(REST_COLOUR)
         per_style = np.bincount(of_type[graph.node_type], minlength=len(names))
         return TypeStyles(names, shades, per_style, of_type, explained)
 
@@ -117,7 +117,7 @@ def binned(
     columns = max(1, min(steps, most))
     while True:
         place = step.astype(np.int64) * columns // max(1, steps) * lanes + lane
-        if columns == 1 or len(np.unique(place)) <= MARKS:
+        if columns == 1 or len(np.unique(place)) <= MAX_MARKS:
             return [-(-c * steps // columns) for c in range(columns + 1)], place
         columns = -(-columns // 2)
 
@@ -145,7 +145,7 @@ class Lanes:
         longest = max((text_width(name, 12) for name in styles.names), default=0)
         left = MARGIN + min(200.0, max(longest, 70) + 34)
         pitch = min(96.0, (WIDTH - MARGIN - left) / max(1, columns))
-        return left, pitch, max(SLIM, left + pitch * columns + MARGIN)
+        return left, pitch, max(SLIM_WIDTH, left + pitch * columns + MARGIN)
 
     @staticmethod
     def draw(canvas: Canvas, styles: TypeStyles, first: Sequence[int], axis: str) -> "Lanes":

@@ -12,7 +12,8 @@ import numpy as np
 
 from jedbatch._graph.paths import longest_chains
 
-CHAINED = 0.9  # share of the edges inside of a type that are in chains, for it to make chains
+# Share of the edges inside of a type that are in chains, for it to make chains.
+MIN_CHAINED_SHARE = 0.9
 
 Edges = tuple[np.ndarray, np.ndarray]
 
@@ -61,7 +62,7 @@ def chains(
 
 
 def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
-    """Returns bool[T]: types at least `CHAINED` of whose inner edges are links of chains."""
+    """Returns bool[T]: types with at least `MIN_CHAINED_SHARE` of their inner edges in chains."""
     maker, reader = edges
     same = node_type[maker] == node_type[reader]
     maker, reader = maker[same], reader[same]
@@ -70,7 +71,7 @@ def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarr
     is_link = (num_readers[maker] == 1) & (num_makers[reader] == 1)
     num_edges = np.bincount(node_type[reader], minlength=num_types)
     num_links = np.bincount(node_type[reader[is_link]], minlength=num_types)
-    return (num_links >= CHAINED * num_edges) & (num_edges > 0)
+    return (num_links >= MIN_CHAINED_SHARE * num_edges) & (num_edges > 0)
 
 
 def changes_of_type(node_type: np.ndarray, edges: Edges, height: np.ndarray) -> np.ndarray:

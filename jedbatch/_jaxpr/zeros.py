@@ -20,14 +20,16 @@ from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
 from jedbatch._jaxpr.versions import scan_parts, without_consts
 
 Sources = frozenset[int]
-NONE: Sources = frozenset()
+NO_SOURCES: Sources = frozenset()
 
 
 def find_sources(jaxpr: Any, given: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """For each variable that depends on some given ones the union of what these depend on."""
     found = dict(given)
     for eqn in jaxpr.eqns:
-        mine = [NONE if isinstance(v, Literal) else found.get(v, NONE) for v in eqn.invars]
+        mine = [
+            NO_SOURCES if isinstance(v, Literal) else found.get(v, NO_SOURCES) for v in eqn.invars
+        ]
         if any(mine):
             found.update(zip(eqn.outvars, _sources_of_results(eqn, mine), strict=True))
     return found
@@ -37,7 +39,7 @@ def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
     """The sources of the results of an equation, from those of its operands."""
     if eqn.primitive.name == "scan":
         return _sources_of_scan(eqn, list(operands))
-    return [NONE.union(*operands)] * len(eqn.outvars)
+    return [NO_SOURCES.union(*operands)] * len(eqn.outvars)
 
 
 def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
@@ -45,7 +47,9 @@ def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
     first, count = scan_parts(eqn)
     while True:
         found = find_sources(body, dict(zip(body.invars, operands, strict=True)))
-        results = [NONE if isinstance(v, Literal) else found.get(v, NONE) for v in body.outvars]
+        results = [
+            NO_SOURCES if isinstance(v, Literal) else found.get(v, NO_SOURCES) for v in body.outvars
+        ]
         before = operands[first : first + count]
         after = [a | b for a, b in zip(before, results, strict=False)]
         if after == before:
@@ -83,8 +87,11 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
             return zeroed[v]
 
         def rule(eqn: Any, values: list[Any]) -> list[Any]:
-            found = [NONE if isinstance(v, Literal) else sources.get(v, NONE) for v in eqn.invars]
-            everything = NONE.union(*found)
+            found = [
+                NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
+                for v in eqn.invars
+            ]
+            everything = NO_SOURCES.union(*found)
             guarded_values = [
                 with_zeros(v, x) if some and some != everything else x
                 for v, x, some in zip(eqn.invars, values, found, strict=True)
@@ -100,4 +107,4 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
 def sources_of(jaxpr: Any, cotangents: Sequence[Any]) -> list[Sources]:
     """For each result of a backward program the numbers of the cotangents it depends on."""
     found = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
-    return [found.get(v, NONE) if isinstance(v, Var) else NONE for v in jaxpr.outvars]
+    return [found.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]

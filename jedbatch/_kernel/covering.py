@@ -33,8 +33,9 @@ from typing import NamedTuple
 
 from jedbatch._graph.paths import bits
 
-BUDGET = 20_000  # rectangles tried, times the square of their number so far
-LARGE = 100  # entries, equal rows and columns counted once, of tables that are not searched
+SEARCH_BUDGET = 20_000  # rectangles tried, times the square of their number so far
+# Entries, equal rows and columns counted once, from which on a table is not searched.
+MAX_SEARCHED_ENTRIES = 100
 
 
 class Rectangle(NamedTuple):
@@ -172,7 +173,7 @@ def cover(table: ProductTable) -> list[Group]:
         by_column.setdefault(b, []).append(a)
     best: list[Group] = []
     least: tuple[float, int] = (float("inf"), 0)
-    budget = BUDGET
+    budget = SEARCH_BUDGET
 
     def consider(rectangles: Sequence[Rectangle]) -> None:
         nonlocal best, least
@@ -199,7 +200,7 @@ def cover(table: ProductTable) -> list[Group]:
 
     consider([rectangle([a], mine) for (a, _), mine in by_row.items()])
     consider([rectangle(mine, [b]) for b, mine in by_column.items()])
-    if len(everything) < LARGE:
+    if len(everything) < MAX_SEARCHED_ENTRIES:
         search(everything, [])
     return best
 

@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jedbatch import checks
 from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
 
-BLOCKS = Buckets(COARSE_BUCKETS.widths)
+BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (
@@ -72,7 +72,7 @@ class Target:
     heavy_start: int = 16
     chunk_bytes: int = 16 << 20
     sums: Buckets = COARSE_BUCKETS
-    blocks: Buckets = BLOCKS
+    blocks: Buckets = BLOCK_BUCKETS
     rows_together: int = 256
     together: int = 4
     shortest: int = 8

@@ -41,9 +41,9 @@ from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.weight_gradients import Tap
 
 # The derivative with respect to a const does not depend on the rows at all.
-ADDITIVE = frozenset({"add", "add_any", "sub"})
+ADDITIVE_OPERATIONS = frozenset({"add", "add_any", "sub"})
 # Linear in a const, and zero for zero rows: lanes that never ran may hold zeros.
-LINEAR = ADDITIVE | {"dot_general", "mul", "conv_general_dilated"}
+LINEAR_OPERATIONS = ADDITIVE_OPERATIONS | {"dot_general", "mul", "conv_general_dilated"}
 # The gradient is a scatter, better done once than block by block.
 LOOK_UPS = frozenset({"gather", "dynamic_slice"})
 # Worth keeping for the reverse.
@@ -51,7 +51,7 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # What runs a program of its own is not run again.
 LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
 # Only move or convert elements: cheaper to do again than to keep.
-STRUCTURAL = frozenset(
+STRUCTURAL_OPERATIONS = frozenset(
     {
         "broadcast_in_dim",
         "concatenate",
@@ -70,7 +70,7 @@ STRUCTURAL = frozenset(
 RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 
 CONSTS = -1  # in place of an operand
-SLOTS = 62  # results of a node told apart; further ones are always alive
+MAX_SLOTS = 62  # results of a node told apart; further ones are always alive
 PRODUCT = "product"
 keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
@@ -196,13 +196,13 @@ class KernelVjp:
     @functools.cached_property
     def flow_bits(self) -> tuple[int, ...]:
         """`flow` as bits: for each operand, bit s for result s."""
-        return tuple(sum({1 << min(s, SLOTS) for s in some}) for some in self.flow)
+        return tuple(sum({1 << min(s, MAX_SLOTS) for s in some}) for some in self.flow)
 
     @functools.cached_property
     def inexact_bits(self) -> int:
         """The results that can have a cotangent, as bits."""
         results = enumerate(self.kernel.results)
-        return sum({1 << min(s, SLOTS) for s, kind in results if differentiable(kind)})
+        return sum({1 << min(s, MAX_SLOTS) for s, kind in results if differentiable(kind)})
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -238,7 +238,7 @@ class KernelVjp:
 
     def _rows_read(self, eqn: Any) -> list[Any]:
         """The row variables that the gradient of a tapped operation's consts depends on."""
-        if eqn.primitive.name in ADDITIVE:
+        if eqn.primitive.name in ADDITIVE_OPERATIONS:
             return []
         return [v for v in reads(eqn) if not self.kernel.is_const(v)]
 
@@ -473,7 +473,7 @@ class KernelVjp:
             sources=tuple(self._sources_of[v] for v in eqn.outvars if is_inexact(v)),
             rows=rows,
             apply=apply,
-            linear=name in LINEAR or name in LOOK_UPS,
+            linear=name in LINEAR_OPERATIONS or name in LOOK_UPS,
             look_up=name in LOOK_UPS,
             scale=name == "mul" and len(others) == 1 and _alike(*eqn.invars, *eqn.outvars),
         )
@@ -559,7 +559,11 @@ def _recomputable(kernel: Any) -> dict[Any, list[Any]]:
     """Variables that structural operations make from operands, with those operations."""
     again: dict[Any, list[Any]] = {v: [] for v in kernel.operand_vars}
     for eqn in kernel.body:
-        if eqn.primitive.name in STRUCTURAL and reads(eqn) and again.keys() >= set(reads(eqn)):
+        if (
+            eqn.primitive.name in STRUCTURAL_OPERATIONS
+            and reads(eqn)
+            and again.keys() >= set(reads(eqn))
+        ):
             steps = [step for v in reads(eqn) for step in again[v]]
             steps = list({id(step): step for step in [*steps, eqn]}.values())
             again.update((v, steps) for v in eqn.outvars)

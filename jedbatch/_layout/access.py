@@ -25,9 +25,10 @@ GATHER, SLICE, STRIDED, BROADCAST = range(4)
 NAMES = ("gather", "slice", "strided slice", "broadcast")
 STRIDE = 2
 STEPS = ((0, BROADCAST), (STRIDE, STRIDED), (1, SLICE))  # from row to row; a slice if in doubt
-WORTH = 0.5  # share of a kernel's operands that a reading must improve: compiling takes time
-FEWEST = 8  # chunks that it must improve
-CANDIDATES = 32  # readings that are looked at, those that occur most
+# Share of a kernel's operands that a reading must improve: compiling takes time.
+MIN_IMPROVED_SHARE = 0.5
+MIN_IMPROVED_CHUNKS = 8  # chunks that it must improve
+MAX_CANDIDATES = 32  # readings that are looked at, those that occur most
 
 Reading = tuple[int, ...]  # one of the above for each operand of a kernel
 
@@ -64,7 +65,7 @@ def usable(reading: Reading, modes: np.ndarray) -> np.ndarray:
 
 
 def choose_reading(
-    modes: np.ndarray, matters: np.ndarray, worth: float = WORTH
+    modes: np.ndarray, matters: np.ndarray, worth: float = MIN_IMPROVED_SHARE
 ) -> tuple[Reading, ...]:
     """The reading beside gathering everything that is worth compiling, if there is one.
 
@@ -78,10 +79,10 @@ def choose_reading(
     """
     found, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
     best, most = (), 0
-    often = number.argsort(kind="stable")[::-1][:CANDIDATES]
+    often = number.argsort(kind="stable")[::-1][:MAX_CANDIDATES]
     for reading in map(tuple, found[often].tolist()):
         chunks = int((usable(reading, modes) & matters).sum())
         saved = chunks * sum(mode != GATHER for mode in reading)
-        if chunks >= FEWEST and saved > most:
+        if chunks >= MIN_IMPROVED_CHUNKS and saved > most:
             best, most = reading, saved
     return (best,) if most >= worth * modes.size and most else ()

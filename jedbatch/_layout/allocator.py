@@ -32,8 +32,8 @@ Minibatches come fast, so `allocate` first tries what is cheap: a linear *scan* 
 gives each block the smallest gap that fits. If it comes within 2 % of the live bound, that will
 do, and this is the usual case. If not, three orders are tried, by size (`by_size`) and by edges
 without and with companions; if the best is still more than 5 % above the bound, the search starts
-from each. The lowest peak wins, the first of equals. With more than `MOST` blocks, or `PAIRS`
-edges in the interference graph, the scan has to do.
+from each. The lowest peak wins, the first of equals. With more than `MAX_BLOCKS` blocks, or
+`MAX_EDGES` edges in the interference graph, the scan has to do.
 
 Loops need no copies: a chain of blocks of which each lives until the next is written, block t over
 the steps t and t + 1, alternates between two places, whatever its length. NNC unrolls loops to
@@ -49,13 +49,13 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-SLACK = 0.02  # a peak this close to the live bound is good enough
-SLACK_OF_SEARCH = 0.05  # the same, before a search for better orders
-ROUNDS = 24  # placements that this search tries from each order
-VISITS = 1 << 16  # edges of the interference graph that it looks at from each order
-PAIRS = 1 << 17  # most edges of the interference graph for anything but the scan
-MOST = 1 << 12  # and most blocks
-EARLIER = 0.5, 0.25, 0.75  # where a block that reached the peak goes, as a part of its rank
+PEAK_TOLERANCE = 0.02  # a peak this close to the live bound is good enough
+SEARCH_TOLERANCE = 0.05  # the same, before a search for better orders
+SEARCH_PLACEMENTS = 24  # placements that this search tries from each order
+MAX_VISITED_EDGES = 1 << 16  # edges of the interference graph that it looks at from each order
+MAX_EDGES = 1 << 17  # most edges of the interference graph for anything but the scan
+MAX_BLOCKS = 1 << 12  # and most blocks
+EARLIER_RANKS = 0.5, 0.25, 0.75  # where a block that reached the peak goes, as a part of its rank
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,13 +103,14 @@ def allocate(
     first: np.ndarray,
     last: np.ndarray,
     *,
-    slack: float = SLACK,
-    most_pairs: int = PAIRS,
+    slack: float = PEAK_TOLERANCE,
+    most_pairs: int = MAX_EDGES,
 ) -> Allocation:
     """Offsets for blocks of rows such that few rows are needed, fast; see the top of the module.
 
     The peak is within `slack` of the live bound or no higher than that of `by_size`, unless there
-    are more than `MOST` blocks, or `most_pairs` pairs of blocks that are alive at the same step.
+    are more than `MAX_BLOCKS` blocks, or `most_pairs` pairs of blocks that are alive at the same
+    step.
 
     Args:
       size: int[N], rows of each block.
@@ -135,11 +136,11 @@ def allocate(
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
-    if pairs > most_pairs or len(size) > MOST:
+    if pairs > most_pairs or len(size) > MAX_BLOCKS:
         return best
     near = _Interference.of(first, last)
     orders = [_by_size(size), *(_by_edges(size, first, last, most) for most in (1, 3))]
-    for turn in range(1 + min(ROUNDS, VISITS // max(pairs, 1))):
+    for turn in range(1 + min(SEARCH_PLACEMENTS, MAX_VISITED_EDGES // max(pairs, 1))):
         for k, order in enumerate(orders):
             found = near.place(size, order)
             if found.peak < best.peak:
@@ -148,9 +149,9 @@ def allocate(
                 return best
             at_peak = (found.offset + size)[order] == found.peak
             rank = np.arange(len(order)) + 0.5
-            rank[at_peak] *= EARLIER[turn % len(EARLIER)]
+            rank[at_peak] *= EARLIER_RANKS[turn % len(EARLIER_RANKS)]
             orders[k] = order[rank.argsort(kind="stable")]
-        enough = (1 + max(slack, SLACK_OF_SEARCH)) * bound
+        enough = (1 + max(slack, SEARCH_TOLERANCE)) * bound
     return best
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
 
 
-SPARE = 0.1  # of rows over those alive at a time, for which planning looks no further
+ROW_TOLERANCE = 0.1  # of rows over those alive at a time, for which planning looks no further
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +178,9 @@ def assign_lanes(
     )
 
 
-def share_rows(layout: Layout, arena: np.ndarray, num_arenas: int, slack: float = SPARE) -> Layout:
+def share_rows(
+    layout: Layout, arena: np.ndarray, num_arenas: int, slack: float = ROW_TOLERANCE
+) -> Layout:
     """The layout with rows used again once nobody reads them.
 
     `arena`, int32[T, R], is where the results of each type may be kept; blocks in one arena share

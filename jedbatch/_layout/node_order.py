@@ -26,7 +26,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._layout.pq_planner import arrange
 from jedbatch._schedule.schedule import Schedule
 
-MATTERS = 0.2  # share of all nodes that are of such types, for anything to be sorted
+MIN_SORTED_SHARE = 0.2  # share of all nodes that are of such types, for anything to be sorted
 
 
 def append(graph: Graph, schedule: Schedule) -> np.ndarray:
@@ -43,7 +43,7 @@ def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     """`longest` for types that make chains; what they read in the order in which they read it."""
     chained = graph.makes_chains
     chains = np.flatnonzero(chained[graph.node_type[schedule.node]])
-    if not len(chains) or len(chains) < MATTERS * len(schedule.node):
+    if not len(chains) or len(chains) < MIN_SORTED_SHARE * len(schedule.node):
         return schedule.node
     node = _by_height(graph, schedule, chains)
     maker, reader = graph.edges

@@ -29,7 +29,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
-from jedbatch._program.returned import BLOCK, some_rows
+from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch.errors import EscapedValueError, SymbolicValueError
@@ -45,7 +45,7 @@ class Returned:
 
     def take(self, row: int) -> Any:
         """One row, by a program that takes out many at a time."""
-        block = min(BLOCK, len(self.rows))
+        block = min(ROWS_PER_BLOCK, len(self.rows))
         start = min(row // block * block, len(self.rows) - block)
         if start not in self._blocks:
             self._blocks[start] = some_rows(self.rows, handed_over(np.int32(start)), block)

@@ -52,7 +52,7 @@ from jedbatch._support.restored import Restored
 
 MANY_TYPES = 4096  # node types and shared values, before what a place keeps is forgotten
 MANY_PLACES = 64  # scopes in the source, before the oldest is forgotten
-ROWS = OutputSpec((), (), None)  # rows are not made into results
+ROWS_ONLY = OutputSpec((), (), None)  # rows are not made into results
 
 
 class Lazy:
@@ -200,7 +200,7 @@ class Lazy:
                 graph,
                 [Record(graph, 0, None, ())],
                 [traced],
-                (rows, ROWS),
+                (rows, ROWS_ONLY),
                 kept.policy,
                 self._options,
                 gradient=False,

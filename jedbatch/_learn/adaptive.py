@@ -1,14 +1,14 @@
 """The policy of a batched function that was given none."""
 
 from jedbatch._graph.graph import Graph
-from jedbatch._learn.candidates import MARGIN, MOST, learn
+from jedbatch._learn.candidates import COST_MARGIN, MAX_INSTANCES, learn
 from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.schedule import Schedule, lower_bound
 
 EPISODES = 64  # of Q-learning when a minibatch is planned: two seconds with compilation
-REMEMBERED = 4  # minibatches to learn from
-LARGE = 3e7  # nodes * types * batches from which learning would take longer than it is worth
+MAX_MINIBATCHES = 4  # minibatches to learn from
+MAX_WORK = 3e7  # nodes * types * batches from which learning would take longer than it is worth
 
 
 class Adaptive:
@@ -42,20 +42,20 @@ class Adaptive:
             self._by_rank, self._machine, self._graphs = False, None, []
         if self._machine is None or self._is_new(graph):
             kept = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
-            self._graphs = [*kept, graph.bare()][-REMEMBERED:]
+            self._graphs = [*kept, graph.bare()][-MAX_MINIBATCHES:]
             self._labels |= self._present(graph)
             self._most = max(self._most, graph.num_instances)
             self._machine = self._learned(graph)
         return self._machine.schedule(graph)
 
     def _learned(self, graph: Graph) -> FSM:
-        used = min(1, 2 * MOST / graph.num_instances) * len(graph.node_type)
-        if used * max(map(len, graph.components)) * lower_bound(graph) > LARGE:
+        used = min(1, 2 * MAX_INSTANCES / graph.num_instances) * len(graph.node_type)
+        if used * max(map(len, graph.components)) * lower_bound(graph) > MAX_WORK:
             return FSM("phase", tuple(sorted(self._present(graph))), ())
         copied = learn(self._graphs, encoding="phase", episodes=0)
         costs = {entry.name: entry.training for entry in copied.report.entries}
         best = min(cost for name, cost in costs.items() if name.startswith("FSM"))
-        if MARGIN * best <= costs.get("beam 16", best):
+        if COST_MARGIN * best <= costs.get("beam 16", best):
             return copied
         return learn(self._graphs, encoding="phase", episodes=EPISODES)
 
@@ -63,7 +63,7 @@ class Adaptive:
         return {graph.labels[t] for types in graph.components for t in types}
 
     def _is_new(self, graph: Graph) -> bool:
-        more = 4 * self._most <= graph.num_instances and self._most < MOST
+        more = 4 * self._most <= graph.num_instances and self._most < MAX_INSTANCES
         return more or len(self._present(graph) - self._labels) > len(self._labels)
 
     @property

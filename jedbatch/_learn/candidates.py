@@ -50,10 +50,11 @@ from jedbatch._schedule.search import (
     weights_of,
 )
 
-MOST, NODES = 32, 8000  # instances, and nodes of these, learned from; as many may be held back
-WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
-TRIALS = 8  # random halves of all instances that candidates are judged by
-MARGIN = 0.99  # what is not this much better is taken for as good
+# Instances, and nodes of these, learned from; as many may be held back.
+MAX_INSTANCES, MAX_NODES = 32, 8000
+MAX_WORK = 4e8  # nodes * batches * states of beam search, or * types * episodes of Q-learning
+NUM_TRIALS = 8  # random halves of all instances that candidates are judged by
+COST_MARGIN = 0.99  # what is not this much better is taken for as good
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class _Candidates:
         self.held_back = Graph.select(parts[:num_held]) if num_held else self.whole
         known = parts[:num_held] + learned
         half = (len(known) + 1) // 2
-        drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(TRIALS)]
+        drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(NUM_TRIALS)]
         different = {tuple(some) for some in drawn if half < len(known)}
         self.trials = [Graph.select([known[i] for i in some]) for some in sorted(different)]
         self.num_instances = len(learned), num_held
@@ -347,7 +348,7 @@ class _Candidates:
                 self.imitate(encoding, self.fallback, FALLBACKS[self.fallback])
                 if self.at_bound():
                     return
-        if beam.width * len(self.whole.node_type) * self.bound[0] < WORK:
+        if beam.width * len(self.whole.node_type) * self.bound[0] < MAX_WORK:
             self._enter("beam 16", beam.schedule)
             for encoding in encodings if teachers else []:
                 self.imitate(encoding, "beam 16", beam)
@@ -393,7 +394,7 @@ class _Candidates:
             self.key, key = jax.random.split(self.key)
             weights = of_part(x.graph, self.whole, self.weights)
             episode = len(x.nodes) * len(weights) * lower_bound(x.graph)
-            affordable = min(episodes, int(WORK / episode))
+            affordable = min(episodes, int(MAX_WORK / episode))
             if affordable < min(episodes, 16):
                 continue
             problem = Problem.of(x.graph, instance[x.nodes], self.whole.num_instances, weights)
@@ -435,7 +436,7 @@ class _Candidates:
         names = [name for name in self.machines if name.startswith(prefix)]
         order = sorted(names, key=lambda name: (self.totals[name], size[name]))
         safe = next((n for n in order if n.endswith(f" after {self.fallback}")), order[0])
-        return order[0] if self.totals[order[0]] < MARGIN * self.totals[safe] else safe
+        return order[0] if self.totals[order[0]] < COST_MARGIN * self.totals[safe] else safe
 
     def result(self, seconds: float) -> FSM:
         """The best machine with a report."""
@@ -447,8 +448,8 @@ class _Candidates:
 
 def enough(parts: Sequence[tuple[Graph, int]]) -> int:
     """Returns how many of the first instances to use: not too many, nor too many nodes."""
-    sizes = [g.node_ptr[i + 1] - g.node_ptr[i] for g, i in parts[:MOST]]
-    return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), NODES))))
+    sizes = [g.node_ptr[i + 1] - g.node_ptr[i] for g, i in parts[:MAX_INSTANCES]]
+    return min(len(sizes), max(1, int(np.searchsorted(np.cumsum(sizes), MAX_NODES))))
 
 
 def walk(component: Component, encoding: str, decide: Decide) -> Iterator[tuple[Code, int]]:

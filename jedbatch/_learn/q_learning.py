@@ -38,7 +38,7 @@ from jedbatch._schedule.encodings import CODES, ENCODINGS, GAPS, packed
 from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
 
-SLOTS = 1 << 13  # rows of the table
+NUM_SLOTS = 1 << 13  # rows of the table
 MANY_ANCESTORS = 16  # nearest nodes of the same type looked at to find what could run next
 NAMES = tuple(ENCODINGS)
 
@@ -181,7 +181,7 @@ def codes(seen: Seen) -> Any:
 def slot(code: Any, salt: Any) -> Any:
     """The row of the table for what is said about each type, int32[..., T]."""
     mixed = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32, keepdims=True)
-    return ((mixed * np.uint32(2654435769)) >> np.uint32(33 - SLOTS.bit_length()))[..., 0]
+    return ((mixed * np.uint32(2654435769)) >> np.uint32(33 - NUM_SLOTS.bit_length()))[..., 0]
 
 
 def salts(num_types: int) -> np.ndarray:
@@ -248,7 +248,7 @@ def learning_round(
             0,
             jnp.append(count == 0, True),
             0.0,
-            jnp.full(max_steps + num_steps, SLOTS),
+            jnp.full(max_steps + num_steps, NUM_SLOTS),
             jnp.zeros(max_steps, jnp.int32),
             jnp.zeros(max_steps + num_steps),
         )
@@ -262,8 +262,8 @@ def learning_round(
         return jnp.where(done.all(), cost, jnp.inf), rows[:max_steps], actions, returns
 
     cost, rows, actions, returns = jax.vmap(episode)(part, explores, coins, dice)
-    sums = jnp.zeros((SLOTS + 1, num_types)).at[rows, actions].add(returns)[:-1]
-    times = jnp.zeros((SLOTS + 1, num_types)).at[rows, actions].add(1.0)[:-1]
+    sums = jnp.zeros((NUM_SLOTS + 1, num_types)).at[rows, actions].add(returns)[:-1]
+    times = jnp.zeros((NUM_SLOTS + 1, num_types)).at[rows, actions].add(1.0)[:-1]
     pull = jnp.where(table.tries > 0, 1 - (1 - rate) ** times, 1.0)
     value = jnp.where(
         times > 0, table.value + pull * (sums / jnp.maximum(times, 1) - table.value), table.value
@@ -271,7 +271,7 @@ def learning_round(
     return QTable(value, table.tries + times), cost[: len(chosen)]
 
 
-PATIENCE = 10  # rounds without improvement after which learning stops
+PATIENCE_ROUNDS = 10  # rounds without improvement after which learning stops
 
 
 def q_learn(
@@ -314,7 +314,7 @@ def q_learn(
       every round.
     """
     num_types = len(problem.weights)
-    value, tries = np.zeros((2, SLOTS, num_types), np.float32)
+    value, tries = np.zeros((2, NUM_SLOTS, num_types), np.float32)
     for said, action in known:
         tries[slot(said, salts(num_types)), action] = 1
     table = best = QTable(value, tries)
@@ -339,6 +339,6 @@ def q_learn(
         curve.append((i * at_once, float(cost[0])))
         if cost.sum() < least:
             least, found, best = cost.sum(), i, judged
-        if least <= bound + 1e-4 or i - found >= PATIENCE:
+        if least <= bound + 1e-4 or i - found >= PATIENCE_ROUNDS:
             break
     return QTable(*map(np.asarray, best)), curve

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jedbatch._graph.paths import distinct, ranges
-from jedbatch._kernel.vjp import CONSTS, SLOTS
+from jedbatch._kernel.vjp import CONSTS, MAX_SLOTS
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 
-LEAVES = 31  # results told apart; further ones count as the last
+MAX_RESULTS = 31  # results told apart; further ones count as the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Alive:
             np.add.at(count, some[some >= 0], 1)
         dead = np.flatnonzero(count == 0)
         while len(dead):
-            dead = dead[graph.value_slot[dead] < SLOTS]
+            dead = dead[graph.value_slot[dead] < MAX_SLOTS]
             nodes, bits = graph.value_node[dead], np.int64(1) << graph.value_slot[dead]
             changes = (results[nodes] & bits) != 0
             np.bitwise_and.at(results, nodes[changes], ~bits[changes])
@@ -102,11 +102,11 @@ def find_leads(placed: Placement, leaves: Sequence[np.ndarray]) -> np.ndarray:
     `leaves`, int[outputs] for each arena, has the number of the result that each row belongs to.
     """
     graph = placed.graph
-    leaves = [np.minimum(x, LEAVES - 1) for x in leaves]
+    leaves = [np.minimum(x, MAX_RESULTS - 1) for x in leaves]
     found = np.zeros(graph.num_values, np.int32)
     for leaf in range(max(int(x.max(initial=-1)) for x in leaves) + 1):
         alive = Alive.find(placed, [x == leaf for x in leaves])
-        slots = np.minimum(graph.value_slot, SLOTS)
+        slots = np.minimum(graph.value_slot, MAX_SLOTS)
         is_alive = alive.results[graph.value_node] >> slots & 1
         found |= (is_alive << leaf).astype(np.int32)
     return found
@@ -138,7 +138,7 @@ def find_refused(
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         for s, operands in kernel.reverse.refused.items():
             nodes = placed.nodes[t]
-            nodes = nodes[(alive.results[nodes] >> min(s, SLOTS) & 1) != 0]
+            nodes = nodes[(alive.results[nodes] >> min(s, MAX_SLOTS) & 1) != 0]
             if len(nodes):
                 values = graph.value_ptr[nodes] + s
                 origins = find_origins(placed, signature) if origins is None else origins
@@ -157,7 +157,7 @@ def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
     found = np.zeros(graph.num_values + graph.num_inputs, np.int64)
     arenas = np.array([signature._arena_ids[kind] for kind in placed.arenas], np.int64)
     found[-1 - np.arange(graph.num_inputs)] = np.int64(2) << np.minimum(
-        arenas[placed.input_arena], SLOTS - 1
+        arenas[placed.input_arena], MAX_SLOTS - 1
     )
     kernels = dict(zip(placed.type_ids, placed.kernels, strict=True))
     for t, a, b in zip(schedule.batch_type, schedule.node_ptr, schedule.node_ptr[1:], strict=False):

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 Program = TypeVar("Program")
 Used = TypeVar("Used")
 
-HEADROOM = 1.1  # least capacity over need, before rounding up
-SLACK = 4  # a program is used down to a quarter of its size
-LARGE = 1024  # capacity above which it is rounded up to an eighth of a power of two
+CAPACITY_HEADROOM = 1.1  # least capacity over need, before rounding up
+MAX_OVERSIZE = 4  # a program is used down to a quarter of its size
+LARGE_CAPACITY = 1024  # capacity above which it is rounded up to an eighth of a power of two
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def round_up(need: float) -> int:
         return 0
     size = math.ceil(need)
     step = 1 << max(0, size.bit_length() - 1)
-    if size > LARGE:
+    if size > LARGE_CAPACITY:
         step >>= 3
     return -(-size // step) * step
 

@@ -21,9 +21,9 @@ from jedbatch._program.capacity import round_up
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 
-WORTH_SHARING = 1 << 23  # bytes of cotangents; for fewer, sharing rows saves less than it takes
-SPARE = 1.0  # of rows over those needed at a time, for which planning looks no further
-WORTHWHILE = 0.75  # the rows that are shared, as a part of those for all
+MIN_SHARED_BYTES = 1 << 23  # bytes of cotangents; for fewer, sharing rows saves less than it takes
+ROW_TOLERANCE = 1.0  # of rows over those needed at a time, for which planning looks no further
+MAX_SHARED_SHARE = 0.75  # the rows that are shared, as a part of those for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Sent:
             if not len(batch):
                 continue
             size = padded[batch]
-            found = allocate(size, first[batch], last[batch, operand], slack=SPARE)
+            found = allocate(size, first[batch], last[batch, operand], slack=ROW_TOLERANCE)
             block[batch, operand] = found.offset
             rows[a], own[a] = found.peak, size.sum()
         return Sent(block, rows, own)
@@ -65,7 +65,7 @@ class Sent:
     def saves_much(self, signature: Signature) -> bool:
         """Returns whether rows for all would be many more."""
         sizes = np.array(list(map(row_bytes, signature.arenas)))
-        return bool(self.rows @ sizes <= WORTHWHILE * (self.own @ sizes))
+        return bool(self.rows @ sizes <= MAX_SHARED_SHARE * (self.own @ sizes))
 
     def room(self, signature: Signature) -> list[int]:
         """Capacity for each arena: as large a part of the rows for all as this minibatch needs."""
@@ -140,4 +140,4 @@ def arenas_of_operands(signature: Signature) -> list[list[int]]:
 def shares_rows(signature: Signature) -> bool:
     """Returns whether cotangents of a program share rows."""
     kinds = zip(signature.cotangent_rows[1], signature.outputs, signature.arenas, strict=True)
-    return sum((end - n) * row_bytes(kind) for end, n, kind in kinds) > WORTH_SHARING
+    return sum((end - n) * row_bytes(kind) for end, n, kind in kinds) > MIN_SHARED_BYTES

@@ -19,7 +19,7 @@ from jedbatch._jaxpr.derivatives import bind
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._kernel.vjp import SLOTS
+from jedbatch._kernel.vjp import MAX_SLOTS
 from jedbatch._program.returned import Pieces, joined, split
 from jedbatch._program.signature import Signature
 
@@ -114,5 +114,5 @@ def origins_of(shared: Sequence[bool], inputs: Sequence[bool]) -> int:
     """Returns which of these are perturbed, as the bits of `Refused.origins`."""
     origins = int(any(shared))
     for a, perturbed in enumerate(inputs):
-        origins |= perturbed << 1 + min(a, SLOTS - 1)
+        origins |= perturbed << 1 + min(a, MAX_SLOTS - 1)
     return origins

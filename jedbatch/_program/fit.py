@@ -12,12 +12,12 @@ from jedbatch._layout.access import (
     Reading,
     choose_reading,
 )
-from jedbatch._program.capacity import SLACK, Capacity, round_up
+from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
 from jedbatch._program.lower import body_runs, find_all_modes, operand_rows, value_rows
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
 
-SMALL = 1 << 20  # bytes of results; a program of this size will do for any minibatch
+SMALL_RESULT_BYTES = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
 def fits(placed: Placement, signature: Signature) -> bool:
@@ -42,7 +42,8 @@ def resembles(placed: Placement, signature: Signature) -> bool:
     its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
     same = mine == its if placed.stacked else mine.keys() <= its.keys()
     size = result_bytes(signature.kernels, signature.lanes)
-    return same and size <= max(SMALL, SLACK * result_bytes(placed.kernels, placed.lanes))
+    most = MAX_OVERSIZE * result_bytes(placed.kernels, placed.lanes)
+    return same and size <= max(SMALL_RESULT_BYTES, most)
 
 
 def make_signature(placed: Placement, model: Signature | None) -> Signature:

@@ -32,8 +32,8 @@ import numpy as np
 # Microseconds to find the next instruction, for a trip of a loop, and to launch a CUDA
 # graph with one more chunk in it, run or not; estimated from runs on an H100.
 SWITCH, TRIP, LAUNCH = 15.0, 8.0, 20.0
-UNROLLED = (1, 4, 8)  # chunks in a trip of a loop over one opcode
-HEAD = 2  # columns before the first lanes
+UNROLLED_CHUNKS = (1, 4, 8)  # chunks in a trip of a loop over one opcode
+HEAD_COLUMNS = 2  # columns before the first lanes
 
 Opcodes = tuple[int, ...]
 
@@ -73,7 +73,7 @@ class InstructionSet:
         """Columns of the table."""
         if self.control == "loops":
             return 3
-        return HEAD + max((len(branch.opcodes) for branch in self.branches), default=0)
+        return HEAD_COLUMNS + max((len(branch.opcodes) for branch in self.branches), default=0)
 
     def steps(self, opcodes: Opcodes) -> tuple[int, ...]:
         """For each chunk of a sequence, the lanes from it to the same one of its repetition."""
@@ -104,9 +104,9 @@ class InstructionSet:
             mine = places[i : i + len(word)]
             i += len(word)
             if expected == (word, mine):
-                rows[-1][:HEAD] = again[word], rows[-1][1] + 1
+                rows[-1][:HEAD_COLUMNS] = again[word], rows[-1][1] + 1
             else:
-                rows.append([number[word], 1, *mine, *[0] * (columns - HEAD - len(word))])
+                rows.append([number[word], 1, *mine, *[0] * (columns - HEAD_COLUMNS - len(word))])
             if word in again:
                 expected = word, tuple(map(operator.add, mine, steps[word]))
             else:
@@ -140,7 +140,7 @@ class InstructionSet:
         made, cost = self, self._cost(*chunks)
         often = collections.Counter(chunks[0].tolist())
         for opcode in sorted(often, key=lambda x: (-often[x], x)):
-            for count in UNROLLED:
+            for count in UNROLLED_CHUNKS:
                 if count <= longest:
                     made, cost = made._better(Branch((opcode,) * count, True), chunks, cost)
         rows = made._encode(*chunks)

@@ -20,7 +20,7 @@ from jedbatch._program.arenas import cut, row
 from jedbatch._program.instructions import InstructionSet
 from jedbatch._program.tables import TableLayout
 
-GROUP = 4  # loops in a row before they are nested
+LOOPS_PER_GROUP = 4  # loops in a row before they are nested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def choose(bodies: Sequence[Body], carry: Any) -> Any:
     threads, which costs more than these operations take, so a loop is all there is for each body:
     it counts on where the last one stopped.
     """
-    size = 1 if len(bodies) <= GROUP else math.ceil(len(bodies) / GROUP)
+    size = 1 if len(bodies) <= LOOPS_PER_GROUP else math.ceil(len(bodies) / LOOPS_PER_GROUP)
     for i in range(0, len(bodies), size):
         group = bodies[i : i + size]
         if len(group) == 1:

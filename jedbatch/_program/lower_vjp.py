@@ -32,7 +32,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
 
 MAX_READERS = 4
-SUMS = 1 << 30  # rows from here on are those of sums, until a program is chosen
+FIRST_SUM_ROW = 1 << 30  # rows from here on are those of sums, until a program is chosen
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def _sum_up(target, row, arena, placed, columns, num_arenas):
         a = int(where[group[0]])
         trips = placed.target.sums.cover(np.array([len(group)]))[0]
         lane_of[group] = lanes[a] + np.arange(len(group))
-        final[group] = SUMS + lane_of[group]
+        final[group] = FIRST_SUM_ROW + lane_of[group]
         row_of_step = [batch[group[0]], levels[group[0]], -1 - a, lanes[a], *trips]
         steps.append(row_of_step + [0] * (NUM_WIDTHS - len(trips)))
         lanes[a] += int(placed.target.sums.lanes(trips))
@@ -475,7 +475,9 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
 
     def resolved(rows, a):
         if readers.sums[a].shape[1]:
-            rows = np.where(rows >= SUMS, rows - SUMS + signature.sum_bases[a], rows)
+            rows = np.where(
+                rows >= FIRST_SUM_ROW, rows - FIRST_SUM_ROW + signature.sum_bases[a], rows
+            )
         return np.where(rows >= 0, rows, signature.zero[a])
 
     def fill(view, values, places, a):

@@ -16,11 +16,11 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
-    WORTH,
+    MIN_IMPROVED_SHARE,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS, num_widths
 from jedbatch._layout.layout import Layout, share_rows
-from jedbatch._program.capacity import HEADROOM, LARGE, Capacity, round_up
+from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._schedule.schedule import Schedule
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from jaxtyping import Int64
 
 
-DEVIATIONS = 1.5  # how far sums over instances vary, relative to one over their square root
-CHEAP = 1 << 15  # bytes of results that every type may have at least
+# How far sums over instances vary, relative to one over their square root.
+HEADROOM_DEVIATIONS = 1.5
+CHEAP_RESULT_BYTES = 1 << 15  # bytes of results that every type may have at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Placement:
     """
 
     worth_sharing: ClassVar[int] = 1 << 25
-    worth_slicing: ClassVar[float] = WORTH
+    worth_slicing: ClassVar[float] = MIN_IMPROVED_SHARE
 
     layout: Layout
     kernels: tuple[Kernel, ...]
@@ -203,8 +204,9 @@ class Placement:
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
-        instances = max(self.graph.num_instances, need / LARGE)
-        return round_up(need * max(HEADROOM, 1 + DEVIATIONS / math.sqrt(instances)))
+        instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
+        headroom = 1 + HEADROOM_DEVIATIONS / math.sqrt(instances)
+        return round_up(need * max(CAPACITY_HEADROOM, headroom))
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -230,7 +232,7 @@ class Placement:
             largest = self.with_headroom(int(sizes[batch_type == t].max()))
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
-            cheap = min(CHEAP // max(1, kernel.result_bytes), widths[-1])
+            cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), widths[-1])
             lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap)
         needed = self.need.sizes
         larger = {

@@ -16,19 +16,19 @@ import numpy as np
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import handed_over
-from jedbatch._program.alive import LEAVES
+from jedbatch._program.alive import MAX_RESULTS
 from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.placement import Placement
 
-BLOCK = 64  # rows taken out of an array at a time
-WHOLE = 0  # rows of a piece, where it is all there are
+ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
+ALL_ROWS = 0  # rows of a piece, where it is all there are
 
 Pieces = tuple[list[Any], ...]  # of each arena
 
 
 def split(outputs: Sequence[Any], batch: int | None) -> Pieces:
     """The rows returned from each arena, `batch` at a time or one by one."""
-    if batch == WHOLE:
+    if batch == ALL_ROWS:
         return tuple([rows] for rows in outputs)
     if batch is None:
         return tuple(map(unstacked, outputs))
@@ -97,7 +97,7 @@ def rows_wanted(
     found = []
     everything = True
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
-        size = len(outputs) if batch == WHOLE else batch or 1
+        size = len(outputs) if batch == ALL_ROWS else batch or 1
         found.append(np.repeat(flags[kind], size)[: len(outputs)])
         everything &= bool(found[-1].all()) or not has_gradient(kind[1])
     return None if everything else found
@@ -108,7 +108,7 @@ def bits_of(numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> np.nd
     bits = 0
     for mine, flags in zip(numbers, exist, strict=True):
         for leaf in mine[flags[: len(mine)]].tolist():
-            bits |= 1 << min(leaf, LEAVES - 1)
+            bits |= 1 << min(leaf, MAX_RESULTS - 1)
     return np.array([bits], np.int32)
 
 
@@ -120,11 +120,11 @@ def _put_on_top(*rows: Any) -> Any:
 def _stacked(rows: Sequence[Any], nothing: Any) -> Any:
     """Rows as an array, by programs that serve any number of them."""
     blocks = []
-    for start in range(0, len(rows), BLOCK):
-        some = list(rows[start : start + BLOCK])
+    for start in range(0, len(rows), ROWS_PER_BLOCK):
+        some = list(rows[start : start + ROWS_PER_BLOCK])
         count = len(some)
-        if len(rows) > BLOCK:
-            some += [nothing] * (BLOCK - count)
+        if len(rows) > ROWS_PER_BLOCK:
+            some += [nothing] * (ROWS_PER_BLOCK - count)
         blocks.append(_put_on_top(*some)[:count])
     if not blocks:
         return nothing[None][:0]
@@ -140,7 +140,7 @@ def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
 
 def unstacked(rows: Any) -> list[Any]:
     """The rows of an array one by one, by programs that serve arrays of any length."""
-    block = min(BLOCK, len(rows))
+    block = min(ROWS_PER_BLOCK, len(rows))
     found: list[Any] = []
     for start in range(0, len(rows), block or 1):
         start = min(start, len(rows) - block)

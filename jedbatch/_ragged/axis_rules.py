@@ -19,7 +19,7 @@ def _names(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
-ELEMENTWISE = _names(
+ELEMENTWISE_OPERATIONS = _names(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
     "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
     "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
@@ -30,7 +30,7 @@ ELEMENTWISE = _names(
 REDUCTIONS = _names(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 )
-CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+CUMULATIVE_OPERATIONS = _names("cumsum cumprod cummax cummin cumlogsumexp")
 # The same elements in another shape or precision.
 VIEWS = _names("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
 LOOK_UPS = _names("slice dynamic_slice gather")
@@ -53,7 +53,7 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
     if name == "scan" and (ragged or symbols_in(params["length"])):
         return _scan(eqn, ragged)
-    if name in ELEMENTWISE or name in SOURCES:
+    if name in ELEMENTWISE_OPERATIONS or name in SOURCES:
         return []
     if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
         return _random_bits(eqn)
@@ -95,7 +95,7 @@ def is_elementwise(eqn: Any) -> bool:
     """Returns whether a call consists of operations on single elements."""
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
     if inner is None:
-        return eqn.primitive.name in ELEMENTWISE
+        return eqn.primitive.name in ELEMENTWISE_OPERATIONS
     return all(map(is_elementwise, without_consts(inner).eqns))
 
 
@@ -169,7 +169,7 @@ _RULES = {
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
     "conv_general_dilated": _conv,
     **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},
-    **{name: lambda eqn, params, i, a: a == params["axis"] for name in CUMULATIVE},
+    **{name: lambda eqn, params, i, a: a == params["axis"] for name in CUMULATIVE_OPERATIONS},
 }
 
 

@@ -18,18 +18,18 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
-from jedbatch._program.capacity import HEADROOM, SLACK, Capacity, round_up
+from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, Capacity, round_up
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.output_spec import Slice
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.groups import PAIRS, find_groups, longest_slot, pairs_in, slots_of
+from jedbatch._ragged.groups import MAX_PAIRS_PER_ROW, find_groups, longest_slot, pairs_in, slots_of
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 
-LONGER = 2  # a new program takes arrays so many times as long as there are
+LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 
 
@@ -175,7 +175,7 @@ def calls_fit(calls: RegionCalls, capacity: RowCapacity) -> bool:
     """Returns whether a program can run calls without too much room going to waste."""
     return (
         capacity.sizes.holds(calls.need)
-        and capacity.calls <= max(MANY_CALLS, SLACK * len(calls.calls))
+        and capacity.calls <= max(MANY_CALLS, MAX_OVERSIZE * len(calls.calls))
         and _is_near(calls.rows, capacity, capacity.target.blocks.widths[-1])
         and (not capacity.slots or slots_of(calls.longest, capacity.groups) is not None)
     )
@@ -189,7 +189,7 @@ def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | N
     model = None if model and model.slots else model
     most = int(calls.longest.max())
     reach = model.longest if model else target.shortest
-    while reach < LONGER * most and not (model and most <= reach):
+    while reach < LENGTH_HEADROOM * most and not (model and most <= reach):
         reach *= 2
     steps = (reach // target.shortest).bit_length()
     lengths = tuple(target.shortest << i for i in range(steps))
@@ -204,11 +204,11 @@ def _straight_capacity(
     model = model if model and model.slots else None
     most = int(calls.longest.max())
     reach = longest_slot(most)
-    if model and most <= model.longest <= LONGER * most:
+    if model and most <= model.longest <= LENGTH_HEADROOM * most:
         reach = model.longest
     rows = _rows_for(calls, target.blocks.widths[0], model)
     groups = find_groups(calls.longest, reach)
-    if max((*rows, pairs_in(groups) // PAIRS)) > target.straight_rows:
+    if max((*rows, pairs_in(groups) // MAX_PAIRS_PER_ROW)) > target.straight_rows:
         return None
     lengths, slots = groups
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, slots)
@@ -216,7 +216,7 @@ def _straight_capacity(
 
 def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tuple[int, ...]:
     """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
-    rows = [-(-round_up(n * HEADROOM) // block) * block for n in calls.rows]
+    rows = [-(-round_up(n * CAPACITY_HEADROOM) // block) * block for n in calls.rows]
     if model and _is_near(rows, model, block):
         rows = list(map(max, rows, model.rows))
     return tuple(rows)
@@ -224,7 +224,7 @@ def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tupl
 
 def _is_near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
     """Returns whether a capacity is not much too large, in blocks of up to `widest` rows."""
-    return all(b <= SLACK * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
+    return all(b <= MAX_OVERSIZE * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
 
 
 def make_ragged_calls(

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-STEP = 16  # lengths are multiples of it
-SLOTS = 8  # numbers of slots are
-MORE = 1.25  # slots by the calls there are, and longest slots by the longest of them
-START = 400_000  # pairs of rows that could be computed while a group is started; estimated
-PAIRS = 128  # pairs of rows for each row that may be computed together
+LENGTH_STEP = 16  # lengths are multiples of it
+SLOT_STEP = 8  # numbers of slots are
+GROUP_HEADROOM = 1.25  # slots by the calls there are, and longest slots by the longest of them
+START_PAIRS = 400_000  # pairs of rows that could be computed while a group is started; estimated
+MAX_PAIRS_PER_ROW = 128  # pairs of rows for each row that may be computed together
 
 Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of each, ascending
 
@@ -34,7 +34,7 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
       longest: int[K], rows of each call.
       least: the length of the longest slots at least.
     """
-    rounded = -(-np.maximum(longest, 1) // STEP) * STEP
+    rounded = -(-np.maximum(longest, 1) // LENGTH_STEP) * LENGTH_STEP
     lengths, counts = np.unique(rounded, return_counts=True)
     lengths[-1] = max(int(lengths[-1]), least)
     totals = [0, *np.cumsum(counts).tolist()]
@@ -44,7 +44,7 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
         for begin in range(end):
             slots = _slots(totals[end] - totals[begin])
             cost, groups = best[begin]
-            cost += START + slots * length * length
+            cost += START_PAIRS + slots * length * length
             options.append((cost, [*groups, (length, slots)]))
         best.append(min(options))
     cheapest = best[-1][1]
@@ -52,12 +52,12 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
 
 
 def _slots(calls: int) -> int:
-    return -(-int(calls * MORE) // SLOTS) * SLOTS
+    return -(-int(calls * GROUP_HEADROOM) // SLOT_STEP) * SLOT_STEP
 
 
 def longest_slot(rows: int) -> int:
     """Returns the length of the longest slots of a new program, for calls of up to `rows` rows."""
-    return -(-int(rows * MORE) // STEP) * STEP
+    return -(-int(rows * GROUP_HEADROOM) // LENGTH_STEP) * LENGTH_STEP
 
 
 def pairs_in(groups: Groups) -> int:

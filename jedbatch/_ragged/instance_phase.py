@@ -23,11 +23,11 @@ from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._program.arenas import spread, take
-from jedbatch._ragged.axis_rules import CUMULATIVE
+from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
 from jedbatch._ragged.packing import PackedBatch, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
-from jedbatch._ragged.tiling import TILE, Axes, find_tiles
+from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class InstanceGroup:
         extent = variable.aval.shape[ragged_axis(variable)]
         e = batch.index(extent)
         if variable in self.tiles:
-            index = self.offset + lax.iota(jnp.int32, TILE)[None]
+            index = self.offset + lax.iota(jnp.int32, TILE_ROWS)[None]
         else:
             size = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
             index = lax.iota(jnp.int32, size)[None]
@@ -128,7 +128,7 @@ class InstancePhase:
         self._tiles = find_tiles(phase)
         # These compute values in padding, which may be too large, or zero.
         self._makes_more = any(
-            eqn.primitive.name in CUMULATIVE
+            eqn.primitive.name in CUMULATIVE_OPERATIONS
             or eqn.primitive.name in ("conv_general_dilated", "scan", "pad", "concatenate")
             for eqn in phase.equations
         )
@@ -237,7 +237,7 @@ class InstancePhase:
         for c, (capacity, size) in enumerate(
             zip(batch.capacity.lengths, batch.capacity.together, strict=True)
         ):
-            tiles = self._tiles if capacity > TILE else {}
+            tiles = self._tiles if capacity > TILE_ROWS else {}
 
             def step(_, carry, capacity=capacity, size=size, tiles=tiles):
                 state, first = carry
@@ -252,10 +252,10 @@ class InstancePhase:
 
                 def tile(i, state):
                     return body(
-                        InstanceGroup.at(batch, first, size, capacity, tiles, i * TILE), state
+                        InstanceGroup.at(batch, first, size, capacity, tiles, i * TILE_ROWS), state
                     )
 
-                return lax.fori_loop(0, -(-longest // TILE), tile, state), first + size
+                return lax.fori_loop(0, -(-longest // TILE_ROWS), tile, state), first + size
 
             state, first = lax.fori_loop(0, trips[c], step, (state, first))
         return state

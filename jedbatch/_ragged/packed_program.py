@@ -25,7 +25,7 @@ from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
 from jedbatch._ragged.phases import PhasedProgram
 from jedbatch._ragged.row_phase import RowPhase
-from jedbatch._ragged.tiling import TILE
+from jedbatch._ragged.tiling import TILE_ROWS
 
 
 class PackedProgram:
@@ -117,7 +117,7 @@ class PackedProgram:
         `shared` are the shapes of what all calls share.
         """
         widest = CPU.blocks.widths[-1]
-        rows, lengths = (widest,) * len(self.extents), (CPU.shortest, 2 * TILE)
+        rows, lengths = (widest,) * len(self.extents), (CPU.shortest, 2 * TILE_ROWS)
         capacity = RowCapacity(2, rows, lengths, True, CPU)
         table = jax.ShapeDtypeStruct((self.form(capacity).size,), np.int32)
         operands = []

@@ -19,15 +19,15 @@ from jax import lax
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
 from jedbatch._jaxpr.versions import scan_parts
 from jedbatch._ragged.axis_rules import (
-    CUMULATIVE,
-    ELEMENTWISE,
+    CUMULATIVE_OPERATIONS,
+    ELEMENTWISE_OPERATIONS,
     REDUCTIONS,
     CannotMergeError,
     is_look_up,
     mixed_axes,
 )
 from jedbatch._ragged.row_rules import bind, look_up
-from jedbatch._ragged.tiling import SHAPED, TILE, Axes
+from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 
 
 class Padded:
@@ -84,10 +84,10 @@ class Padded:
         if not mixed:
             if eqn.outvars[0] in self.tiles:
                 return self._tile(eqn, values)
-            if self.guarded and name in ELEMENTWISE:
+            if self.guarded and name in ELEMENTWISE_OPERATIONS:
                 values = [self._guard(x, eqn.outvars[0].aval.shape) for x in values]
             return bind(eqn, values, self.size)
-        if name in REDUCTIONS or name in CUMULATIVE or name == "top_k":
+        if name in REDUCTIONS or name in CUMULATIVE_OPERATIONS or name == "top_k":
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
 
@@ -95,13 +95,13 @@ class Padded:
         """Returns the results of an equation for a tile."""
         name, params = eqn.primitive.name, dict(eqn.params)
         (axis,) = self.tiles[eqn.outvars[0]]
-        if name in SHAPED:
-            shape = list(params[SHAPED[name]])
-            shape[axis] = TILE
-            params[SHAPED[name]] = tuple(shape)
+        if name in SHAPE_PARAMETERS:
+            shape = list(params[SHAPE_PARAMETERS[name]])
+            shape[axis] = TILE_ROWS
+            params[SHAPE_PARAMETERS[name]] = tuple(shape)
             eqn = eqn.replace(params=params)
-        elif self.guarded and name in ELEMENTWISE:
-            shape = [TILE if a == axis else d for a, d in enumerate(eqn.outvars[0].aval.shape)]
+        elif self.guarded and name in ELEMENTWISE_OPERATIONS:
+            shape = [TILE_ROWS if a == axis else d for a, d in enumerate(eqn.outvars[0].aval.shape)]
             values = [self._guard(x, shape) for x in values]
         out = bind(eqn, values, self.size)
         if name == "iota" and params["dimension"] == axis:

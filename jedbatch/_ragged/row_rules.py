@@ -15,7 +15,12 @@ from jax import lax
 
 from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
-from jedbatch._ragged.axis_rules import ELEMENTWISE, REDUCTIONS, CannotMergeError, is_look_up
+from jedbatch._ragged.axis_rules import (
+    ELEMENTWISE_OPERATIONS,
+    REDUCTIONS,
+    CannotMergeError,
+    is_look_up,
+)
 
 Number = Callable[[Any], int]  # the size of an extent
 
@@ -75,7 +80,7 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
     if name == "iota" and eqn.params["dimension"] == axis:
         shape = [d for a, d in enumerate(eqn.params["shape"]) if a != axis]
         return [jnp.full(shape, position, eqn.params["dtype"])]
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE_OPERATIONS:
         return bind(
             eqn,
             [_flat(x, operand_axes, axis) for x, operand_axes in zip(values, axes, strict=True)],

@@ -13,11 +13,11 @@ from typing import Any
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import reads
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
-from jedbatch._ragged.axis_rules import ELEMENTWISE, REDUCTIONS, is_look_up, mixed_axes
+from jedbatch._ragged.axis_rules import ELEMENTWISE_OPERATIONS, REDUCTIONS, is_look_up, mixed_axes
 from jedbatch._ragged.phases import Phase
 
-TILE = 256  # rows
-SHAPED = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+TILE_ROWS = 256  # rows
+SHAPE_PARAMETERS = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
 
 Axes = dict[Any, frozenset[int]]  # the axes of a variable along which only a tile is there
 
@@ -43,7 +43,7 @@ def find_tiles(phase: Phase) -> Axes:
         name = eqn.primitive.name
         if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
             whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
-            told = name not in SHAPED and (is_look_up(eqn) or symbols_in(eqn.params))
+            told = name not in SHAPE_PARAMETERS and (is_look_up(eqn) or symbols_in(eqn.params))
             barred.update((v, a) for v, a in whole if told or a not in followed)
     written = {tied.find((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
@@ -62,7 +62,7 @@ def find_tiles(phase: Phase) -> Axes:
 def _follow(eqn: Any, i: int, a: int) -> int | None:
     """Returns the axis of the first result that axis a of operand i becomes, if it is known."""
     name, params = eqn.primitive.name, eqn.params
-    if name in ELEMENTWISE or name == "custom_jvp_call":
+    if name in ELEMENTWISE_OPERATIONS or name == "custom_jvp_call":
         return a
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][a]

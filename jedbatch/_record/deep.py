@@ -41,10 +41,12 @@ from jedbatch._support.restored import Restored
 
 T = TypeVar("T")
 
-STACKS = (1 << 30, 1 << 29, 1 << 28)  # bytes, tried in this order
-FRAME = 1 << 14  # bytes of stack for each count of recursion; `sorted` takes 1,700, most take 600
-FEW = 4  # of all counts, one in so many is a frame of a function that is worth running again
-WORDS = 64  # of the state of a thread that are looked at
+STACK_BYTES = (1 << 30, 1 << 29, 1 << 28)  # bytes, tried in this order
+# Bytes of stack for each count of recursion; `sorted` takes 1,700, most take 600.
+FRAME_BYTES = 1 << 14
+# Of all counts, one in so many is a frame of a function that is worth running again.
+COUNTS_PER_FRAME = 4
+STATE_WORDS = 64  # of the state of a thread that are looked at
 SETTINGS = (  # of JAX, each a context manager `jax.name(value)` and an option `jax_name`
     "array_garbage_collection_guard",
     "check_tracer_leaks",
@@ -94,7 +96,9 @@ def deeply(work: Callable[[], T]) -> T:
             "memory is limited, or threads are greenlets. `sys.setrecursionlimit` allows more."
         )
     elif isinstance(outcome[0], RecursionError):
-        first.add_note(f"Nor did it end on a thread for up to {STACKS[0] // FRAME} frames.")
+        first.add_note(
+            f"Nor did it end on a thread for up to {STACK_BYTES[0] // FRAME_BYTES} frames."
+        )
         outcome = ()
     problem, result = outcome or (first, None)
     try:
@@ -116,7 +120,7 @@ def _worth_it(error: RecursionError) -> bool:
     while place is not None:
         own += not place.tb_frame.f_code.co_filename.startswith(_IN_JAX)
         place = place.tb_next
-    return FEW * own > sys.getrecursionlimit() - depth
+    return COUNTS_PER_FRAME * own > sys.getrecursionlimit() - depth
 
 
 class _Thread:
@@ -150,8 +154,8 @@ class _Thread:
         return self._outcome
 
     def _start(self) -> bool:
-        for size in STACKS:
-            self._thread = threading.Thread(target=self._main, args=(size // FRAME,))
+        for size in STACK_BYTES:
+            self._thread = threading.Thread(target=self._main, args=(size // FRAME_BYTES,))
             restore = functools.partial(threading.stack_size, threading.stack_size())
             with contextlib.suppress(ValueError, RuntimeError):  # no such stack, or no room for it
                 with Restored(restore), Restored(restore):
@@ -204,7 +208,7 @@ def _state() -> int:
 
 def _set_limit(limit: int) -> bool:
     """Sets the recursion limit of this thread; whether it could."""
-    words = (ctypes.c_int * WORDS).from_address(_state())
+    words = (ctypes.c_int * STATE_WORDS).from_address(_state())
 
     def look(times: int) -> list[list[int]]:
         return [list(words), *(look(times - 1) if times else ())]

@@ -13,9 +13,9 @@ assigned again. So everything that it can reach is looked at before each call:
 
 Numbers and strings are compared by type and value, as in `_jaxpr.identity`, arrays of JAX by
 identity, arrays of NumPy by what is in them. Code of installed packages and of Python itself is not
-looked into, only the objects it was given; nor is more than `MOST` objects, the nearest first. All
-that is taken to stay as it is. Arrays found nowhere are not: what reads them is recorded every
-time.
+looked into, only the objects it was given; nor are more than `MAX_VALUES` objects, the nearest
+first. All that is taken to stay as it is. Arrays found nowhere are not: what reads them is recorded
+every time.
 
 The first look writes everything out. Later ones only ask whether each container still holds the
 very same things, which takes 30 ns a thing; if one does not, everything is written out again. What
@@ -49,9 +49,9 @@ from jedbatch._jaxpr.identity import (
     typed_or_same,
 )
 
-MOST = 20_000  # things looked at, before the rest is taken not to change
-MOST_BYTES = 1 << 20  # of arrays of NumPy that are compared
-TEXTS = 16  # that have a number, before the oldest is forgotten
+MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
+MAX_COMPARED_BYTES = 1 << 20  # of arrays of NumPy that are compared
+MAX_TEXTS = 16  # that have a number, before the oldest is forgotten
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque)
 _OPAQUE = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "jedbatch"})
@@ -199,7 +199,7 @@ class Environment:
 
     def _keep(self, text: Hashable) -> None:
         self._numbers[text] = self._number
-        while len(self._numbers) > TEXTS:
+        while len(self._numbers) > MAX_TEXTS:
             self._numbers.popitem(last=False)
 
 
@@ -268,7 +268,7 @@ class _Walk:
     ) -> bool:
         """Adds what can be read from a thing under some keys, if there is room."""
         self._text.append(len(values))
-        if self._queued + len(values) > MOST:
+        if self._queued + len(values) > MAX_VALUES:
             return False
         self._queued += len(values)
         pairs = zip(keys, values, strict=True)
@@ -336,7 +336,7 @@ class _Walk:
 
     def _visit_container(self, thing: _Thing, x: Any) -> None:
         self._text.append(len(x))
-        if len(x) > MOST:
+        if len(x) > MAX_VALUES:
             return
         if isinstance(x, dict):
             self._text += map(typed_or_same, x)
@@ -371,7 +371,7 @@ class _Walk:
             self._text.append(_Weakly(x))
             return
         self._bytes += x.nbytes
-        if self._bytes <= MOST_BYTES:
+        if self._bytes <= MAX_COMPARED_BYTES:
             copy = x.copy()
             self._text.append((x.dtype, x.shape, copy.tobytes()))
             self.guards.append(_Guard.of(functools.partial(_of_rows, copy), x))

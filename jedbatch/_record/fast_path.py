@@ -24,7 +24,7 @@ from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
 from jedbatch._record.symbols import RecorderLike
 
-PLAIN = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
+PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
 def fast_path(recorder: RecorderLike) -> Callable:
@@ -176,7 +176,7 @@ def put_together(recorder: RecorderLike, x: Any) -> bool:
 def options_token(static: dict) -> Hashable:
     """A token of keyword arguments; raises `KeyError` if one of them has none."""
     kinds = tuple(map(type, static.values()))  # True, 1 and 1.0 are equal, but not the same
-    if PLAIN.issuperset(kinds):
+    if PLAIN_TYPES.issuperset(kinds):
         return kinds, tuple(static.items())
     raise KeyError(kinds)
 

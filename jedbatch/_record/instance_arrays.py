@@ -27,7 +27,7 @@ LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
-_WIDE = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+_WIDE_DTYPES = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
 CONSTANT_TYPES = (*LEAF_TYPES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
@@ -47,7 +47,7 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
     """
     dtype = getattr(x, "dtype", None)
-    if dtype in _WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if dtype in _WIDE_DTYPES and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(
             f"got {dtype} values (shape {np.shape(x)}) while JAX computes in 32 bits; expected "
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "

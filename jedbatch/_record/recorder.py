@@ -60,7 +60,7 @@ from jedbatch._record.operators import (
     operate,
     remember_operation,
 )
-from jedbatch._record.registry import NUMBERS, CallSpec, Registry
+from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
@@ -341,7 +341,7 @@ class Recorder(Trace):
         shared: list[int] = []
         fixed: list[Any] = []
         for leaf in leaves:
-            if is_array(leaf) or isinstance(leaf, NUMBERS):
+            if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
                 symbol = self.symbol(leaf)
                 if isinstance(symbol, Value):
                     slots.append("value")
@@ -553,7 +553,7 @@ class Recorder(Trace):
     def output(self, leaf: Any) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
         leaf = as_number(leaf)
-        if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+        if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
             raise TypeError(
                 f"the function returned {checks.shown(leaf)}; expected an "
                 "array, a number or a pytree of them."

@@ -39,16 +39,17 @@ from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
-FEW = 4  # numbers that an operation on shared values meets, or repetitions, that are constants
-MANY = 32  # variants of one cell, or closed-over arrays, before we warn
+# Numbers that an operation on shared values meets, or repetitions, that are constants.
+MAX_CONSTANT_NUMBERS = 4
+MANY_VARIANTS = 32  # variants of one cell, or closed-over arrays, before we warn
 
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 MANY_CONSTANTS = 10_000  # kept
 CONSTANT_BYTES = 1 << 26
-STATES = 4  # of what the function reads beside its arguments, of which records are kept
+MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 END = None  # where a description of a call ends
 
-NUMBERS = (int, float, complex, np.generic)
+NUMBER_TYPES = (int, float, complex, np.generic)
 
 
 def _bytes_of_constant(key: Any, results: list[Any]) -> int:
@@ -92,7 +93,7 @@ class Registry:
         )
         self._ids: dict[Hashable, Any] = {}
         self.keys = Keys()
-        self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(STATES)
+        self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
         self._of_user: dict[Hashable, CallSpec] = self._of_states.setdefault(0, {})
         self.operations: dict[tuple, CallSpec] = {}
         self.operators: dict[tuple, Any] = {}
@@ -396,7 +397,7 @@ class Registry:
             result = call(shared_values, operand_values)
             leaves, tree = flatten(result, f"the result of cell `{name}`")
             for leaf in leaves:
-                if not (is_array(leaf) or isinstance(leaf, NUMBERS)):
+                if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
                     raise TypeError(
                         f"cell `{name}` returned {checks.shown(leaf)}; "
                         "expected an array or a pytree of arrays. Return arrays only, and pass "
@@ -541,21 +542,21 @@ class Registry:
         Its numbers may differ from one instance to the next, or how often it is repeated; then
         there are as many shared values as instances, and each is compiled.
         """
-        if any(self.shared[a].applied.get(operation, 0) >= FEW for a in args):
+        if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
         seen = self._variants.setdefault(("numbers", operation, args), set())
-        if len(seen) <= FEW:
+        if len(seen) <= MAX_CONSTANT_NUMBERS:
             seen.add(numbers)
-            self.num_varying += len(seen) > FEW
-        return len(seen) > FEW
+            self.num_varying += len(seen) > MAX_CONSTANT_NUMBERS
+        return len(seen) > MAX_CONSTANT_NUMBERS
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something has been met in many variants."""
         seen = self._variants.setdefault(of, set())
-        if len(seen) == MANY or variant in seen:
+        if len(seen) == MANY_VARIANTS or variant in seen:
             return
         seen.add(variant)
-        if len(seen) == MANY:
+        if len(seen) == MANY_VARIANTS:
             warnings.warn(
                 f"{what} has been met with {len(seen)} different closures, each of which makes "
                 "node types of its own that are compiled and batched by themselves. Pass what "

@@ -28,7 +28,7 @@ from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import distinct, kinds_before, ranges
 from jedbatch.errors import NothingReadyError
 
-WIDE = 96  # nodes from which NumPy is faster than a loop
+WIDE_BATCH = 96  # nodes from which NumPy is faster than a loop
 
 
 class Frontier:
@@ -98,7 +98,7 @@ class Frontier:
             self._looked[t], self._tallest[t], self._longest[t] = 0, (-1, 0, 0), -1
         self._ready[t] = []
         self.num_left[t] -= len(nodes)
-        if len(nodes) < WIDE and not self._watchers:
+        if len(nodes) < WIDE_BATCH and not self._watchers:
             waiting, ptr, succ, type_of = self._few
             ready = self._ready
             for node in nodes:

@@ -93,7 +93,7 @@ def of_part(part: Graph, whole: Graph, weights: np.ndarray) -> np.ndarray:
     return np.array([known[label] for label in part.labels])
 
 
-MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
+MAX_MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Beam:
             ready = left.copy()
             ready[:, readers] &= ~np.logical_or.reduceat(left[:, maker], begins, axis=1)
             top = np.maximum.reduceat(ready * height, first, axis=1)
-            tried = np.argsort(-top, axis=1, kind="stable")[:, :MOVES]
+            tried = np.argsort(-top, axis=1, kind="stable")[:, :MAX_MOVES]
             parent, column = np.nonzero(np.take_along_axis(top, tried, 1))
             move = tried[parent, column]
             after = left[parent] & ~(ready[parent] & (types == move[:, None]))

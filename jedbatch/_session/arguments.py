@@ -9,7 +9,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._record.registry import NUMBERS
+from jedbatch._record.registry import NUMBER_TYPES
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Arguments:
         """
         leaves, structure = flatten(shared, f"the shared argument of the batched `{self.name}`")
         for leaf in leaves:
-            known = is_array(leaf) or isinstance(leaf, (*NUMBERS, jax.ShapeDtypeStruct))
+            known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
             if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
                 paths = jax.tree.leaves_with_path(shared)
                 path = next(p for p, x in paths if x is leaf)

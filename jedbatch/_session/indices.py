@@ -21,7 +21,7 @@ from jedbatch._program.lower import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._record.registry import Registry
 
-SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy")
+SAME_VALUE_OPERATIONS = ("broadcast_in_dim", "reshape", "squeeze", "copy")
 # What a variable is: ("raw", k), ("negative", k), ("from the end", k, n) or ("index", k, n).
 State = tuple
 
@@ -59,7 +59,7 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
 def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
     """Returns the state after a step from an integer to an index; None for any other equation."""
     name, first = eqn.primitive.name, read[0]
-    if name in SAME:
+    if name in SAME_VALUE_OPERATIONS:
         return first
     if name == "convert_element_type" and jax.dtypes.issubdtype(
         eqn.params["new_dtype"], np.integer

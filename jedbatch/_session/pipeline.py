@@ -27,7 +27,7 @@ from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, input_name
-from jedbatch._program.returned import WHOLE, bits_of, leaf_numbers, rows_wanted
+from jedbatch._program.returned import ALL_ROWS, bits_of, leaf_numbers, rows_wanted
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instance_arrays import is_array
@@ -174,7 +174,7 @@ def run_plan(
 
     placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
 
-    batch = WHOLE if whole else static.results.batch
+    batch = ALL_ROWS if whole else static.results.batch
 
     @functools.cache  # a trace asks for the types of a program, and then for the program
     def planned_for(*exist: bytes) -> Any:

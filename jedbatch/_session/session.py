@@ -40,14 +40,14 @@ from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import RaggedRecord, Region, Regions
 from jedbatch._record.environment import NOWHERE, Environment, Reached, Way
 from jedbatch._record.granularity.fuse import GRANULARITIES
-from jedbatch._record.registry import STATES, Registry
+from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
 
-ROUNDS = 512  # layouts of rounds that are kept
-ROUND_BYTES = 1 << 28  # of these
-PROGRAMS = 64  # compiled for one structure of shared arguments
-ROW_CAPACITIES = 16  # for the calls of a region
+MAX_ROUNDS = 512  # layouts of rounds that are kept
+MAX_ROUND_BYTES = 1 << 28  # of these
+MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
+MAX_ROW_CAPACITIES = 16  # for the calls of a region
 MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
 BYTES_PER_NODE = 100  # of an instance, estimated
 
@@ -83,14 +83,14 @@ class Session:
         self.environment = environment
         self.key = key
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
-        self._known: dict[int, tuple[Memory, Memory]] = Memory(STATES)
+        self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
         self.records: dict[Hashable, Record]
         self.seen: dict[int, tuple[Any, Record]]
         self._number = -1
         self.read(NOWHERE)
         self.decides = False
-        self.rounds: dict[Hashable, Layout] = Memory(ROUNDS, ROUND_BYTES, _bytes_of_round)
-        self.workspaces: dict[int, Signature] = Memory(PROGRAMS)
+        self.rounds: dict[Hashable, Layout] = Memory(MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round)
+        self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = options.executor
         self._signatures: list[Signature] = []
@@ -100,14 +100,14 @@ class Session:
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
-        self._statics: dict[Static, Static] = Memory(ROUNDS)
+        self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
         self.lengths = Lengths(apart, families)
         self.regions = Regions(self.registry)
         self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
-            PROGRAMS
+            MAX_PROGRAMS
         )
 
     def read(self, reached: Reached) -> None:
@@ -211,7 +211,7 @@ class Session:
         self._latest = signature
         self._used.pop(signature, None)
         self._used[signature] = None
-        if len(self._used) <= PROGRAMS:
+        if len(self._used) <= MAX_PROGRAMS:
             return
         oldest = next(iter(self._used))
         del self._used[oldest]
@@ -315,7 +315,7 @@ class Session:
             make=functools.partial(make_row_capacity, calls, self.target),
             use=functools.partial(Stage, calls.region),
         )
-        del capacities[:-ROW_CAPACITIES]
+        del capacities[:-MAX_ROW_CAPACITIES]
         return stage
 
     def run_regions(

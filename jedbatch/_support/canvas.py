@@ -19,10 +19,19 @@ from jedbatch import checks
 from jedbatch._support.files import write_text
 
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#bab0ac")
-PALER = ("#a0cbe8", "#ffbe7d", "#8cd17d", "#d4a6c8", "#ff9d9a", "#2f7f7a", "#d7b5a6", "#79706e")
+PALE_COLOURS = (
+    "#a0cbe8",
+    "#ffbe7d",
+    "#8cd17d",
+    "#d4a6c8",
+    "#ff9d9a",
+    "#2f7f7a",
+    "#d7b5a6",
+    "#79706e",
+)
 INK, GREY, RULE, TINT = "#333333", "#777777", "#e6e6e6", "#f6f7f9"
 WIDTH, HEIGHT = 960, 700  # what pictures fit into, in pixels
-SLIM = 640  # width of small ones
+SLIM_WIDTH = 640  # width of small ones
 MARGIN, LINE = 20, 16  # around a picture; from one line of text to the next
 UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in no XML
 
@@ -73,7 +82,7 @@ def colours(count: int) -> list[str]:
     """As many colours as asked for: eight that differ much, eight paler ones, then any hue."""
     golden = (colorsys.hls_to_rgb(i * 0.618 % 1, 0.45 + 0.15 * (i % 3), 0.45) for i in range(count))
     others = ("#" + "".join(f"{round(255 * x):02x}" for x in rgb) for rgb in golden)
-    return [*COLOURS, *PALER, *others][:count]
+    return [*COLOURS, *PALE_COLOURS, *others][:count]
 
 
 def paler(colour: str) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from jedbatch._support.canvas import COLOURS, fitted
 
 BOX, LINE, GAP = 188, 15, 56  # width of a box, height of a line of text, space between boxes
-MOST = 36  # states drawn
+MAX_STATES = 36  # states drawn
 
 
 def state_diagram(
@@ -22,8 +22,8 @@ def state_diagram(
     Returns:
       The picture as text. Of more than 36 states the first are drawn, and how many are not.
     """
-    hidden = len(boxes) - MOST
-    boxes = boxes[:MOST]
+    hidden = len(boxes) - MAX_STATES
+    boxes = boxes[:MAX_STATES]
     columns = max(1, math.ceil(math.sqrt(len(boxes) * 0.8)))
     rows = math.ceil(len(boxes) / columns)
     tall = LINE * (1 + max((len(lines) for _, lines in boxes), default=1)) + 14

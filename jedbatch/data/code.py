@@ -109,7 +109,7 @@ def _rows(text: str) -> tuple[list[str], list[str], list[float]]:
 
 
 _ROWS = {sort: _rows(text) for sort, text in _GRAMMAR.items()}
-_LEAVES = 0.59  # the share of expressions without children, which come first
+_LEAF_SHARE = 0.59  # the share of expressions without children, which come first
 _KINDS = {
     kind: number
     for number, kind in enumerate(dict.fromkeys(k for kinds, *_ in _ROWS.values() for k in kinds))
@@ -158,7 +158,7 @@ def _derive(rng: np.random.Generator, size: float) -> tuple[list[int], list[int]
             depth = depths[parent] + 1 if depths else 0
             # People write shallow code: somewhere below depth 4, expressions end.
             ends = sort == "e" and depth > 3 + rng.geometric(0.25)
-            row = bisect.bisect(shares, rng.random() * (_LEAVES if ends else 1))
+            row = bisect.bisect(shares, rng.random() * (_LEAF_SHARE if ends else 1))
             if names[row] in _BODIES:
                 bodies.append(len(kinds))
             queue += [(child, len(kinds)) for child in below[row]]

@@ -52,7 +52,7 @@ def reader(records: Callable[Options, Iterator[Record]]) -> Reader[Options, Reco
     return cast("Reader[Options, Record]", read)
 
 
-MOST = 1 << 22  # bytes of a line; no record takes a hundredth of that
+MAX_LINE_BYTES = 1 << 22  # bytes of a line; no record takes a hundredth of that
 
 
 def read_lines(
@@ -80,11 +80,11 @@ def read_lines(
             if count == limit:
                 return
             try:
-                line = file.readline(MOST + 1)
+                line = file.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     return
-                if len(line) > MOST:
-                    raise ValueError(f"the line is longer than {MOST:,} bytes")
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 
 from jedbatch._support.frames import is_private, records_calls
 
-MOST_FRAMES = 256  # of one path
+MAX_FRAMES = 256  # of one path
 
 # Functions of these do not recur on the user's behalf; the standard library is one of them.
 LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "numpy", "optax"})
@@ -50,7 +50,7 @@ class Sites:
         last = None
         path: list[int] = []
         users: list[int] = []
-        for _ in range(MOST_FRAMES):
+        for _ in range(MAX_FRAMES):
             if frame is None:
                 break
             code = id(frame.f_code)

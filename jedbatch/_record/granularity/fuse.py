@@ -62,7 +62,7 @@ from jedbatch._record.registry import CallSpec, Registry
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 START, END, ELSEWHERE = -1, -2, -3
-FEW = 2  # ways to an operation, or on from it, that may be told apart
+MAX_DISTINCT_WAYS = 2  # ways to an operation, or on from it, that may be told apart
 MANY_WAYS = 8  # through one stretch, which are not told apart any more
 MANY_VARIANTS = 3  # of a cell, from which on it may be taken apart
 
@@ -177,7 +177,7 @@ class Blocks:
         """Notes that b comes after a."""
         for beside, mine, other in ((self._after, a, b), (self._before, b, a)):
             met = beside.setdefault(mine, set())
-            if len(met) <= FEW:
+            if len(met) <= MAX_DISTINCT_WAYS:
                 met.add(other)
             if not goes_on:
                 met.add(ELSEWHERE)
@@ -260,7 +260,7 @@ class Blocks:
             return True
         if strict or ELSEWHERE in self._after[a] | self._before[b]:
             return False
-        if max(len(after), len(before)) > FEW:
+        if max(len(after), len(before)) > MAX_DISTINCT_WAYS:
             return False
         if b not in self._joins:
             self._joins[b] = len(before) == 1 or not before.isdisjoint(self._readers(b))
