@@ -1,6 +1,7 @@
 """The judge of everything, the plain Python loop over instances; trees and graphs for it."""
 
 import numpy as np
+import pytest
 
 from jedbatch.testing import (
     assert_close,
@@ -11,9 +12,27 @@ from jedbatch.testing import (
     weighted_sum,
 )
 
-__all__ = ["assert_close", "assert_no_recompile", "check", "compilations", "loop", "number"]
+__all__ = [
+    "assert_close",
+    "assert_no_recompile",
+    "check",
+    "compilations",
+    "loop",
+    "mostly_slow",
+    "number",
+]
 
 check, number = check_against_loop, weighted_sum
+
+
+def mostly_slow(cases, *fast):
+    """Parameters of a test of which all are marked as slow but those named in `fast`."""
+    names = [getattr(case, "__name__", case) for case in cases]
+    assert set(fast) <= set(names), (fast, names)
+    return [
+        case if name in fast else pytest.param(case, marks=pytest.mark.slow)
+        for case, name in zip(cases, names, strict=True)
+    ]
 
 
 def random_tree(rng, size, leaf):

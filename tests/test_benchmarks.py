@@ -48,7 +48,7 @@ def value_and_gradient(loss, params):
         return jax.value_and_grad(loss)(params)
 
 
-@pytest.fixture(params=WORKLOADS, scope="module")
+@pytest.fixture(params=helpers.mostly_slow(WORKLOADS, "treelstm"), scope="module")
 def case(request):
     """(name, instances, parameters, loss and gradient of the loop)."""
     instances, params = small(request.param)
@@ -130,7 +130,7 @@ class Stopwatch:
             self.data.append(1.0)
 
 
-@pytest.mark.parametrize("mode", harness.MODES)
+@pytest.mark.parametrize("mode", helpers.mostly_slow(harness.MODES, "training"))
 def test_rivals_take_turns(mode):
     """Everybody computes the same loss, as often as we do; one by one, less often."""
     case = harness.Case("treelstm", 4, 4, mode)
@@ -206,7 +206,7 @@ def short_sentences(*lengths):
     return [(words[:n], label) for n, (words, label) in zip(lengths, longest, strict=True)]
 
 
-@pytest.mark.parametrize("mode", padding.MODES)
+@pytest.mark.parametrize("mode", helpers.mostly_slow(padding.MODES, "training"))
 def test_padded_sentences_are_the_loop(mode):
     """Scores; mean loss and its gradient."""
     params, sentences = encoder.parameters(64, layers=1), short_sentences(3, 5)
@@ -268,6 +268,7 @@ def test_sentences_are_read_from_a_file(tmp_path):
 # --- the run on a GPU ---
 
 
+@pytest.mark.slow
 def test_a_run_on_a_gpu_goes_on_where_it_was(tmp_path, capsys):
     arguments = ["--tiny", "--out", str(tmp_path), "--part", "throughput"]
     arguments += ["--only", "treelstm 4 32 f32 inference"]

@@ -21,6 +21,7 @@ def minibatches(seed, size, count):
     return [trees[i : i + size] for i in range(0, len(trees), size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "count"), [(1, 300), (16, 40)])
 def test_unseen_topologies_compile_nothing_after_one_epoch(size, count):
     score, params = make()

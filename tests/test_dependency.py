@@ -162,12 +162,14 @@ def test_child_sum_tree_lstm():
     check(childsum.scorer(cells), cells.init(jax.random.key(0)), SMALL, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_without_cells():
     """Operation by operation."""
     plain = childsum.plain_functions(9, 4, 3)
     check(childsum.scorer(plain), plain.init(jax.random.key(0)), SMALL, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_any_number_of_children():
     cells = childsum.plain_cells(12, 5)
     params = cells.init(jax.random.key(1))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, mostly_slow
 
 import jedbatch
 
@@ -65,7 +65,10 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+FAST = ("forward", "linearize", "reverse over reverse", "hessian", "twice a checkpoint")
+
+
+@pytest.mark.parametrize("name", mostly_slow(TRANSFORMED, *FAST))
 def test_against_the_loop(name):
     run = TRANSFORMED[name]
     assert_close(run(by_batch), run(by_loop), 2e-4)
@@ -89,7 +92,7 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("target", mostly_slow(["cpu", "gpu"], "cpu"))
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_of_arrays_of_any_length(name, target):
     run = OF_ROWS[name]

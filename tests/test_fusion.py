@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gates import CELLS, GATES, H, array, lstm, own_forget_gates, params, sigmoid, tree_lstm_leaf
-from helpers import assert_close, loop, number
+from helpers import assert_close, loop, mostly_slow, number
 
 import jedbatch
 from jedbatch._graph.types import NodeType, ValueType
@@ -411,7 +411,7 @@ def random_cell(rng):
     return run
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), *range(6)))
 def test_random_cells(seed, x64):
     rng = np.random.default_rng(seed)
     run, p = random_cell(rng), params("W0 W1 W2 W3 W4 W5 b")

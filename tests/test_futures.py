@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, loop, number
+from helpers import assert_close, loop, mostly_slow, number
 from scopes import PARAMS, TREES, H, encode, leaf, node, total, total_by_loop
 
 import jedbatch
@@ -132,18 +132,24 @@ STAGED = {
 }
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMED, *STAGED])
+FAST = ["value_and_grad", "jacrev", "scan in grad", "two rules in grad", "checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow([*TRANSFORMED, *STAGED], *FAST, "grad of jit", "jit of vmap of grad")
+)
 def test_transformations_of_a_scope(name):
     run = (TRANSFORMED | STAGED)[name]
     assert_close(run(total), run(total_by_loop), 1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMED if name != "checkpoint"])
+@pytest.mark.parametrize("name", mostly_slow(list(TRANSFORMED)[:-1], *FAST[:-1]))
 def test_transformations_of_several_rounds(name):
     run = TRANSFORMED[name]
     assert_close(run(several_scopes), run(several_by_loop), 1e-4)
 
 
+@pytest.mark.slow
 def test_reverse_over_reverse():
     twice = lambda f: jax.grad(lambda p: number(jax.grad(f)(p)))(PARAMS)  # noqa: E731
     assert_close(twice(total), twice(total_by_loop), 1e-4)

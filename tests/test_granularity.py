@@ -6,7 +6,7 @@ import numpy as np
 import programs
 import pytest
 from flax import linen, nnx
-from helpers import assert_no_recompile, check, random_tree
+from helpers import assert_no_recompile, check, mostly_slow, random_tree
 
 import jedbatch
 from jedbatch.data import synthetic_treebank
@@ -216,15 +216,27 @@ NAMES = [m.__name__ for m in MODELS]
 NAMES[6] = "many_children_cell"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+FAST = [("raw_tree", "auto"), ("nnx_tree", "op"), ("lattice", "auto"), ("many_children", "auto")]
+CASES = [
+    pytest.param(make, mode, marks=[] if (name, mode) in FAST else pytest.mark.slow)
+    for make, name in zip(MODELS, NAMES, strict=True)
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("make", "mode"), CASES, ids=[f"{n}-{m}" for n in NAMES for m in MODES])
 def test_agrees_with_loop(make, mode):
     check(*make(), granularity=mode, rtol=3e-5)
 
 
 # However a layer is written, it is the same operations; those of `MODELS` are run already.
 OTHERS = [f for f in programs.PROGRAMS if not f.__name__.startswith(("tree_", "chain_"))]
-RUNS = [*((f, "auto") for f in programs.PROGRAMS), *((f, "op") for f in OTHERS)]
+QUICK = [(programs.dag, "op"), (programs.mixed, "auto"), (programs.values_and_options, "auto")]
+RUNS = [
+    pytest.param(make, mode, marks=[] if (make, mode) in QUICK else pytest.mark.slow)
+    for mode, table in (("auto", programs.PROGRAMS), ("op", OTHERS))
+    for make in table
+]
 
 
 @pytest.mark.parametrize(("make", "mode"), RUNS, ids=lambda x: getattr(x, "__name__", x))
@@ -306,7 +318,7 @@ def test_operations_are_counted():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [raw_tree, many_children, ragged])
+@pytest.mark.parametrize("make", mostly_slow([raw_tree, many_children, ragged], "raw_tree"))
 def test_unseen_topologies_add_nothing(make, mode):
     """Neither types nor programs, after others were met."""
     fn, params, large = make(40, seed=1)
@@ -321,6 +333,7 @@ def test_unseen_topologies_add_nothing(make, mode):
     assert len(batched.plan(params, large).graph.types) == before
 
 
+@pytest.mark.slow
 def test_many_ways_are_not_told_apart():
     """Six decisions in a row make 64 ways through a round; 40 are taken here."""
 

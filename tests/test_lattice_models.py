@@ -6,7 +6,7 @@ import jax
 import lstms
 import numpy as np
 import pytest
-from helpers import assert_close, check
+from helpers import assert_close, check, mostly_slow
 from training import train
 
 import jedbatch
@@ -23,7 +23,7 @@ LATTICES = [
 ]
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", mostly_slow(MAKERS, "gru_cells"))
 def test_lattices(make):
     cells = make(6, 6, 3, 4)
     check(lattice.scorer(cells), cells.init(jax.random.key(0)), LATTICES, rtol=3e-5)
@@ -123,6 +123,7 @@ def test_types_of_lattices():
     assert (gru_nodes["arc"], gru_nodes["join"]) == (13, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_lattices_learn(make):
     """More than the most frequent tag."""

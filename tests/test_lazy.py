@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import programs
 import pytest
-from helpers import assert_close, assert_no_recompile, loop, number
+from helpers import assert_close, assert_no_recompile, loop, mostly_slow, number
 from scopes import PARAMS, TREES, H, encode, leaf, loop_in_scope, node, total, total_by_loop
 
 import jedbatch
@@ -24,7 +24,10 @@ from jedbatch.models import tree
 # --- values and gradients ---
 
 
-@pytest.mark.parametrize("make", programs.PROGRAMS)
+FAST = ("tree_cells", "dag", "several_results", "control_flow", "custom_rules")
+
+
+@pytest.mark.parametrize("make", mostly_slow(programs.PROGRAMS, *FAST))
 def test_the_loop_in_a_scope(make):
     """Values and gradients, of everything `batch` is tested with."""
     fn, params, instances = make(5, seed=2)
@@ -422,6 +425,7 @@ def test_options():
 # --- many scopes ---
 
 
+@pytest.mark.slow
 def test_a_training_loop():
     """One line makes the loop batched: the same steps, and nothing is compiled after a while."""
     cells = tree.plain_cells(num_words=500, num_labels=5, hidden=8)

@@ -9,6 +9,7 @@ from jedbatch.__main__ import main
 from jedbatch.data import minibatches, synthetic_treebank
 
 
+@pytest.mark.slow
 def test_demo_trains(capsys):
     sizes = ["--trees", "240", "--epochs", "3", "--hidden", "16", "--batch-size", "8"]
     assert main(["demo", *sizes, "--device", "cpu"]) == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from helpers import mostly_slow
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
@@ -48,7 +49,7 @@ def names_a_path(outputs):
     return any(map(PATH.search, strings(outputs)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, NAMES[0]))
 def test_runs(name, tmp_path, monkeypatch):
     """Without an error, and every cell shows what it shows on the repository page."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

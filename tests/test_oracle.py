@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from helpers import assert_close, check, loop, number, random_tree
+from helpers import assert_close, check, loop, mostly_slow, number, random_tree
 
 import jedbatch
 
@@ -16,13 +16,17 @@ def test_agrees_with_loop(make):
 
 
 @pytest.mark.parametrize("num", [1, 2, 300])
-@pytest.mark.parametrize("make", [programs.tree_cells, programs.no_work])
+@pytest.mark.parametrize("make", mostly_slow([programs.tree_cells, programs.no_work], "no_work"))
 def test_numbers_of_instances(make, num):
     check(*make(num, seed=num))
 
 
 @pytest.mark.parametrize(
-    "make", [programs.tree_cells, programs.tree_jit, programs.several_results, programs.dag]
+    "make",
+    mostly_slow(
+        [programs.tree_cells, programs.tree_jit, programs.several_results, programs.dag],
+        "tree_cells",
+    ),
 )
 def test_all_ways_to_run(make):
     check(*make(5, seed=2), thorough=True)
@@ -30,12 +34,10 @@ def test_all_ways_to_run(make):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        programs.tree_cells,
-        programs.dag,
-        programs.several_results,
-        programs.control_flow,
-    ],
+    mostly_slow(
+        [programs.tree_cells, programs.dag, programs.several_results, programs.control_flow],
+        "several_results",
+    ),
 )
 def test_float64(make, x64):
     fn, params, instances = make(7, seed=3)
@@ -260,7 +262,7 @@ def random_programs(seed, count):
     return fn, params, instances
 
 
-@pytest.mark.parametrize("seed", range(11))
+@pytest.mark.parametrize("seed", mostly_slow(range(11), 1))
 def test_random_programs(seed):
     """11 times 20 programs."""
     check(*random_programs(seed, 20), rtol=3e-5)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, check, number
+from helpers import assert_close, check, mostly_slow, number
 from jax import lax
 
 import jedbatch
@@ -186,10 +186,24 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", OPERATIONS)
 def test_operations(fn):
     instances = made(OPERATIONS[fn])
     compiled_once(agree(split(fn), instances), instances)
+
+
+SOME = ("layer norm", "look-up", "heads", "pooled", "last", "sums", "joined", "A^T B", "causal")
+
+
+def test_some_operations():
+    """A few of each table, and instances of two lengths: the loop compiles for each of them."""
+
+    def some(p, *arrays):
+        return {n: y for fn in OPERATIONS for n, y in fn(p, *arrays).items() if n in SOME}
+
+    instances = made([1, 300, 1, 300])
+    compiled_once(agree(split(some), instances), instances)
 
 
 def test_dropout():
@@ -251,7 +265,7 @@ def trees(seed=0):
     return [((a, b), c), (d, (e, (f, g))), a, (b, b)]
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("plain", mostly_slow([False, True], True))
 def test_trees_of_sentences(plain):
     def leaf(params, x):
         return jnp.tanh(x @ params["w"]).sum(0) if plain else sentence(params, x)
@@ -342,6 +356,7 @@ def test_functions_of_a_length_alone():
     assert batched.plan(weights(), [x for x, *_ in made(SHORT)]).host.apart is None
 
 
+@pytest.mark.slow
 def test_tiles_of_more_rows_than_the_instance_has():
     def fn(params, x):
         rows = jnp.concatenate([params["b"][None], x])

@@ -28,6 +28,7 @@ def test_tagger():
     check(tagger.scorer(cells), cells.init(jax.random.key(0)), SENTENCES, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_tagger_of_spelled_words():
     """Words of one character, sentences of spelled words only, of numbers only and of both."""
     cells = tagger.flax_cells(6, 3, 4, num_layers=1, num_characters=6)
@@ -101,6 +102,7 @@ def test_spelled_words_need_characters():
         jedbatch.batch(tagger.scorer(cells)).plan(params, SPELLED)
 
 
+@pytest.mark.slow
 def test_tagger_learns():
     """More than the most frequent tag: a name is told by the words beside it."""
     sentences = synthetic_tagged(96, seed=1, num_words=40, num_tags=4, mean_length=8)
@@ -157,6 +159,7 @@ def test_batches_of_translation():
     assert len(plan.schedule) == jedbatch.lower_bound(plan.graph)
 
 
+@pytest.mark.slow
 def test_translation_learns_and_translates():
     """After training, sentences end by themselves, at other lengths, and as in the loop."""
     pairs = synthetic_translations(64, seed=1, num_words=8, mean_length=3)

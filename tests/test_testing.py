@@ -9,6 +9,7 @@ import numpy as np
 import programs
 import pytest
 import values
+from helpers import mostly_slow
 from hypothesis import HealthCheck, given, seed, settings
 
 import jedbatch
@@ -337,7 +338,7 @@ def test_rounds_are_checked_if_wanted(monkeypatch):
 # --- random programs ---
 
 
-@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("decides", mostly_slow([False, True], True))
 def test_random_programs(decides, monkeypatch):
     """A few, always the same; `python -m jedbatch fuzz` runs more."""
     monkeypatch.setenv("JEDBATCH_CHECK", "1")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mostly_slow
 
 import jedbatch
 from jedbatch import testing
@@ -102,7 +103,7 @@ def sent(fn, instances, **options):
     return plan, sum(reverse.sent), lanes
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("target", mostly_slow(["cpu", "gpu"], "cpu"))
 @pytest.mark.parametrize("fn", CHAINS)
 def test_gradients_are_the_loops(fn, target, sharing):
     testing.check_against_loop(fn, PARAMS, chains(5, 6), target=target)

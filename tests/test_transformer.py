@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import lstms
 import numpy as np
 import pytest
-from helpers import assert_close, check
+from helpers import assert_close, check, mostly_slow
 
 import jedbatch
 from jedbatch import ragged
@@ -52,7 +52,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, "scorer", "maximum of sets"))
 def test_values_and_gradients(name):
     model, function, instances = FUNCTIONS[name]
     fn = function(model)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, check
+from helpers import assert_close, check, mostly_slow
 
 import jedbatch
 from jedbatch.data import num_nodes, synthetic_treebank, with_kinds
@@ -32,9 +32,8 @@ def depth(tree):
     return 0 if len(tree) == 2 else 1 + max(depth(tree[1]), depth(tree[2]))
 
 
-MODELS = pytest.mark.parametrize(
-    "model", [treegru, mvrnn, twotypes], ids=lambda m: m.__name__[len("jedbatch.models.") :]
-)
+ALL = [treegru, mvrnn, twotypes]
+MODELS = pytest.mark.parametrize("model", ALL, ids=lambda m: m.__name__[len("jedbatch.models.") :])
 
 
 @MODELS
@@ -64,7 +63,7 @@ def test_scores_are_those_of_the_classifier(model):
     assert_close(model.scorer(cells)(params, tree), np.float32([loss, right]), 1e-5)
 
 
-@MODELS
+@pytest.mark.parametrize("model", mostly_slow(ALL, treegru.__name__))
 def test_training_compiles_once(model):
     """28 steps halve the loss of a blind guess at least; new minibatches compile nothing."""
     cells = model.flax_cells(WORDS, LABELS, 8)

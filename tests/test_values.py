@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import values
-from helpers import assert_close, check, loop
+from helpers import assert_close, check, loop, mostly_slow
 
 import jedbatch
 
@@ -39,12 +39,15 @@ def test_instances_decide_differently(make):
     assert not any(whole) or len(set(whole)) > 1
 
 
-@TABLE
+FAST = ("pruned_tree", "adaptive_depth", "mixture_of_experts", "read_twice", "shift_reduce")
+
+
+@pytest.mark.parametrize("make", mostly_slow(values.VALUES, *FAST), ids=lambda f: f.__name__)
 def test_agrees_with_loop(make):
     check(*make(7, seed=1), rtol=3e-5, plans=False)
 
 
-@pytest.mark.parametrize("num", [1, 2, 40])
+@pytest.mark.parametrize("num", mostly_slow([1, 2, 40], 2))
 def test_numbers_of_instances(num):
     check(*values.mixed_with_none(num, seed=3), rtol=3e-5, plans=False)
 
