@@ -7,8 +7,8 @@
 Every case appends a line to `results.jsonl` as soon as it is measured, and is left out by a later
 run, so that a run that was cut off goes on where it was. `report.md` is made of these lines.
 
-checks      tests/test_device.py: values and gradients of every model against the loop, in float32
-            with highest precision.
+checks      tests/program/test_device.py: values and gradients of every model against the loop,
+            in float32 with highest precision.
 throughput  minibatches, all prepared before and on the device, in turns:
               jedbatch  `apply` with a plan; in training `jax.jit` of value and gradient of it
               unseen    `plan` and `apply` of other minibatches, from Python objects to results
@@ -433,7 +433,7 @@ def checks(tiny: bool) -> dict[str, Any]:
     if importlib.util.find_spec("pytest_benchmark"):  # warns where tests run side by side
         command += ["-p", "no:benchmark"]
     command += ["-k", "treelstm-"] if tiny else []
-    command += [str(ROOT / "tests" / "test_device.py")]
+    command += [str(ROOT / "tests" / "program" / "test_device.py")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_PLATFORMS": "cpu" if jax.default_backend() == "cpu" else "cuda",

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import assert_no_recompile
+from cases.helpers import assert_no_recompile
 
 import jedbatch
 

@@ -1,0 +1,92 @@
+"""What is written runs: examples in docstrings and in the README."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import jedbatch
+
+README = Path(__file__).parents[2] / "README.md"
+MODULES = [
+    m.name
+    for m in pkgutil.walk_packages(jedbatch.__path__, "jedbatch.")
+    if not m.name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_public_functions_have_examples():
+    for name in (
+        "batch",
+        "calibrate",
+        "cell",
+        "evaluate",
+        "layout",
+        "lazy",
+        "learn",
+        "lower_bound",
+        "schedule",
+    ):
+        assert ">>>" in inspect.getdoc(getattr(jedbatch, name)), name
+
+
+def test_everything_public_is_documented():
+    for name in jedbatch.__all__:
+        thing = getattr(jedbatch, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for member, value in vars(thing).items():
+                if not member.startswith("_") and callable(value):
+                    assert inspect.getdoc(value), f"{name}.{member}"
+
+
+def test_readme_runs():
+    """All Python blocks, one after the other; `print` shows what the README says it shows."""
+    text = README.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = re.search(r"```\n(Plan of .*?)\.\.\.\n```", text, re.DOTALL).group(1)
+    printed = []
+    names = {"print": lambda x: printed.append(str(x))}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert printed[0].startswith(shown)
+    assert names["states"].shape == (2, 4)
+    assert "3 calls with 25 rows" in printed[1]
+    assert " rounds: " in printed[2]
+    assert "graph     14 nodes of 2 types" in printed[3]
+    assert printed[4].startswith("FSM over")
+    assert printed[5].startswith("Learned in")
+    assert printed[6].startswith("Layout of 14 nodes")
+    assert names["again"].policy == names["policy"]
+
+
+def test_packages_of_the_readme_hold_what_it_says():
+    table = README.read_text().split("## How it works")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:3] == "| `"]
+    package = Path(jedbatch.__file__).parent
+    assert {row[0].strip("`") for row in rows} == {
+        path.name for path in package.iterdir() if path.is_dir() and path.name.startswith("_")
+    } - {"__pycache__"}
+    for name, _, noun, files in rows:
+        folder = package / name.strip("`")
+        for file in re.findall("`(.*?)`", files):
+            assert (folder / f"{file}.py").exists(), (name, file)
+        text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+        assert re.search(rf"^class {noun.strip('`')}\b", text, re.MULTILINE), (name, noun)
+
+
+def test_readme_has_two_commands():
+    commands = re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(commands) == 2
+    assert commands[0].strip().endswith("python -m jedbatch demo")
+    assert commands[1].strip().endswith("python -m pytest")

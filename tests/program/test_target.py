@@ -1,0 +1,143 @@
+"""Programs for GPUs, run on the CPU: the loop's answers, and nothing copied or compiled again."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import check, compilations, random_tree
+
+import jedbatch
+from jedbatch._layout.bucketing import Buckets
+from jedbatch._program.instructions import InstructionSet
+from jedbatch.testing import check_against_loop
+
+GPU = jedbatch.Target.named("gpu")
+VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
+
+
+@jedbatch.cell
+def leaf(params, x):
+    return jnp.tanh(params["w"] * x), params["w"] + x
+
+
+@jedbatch.cell
+def node(params, left, right):
+    (a, c), (b, d) = left, right
+    return jnp.tanh(jnp.concatenate([a, b]) @ params["u"]), c * d
+
+
+@jedbatch.cell
+def join(params, left, right):
+    return left[0] + right[0] * params["w"], left[1]
+
+
+def encode(params, tree):
+    if isinstance(tree, float):
+        return leaf(params, tree)
+    left, right, *kind = tree
+    return (join if kind else node)(params, encode(params, left), encode(params, right))
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4,), "u": (8, 4)}
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def trees(seed, count):
+    rng = np.random.default_rng(seed)
+
+    def kinds(tree):
+        if isinstance(tree, float):
+            return tree
+        return kinds(tree[0]), kinds(tree[1]), *(["join"] if rng.random() < 0.4 else [])
+
+    sizes = rng.integers(1, 12, count)
+    return [kinds(random_tree(rng, n, lambda: float(rng.normal()))) for n in sizes]
+
+
+def test_values_and_gradients_are_the_loops(params, monkeypatch):
+    monkeypatch.setenv("JEDBATCH_CHECK", "1")  # every table is verified, too
+    check(encode, params, trees(0, 6), target="gpu", thorough=True)
+
+
+def test_many_rounds_of_many_chunks_are_reversed():
+    """A switch has an instruction for each chunk; there is room for those of all rounds."""
+    one = Buckets((4,), 4)
+    narrow = dataclasses.replace(
+        GPU, heavy=(4,), light=(4,), sums=one, blocks=one, superinstruction=1
+    )
+
+    def fn(w, x):
+        for _ in range(6):
+            x = jnp.tanh(w * x)
+            if x[0] > 2:
+                break
+        return x
+
+    xs = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    check_against_loop(fn, jnp.ones(3), xs, plans=False, target=narrow)
+
+
+def test_unseen_topologies_compile_nothing(params):
+    batched = jedbatch.batch(encode, target="gpu")
+    run = jax.jit(lambda p, plan: batched.apply(p, plan)[0])
+    for seed in range(3):
+        run(params, batched.plan(params, trees(seed, 12)))
+    with compilations() as compiled:
+        for seed in range(3, 8):
+            run(params, batched.plan(params, trees(seed, 12)))
+    assert not compiled
+
+
+@pytest.mark.skipif(VERSION < (0, 11), reason="XLA copies what branches pass on before JAX 0.11")
+def test_no_arena_is_copied(params):
+    """A branch that does not write an arena hands it on as it is."""
+    batched = jedbatch.batch(encode, target="gpu")
+    plan = batched.plan(params, trees(0, 12))
+    run = jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan)[0].sum()))
+    text = run.lower(params, plan).compile().as_text()
+    signature = plan.static.signature
+    for (shape, _), rows in zip(signature.arenas, signature.rows, strict=True):
+        dims = ",".join(map(str, (rows, *shape)))
+        assert not re.search(rf"\w+\[{dims}\]\S* copy\(", text)
+
+
+def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
+    batched = jedbatch.batch(encode, target="gpu")
+    batched.plan(params, trees(0, 4), gradient=True)
+    found = []
+    method = InstructionSet._encode
+    counted = lambda self, *args: found.append(self.reverse) or method(self, *args)  # noqa: E731
+    monkeypatch.setattr(InstructionSet, "_encode", counted)
+    batched.plan(params, trees(0, 4), gradient=True)
+    assert found.count(True) == 1
+
+
+def test_few_widths_are_compiled():
+    wide = GPU.buckets(work=10**7, row_bytes=10**4)
+    light = GPU.buckets(work=10, row_bytes=8)
+    assert wide.overhead < light.overhead == GPU.longest_start
+    assert wide.cover(np.array([200]))[0].sum() <= 2
+    assert light.cover(np.array([2000]))[0].sum() == 1
+    assert GPU.buckets(work=1, row_bytes=GPU.chunk_bytes).widths == GPU.heavy[:2]
+
+
+def test_options_for_jit():
+    assert jedbatch.compiler_options("cpu") == {}
+    assert "WHILE" in jedbatch.compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+    plain = dataclasses.replace(GPU, name="plain", command_buffers=())
+    assert jedbatch.compiler_options(plain) == {}
+
+
+def test_targets_that_do_not_exist():
+    with pytest.raises(ValueError, match=r"`batch` got target='tpu'; expected one of \['cpu'"):
+        jedbatch.batch(encode, target="tpu")
+    with pytest.raises(TypeError, match="expected one of"):
+        jedbatch.batch(encode, target=3)
+    with pytest.raises(ValueError, match="`compiler_options` got target='cuda'"):
+        jedbatch.compiler_options("cuda")

@@ -1,0 +1,199 @@
+"""Symbolic zeros: nothing comes back from results that nobody differentiates, as in the loop.
+
+Every function has a slope that is infinite, a backward rule that is not linear, or a loop that has
+no reverse, where the loop over instances does not look.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close
+
+import jedbatch
+
+PARAMS = {"b": jnp.arange(3.0) + 1, "z": jnp.zeros(3)}
+XS = [np.ones(3, np.float32), np.full(3, 2, np.float32), np.full(3, 0.5, np.float32)]
+
+
+@jedbatch.cell
+def scaled_and_norm(p, x):
+    return p["b"] * x, jnp.sqrt(jnp.sum((p["z"] * x) ** 2))  # with an infinite slope at 0
+
+
+@jedbatch.cell
+def grown(x):
+    return jax.lax.while_loop(lambda c: c.sum() < 20, lambda c: 2 * c, x)
+
+
+@jax.custom_vjp
+def shifted(x):
+    return 2 * x
+
+
+shifted.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g + 1,))
+
+
+def read_by_comparison(p, x):
+    y, n = scaled_and_norm(p, x)
+    return jnp.where(n > 1, y / 2, y)
+
+
+def last_of_a_chain(p, x):
+    """Only the last of three nodes has a result that nobody reads."""
+    y, n = x, jnp.float32(1)
+    for _ in range(3):
+        y, n = scaled_and_norm(p | {"z": p["b"]}, y * n)
+    return scaled_and_norm(p, y)[0] * n
+
+
+def shared_and_compared(p, x):
+    return jnp.where(jnp.sqrt(p["z"]) > x, p["b"], p["b"] * x)
+
+
+def stopped(p, x):
+    return p["b"] * x + jax.lax.stop_gradient(jnp.sqrt(jnp.sum(p["z"] * x)))
+
+
+def divided(p, x):
+    return jnp.where(jnp.isfinite(p["b"] / (x - x)), 1.0, p["b"] * x)
+
+
+def ruled(p, x):
+    return jnp.where(jax.lax.stop_gradient(shifted(p["b"] * x)) > 2, p["b"], 2 * p["b"])
+
+
+def loop_of_stopped(p, x):
+    n = jax.lax.stop_gradient(jnp.abs(p["b"] * x).sum())
+    return p["b"] * jax.lax.while_loop(lambda c: c < n, lambda c: c + 1, jnp.zeros(()))
+
+
+def loop_on_data(p, x):
+    return p["b"] * grown(x)
+
+
+def loop_on_data_in_a_cell(p, x):
+    return jedbatch.cell(lambda b, y, x: (b + y) * grown(x))(p["b"], p["b"] * x, x)
+
+
+def loop_stopped(p, x):
+    return p["b"] * jax.lax.stop_gradient(grown(p["b"] * x))
+
+
+UNREAD = [
+    lambda p, x: scaled_and_norm(p, x)[0],
+    read_by_comparison,
+    last_of_a_chain,
+    shared_and_compared,
+    stopped,
+    divided,
+    ruled,
+    loop_of_stopped,
+    loop_on_data,
+    loop_on_data_in_a_cell,
+    loop_stopped,
+]
+
+
+def gradients(run):
+    return jax.grad(lambda p: sum(jnp.sum(x) for x in run(p)))(PARAMS)
+
+
+@pytest.mark.parametrize("fn", UNREAD)
+def test_results_nobody_differentiates(fn):
+    batched = jedbatch.batch(fn, out_axes=None)
+    expected = gradients(lambda p: [fn(p, x) for x in XS])
+    assert_close(gradients(lambda p: batched(p, XS)), expected, 1e-5)
+
+
+PAIRS = {
+    "a slope": scaled_and_norm,
+    "a rule": lambda p, x: (p["b"] * x, shifted(p["b"] * x)),
+    "a loop": lambda p, x: (p["b"] * x, grown(p["b"] * x)),
+    "a weight": lambda p, x: (p["b"] * x, jnp.sqrt(p["z"])),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_loss_reads_one_of_two_results(name):
+    fn = PAIRS[name]
+    expected = gradients(lambda p: [fn(p, x)[0] for x in XS])
+    batched = jedbatch.batch(fn)
+    assert_close(gradients(lambda p: batched(p, XS)[0]), expected, 1e-5)
+    step = jax.grad(lambda p, plan: batched.apply(p, plan)[0].sum())
+    assert_close(jax.jit(step)(PARAMS, batched.plan(PARAMS, XS)), expected, 1e-5)
+
+
+def test_loss_reads_both_results_of_one_program():
+    batched = jedbatch.batch(scaled_and_norm)
+    p = PARAMS | {"z": PARAMS["b"]}
+    plan = batched.plan(p, XS)
+    step = jax.jit(jax.grad(lambda p, plan: sum(x.sum() for x in batched.apply(p, plan))))
+    loop = jax.grad(lambda p: sum(jnp.sum(y) for x in XS for y in scaled_and_norm(p, x)))
+    assert_close(step(p, plan), loop(p), 1e-5)
+
+
+def test_loss_reads_one_instance():
+    def fn(p, x):
+        return jnp.sqrt(jnp.abs((p["b"] - 1) * (x - 2))).sum()
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    expected = jax.grad(lambda p: fn(p, XS[2]))(PARAMS)
+    assert_close(jax.grad(lambda p: batched(p, XS)[2])(PARAMS), expected, 1e-5)
+
+
+def test_a_function_that_decides_on_values():
+    def fn(p, x):
+        y, n = scaled_and_norm(p, x)
+        return (y, n) if y.sum() > 3 else (2 * y, n)
+
+    batched = jedbatch.batch(fn)
+    expected = gradients(lambda p: [fn(p, x)[0] for x in XS])
+    assert_close(gradients(lambda p: batched(p, XS)[0]), expected, 1e-5)
+
+
+def test_a_lazy_scope():
+    def lazily(p):
+        with jedbatch.lazy():
+            return [scaled_and_norm(p, x)[0] for x in XS]
+
+    expected = gradients(lambda p: [scaled_and_norm(p, x)[0] for x in XS])
+    assert_close(gradients(lazily), expected, 1e-5)
+
+
+def test_ragged_parts():
+    def fn(p, x):
+        n = jnp.sqrt((p["z"][None] * x).sum(1))  # rows, and below an instance
+        y = jnp.where((n > 1)[:, None], x, p["b"][None] * x)
+        return y.sum(0), jnp.sqrt((p["z"][None] * x).sum())
+
+    rows = [np.ones((n, 3), np.float32) for n in (2, 3)]
+    batched = jedbatch.batch(fn)
+    expected = gradients(lambda p: [fn(p, x)[0] for x in rows])
+    assert_close(gradients(lambda p: batched(p, rows)[0]), expected, 1e-5)
+
+
+def test_a_loop_that_must_be_differentiated_is_an_error():
+    batched = jedbatch.batch(lambda p, x: p["b"] * grown(p["b"] * x))
+    plan = batched.plan(PARAMS, XS)  # for inference it is fine
+    assert batched.apply(PARAMS, plan).shape == (3, 3)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation") as error:
+        jax.grad(lambda p: batched.apply(p, plan).sum())(PARAMS)
+    assert any("stop_gradient" in note for note in error.value.__notes__)
+
+
+def test_a_dead_result_makes_no_new_program():
+    """Which results are read differs by topology, and is data."""
+
+    def fn(p, x):
+        y, n = scaled_and_norm(p, jnp.asarray(x[1], jnp.float32) * p["b"])
+        return y + n if x[0] else y
+
+    batched = jedbatch.batch(fn)
+    step = jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan).sum()))
+    p = PARAMS | {"z": PARAMS["b"]}
+    step(p, batched.plan(p, [(True, 1.0), (False, 2.0)]))
+    before = batched.compilations
+    step(p, batched.plan(p, [(False, 1.0), (False, 2.0)]))
+    step(p, batched.plan(p, [(True, 1.0), (True, 2.0)]))
+    assert batched.compilations == before

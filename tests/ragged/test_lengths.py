@@ -1,0 +1,350 @@
+"""Lengths of several arrays of an instance: equal by chance, equal by need, and looked at."""
+
+import collections
+import functools
+import math
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, number
+
+import jedbatch
+from jedbatch import ragged
+
+CHANCE = [[(3, 3), (5, 2)], [(5, 2), (3, 3), (1, 4)], [(2, 2), (2, 2), (1, 3), (0, 3)]]
+WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
+
+
+def arrays(*lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.normal(size=(n, 2)).astype(np.float32) for n in mine) for mine in lengths]
+
+
+def apart(batched):
+    """Why a batched function tells arrays apart by their shapes, if it does."""
+    (session,) = batched._sessions.values()
+    return session.lengths.shown
+
+
+def agree(fn, instances, batched=None):
+    """Values, and gradients of the weight and the arrays, are those of the loop."""
+    batched = batched or jedbatch.batch(fn, out_axes=None)
+
+    def slopes(run):
+        def loss(weight, instances):
+            results = run(weight, instances)
+            return number(results), results
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(jnp.asarray(WEIGHT), instances)
+
+    got, results = slopes(batched)
+    alone = jax.jit(fn)
+    want, expected = slopes(lambda weight, xs: [alone(weight, x) for x in xs])
+    assert_close(results, expected, 2e-5)
+    assert_close(got, want, 2e-4)
+    return batched
+
+
+# --- lengths that are equal by chance ---
+
+
+def related(weight, pair):
+    x, y = pair
+    far = ((x[:, None] - y[None]) ** 2).sum(-1)
+    steps = y.shape[0] - x.shape[0] + y.shape[0] // (x.shape[0] + 1)
+    return {
+        "cross attention": (jax.nn.softmax(x @ weight @ y.T) @ y).sum(0),
+        "chamfer": far.min(1, initial=9.0).sum(),
+        "arithmetic": x.sum(0) * (steps + y.shape[0] / (x.shape[0] + 1)),
+        "joined": jnp.concatenate([x, y]).sum(0) * jnp.arange(y.shape[0]).sum(),
+        "lengths": (x.shape[0], y.shape[0] - 1),
+    }
+
+
+def test_lengths_equal_by_chance():
+    batched = agree(related, arrays(*CHANCE[0]))
+    for lengths in CHANCE[1:]:
+        instances = arrays(*lengths)
+        assert_close(batched(WEIGHT, instances), [related(WEIGHT, i) for i in instances], 2e-5)
+    assert apart(batched) is None
+
+
+@jedbatch.cell
+def attend(weight, x, y):
+    return jnp.tanh(jax.nn.softmax((x @ weight) @ y.T) @ y) / (1 + y.shape[0])
+
+
+def test_trees_whose_sentences_meet():
+    def encode(weight, tree):
+        if not isinstance(tree, tuple):
+            return tree
+        return attend(weight, *(encode(weight, part) for part in tree))
+
+    def total(weight, tree):
+        return encode(weight, tree).sum(0)
+
+    def trees(seed, *lengths):
+        ((a, b, c, d),) = arrays(lengths, seed=seed)
+        return [(a, b), ((c, d), a)]
+
+    batched = jedbatch.batch(total, out_axes=None)
+    for seed, lengths in enumerate([(3, 3, 2, 5), (4, 2, 4, 1)]):
+        instances = trees(seed, *lengths)
+        expected = [total(WEIGHT, tree) for tree in instances]
+        assert_close(batched(WEIGHT, instances), expected, 2e-5)
+        assert apart(batched) is None
+    before = batched.compilations
+    batched(WEIGHT, trees(2, 1, 2, 3, 3))
+    assert batched.compilations == before
+
+
+def test_what_differs_in_the_names_of_symbols_only_runs_together():
+    """Without a cell: JAX makes functions of its own of the same rules, again and again."""
+
+    def leaf(weight, x):
+        return (jax.nn.softmax(x @ weight @ x.T) @ jax.nn.relu(x)).sum(0)
+
+    def encode(weight, tree):
+        return leaf(weight, tree) if not isinstance(tree, tuple) else sum_of(weight, tree)
+
+    def sum_of(weight, tree):
+        return encode(weight, tree[0]) - encode(weight, tree[1])
+
+    ((a, b, c, d),) = arrays((3, 1, 4, 3))
+    plan = jedbatch.batch(encode).plan(WEIGHT, [(a, b), (c, (d, a)), ((a, b), (c, d))])
+    assert len(plan.host.ragged_calls.stages) == 1
+
+
+# --- lengths that must be equal ---
+
+EQUAL = {
+    "sum": lambda w, t: ((t[0] + t[1]) @ w).sum(0),
+    "loop": lambda w, t: jax.lax.scan(
+        lambda h, rows: (jnp.tanh(h @ w + rows[0] * rows[1]), None), jnp.ones(2), t[:2]
+    )[0],
+    "keys and values": lambda w, t: ragged.attention(t[2] @ w, t[0], t[1]).sum(0),
+    "causal": lambda w, t: ragged.attention(t[0] @ w, t[1], t[1], causal=True).sum(0),
+}
+
+
+def test_lengths_that_must_be_equal():
+    def fn(weight, instance):
+        return {name: part(weight, instance) for name, part in EQUAL.items()}
+
+    instances = arrays((3, 3, 2), (2, 2, 2), (4, 4, 1))
+    batched = agree(fn, instances)
+    assert apart(batched) is None
+    batched(WEIGHT, instances)
+    before = batched.compilations
+    batched(WEIGHT, arrays((5, 5, 1), (1, 1, 3), (2, 2, 3)))
+    assert batched.compilations == before
+    with pytest.raises(TypeError, match=r"\(3, 2\), \(2, 2\)"):
+        batched(WEIGHT, arrays((3, 3, 2), (3, 2, 2)))
+    assert apart(batched) is None
+
+
+def test_lengths_that_must_be_equal_or_one():
+    """A row that is added to all rows is another function: those instances run by themselves."""
+    fn = EQUAL["sum"]
+    for lengths in ([(2, 2), (1, 5), (4, 4)], [(1, 5), (3, 3)]):
+        instances = arrays(*lengths)
+        batched = jedbatch.batch(fn)
+        expected = jnp.stack([fn(WEIGHT, pair) for pair in instances])
+        assert_close(batched(WEIGHT, instances), expected, 2e-5)
+        assert "has to know the lengths" in apart(batched)
+        batched.plan(WEIGHT, arrays((4, 4), (3, 3), (2, 2)))
+        assert apart(batched) is None
+
+
+def test_what_one_form_has_shown_is_known_of_others():
+    def encode(weight, tree):
+        if len(tree) == 3:
+            return encode(weight, tree[0]) - encode(weight, tree[1])
+        words, marks = tree
+        return (jnp.tanh(words @ weight) * marks[:, None]).sum(0)
+
+    def tree(*lengths):
+        leaves = [(x, np.ones(len(x), np.float32) * len(x)) for (x,) in arrays(*lengths)]
+        return functools.reduce(lambda a, b: (a, b, None), leaves)
+
+    runs = []
+
+    def counted(weight, instance):
+        runs.append(instance)
+        return encode(weight, instance)
+
+    trees = [tree((3,), (2,)), tree((2,), (2,), (4,)), tree((1,), (3,), (3,), (2,))]
+    batched = jedbatch.batch(counted)
+    expected = jnp.stack([encode(WEIGHT, t) for t in trees])
+    assert_close(batched(WEIGHT, trees), expected, 1e-5)
+    assert apart(batched) is None
+    runs.clear()
+    batched.plan(WEIGHT, [tree((1,), (2,), (5,), (5,), (3,), (4,))])
+    assert len(runs) == 1
+
+
+# --- Python looks at lengths ---
+
+
+@functools.lru_cache
+def remembered(n):
+    return 1.0 * n
+
+
+@functools.partial(jax.jit, static_argnames="n")
+def scaled(x, n):
+    return x.sum(0) * n
+
+
+def caught(x, y):
+    try:
+        return 2 if x.shape[0] == 3 else 1
+    except Exception:
+        return 5
+
+
+LOOKS = {
+    "set": lambda x, y: 2 if x.shape[0] in {3, 4} else 1,
+    "dict": lambda x, y: {3: 2, 5: 3}.get(len(x), 1),
+    "dict of shapes": lambda x, y: {(3, 2): 2, (5, 2): 3}.get(x.shape, 1),
+    "tuple": lambda x, y: 2 if x.shape[0] in (3, 4) else 1,
+    "range": lambda x, y: 2 if x.shape[0] in range(4) else 1,
+    "distinct": lambda x, y: len({x.shape, y.shape}),
+    "counted": lambda x, y: max(collections.Counter([x.shape[0], y.shape[0]]).values()),
+    "cache": lambda x, y: remembered(x.shape[0]),
+    "equal shapes": lambda x, y: 1 if x.shape == y.shape else 2,
+    "unequal": lambda x, y: 1 if x.shape[0] != y.shape[0] else 2,
+    "order": lambda x, y: 1 if x.shape < y.shape else 2,
+    "difference": lambda x, y: 1 if x.shape[0] - y.shape[0] else 2,
+    "larger": lambda x, y: max(x.shape[0], y.shape[0]),
+    "sorted": lambda x, y: sorted([x.shape[0], y.shape[0]])[0],
+    "cut": lambda x, y: 1 if x[: y.shape[0]].shape[0] == 2 else 2,
+    "f-string": lambda x, y: 2 if f"{x.shape[0]}" == "3" else 1,
+    "padded": lambda x, y: 2 if f"{x.shape[0]:02d}" == "03" else 1,
+    "str": lambda x, y: 2 if str(x.shape) == "(3, 2)" else 1,
+    "percent": lambda x, y: 2 if "%s" % x.shape[0] == "3" else 1,  # noqa: UP031
+    "number": lambda x, y: len(f"{10 ** x.shape[0]}"),
+    "int": lambda x, y: int(x.shape[0]),
+    "root": lambda x, y: math.sqrt(x.shape[0]),
+    "numpy": lambda x, y: np.maximum(x.shape[0], y.shape[0]),
+    "rows": lambda x, y: sum(1 for _ in x),
+    "list": lambda x, y: sum([1, 2, 3, 4, 5, 6, 7][: x.shape[0]]),
+    "equal types": lambda x, y: 1 if jax.typeof(x) == jax.typeof(y) else 2,
+    "unequal types": lambda x, y: 1 if jax.typeof(x) != jax.typeof(y) else 2,
+    "set of types": lambda x, y: len({jax.typeof(x), jax.typeof(y)}),
+    "dict of types": lambda x, y: {jax.typeof(jnp.ones((3, 2))): 2}.get(jax.typeof(x), 1),
+    "written type": lambda x, y: 2 if "[3,2]" in str(jax.typeof(x)) else 1,
+    "array_equal": lambda x, y: jnp.where(jnp.array_equal(x, y), 2, 3),
+    "caught": caught,
+    "bit": lambda x, y: x.shape[0] & 1,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_looks_at_lengths_are_grouped_by_shape(look):
+    """Every instance is recorded as the loop computes it; nothing is compiled here."""
+    seen = []
+
+    def fn(weight, pair):
+        factor = look(*pair)
+        seen.append(factor)
+        return pair[0].sum(0)
+
+    pairs = arrays((3, 3), (5, 2), (1, 4), (3, 2))
+    batched = jedbatch.batch(fn)
+    plan = batched.plan(WEIGHT, pairs)
+    assert "test_lengths.py" in plan.host.apart
+    got = [str(x) for x in seen[-len(pairs) :]]
+    if "array_equal" not in look.__code__.co_names:
+        assert got == [str(look(*pair)) for pair in pairs]
+
+
+def test_hashing_by_jax_is_no_look():
+    def fn(weight, pair):
+        x, y = pair
+        return scaled(x @ weight, n=y.shape[0]) + (jnp.eye(x.shape[0], y.shape[0]) @ y).sum(0)
+
+    plan = jedbatch.batch(fn).plan(WEIGHT, arrays((3, 3), (5, 2), (1, 4)))
+    assert plan.host.apart is None
+
+
+def matched(n):
+    match n:
+        case int():
+            return 2.0
+    return 1.0
+
+
+NO_LOOKS = {
+    "int": lambda x, y: 2.0 if isinstance(y.shape[0], int) else 1.0,
+    "not a float": lambda x, y: 2.0 if isinstance(x.shape[0] + 1, float | np.ndarray) else 1.0,
+    "integral": lambda x, y: 2.0 if isinstance(x.shape[0], numbers.Integral) else 1.0,
+    "match": lambda x, y: matched(x.shape[0]),
+    "own type": lambda x, y: 2.0 if jax.typeof(x) == jax.typeof(jnp.sin(x)) else 1.0,
+    "other dtype": lambda x, y: 2.0 if jax.typeof(x) == jax.typeof(y > 0) else 1.0,
+    "weak": lambda x, y: 2.0 if x.aval.weak_type else 1.0,
+    "like": lambda x, y: jnp.ones(jax.typeof(x).shape, y.aval.dtype).sum(),
+    "shape of": lambda x, y: jax.eval_shape(jnp.sin, x).shape[0] * jnp.ones(()),
+}
+
+
+def test_what_holds_for_all_lengths_is_no_look():
+    def fn(pair):
+        return [1.0 * look(*pair) for look in NO_LOOKS.values()]
+
+    pairs = [tuple(map(jnp.asarray, pair)) for pair in arrays((3, 3), (5, 2), (1, 4))]
+    batched = jedbatch.batch(fn, in_axes=0, out_axes=None)
+    assert_close(batched(pairs), [fn(pair) for pair in pairs], 0)
+    assert apart(batched) is None
+
+
+def test_reasons_are_sentences_about_the_program():
+    for fn in (
+        lambda w, x: jnp.linspace(0.0, 1.0, x.shape[0]).sum(),
+        lambda w, x: x.sum(0) * round(x.shape[0]),
+        lambda w, x: jnp.convolve(x[:, 0], x[:, 1]).sum(),
+        lambda w, x: jnp.squeeze(x).sum(),
+    ):
+        batched = jedbatch.batch(fn)
+        reason = batched.plan(WEIGHT, [x for (x,) in arrays((3,), (4,))]).host.apart
+        assert "test_lengths.py" in reason, reason
+        assert "object" not in reason
+
+
+# --- arrays that are returned as they came ---
+
+
+def test_arrays_returned_as_they_came():
+    def fn(weight, instance):
+        x, mask = instance
+        return {"x": x, "mask": mask, "y": x @ weight, "sum": x.sum(0)}
+
+    instances = [(x, x[:, 0] > 0) for (x,) in arrays((3,), (1,), (4,))]
+    batched = jedbatch.batch(fn, out_axes=None)
+    assert_close(batched(WEIGHT, instances), [fn(WEIGHT, i) for i in instances], 1e-5)
+    assert apart(batched) is None
+    xs = [x for x, _ in instances]
+    same = jedbatch.batch(lambda x: x, in_axes=0, out_axes=None)
+    assert_close(same(xs), [jnp.asarray(x) for x in xs], 0)
+    slope = jax.grad(lambda xs: sum((x**3).sum() for x in same(xs)))(xs)
+    assert_close(slope, [3 * jnp.asarray(x) ** 2 for x in xs], 1e-5)
+
+
+@jedbatch.cell
+def repeated(weight, x, *, n):
+    return (x @ weight).sum(0) * n
+
+
+def test_lengths_as_static_arguments_of_cells():
+    def fn(weight, xs):
+        x, y, z = xs
+        first = x.shape[0]
+        return [repeated(weight, part, n=first) for part in (x, y, z)]
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    instances = arrays((3, 2, 1), (1, 2, 2))
+    assert_close(batched(WEIGHT, instances), [fn(WEIGHT, i) for i in instances], 2e-5)
+    assert apart(batched) is None

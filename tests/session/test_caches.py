@@ -1,0 +1,187 @@
+"""Every cache has a bound, and forgetting costs time alone."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close
+
+import jedbatch
+from jedbatch._batch import batched as _batch
+from jedbatch._record import keys as _keys
+from jedbatch._record import registry as _registry
+from jedbatch._session import session as _session
+from jedbatch._support.caches import Memory
+
+P = jnp.ones((5, 3))
+ROW = jedbatch.cell(lambda p, i: p[i], name="row")
+ADD = jedbatch.cell(lambda p, x, y: jnp.tanh(x + y), name="add")
+
+
+def encode(p, t):
+    return ROW(p, t) if isinstance(t, int) else ADD(p, encode(p, t[0]), encode(p, t[1]))
+
+
+def chain(n):
+    t = 0
+    for k in range(n):
+        t = (t, k % 5)
+    return t
+
+
+def session_of(batched):
+    (session,) = batched._sessions.values()
+    return session
+
+
+def right(batched, instances, fn=encode):
+    assert_close(batched(P, instances), jnp.stack([fn(P, t) for t in instances]), 1e-6)
+
+
+# --- the dictionary ---
+
+
+def test_memory_forgets_what_came_first():
+    by_count = Memory(2)
+    for k in range(4):
+        by_count[k] = k
+    assert list(by_count) == [2, 3]
+    assert by_count.use(2) == 2
+    by_count[4] = 4
+    assert (list(by_count), by_count.use(3)) == ([2, 4], None)
+
+
+def test_memory_counts_bytes():
+    memory = Memory(100, most=10, weigh=lambda key, value: value)
+    for k in range(5):
+        memory[k] = 4
+    assert (list(memory), memory.bytes) == ([3, 4], 8)
+    memory[4] = 1
+    assert memory.bytes == 5
+    memory["large"] = 50
+    assert (list(memory), memory.bytes) == (["large"], 50)
+    del memory["large"]
+    assert memory.bytes == 0
+    memory[0] = 1
+    memory.clear()
+    assert (len(memory), memory.bytes) == (0, 0)
+
+
+# --- what a batched function keeps ---
+
+
+def test_instances_by_bytes():
+    batched = jedbatch.batch(encode, cache_bytes=40_000)
+    for n in range(1, 40):
+        batched.plan(P, [chain(n)], gradient=False)
+    session = session_of(batched)
+    assert 0 < len(session.records) < 39
+    assert session.records.bytes + session.seen.bytes <= 40_000
+    assert batched.plan(P, [chain(39)]).host.num_known == 1
+    assert batched.plan(P, [chain(1)]).host.num_known == 0
+
+
+def scan(p, t):
+    step = lambda c, x: (jnp.tanh(c) + x, None)  # noqa: E731
+    return jax.lax.scan(step, ROW(p, t[0] % 5), jnp.zeros((2, 3)))[0]
+
+
+def cells(p, t):
+    return jedbatch.cell(lambda p, i: p[i])(p, t[0] % 5)
+
+
+def jitted(p, t):
+    return jax.jit(lambda x: jnp.sin(x))(ROW(p, t[0] % 5))
+
+
+def constants(p, t):
+    return ROW(p, t[0] % 5) + jnp.asarray(np.full(3, t[0], np.float32))
+
+
+@pytest.mark.parametrize("fn", [scan, cells, jitted, constants])
+def test_what_is_made_anew_is_forgotten(fn, monkeypatch):
+    """Programs, cells and constants that every instance makes."""
+    monkeypatch.setattr(_keys, "MANY_JAXPRS", 20)
+    monkeypatch.setattr(_registry, "MANY_CALLS", 20)
+    monkeypatch.setattr(_registry, "MANY_CONSTANTS", 20)
+    batched = jedbatch.batch(fn, cache_size=4)
+
+    def kept(begin):
+        batched.plan(P, [(n, 0) for n in range(begin, begin + 50)], gradient=False)
+        registry = session_of(batched).registry
+        keys = registry.keys
+        assert max(len(keys._jaxprs), len(keys._by_identity), len(registry.constants)) <= 20
+        assert registry._num_calls <= 21
+        return registry.size, len(registry.call_specs), len(registry.node_types)
+
+    first = kept(0)
+    assert [kept(50), kept(100)] == [first, first]
+
+
+def test_types_without_end_begin_again(monkeypatch):
+    """Operations of ever other shapes: when too much was met, all of it is forgotten."""
+    monkeypatch.setattr(_session, "MANY_ENTRIES", 60)
+    batched = jedbatch.batch(lambda p, n: jnp.reshape(ROW(p, 0) * n, (1,) * n + (3,)).ravel())
+    sessions = []
+    for n in range(1, 12):
+        batched.plan(P, [n], gradient=False)
+        sessions.append(session_of(batched))
+        assert sessions[-1].registry.size < 100
+    assert len({id(s) for s in sessions}) > 1
+
+
+def test_programs(monkeypatch):
+    monkeypatch.setattr(_session, "MAX_PROGRAMS", 2)
+    batched = jedbatch.batch(lambda p, n: ROW(p, 0) * float(n))
+    double = jax.jit(lambda p, plan: batched.apply(p, plan))
+    plans = {}
+    for size in (1, 40, 400, 1600):
+        plans[size] = batched.plan(P, list(range(size)))
+    session = session_of(batched)
+    assert len(session._signatures) == len(session._used) == 2
+    assert {r.forward for r in session._reverses} <= set(session._signatures)
+    for size in (1600, 1, 1600):
+        expected = jnp.tile(jnp.arange(float(size))[:, None], 3)
+        assert_close(batched.apply(P, plans[size]), expected, 1e-6)
+    assert_close(double(P, plans[1]), jnp.zeros((1, 3)), 1e-6)
+
+
+def test_structures_of_shared_arguments(monkeypatch):
+    monkeypatch.setattr(_batch, "MAX_SESSIONS", 2)
+    batched = jedbatch.batch(lambda p, x: p["w"] * x)
+    params = [{"w": jnp.ones(3), **{f"unused {i}": 0.0 for i in range(k)}} for k in range(4)]
+    plans = [batched.plan(p, [2.0]) for p in params]
+    batched.plan(params[2], [1.0])
+    batched.plan(params[0], [1.0])
+    assert len(batched._sessions) == 2
+    for p, plan in zip(params, plans, strict=True):
+        assert_close(batched.apply(p, plan), 2 * jnp.ones((1, 3)), 1e-6)
+    with pytest.raises(ValueError, match="make a new one"):
+        batched.apply(params[0], plans[1])
+    with pytest.raises(ValueError, match="make a new one"):
+        jedbatch.batch(lambda p, x: p["w"] + x).apply(params[0], plans[0])
+
+
+def test_clear():
+    weight = jnp.full(3, 2.0)
+    closed = jedbatch.cell(lambda x: x * weight)
+    batched = jedbatch.batch(lambda p, t: closed(encode(p, t)))
+    fn = lambda p, t: weight * encode(p, t)  # noqa: E731
+    trees = [(1, 2), ((0, 1), 3)]
+    right(batched, trees, fn)
+    plan, policy, before = batched.plan(P, trees), batched.policy, batched.compilations
+    session = weakref.ref(session_of(batched))
+    batched.clear()
+    assert len(batched._sessions) == 0
+    assert batched.compilations == before
+    assert batched.policy is policy
+    assert_close(batched.apply(P, plan), jnp.stack([fn(P, t) for t in trees]), 1e-6)
+    del plan
+    gc.collect()
+    assert session() is None
+    assert batched.plan(P, trees).host.num_known == 0
+    right(batched, trees, fn)
+    assert batched.compilations > before

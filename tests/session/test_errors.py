@@ -1,0 +1,382 @@
+"""Bad input: what came, what was expected, what to write instead."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, check
+
+import jedbatch
+from jedbatch import Graph
+from jedbatch.errors import EscapedValueError, NothingReadyError, SymbolicValueError
+
+P = jnp.ones(3)
+X = np.ones(3, np.float32)
+double = jedbatch.cell(lambda p, x: p * x)
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize("leaf", ["adam", object(), np.array([None]), jnp.sin])
+def test_params_with_a_leaf_that_is_not_an_array(leaf):
+    batched = jedbatch.batch(lambda p, x: p["w"] * x)
+    with pytest.raises(TypeError, match=r"\['config'\].*expected arrays only"):
+        batched({"w": P, "config": leaf}, [X])
+
+
+@pytest.mark.parametrize("in_axes", [(), 1, (None, 1), (None,), None, (None, None), (True, 0)])
+def test_in_axes_that_make_no_sense(in_axes):
+    with pytest.raises(ValueError, match="`batch` got in_axes="):
+        jedbatch.batch(lambda p, x: x, in_axes=in_axes)
+
+
+def test_in_axes_of_another_length():
+    with pytest.raises(ValueError, match=r"got 3 arguments and `in_axes` has 2 entries"):
+        jedbatch.batch(lambda p, x, y: x)(P, [X], [X])
+
+
+@pytest.mark.parametrize(
+    "instances", [3.0, {"a": X}, "text", None, jnp.float32(1), (x for x in [X])]
+)
+def test_instances_that_are_no_sequence(instances):
+    with pytest.raises(TypeError, match="expected a sequence of instances"):
+        jedbatch.batch(double)(P, instances)
+
+
+def test_no_instances():
+    with pytest.raises(ValueError, match="empty list of instances"):
+        jedbatch.batch(double)(P, [])
+
+
+def test_mapped_arguments_of_different_lengths():
+    with pytest.raises(ValueError, match=r"\[1, 2\] instances"):
+        jedbatch.batch(lambda p, x, y: x, in_axes=(None, 0, 0))(P, [X], [X, X])
+
+
+@pytest.mark.parametrize("out_axes", [1, -1, "list"])
+def test_out_axes(out_axes):
+    with pytest.raises(ValueError, match="None for a list"):
+        jedbatch.batch(double, out_axes=out_axes)
+
+
+def test_executor():
+    with pytest.raises(ValueError, match="'dispatch', 'fused'"):
+        jedbatch.batch(double, executor="eager")
+
+
+@pytest.mark.parametrize("make", [jedbatch.batch, jedbatch.cell])
+def test_what_is_no_function(make):
+    with pytest.raises(TypeError, match="3"):
+        make(3)
+
+
+def test_float64_without_x64():
+    with pytest.raises(TypeError, match="jax_enable_x64") as caught:
+        jedbatch.batch(double)(P, [X, np.ones(3)])
+    assert "instance 1" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="astype"):
+        jedbatch.batch(double)(np.ones(3), [X])
+
+
+def test_integers_that_do_not_fit():
+    with pytest.raises(OverflowError, match="instance 1"):
+        jedbatch.batch(lambda x: x + 1, in_axes=0)([np.array([1]), np.array([2**40])])
+
+
+# --- results ---
+
+
+def test_results_that_do_not_stack():
+    fn = lambda p, n: jnp.ones(n) * p[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"instances 0 and 1.*out_axes=None") as caught:
+        jedbatch.batch(fn)(P, [2, 3])
+    assert "float32[2]" in str(caught.value)
+    assert "float32[3]" in str(caught.value)
+
+
+def test_results_of_different_structure():
+    fn = lambda p, n: [p] * n  # noqa: E731
+    with pytest.raises(ValueError, match="out_axes=None"):
+        jedbatch.batch(fn)(P, [2, 3])
+
+
+def test_a_function_that_returns_something_else():
+    with pytest.raises(TypeError, match="'ok'") as caught:
+        jedbatch.batch(lambda p, x: (x, "ok"))(P, [X])
+    assert "instance 0" in caught.value.__notes__[0]
+
+
+# --- cells ---
+
+
+def test_a_cell_that_returns_something_else():
+    bad = jedbatch.cell(lambda x: (x, "ok"), name="bad")
+    with pytest.raises(TypeError, match="cell `bad` returned 'ok'"):
+        jedbatch.batch(lambda p, x: bad(x))(P, [X])
+
+
+def test_a_cell_that_prints():
+    @jedbatch.cell
+    def bad(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(TypeError, match="cell `bad` has the side effect"):
+        jedbatch.batch(lambda p, x: bad(x))(P, [X])
+
+
+def test_a_cell_that_keeps_a_value():
+    kept = []
+
+    @jedbatch.cell
+    def bad(x):
+        kept.append(x * 2)
+        return x
+
+    @jedbatch.cell
+    def worse(x):
+        return x + kept[0]
+
+    with pytest.raises((TypeError, EscapedValueError), match="pure function"):
+        jedbatch.batch(lambda p, x: worse(bad(x)))(P, [X])
+
+
+def test_a_cell_that_decides_on_a_value():
+    bad = jedbatch.cell(lambda x, n: x if n > 1 else -x)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        jedbatch.batch(lambda p, x: bad(x, 2))(P, [X])
+    assert "keyword" in "".join(caught.value.__notes__)
+
+
+def test_arguments_of_a_cell():
+    with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
+        jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])
+    with pytest.raises(TypeError, match="Pass a tuple instead of a list"):
+        jedbatch.batch(lambda p, x: jedbatch.cell(lambda x, *, axes: x)(x, axes=[1]))(P, [X])
+    with pytest.raises(TypeError, match="Pass it by keyword"):
+        jedbatch.batch(lambda p, x: double(x, {1, 2}))(P, [X])
+
+
+# --- symbolic values ---
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda h: 1 if h.sum() > 0 else 2,
+        lambda h: int(h[0] * 2),
+        lambda h: float(h[0] * 2),
+        lambda h: list(range(h.argmax())),
+        lambda h: np.asarray(h * 2),
+        lambda h: h.sum().item(),
+        lambda h: (h * 2).tolist(),
+        lambda h: bool(h.any()),
+        lambda h: [1, 2, 3][h.argmax()],
+    ],
+)
+def test_deciding_on_a_symbolic_value(decide):
+    """There are no values in a plan or under `jax.jit`; in a plain call there are."""
+    fn = lambda p, x: x + jnp.sum(jnp.asarray(decide(x)))  # noqa: E731
+    batched = jedbatch.batch(fn)
+    for run in (batched.plan, jax.jit(lambda p, xs: batched(p, xs)), batched.learn):
+        with pytest.raises(SymbolicValueError, match=r"help\(jedbatch.errors.SymbolicValueError\)"):
+            run(P, [X])
+    assert_close(batched(P, [X]), jnp.stack([fn(P, X)]), 1e-6)
+    assert "jnp.where" in SymbolicValueError.__doc__
+
+
+def test_a_value_that_escapes():
+    kept = []
+
+    def fn(p, x):
+        kept.append(p * x)
+        return x
+
+    jedbatch.batch(fn)(P, [X])
+    with pytest.raises(EscapedValueError, match="returned from the function"):
+        kept[0] + 1
+    with pytest.raises(EscapedValueError):
+        jedbatch.batch(lambda p, x: x + kept[0])(P, [X])
+    with pytest.raises(EscapedValueError):
+        jedbatch.batch(lambda p, x: double(kept[0], x))(P, [X])
+
+
+def test_after_an_error_the_function_still_works():
+    def fn(p, x):
+        if x.shape[0] == 2:
+            raise KeyError("two")
+        return double(p[:1], x)
+
+    batched = jedbatch.batch(fn)
+    with pytest.raises(KeyError, match="two") as caught:
+        batched(P, [X, X[:2]])
+    assert "instance 1" in caught.value.__notes__[0]
+    assert batched(P, [X]).tolist() == [[1, 1, 1]]
+    assert float(double(jnp.float32(2), 3.0)) == 6
+
+
+def test_indices_out_of_bounds():
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        jedbatch.batch(lambda p, x: p[3])(P, [X])
+    with pytest.raises(IndexError, match="index -4 is out of bounds"):
+        jedbatch.batch(lambda p, x: x[-4])(P, [X])
+
+
+TABLE = jnp.arange(15.0).reshape(5, 3)
+row = jedbatch.cell(lambda p, w: p[w], name="row")
+LOOK_UPS = {
+    "a number": (row, 5, 4),
+    "from the end": (row, -6, -5),
+    "an array": (row, np.array([0, 5]), np.array([0, -5])),
+    "a part of an array": (lambda p, w: row(p, w[1]), np.array([9, 7]), np.array([9, 0])),
+    "two axes": (lambda p, w: jedbatch.cell(lambda p, i, k: p[i, k])(p, *w), (1, 3), (1, -3)),
+    "a column": (jedbatch.cell(lambda p, w: p[:, w]), 3, -3),
+    "a graph": (
+        lambda p, w: jedbatch.evaluate(
+            Graph.from_dag([0], [[-1]], names=["row"], inputs=[np.array([w], np.int32)]),
+            {"row": functools.partial(lambda p, w: p[w])},
+            p,
+        )[0],
+        5,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "bad", "good"), LOOK_UPS.values(), ids=list(LOOK_UPS))
+def test_rows_of_a_table_that_are_not_there(fn, bad, good):
+    batched = jedbatch.batch(fn)
+    batched.plan(TABLE, [good, good])
+    with pytest.raises(IndexError, match=r"of instance 1 looks up row .* of a table of [35] rows"):
+        batched.plan(TABLE, [good, bad])
+
+
+def test_rows_that_are_not_there_where_python_decides():
+    def fn(p, words):
+        h = row(p, words[0])
+        for word in words[1:]:
+            h = h + row(p, word) if h[0] > 0 else h - row(p, word)
+        return h
+
+    batched = jedbatch.batch(fn)
+    words = [(4, 3, -5), (1, -2), (3,)]
+    assert_close(batched(TABLE, words), jnp.stack([fn(TABLE, w) for w in words]), 1e-6)
+    for bad, found in ((1, 2, 5), 5), ((-6, 2), -6):
+        with pytest.raises(IndexError, match=f"`row` of instance 1 looks up row {found} of a"):
+            batched(TABLE, [(0, 4), bad])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, w: jnp.where(w < 5, p[w], -1.0),
+        lambda p, w: jnp.take(p, w, axis=0, mode="clip"),
+        lambda p, w: p[jnp.clip(w, 0, 4)],
+        lambda p, w: (2 * p)[w],
+        lambda p, w: p[w] * w,
+    ],
+)
+def test_rows_that_are_masked_or_clipped_are_left_alone(fn):
+    check(jedbatch.cell(fn), TABLE, [7, 2], gradients=False)
+
+
+# --- policies, plans, transformations ---
+
+
+def test_a_policy_that_computes_nan():
+    policy = lambda frontier: float("nan")  # noqa: E731
+    with pytest.raises(NothingReadyError, match="nan"):
+        jedbatch.batch(double, policy=policy)(P, [X])
+
+
+def test_what_is_no_plan():
+    batched = jedbatch.batch(double)
+    with pytest.raises(TypeError, match=r"batched\.plan\(params, instances\)"):
+        batched.apply(P, [X])
+
+
+def test_a_plan_for_other_params():
+    batched = jedbatch.batch(double)
+    plan = batched.plan(P, [X])
+    with pytest.raises(ValueError, match="make a new one"):
+        batched.apply({"w": P}, plan)
+
+
+def test_a_plan_for_inference_is_not_differentiated_under_jit():
+    batched = jedbatch.batch(double)
+    plan = batched.plan(P, [X], gradient=False)
+    with pytest.raises(ValueError, match="gradient=True"):
+        jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan).sum()))(P, plan)
+
+
+def test_rules_for_reverse_mode_only():
+    """A rule of the user's has no forward mode, and its transpose is not known."""
+
+    @jax.custom_vjp
+    def ruled(x):
+        return x * 2
+
+    ruled.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -1, 1),))
+    batched = jedbatch.batch(lambda p, x: ruled(p * x) ** 2)
+    total = lambda p: batched(p, [X]).sum()  # noqa: E731
+    for run in (
+        lambda: jax.jvp(total, (P,), (P,)),
+        lambda: jax.linearize(total, P)[1](P),
+        lambda: jax.grad(lambda p: jax.grad(total)(p).sum())(P),
+    ):
+        with pytest.raises(TypeError, match=r"(?s)rule.*jax\.custom_vjp.*forward over reverse"):
+            run()
+
+
+def test_a_plan_cannot_keep_a_tracer():
+    def outer(w):
+        batched = jedbatch.batch(lambda p, x: p * x * w)
+        return batched.apply(P, batched.plan(P, [X])).sum()
+
+    with pytest.raises(ValueError, match="shared argument"):
+        jax.grad(outer)(2.0)
+
+
+def test_every_error_has_a_page_of_help():
+    for name in jedbatch.errors.__all__:
+        page = getattr(jedbatch.errors, name).__doc__
+        assert all(word in page for word in ("**Symptom.**", "**Reason.**", "**Cure.**"))
+
+
+# --- inputs of a plan ---
+
+
+def other_inputs(plan):
+    """Replacements for the inputs of a plan that do not fit, and what is said about them."""
+    (name, rows), *_ = plan.inputs.items()
+    return {
+        "no rows": ({name: rows[:0]}, ValueError, r"\(0, 3\) of float32"),
+        "one row": ({name: rows[:1]}, ValueError, r"\(1, 3\) of float32"),
+        "more rows": ({name: np.concatenate([rows, rows])}, ValueError, r"expected \(\d, 3\)"),
+        "whole numbers": ({name: rows.astype(int)}, ValueError, "of int64"),
+        "truth values": ({name: rows.astype(bool)}, ValueError, "of bool"),
+        "a list": ({name: rows.tolist()}, TypeError, "of type list"),
+        "none": ({}, ValueError, r"inputs named \[\]"),
+        "more": (plan.inputs | {"more": rows}, ValueError, "'more'"),
+        "no dict": ([rows], TypeError, "a dict of arrays"),
+    }
+
+
+def test_inputs_that_do_not_fit():
+    batched = jedbatch.batch(double)
+    plan = batched.plan(P, [X, 2 * X])
+    for inputs, error, match in other_inputs(plan).values():
+        with pytest.raises(error, match=match):
+            batched.apply(P, plan, inputs=inputs)
+        with pytest.raises(error, match=match):
+            jax.eval_shape(lambda p, inputs=inputs: batched.apply(P, p, inputs=inputs), plan)
+    twice = jax.tree.map(lambda x: np.stack([x, x]), plan)
+    with pytest.raises(ValueError, match="which the plan was made for"):
+        batched.apply(P, twice)
+    doubled = {name: jnp.asarray(2 * rows) for name, rows in plan.inputs.items()}
+    assert batched.apply(P, plan, inputs=doubled).tolist() == [[2] * 3, [4] * 3]
+    with pytest.raises(TypeError, match="got no arguments"):
+        batched.apply()
