@@ -130,7 +130,7 @@ class Stopwatch:
             self.data.append(1.0)
 
 
-@pytest.mark.parametrize("mode", helpers.mostly_slow(harness.MODES, "training"))
+@pytest.mark.parametrize("mode", helpers.mostly_slow(harness.MODES, "inference"))
 def test_rivals_take_turns(mode):
     """Everybody computes the same loss, as often as we do; one by one, less often."""
     case = harness.Case("treelstm", 4, 4, mode)
@@ -206,7 +206,7 @@ def short_sentences(*lengths):
     return [(words[:n], label) for n, (words, label) in zip(lengths, longest, strict=True)]
 
 
-@pytest.mark.parametrize("mode", helpers.mostly_slow(padding.MODES, "training"))
+@pytest.mark.parametrize("mode", helpers.mostly_slow(padding.MODES, "inference"))
 def test_padded_sentences_are_the_loop(mode):
     """Scores; mean loss and its gradient."""
     params, sentences = encoder.parameters(64, layers=1), short_sentences(3, 5)
