@@ -1,0 +1,166 @@
+"""Instances that take turns, without anything to compute."""
+
+import contextvars
+
+import pytest
+
+from jedbatch._control_flow.fibers import PATIENCE, Fibers
+
+
+def run_all(fibers):
+    """Lets all go on until everybody waits, again and again; returns whose turns they were."""
+    rounds = []
+    while True:
+        turns = list(fibers.turns())
+        if turns:
+            rounds.append(turns)
+        if not fibers.waiting:
+            return rounds
+        fibers.resume()
+
+
+@pytest.mark.parametrize("steps", [[], [0], [2, 0, 1], [3, 3, 3]])
+def test_everybody_has_as_many_turns_as_he_waits_and_one_more(steps):
+    done = []
+
+    def run(i):
+        for k in range(steps[i]):
+            fibers.wait((i, k))
+        done.append(i)
+
+    fibers = Fibers(run, len(steps))
+    expected = [
+        [i for i, n in enumerate(steps) if n >= k] for k in range(max(steps, default=-1) + 1)
+    ]
+    assert run_all(fibers) == expected
+    assert sorted(done) == list(range(len(steps)))
+
+
+def test_reasons_are_those_of_who_waits():
+    fibers = Fibers(lambda i: fibers.wait(f"reason {i}") if i else None, 3)
+    list(fibers.turns())
+    assert set(fibers.waiting.values()) == {"reason 1", "reason 2"}
+    fibers.resume()
+    assert not fibers.waiting
+    list(fibers.turns())
+    assert not fibers.waiting
+
+
+def test_parts_take_turns_and_return_in_their_order():
+    order = []
+
+    def part(name, times):
+        def run():
+            for _ in range(times):
+                order.append(name)
+                fibers.wait(name)
+            return name
+
+        return run
+
+    found = []
+
+    def run(i):
+        found.append(fibers.together([part("a", 2), part("b", 1)]) if i == 0 else i)
+
+    fibers = Fibers(run, 2)
+    run_all(fibers)
+    assert order == ["a", "b", "a"]
+    assert found == [1, ["a", "b"]]
+
+
+def test_no_parts():
+    found = []
+    fibers = Fibers(lambda i: found.append(fibers.together([])), 1)
+    run_all(fibers)
+    assert found == [[]]
+
+
+def test_the_error_of_the_first_part_is_raised_when_all_are_done():
+    ended = []
+
+    def failing():
+        fibers.wait(None)
+        raise KeyError("first")
+
+    def other():
+        fibers.wait(None)
+        fibers.wait(None)
+        ended.append("other")
+        raise KeyError("second")
+
+    fibers = Fibers(lambda i: fibers.together([failing, other]), 1)
+    with pytest.raises(KeyError, match="first") as caught:
+        run_all(fibers)
+    assert ended == ["other"]
+    assert caught.value.__notes__ == ["This happened in instance 0."]
+
+
+def test_an_error_names_its_instance():
+    def run(i):
+        fibers.wait(i)
+        if i == 1:
+            raise ValueError("odd")
+
+    fibers = Fibers(run, 3)
+    list(fibers.turns())
+    fibers.resume()
+    with pytest.raises(ValueError, match="odd") as caught:
+        list(fibers.turns())
+    assert caught.value.__notes__ == ["This happened in instance 1."]
+    assert fibers.current == 1
+    assert not fibers.close()
+
+
+def test_context_variables_are_those_of_the_caller():
+    variable = contextvars.ContextVar("variable", default=0)
+    seen = {}
+
+    def run(i):
+        before = variable.get()
+        variable.set(i + 10)
+        fibers.wait(None)
+        seen[i] = before, variable.get()
+
+    variable.set(5)
+    fibers = Fibers(run, 2)
+    run_all(fibers)
+    assert seen == {0: (5, 10), 1: (5, 11)}
+    assert variable.get() == 5
+
+
+def test_who_is_stopped_cleans_up():
+    cleaned = []
+
+    def run(i):
+        try:
+            fibers.wait(None)
+        finally:
+            cleaned.append(i)
+            if i == 1:
+                raise OSError("while cleaning up")
+
+    fibers = Fibers(run, 3)
+    list(fibers.turns())
+    (error,) = fibers.close()
+    assert cleaned == [0, 1, 2]
+    assert str(error) == "while cleaning up"
+    assert not fibers.waiting
+    assert not list(fibers.turns())
+
+
+@pytest.mark.parametrize("times", [1, PATIENCE - 1])
+def test_who_catches_everything_is_told_again(times):
+    told = []
+
+    def run(i):
+        while len(told) < times:
+            try:
+                fibers.wait(None)
+            except BaseException:
+                told.append(i)
+
+    fibers = Fibers(run, 1)
+    list(fibers.turns())
+    assert not fibers.close()
+    assert len(told) == times
