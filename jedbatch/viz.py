@@ -79,7 +79,7 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
     styles = TypeStyles.of(whole)
     if instance is None:
         some = counted(whole.num_instances, "instance")
-        return draw_graph(whole, styles, f"Graph of {some}: {_content(whole)}")
+        return draw_graph(whole, styles, f"Graph of {some}: {_size_of_graph(whole)}")
     if isinstance(instance, bool) or not isinstance(instance, (int, np.integer)):
         raise TypeError(
             f"`viz.graph` got instance {checks.brief(instance)}; expected its index, or none "
@@ -92,7 +92,9 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
         )
     i = range(whole.num_instances)[instance]
     part = Graph.select([(whole, i)])
-    return draw_graph(part, styles.counted_in(part), f"Graph of instance {i}: {_content(part)}", i)
+    return draw_graph(
+        part, styles.counted_in(part), f"Graph of instance {i}: {_size_of_graph(part)}", i
+    )
 
 
 def batches(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
@@ -291,7 +293,7 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
     return whole, schedule
 
 
-def _content(graph: Graph) -> str:
+def _size_of_graph(graph: Graph) -> str:
     """Returns how much is in a graph, for a title."""
     types = len(np.unique(graph.node_type))
     return f"{counted(len(graph.node_type), 'node')} of {counted(types, 'type')}"

@@ -43,16 +43,16 @@ from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
 from jedbatch._program.lower import lower
 from jedbatch._program.output_spec import OutputSpec
-from jedbatch._program.returned import joined, rows_wanted, split
+from jedbatch._program.returned import joined, rows_wanted, split_outputs
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.deep import deeply
-from jedbatch._record.environment import Reached, Way
+from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.instance_arrays import flatten
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
 from jedbatch._session.outputs import Returned
-from jedbatch._session.pipeline import refuse
+from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.session import Session, shared_values
 from jedbatch._support.restored import Restored
 from jedbatch.errors import SymbolicValueError
@@ -184,7 +184,7 @@ class Stepwise:
         self.policy = policy
         self.results = results
         self._tracers: Sequence[Any] = ()  # of an outer transformation, met while recording
-        self._names: tuple[Way, ...] = ()  # of the arrays that the function reads beside
+        self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
 
     def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Reached) -> Any:
@@ -224,13 +224,13 @@ class Stepwise:
         @jax.custom_vjp
         def run(leaves, arrays, tracers, reached):
             outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
-            return split(outputs, self._latest.form.batch)
+            return split_outputs(outputs, self._latest.form.batch)
 
         def forwards(*primals):
             leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
             outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
             residuals = leaves, arrays, tracers, reached, self._latest.workspace.state
-            return split(outputs, self._latest.form.batch), residuals
+            return split_outputs(outputs, self._latest.form.batch), residuals
 
         run.defvjp(forwards, functools.partial(self._backwards, moving), symbolic_zeros=True)
         return run
@@ -247,7 +247,7 @@ class Stepwise:
         outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
         reverse, reverse_table = session.reverse(placed, signature, wanted=wanted)
-        refuse(reverse, None, -1, "a batched function")
+        refuse_derivative(reverse, None, -1, "a batched function")
         if workspace.trial is not None and wanted is None:
             workspace.trial.finish(placed, signature, (reverse, reverse_table))
         closed_over = session.program(signature)[1]
@@ -261,7 +261,7 @@ class Stepwise:
             position = session.registry.shared[index].tracer
             if isinstance(position, int):
                 of_tracers[position] = cotangent
-            elif isinstance(position, Way):
+            elif isinstance(position, AccessPath):
                 of_reached[self._names.index(position)] = cotangent
         of_arrays = workspace.pull_back(arrays, of_inputs) if moving else None
         return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached

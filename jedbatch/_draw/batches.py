@@ -30,7 +30,7 @@ HEAD_HEIGHT = 34  # pixels above the nodes of a box
 BOX_GAP = 12  # least pixels between boxes, where lines are seen
 
 
-def described(graph: Graph, schedule: Schedule) -> str:
+def schedule_in_words(graph: Graph, schedule: Schedule) -> str:
     """Returns a schedule in a sentence, with its certified lower bound."""
     sizes = np.diff(schedule.node_ptr)
     bound = lower_bound(graph)
@@ -101,8 +101,8 @@ def _draw_boxes(
     ends = boxes.left + boxes.wide
     canvas = Canvas(
         title,
-        f"{described(graph, schedule)} Left to right: as they run, nodes with the number of their "
-        "instance where there is room. Lines: from what is read to its reader.",
+        f"{schedule_in_words(graph, schedule)} Left to right: as they run, nodes with the number "
+        "of their instance where there is room. Lines: from what is read to its reader.",
         styles.legend(),
         max(SLIM_WIDTH, ends.max(initial=0) + MARGIN),
     )
@@ -160,7 +160,7 @@ def _draw_steps(
     bundles = Bundles.of(*(place[schedule.batch[end]] for end in graph.edges))
     canvas = Canvas(
         title,
-        f"{described(graph, schedule)} Height: the root of how many nodes. "
+        f"{schedule_in_words(graph, schedule)} Height: the root of how many nodes. "
         + (bundles.caption if edges else ""),
         width=Lanes.fit(styles, columns)[2],
     )

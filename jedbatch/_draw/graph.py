@@ -3,9 +3,9 @@
 Nodes go from left to right, each as far from the left as the longest path from the inputs is. Up
 to 400 of them are drawn one by one, an instance in a band of its own. Rows are found as in layered
 drawing of trees: every node wants to be in the middle of what it reads, and those of one level are
-moved apart as little as possible (`spread`, an isotonic regression). Larger graphs are counted:
-for every level and node type one disk whose area is the number of nodes, and for every two of
-them one bundle of edges.
+moved apart as little as possible (`spread_apart`, an isotonic regression). Larger graphs are
+counted: for every level and node type one disk whose area is the number of nodes, and for every two
+of them one bundle of edges.
 
 Sources: Sugiyama, Tagawa and Toda, Methods for visual understanding of hierarchical system
 structures, 1981 (levels, sweeps); Reingold and Tilford, Tidier drawings of trees, 1981.
@@ -47,7 +47,7 @@ DOT_DIAMETER = 14.0  # diameter of a node without a name, at most
 
 def draw_graph(graph: Graph, styles: TypeStyles, title: str, instance: int = 0) -> Picture:
     """Draws nodes by level, or how many there are; the first instance has a number."""
-    if len(graph.node_type) <= MAX_NODES and (plane := arrange(graph)).bands.pitch >= 4:
+    if len(graph.node_type) <= MAX_NODES and (plane := place_nodes(graph)).bands.pitch >= 4:
         return _draw_nodes(graph, styles, title, plane, instance)
     return _draw_levels(graph, styles, title)
 
@@ -110,7 +110,7 @@ class Plane(NamedTuple):
     bands: Bands
 
 
-def arrange(graph: Graph) -> Plane:
+def place_nodes(graph: Graph) -> Plane:
     """Places nodes, and instances in as many columns as make the nodes largest."""
     row = np.zeros(len(graph.node_type))
     heights = np.zeros(graph.num_instances)
@@ -146,11 +146,11 @@ def rows_of(graph: Graph, part: slice) -> np.ndarray:
                 [row[neighbours[n]].mean() if len(neighbours[n]) else row[n] for n in nodes]
             )
             order = np.argsort(wanted, kind="stable")
-            row[nodes[order]] = spread(wanted[order], weight[nodes[order]])
+            row[nodes[order]] = spread_apart(wanted[order], weight[nodes[order]])
     return row - row.min() if len(row) else row
 
 
-def spread(wanted: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def spread_apart(wanted: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Ascending places at least 1 apart, as close to ascending wishes as weighted squares count."""
     groups: list[tuple[float, float, int]] = []  # sums of wishes less positions and of weights
     for i, (place, w) in enumerate(zip(wanted.tolist(), weight.tolist(), strict=True)):

@@ -170,7 +170,9 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     layout, signature = placed.layout, lowered.signature
     space, within = layout.values
     row = np.append(begin[space] + within, placed.input_row[::-1])
-    modes = [np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types(placed)]
+    modes = [
+        np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types_and_kernels(placed)
+    ]
     position = {kernel: p for p, kernel in enumerate(placed.kernels)}
     for what, lane, trips in lowered.runs.tolist():
         k, reading = signature.bodies[what // NUM_WIDTHS]
@@ -179,7 +181,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         modes[p][:, lane:end] = np.array(reading, int)[:, None]
     parts = [np.zeros((4, 0), np.int64)]
     rows = operand_rows(placed, row)
-    for (t, kernel), operand_row, mode in zip(_types(placed), rows, modes, strict=True):
+    for (t, kernel), operand_row, mode in zip(_types_and_kernels(placed), rows, modes, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         for j, operand in enumerate(kernel.operands):
             arena = np.full(len(nodes), placed.arenas.index(stored(operand)))
@@ -189,7 +191,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     return arena, step, row, gathered.astype(bool)
 
 
-def _types(placed: Placement) -> Iterator[tuple[int, Any]]:
+def _types_and_kernels(placed: Placement) -> Iterator[tuple[int, Any]]:
     """The types of a minibatch and their kernels."""
     return zip(placed.type_ids, placed.kernels, strict=True)
 

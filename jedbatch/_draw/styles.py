@@ -55,7 +55,7 @@ class TypeStyles:
         of_type = np.full(len(graph.types), -1)
         of_type[present] = len(drawn)
         of_type[drawn] = np.arange(len(drawn))
-        names = numbered([graph.types[t].name for t in drawn])
+        names = numbered_names([graph.types[t].name for t in drawn])
         shades = colours(len(drawn))
         explained = [str(t) for t in graph.types]
         if len(drawn) < len(present):
@@ -90,7 +90,7 @@ class TypeStyles:
         return entries
 
 
-def numbered(names: Sequence[str]) -> list[str]:
+def numbered_names(names: Sequence[str]) -> list[str]:
     """Returns the names, those that occur more than once with a number."""
     return [
         name if names.count(name) == 1 else f"{name}.{names[: i + 1].count(name)}"

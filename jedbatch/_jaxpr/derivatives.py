@@ -32,7 +32,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 Partial = Sequence[Any]  # values, or None, which stands for zeros
 
 
-class Program:
+class DifferentiableProgram:
     """A function of arrays that is run, and differentiated, as a whole.
 
     Attributes:
@@ -45,10 +45,10 @@ class Program:
     def __init__(self, run: Callable, pull_back: Callable, known: Callable | None = None):
         self.run = run
         self.pull_back = pull_back
-        self.known: Callable = known or (lambda *args: (bind(self, args), []))
+        self.known: Callable = known or (lambda *args: (bind_program(self, args), []))
 
 
-class WithTangents(Program):
+class WithTangents(DifferentiableProgram):
     """A program of arguments and of tangents of some of them, with tangents as further results.
 
     Attributes:
@@ -58,7 +58,7 @@ class WithTangents(Program):
       flags: for each of its results, whether it has a tangent; known once it has run.
     """
 
-    def __init__(self, of: Program, which: Sequence[bool]):
+    def __init__(self, of: DifferentiableProgram, which: Sequence[bool]):
         super().__init__(self._run, self._pull_back)
         self.of = of
         self.moving = [i for i, there in enumerate(which) if there]
@@ -73,20 +73,20 @@ class WithTangents(Program):
         """The tangents of the results, None where there is none."""
         return spread_to(tangents, [i for i, there in enumerate(self.flags) if there], self.flags)
 
-    def tangents_only(self) -> Program:
+    def tangents_only(self) -> DifferentiableProgram:
         """The program without the results that are no tangents; to be used once it has run."""
         nothing = [None] * len(self.flags)
 
         def pull_back(args: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
             return self._pull_back(args, (), [*nothing, *cotangents], wanted)
 
-        return Program(lambda *args: self._run(*args)[len(nothing) :], pull_back)
+        return DifferentiableProgram(lambda *args: self._run(*args)[len(nothing) :], pull_back)
 
     def _run(self, *given: Any) -> list[Any]:
         args, tangents = given[: self.num_args], given[self.num_args :]
 
         def run(*moved: Any) -> tuple[list[Any], list[Any]]:
-            results = list(self.of.run(*_replaced(args, self.moving, moved)))
+            results = list(self.of.run(*with_replaced(args, self.moving, moved)))
             return list(filter(has_tangent, results)), results
 
         moved = [args[i] for i in self.moving]
@@ -101,7 +101,7 @@ class WithTangents(Program):
         of_results = list(cotangents[: len(self.flags)])
         of_tangents = self.spread(cotangents[len(self.flags) :])
         if all(c is None for c in of_tangents):
-            back = pulled_back(self.of, args, of_results, wanted)
+            back = pull_back_through(self.of, args, of_results, wanted)
             return [*back, *([None] * len(tangents))]
         both = [i for i, c in enumerate(of_results) if c is not None]
         for i in both:
@@ -110,8 +110,10 @@ class WithTangents(Program):
         there: list[int] = []
 
         def transposed(moved: Partial, exchanged: Partial) -> list[Any]:
-            full = _replaced(args, self.moving, moved)
-            found = pulled_back(self.of, full, _replaced(of_tangents, both, exchanged), wanted)
+            full = with_replaced(args, self.moving, moved)
+            found = pull_back_through(
+                self.of, full, with_replaced(of_tangents, both, exchanged), wanted
+            )
             there[:] = [i for i, x in enumerate(found) if x is not None]
             return [found[i] for i in there]
 
@@ -121,7 +123,9 @@ class WithTangents(Program):
         return [*spread_to(b, there, args), *(back[i] for i in self.moving)]
 
 
-def pulled_back(program: Program, args: Partial, cotangents: Partial, wanted: Any) -> list[Any]:
+def pull_back_through(
+    program: DifferentiableProgram, args: Partial, cotangents: Partial, wanted: Any
+) -> list[Any]:
     """Cotangents of the arguments of a program."""
     if all(c is None for c in cotangents):
         return [None] * len(args)
@@ -129,17 +133,21 @@ def pulled_back(program: Program, args: Partial, cotangents: Partial, wanted: An
     return program.pull_back(args, residuals, cotangents, wanted)
 
 
-def pushed_forward(program: Program, args: Sequence[Any], tangents: Partial) -> list[Any]:
+def push_forward_through(
+    program: DifferentiableProgram, args: Sequence[Any], tangents: Partial
+) -> list[Any]:
     """Tangents of the results of a program that are not numbers of a discrete kind."""
     moving = [i for i, t in enumerate(tangents) if t is not None]
 
     def run(*moved: Any) -> list[Any]:
-        return list(filter(has_tangent, bind(program, _replaced(args, moving, moved))))
+        return list(filter(has_tangent, bind_program(program, with_replaced(args, moving, moved))))
 
     return jax.jvp(run, [args[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
-def _batched(program: Program, axis: Any, dims: Sequence[Any], of_residuals: Any = 0) -> Program:
+def _batched(
+    program: DifferentiableProgram, axis: Any, dims: Sequence[Any], of_residuals: Any = 0
+) -> DifferentiableProgram:
     """A program of which some arguments, and residuals, are many along some axis.
 
     Args:
@@ -171,7 +179,7 @@ def _batched(program: Program, axis: Any, dims: Sequence[Any], of_residuals: Any
         return spread_to([_to(dims[i], x) for i, x in zip(there, back, strict=True)], there, args)
 
     axes = tuple(dims)
-    return Program(mapped(program.run, axes), pull_back, mapped(program.known, axes))
+    return DifferentiableProgram(mapped(program.run, axes), pull_back, mapped(program.known, axes))
 
 
 def _to(dim: int | None, x: Any) -> Any:
@@ -179,13 +187,13 @@ def _to(dim: int | None, x: Any) -> Any:
     return x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
 
 
-def bind(program: Program, args: Sequence[Any]) -> list[Any]:
+def bind_program(program: DifferentiableProgram, args: Sequence[Any]) -> list[Any]:
     """Runs a program, whatever transforms it."""
     primitive = with_tangents_p if isinstance(program, WithTangents) else program_p
     return primitive.bind(*args, program=program)
 
 
-def _replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -> list[Any]:
+def with_replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -> list[Any]:
     found = list(values)
     for i, x in zip(places, by, strict=True):
         found[i] = x
@@ -193,7 +201,7 @@ def _replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -
 
 
 def spread_to(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
-    return _replaced([None] * len(like), places, values)
+    return with_replaced([None] * len(like), places, values)
 
 
 def has_tangent(x: Any) -> bool:
@@ -233,25 +241,27 @@ with_tangents_p = _primitive("batched_program_with_tangents")
 tangents_p = _primitive("tangents_of_batched_program")
 
 
-def _run(*args: Any, program: Program) -> list[Any]:
+def _run_program(*args: Any, program: DifferentiableProgram) -> list[Any]:
     return list(program.run(*args))
 
 
-def _types(*avals: Any, program: Program) -> Any:
+def _result_types(*avals: Any, program: DifferentiableProgram) -> Any:
     return jax.make_jaxpr(program.run)(*avals).out_avals
 
 
-def _push(primals: Any, tangents: Any, *, program: Program) -> tuple[list[Any], list[Any]]:
+def _push(
+    primals: Any, tangents: Any, *, program: DifferentiableProgram
+) -> tuple[list[Any], list[Any]]:
     """The rule of forward mode."""
     which = [
         not isinstance(t, ad.Zero) and has_tangent(x)
         for x, t in zip(primals, tangents, strict=True)
     ]
     if not any(which):
-        results = bind(program, primals)
+        results = bind_program(program, primals)
         return results, [ad.Zero(_tangent_type(x)) for x in results]
     both = WithTangents(program, which)
-    found = bind(both, [*primals, *(tangents[i] for i in both.moving)])
+    found = bind_program(both, [*primals, *(tangents[i] for i in both.moving)])
     count = len(both.flags)
     dots = both.spread(found[count:])
     results = found[:count]
@@ -264,26 +274,26 @@ def _tangent_type(x: Any) -> Any:
     return jax.typeof(x).to_tangent_aval()
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, program: Program) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, program: DifferentiableProgram) -> Any:
     if all(d is None for d in dims):
-        results = bind(program, args)
+        results = bind_program(program, args)
         return results, [None] * len(results)
     if isinstance(program, WithTangents) and all(d is None for d in dims[: program.num_args]):
         # `jax.jacfwd` expects results that are the same for all tangents.
-        results = bind(program.of, args[: program.num_args])
+        results = bind_program(program.of, args[: program.num_args])
         program.note(results)
-        found = bind(_batched(program.tangents_only(), axis, dims), args)
+        found = bind_program(_batched(program.tangents_only(), axis, dims), args)
         return [*results, *found], [*([None] * len(results)), *([0] * len(found))]
-    results = bind(_batched(program, axis, dims), args)
+    results = bind_program(_batched(program, axis, dims), args)
     return results, [0] * len(results)
 
 
 for _p in (program_p, with_tangents_p):
-    _p.def_impl(_run)
-    _p.def_abstract_eval(_types)
+    _p.def_impl(_run_program)
+    _p.def_abstract_eval(_result_types)
     ad.primitive_jvps[_p] = _push
     batching.fancy_primitive_batchers[_p] = _batch
-    mlir.register_lowering(_p, mlir.lower_fun(_run, multiple_results=True))
+    mlir.register_lowering(_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
 def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
@@ -291,7 +301,7 @@ def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
     values = [t.pval.get_known() for t in tracers]
     args = values[: program.num_args]
     if not any(x is None for x in values):
-        return bind(program, values)
+        return bind_program(program, values)
     if any(x is None for x in args):
         with set_current_trace(trace):
             return program_p.bind(*tracers, program=program)
@@ -335,14 +345,16 @@ pe.custom_partial_eval_rules[with_tangents_p] = _split
 pe.partial_eval_jaxpr_custom_rules[with_tangents_p] = _split_equation
 
 
-def _cut(operands: Sequence[Any], program: WithTangents, count: int) -> tuple[Any, Any, Any]:
+def _split_operands(
+    operands: Sequence[Any], program: WithTangents, count: int
+) -> tuple[Any, Any, Any]:
     """(arguments, residuals, tangents) of `tangents_p`."""
     start = program.num_args
     return operands[:start], operands[start : start + count], operands[start + count :]
 
 
 def _run_tangents(*operands: Any, program: WithTangents, count: int, avals: Any) -> list[Any]:
-    args, _, tangents = _cut(operands, program, count)
+    args, _, tangents = _split_operands(operands, program, count)
     return program.run(*args, *tangents)[-len(avals) :] if avals else []
 
 
@@ -350,8 +362,8 @@ def _push_tangents(
     primals: Any, dots: Any, *, program: WithTangents, count: int, avals: Any
 ) -> tuple[Any, Any]:
     """Forward mode over tangents; residuals follow from arguments, so they do not move."""
-    args, _, tangents = _cut(primals, program, count)
-    of_args, _, of_tangents = _cut(dots, program, count)
+    args, _, tangents = _split_operands(primals, program, count)
+    of_args, _, of_tangents = _split_operands(dots, program, count)
     results, found = _push((*args, *tangents), (*of_args, *of_tangents), program=program)
     first = len(results) - len(avals)
     return results[first:], found[first:]
@@ -360,7 +372,7 @@ def _push_tangents(
 def _transpose_tangents(
     cotangents: Any, *operands: Any, program: WithTangents, count: int, avals: Any
 ) -> list[Any]:
-    args, residuals, tangents = _cut(operands, program, count)
+    args, residuals, tangents = _split_operands(operands, program, count)
     given = [None if isinstance(c, ad.Zero) else c for c in cotangents]
     linear = list(map(ad.is_undefined_primal, tangents))
     back: list[Any] = [None] * len(args)
@@ -380,8 +392,8 @@ def _transpose_tangents(
 def _batch_tangents(
     axis: Any, operands: Any, dims: Any, *, program: WithTangents, count: int, avals: Any
 ) -> Any:
-    args, residuals, tangents = map(list, _cut(operands, program, count))
-    dims, of_residuals, of_tangents = map(list, _cut(dims, program, count))
+    args, residuals, tangents = map(list, _split_operands(operands, program, count))
+    dims, of_residuals, of_tangents = map(list, _split_operands(dims, program, count))
     for k, i in enumerate(program.moving):
         if dims[i] is not None or of_tangents[k] is not None:
             args[i] = _at_front(args[i], dims[i], axis.size)

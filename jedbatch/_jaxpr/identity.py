@@ -130,7 +130,7 @@ def attributes(value: Any, above: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
 def attribute_names(value: Any) -> list[str]:
     """Names of what an object has in slots and in its dict."""
     kind: Any = type(value)
-    slots = [name for name in _slots(kind) if hasattr(value, name)]
+    slots = [name for name in _slot_names(kind) if hasattr(value, name)]
     return [*slots, *getattr(value, "__dict__", ())]
 
 
@@ -211,7 +211,7 @@ def _content(value: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=512)
-def _slots(kind: type) -> tuple[str, ...]:
+def _slot_names(kind: type) -> tuple[str, ...]:
     """Names of the slots of a class, if it was made by `class`, and of those it is derived from."""
     slot = types.MemberDescriptorType
     found = [name for k in kind.__mro__ for name, x in vars(k).items() if type(x) is slot]
@@ -222,5 +222,5 @@ def _slots(kind: type) -> tuple[str, ...]:
 def is_all_python(kind: type) -> bool:
     """Returns whether objects of a class have attributes alone, nothing that C code might keep."""
     extra = (kind.__weakrefoffset__ > 0) + (kind.__dictoffset__ > 0)
-    size = object.__basicsize__ + _POINTER * (len(_slots(kind)) + extra)
+    size = object.__basicsize__ + _POINTER * (len(_slot_names(kind)) + extra)
     return kind.__basicsize__ == size and not kind.__itemsize__

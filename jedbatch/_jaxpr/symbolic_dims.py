@@ -148,7 +148,7 @@ def _asker(frame: Any) -> tuple[Any, str]:
     return frame, role
 
 
-def refuse(what: str, frame: Any, error: type = LengthDecisionError) -> None:
+def refuse_decision(what: str, frame: Any, error: type = LengthDecisionError) -> None:
     """Raises an error of what Python does with the length of an array."""
     reason = f"Python {what} at {frame.f_code.co_filename}:{frame.f_lineno}"
     if _asked.questions is not None:
@@ -158,7 +158,7 @@ def refuse(what: str, frame: Any, error: type = LengthDecisionError) -> None:
 
 def refuse_iteration(frame: Any) -> None:
     """Raises an error of a loop over the rows of an array of unknown length."""
-    refuse("loops over the rows of an array", frame, LengthNeededError)
+    refuse_decision("loops over the rows of an array", frame, LengthNeededError)
 
 
 def refuse_writing(frame: Any) -> None:
@@ -169,7 +169,7 @@ def refuse_writing(frame: Any) -> None:
     if _asked.questions is not None:
         frame, role = _asker(frame)
         if role not in OURS:
-            refuse("writes a number", frame)
+            refuse_decision("writes a number", frame)
 
 
 def _ask(a: Any, b: Any, frame: Any) -> None:
@@ -185,10 +185,10 @@ def _ask(a: Any, b: Any, frame: Any) -> None:
         if decides:
             while not is_user_code(frame) and frame.f_back is not None:
                 frame = frame.f_back
-            refuse("compares arrays of different lengths", frame)
+            refuse_decision("compares arrays of different lengths", frame)
     if role in OURS:
         return
-    refuse("decides on the length of an array", frame)
+    refuse_decision("decides on the length of an array", frame)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,7 +239,7 @@ def _writing(write: Callable) -> Callable:
         if _asked.questions is not None:
             frame, role = _asker(sys._getframe(1))
             if role not in OURS:
-                refuse("writes the length of an array", frame)
+                refuse_decision("writes the length of an array", frame)
         return write(self, *args, **kwargs)
 
     return method
@@ -297,13 +297,13 @@ class Extent(Base):
     def __bool__(self) -> bool:
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
-            refuse("decides on the length of an array", frame)
+            refuse_decision("decides on the length of an array", frame)
         return True
 
     def __index__(self) -> int:
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
-            refuse("needs the length of an array as a number", frame, LengthNeededError)
+            refuse_decision("needs the length of an array as a number", frame, LengthNeededError)
         raise TypeError("the length of an array is not known while this is traced")
 
     def __hash__(self) -> int:
@@ -502,7 +502,7 @@ def extents_in(value: Any) -> Iterator[Any]:
                 yield from extents_in(v.aval.shape)
 
 
-def numbered(extent: Any, numbers: dict[str, int]) -> Hashable:
+def numbered_extent(extent: Any, numbers: dict[str, int]) -> Hashable:
     """An extent with numbers for symbols; a new one gets the next number."""
     if not isinstance(extent, Base):
         return extent

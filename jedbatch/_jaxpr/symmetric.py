@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from jedbatch._jaxpr.derivatives import (
+    DifferentiableProgram,
     Partial,
-    Program,
-    bind,
+    bind_program,
     has_tangent,
-    pushed_forward,
+    push_forward_through,
     spread_to,
 )
 from jedbatch._jaxpr.interpret import any_performs
 
 
-class Symmetric(Program):
+class Symmetric(DifferentiableProgram):
     """A program whose reverse is a loop too, which JAX cannot reverse either.
 
     With its cotangents c, the reverse gives the gradient with respect to x of the number <c, f(x)>.
@@ -44,9 +44,9 @@ class Symmetric(Program):
         """Prepares a program.
 
         Args:
-          run: see `Program`.
-          known: see `Program`.
-          pull_back: see `Program`.
+          run: see `DifferentiableProgram`.
+          known: see `DifferentiableProgram`.
+          pull_back: see `DifferentiableProgram`.
           refuse: raises an error if the reverse need not be a derivative, since it is a rule of the
             user's.
         """
@@ -54,11 +54,11 @@ class Symmetric(Program):
         self.run_known = known
         self.sweep = pull_back
         self.refuse = refuse
-        self.save = Program(self._save, self._pull_back_save)
+        self.save = DifferentiableProgram(self._save, self._pull_back_save)
         self.num_results = 0  # known once it has run
 
     def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
-        found = bind(self.save, args)
+        found = bind_program(self.save, args)
         return found[: self.num_results], found[self.num_results :]
 
     def _save(self, *args: Any) -> list[Any]:
@@ -74,17 +74,17 @@ class Symmetric(Program):
     def _pull_back(self, args: Partial, residuals: Any, cotangents: Partial, wanted: Any) -> Any:
         reverse = _Reverse(self, len(args), cotangents, wanted)
         given = [c for c in cotangents if c is not None]
-        return reverse.spread(bind(reverse, [*args, *residuals, *given]))
+        return reverse.spread(bind_program(reverse, [*args, *residuals, *given]))
 
 
-class _Reverse(Program):
+class _Reverse(DifferentiableProgram):
     """The reverse of a program, from (arguments, residuals, cotangents), as a program.
 
     Attributes:
       of: the program.
       num_args: how many arguments that has.
       exist: which of its results have a cotangent, and how many results there are.
-      wanted: see `Program.pull_back`.
+      wanted: see `DifferentiableProgram.pull_back`.
       places: of the cotangents that come out among those of all arguments; known once it has run.
     """
 
@@ -125,7 +125,7 @@ class _Reverse(Program):
         return [*found[: self.num_args], *nothing, *found[self.num_args :]]
 
 
-class _Both(Program):
+class _Both(DifferentiableProgram):
     """From (x, c) to the reverse of a program, with a place for each argument, and the results."""
 
     def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
@@ -149,7 +149,7 @@ class _Both(Program):
     def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
         self.reverse.of.refuse()
         tangents = [c if has_tangent(x) else None for x, c in zip(given, cotangents, strict=True)]
-        return spread_tangents(pushed_forward(self, given, tangents), given)
+        return spread_tangents(push_forward_through(self, given, tangents), given)
 
 
 def spread_tangents(tangents: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ def run_differentiably(
         found = pull_back(arguments, kept[:count], kept[count:], cotangents)
         return tree.flatten_up_to(found)
 
-    return bind(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
+    return bind_program(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
 
 
 def refuse_rules(subject: str, equations: Sequence[Any]) -> None:

@@ -45,7 +45,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.interpret import reads, run_equation, run_equations
 from jedbatch._jaxpr.versions import is_program
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
-from jedbatch._kernel.products import CellProgram, Product, join, split, taken_apart, total
+from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of, taken_apart
 
 
 def fused(closed: Any, num_shared: int) -> Any:
@@ -59,11 +59,11 @@ def fused(closed: Any, num_shared: int) -> Any:
     Returns:
       A program of the same results; `closed` itself if no product can be saved.
     """
-    best = put_together(closed, num_shared)
+    best = stack_products(closed, num_shared)
     if count_products(best, num_shared) > 1:
         apart = taken_apart(closed, num_shared)
         if apart is not None:
-            again = put_together(apart, num_shared)
+            again = stack_products(apart, num_shared)
             if count_products(again, num_shared) < count_products(best, num_shared):
                 return again
     return best
@@ -237,7 +237,7 @@ class Step(NamedTuple):
     run: Callable[[dict[Any, Any]], None]
 
 
-def put_together(closed: Any, num_shared: int) -> Any:
+def stack_products(closed: Any, num_shared: int) -> Any:
     """The program with its products put together; `closed` itself if none can be."""
     program = CellProgram(closed, num_shared)
     if not program.products:
@@ -267,7 +267,7 @@ def put_together(closed: Any, num_shared: int) -> Any:
             constants = [x for c in late for x in columns[c].constants]
             steps.append(_sum_step(v, [*(x for c in mine for x in parts[c]), *constants, *others]))
     results = [v for v in program.jaxpr.outvars if isinstance(v, Var)]
-    return program.traced(functools.partial(_run, steps, results))
+    return program.traced(functools.partial(_run_steps, steps, results))
 
 
 def is_better_packed(products: Sequence[Product]) -> bool:
@@ -276,7 +276,7 @@ def is_better_packed(products: Sequence[Product]) -> bool:
     return bool(others) or (first.weight_axis == 1 and first.kind.free == ())
 
 
-def _run(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any]) -> None:
+def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any]) -> None:
     """Runs the steps that the results depend on; of two that write a key, the later one."""
     maker = {key: i for i, step in enumerate(steps) for key in step.writes}
     after: dict[int, list[int]] = {}
@@ -296,7 +296,7 @@ def _equation_step(jaxpr: Any, eqn: Any) -> Step:
 
 
 def _sum_step(v: Any, terms: Sequence[Any]) -> Step:
-    return Step(terms, [v], lambda env: env.update({v: total([env[x] for x in terms])}))
+    return Step(terms, [v], lambda env: env.update({v: sum_of([env[x] for x in terms])}))
 
 
 def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
@@ -315,7 +315,7 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
 
     def pack(env: dict[Any, Any]) -> Any:
         blocks = [
-            [total([p.matrix(env) for p in grid.entries[r, c]]) for c in first.columns]
+            [sum_of([p.matrix(env) for p in grid.entries[r, c]]) for c in first.columns]
             for r in first.rows
         ]
         return join([join(row, 1) for row in blocks], 0)
@@ -323,7 +323,7 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
     def bias(rectangle: Rectangle, env: dict[Any, Any]) -> Any:
         each = [[env[v] for v in constants.get((c, rectangle), ())] for c in rectangle.columns]
         found = [
-            total(x) if x else kind.zeros(width) for x, width in zip(each, widths, strict=True)
+            sum_of(x) if x else kind.zeros(width) for x, width in zip(each, widths, strict=True)
         ]
         return join(found, kind.axis)
 
@@ -333,7 +333,7 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
         if any_constants:
             result = lax.add(result, _stack([bias(x, env) for x in group]))
         for x, row in zip(group, _unstack(result, len(group)), strict=True):
-            pieces = split(row, widths, kind.axis)
+            pieces = split_sizes(row, widths, kind.axis)
             env.update(zip(((c, x) for c in x.columns), pieces, strict=True))
 
     needed = [grid.rows[r] for x in group for r in x.rows]

@@ -201,12 +201,12 @@ def join(parts: Sequence[Any], axis: int) -> Any:
     return lax.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
-def split(x: Any, sizes: Sequence[int], axis: int) -> Sequence[Any]:
+def split_sizes(x: Any, sizes: Sequence[int], axis: int) -> Sequence[Any]:
     """Pieces of some sizes."""
     return lax.split(x, sizes, axis) if len(sizes) > 1 else [x]
 
 
-def total(values: Sequence[Any]) -> Any:
+def sum_of(values: Sequence[Any]) -> Any:
     """The sum, from left to right."""
     return functools.reduce(lax.add, values)
 
@@ -237,13 +237,13 @@ def taken_apart(closed: Any, num_shared: int) -> Any:
     def multiply(p: Product, widths: Sequence[int], env: dict[Any, Any]) -> list[Any]:
         """A product in pieces, each a sum over parts of its row."""
         rows = [env[x] for x in rows_of(p)]
-        bands = split(p.matrix(env), [x.shape[p.kind.row_axis] for x in rows], 0)
-        blocks = zip(*(split(band, widths, 1) for band in bands), strict=True)
-        return [total(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
+        bands = split_sizes(p.matrix(env), [x.shape[p.kind.row_axis] for x in rows], 0)
+        blocks = zip(*(split_sizes(band, widths, 1) for band in bands), strict=True)
+        return [sum_of(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
 
     def pieces(v: Any, widths: Sequence[int], axis: int, env: dict[Any, Any]) -> Sequence[Any]:
         if not can_split(v, axis):
-            return split(env[v], widths, axis)
+            return split_sizes(env[v], widths, axis)
         if v in products:
             return multiply(products[v], widths, env)
         return list(map(lax.add, *(pieces(x, widths, axis, env) for x in maker[v].invars)))

@@ -294,7 +294,7 @@ class KernelVjp:
         forward = inlined(forward)
         jaxpr = forward.jaxpr
         cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
-        results, rows, leaves = (list(part) for part in _cut(jaxpr.outvars, cuts))
+        results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
         backward = jax.make_jaxpr(back)(
             [shape_of(v) for v in leaves],
             [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self.returned],
@@ -570,7 +570,7 @@ def _recomputable(kernel: Any) -> dict[Any, list[Any]]:
     return again
 
 
-def _cut(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
+def _cut_at(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
     """The items cut at some places."""
     ends = [0, *places, len(items)]
     return [items[a:b] for a, b in itertools.pairwise(ends)]

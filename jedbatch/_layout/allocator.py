@@ -132,7 +132,7 @@ def allocate(
     size, first, last = _blocks(size, first, last)
     bound = live_bound(size, first, last)
     enough = (1 + slack) * bound
-    best = _scan(size, first, last)
+    best = _scan_through_time(size, first, last)
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
@@ -188,7 +188,7 @@ def _blocks(size, first, last) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return size, first, last
 
 
-def _scan(size: np.ndarray, first: np.ndarray, last: np.ndarray) -> Allocation:
+def _scan_through_time(size: np.ndarray, first: np.ndarray, last: np.ndarray) -> Allocation:
     """Each block in the smallest gap that fits when its time comes, the larger of a step first."""
     begin = np.lexsort((-size, first))
     begin = begin[size[begin] > 0]

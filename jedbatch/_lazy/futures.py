@@ -117,7 +117,7 @@ LOST = Settled(
 )
 
 
-def _by_value(what: str, convert: Callable) -> Callable:
+def _by_computed_value(what: str, convert: Callable) -> Callable:
     """A method that needs the value, and has everything computed if need be."""
 
     def method(self: "Awaited", *args: Any, **kwargs: Any) -> Any:
@@ -160,17 +160,17 @@ class Awaited(Symbol):
     __slots__ = ()
     outcome: Outcome | None
 
-    __bool__ = _by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
-    __int__ = _by_value("`int()`", int)
-    __float__ = _by_value("`float()`", float)
-    __complex__ = _by_value("`complex()`", complex)
-    __index__ = _by_value("`range()` or indexing a Python list", operator.index)
-    __reduce__ = _by_value("pickling or copying", lambda value: value.__reduce__())
-    item = _by_value("`.item()`", lambda value, *args: value.item(*args))
-    tolist = _by_value("`.tolist()`", lambda value: value.tolist())
-    tobytes = _by_value("`.tobytes()`", lambda value, *args: value.tobytes(*args))
-    __format__ = _by_value("formatting", format)
-    _numpy = _by_value("`numpy.asarray`", _as_array)
+    __bool__ = _by_computed_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
+    __int__ = _by_computed_value("`int()`", int)
+    __float__ = _by_computed_value("`float()`", float)
+    __complex__ = _by_computed_value("`complex()`", complex)
+    __index__ = _by_computed_value("`range()` or indexing a Python list", operator.index)
+    __reduce__ = _by_computed_value("pickling or copying", lambda value: value.__reduce__())
+    item = _by_computed_value("`.item()`", lambda value, *args: value.item(*args))
+    tolist = _by_computed_value("`.tolist()`", lambda value: value.tolist())
+    tobytes = _by_computed_value("`.tobytes()`", lambda value, *args: value.tobytes(*args))
+    __format__ = _by_computed_value("formatting", format)
+    _numpy = _by_computed_value("`numpy.asarray`", _as_array)
 
     sharding = _of_value("sharding")
     committed = _of_value("committed")

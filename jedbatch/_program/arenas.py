@@ -23,7 +23,7 @@ def row(form: TableLayout, table: Any, name: tuple, *index: int, start: Any = 0,
     for i, length in zip(index, shape, strict=False):
         stride //= length
         offset = offset + i * stride
-    return cut(table, offset + start, size or shape[-1])
+    return slice_rows(table, offset + start, size or shape[-1])
 
 
 def take(arena: Any, rows: Any) -> Any:
@@ -31,7 +31,7 @@ def take(arena: Any, rows: Any) -> Any:
     return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def cut(arena: Any, start: Any, size: int) -> Any:
+def slice_rows(arena: Any, start: Any, size: int) -> Any:
     """Consecutive rows of an arena."""
     return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
 
@@ -42,7 +42,7 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
 
 
-def spread(flags: Any, x: Any) -> Any:
+def broadcast_flags(flags: Any, x: Any) -> Any:
     """Flags of the leading axes of x, in as many dimensions as x has."""
     return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
@@ -50,10 +50,10 @@ def spread(flags: Any, x: Any) -> Any:
 def read(arena: Any, first: Any, mode: int, width: int) -> Any:
     """Rows of an arena from the first one on, as many as there are lanes (see `_layout.access`)."""
     if mode == SLICE:
-        return cut(arena, first, width)
+        return slice_rows(arena, first, width)
     if mode == BROADCAST:
-        return jnp.broadcast_to(cut(arena, first, 1), (width, *arena.shape[1:]))
-    return cut(arena, first, STRIDE * width)[::STRIDE]
+        return jnp.broadcast_to(slice_rows(arena, first, 1), (width, *arena.shape[1:]))
+    return slice_rows(arena, first, STRIDE * width)[::STRIDE]
 
 
 def isolated(target: Target, lane: Any, read: Any, write: Callable, state: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 
 from jedbatch._graph.types import operation_of
-from jedbatch._jaxpr.derivatives import bind
+from jedbatch._jaxpr.derivatives import bind_program
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import MAX_SLOTS
-from jedbatch._program.returned import Pieces, joined, split
+from jedbatch._program.returned import Pieces, joined, split_outputs
 from jedbatch._program.signature import Signature
 
 
@@ -60,7 +60,7 @@ class Differentiable:
     def __call__(self, *args: Any) -> Pieces:
         """The rows returned from each arena, in pieces."""
         given, self.tree = jax.tree.flatten(args)
-        found = bind(self.program, given)
+        found = bind_program(self.program, given)
         return jax.tree.unflatten(self.pieces, found)
 
     def _given(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
@@ -68,7 +68,7 @@ class Differentiable:
         return jax.tree.unflatten(self.tree, args)
 
     def _split(self, outputs: Sequence[Any]) -> list[Any]:
-        pieces, self.pieces = jax.tree.flatten(split(outputs, self.batch))
+        pieces, self.pieces = jax.tree.flatten(split_outputs(outputs, self.batch))
         return pieces
 
     def _run(self, *args: Any) -> list[Any]:

@@ -36,7 +36,16 @@ from jedbatch._kernel.vjp import differentiable
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.access import GATHER, Reading, extent
 from jedbatch._layout.bucketing import Buckets
-from jedbatch._program.arenas import cut, empty, isolated, put, read, row, spread, take
+from jedbatch._program.arenas import (
+    broadcast_flags,
+    empty,
+    isolated,
+    put,
+    read,
+    row,
+    slice_rows,
+    take,
+)
 from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
@@ -80,12 +89,12 @@ class Forward:
         arenas = [empty(*kind) for kind in zip(signature.rows, signature.arenas, strict=True)]
         for a, (kind, rows) in enumerate(zip(before.arenas, before.inputs, strict=True)):
             new = signature._arena_ids[kind]
-            arenas[new] = put(arenas[new], cut(state[0][a], 0, rows), 0)
+            arenas[new] = put(arenas[new], slice_rows(state[0][a], 0, rows), 0)
         saved = list(self.start([x[:0] for x in arenas])[1])
         for k, (kernel, lanes) in enumerate(zip(before.kernels, before.lanes, strict=True)):
             new = signature.kernels.index(kernel)
             for s, t in enumerate(kernel.results):
-                rows = cut(state[0][before.arena(t)], before.bases[k][s], lanes)
+                rows = slice_rows(state[0][before.arena(t)], before.bases[k][s], lanes)
                 a = signature.arena(t)
                 arenas[a] = put(arenas[a], rows, signature.bases[new][s])
             if self.saving:
@@ -252,14 +261,16 @@ class Backward:
         for s, t in enumerate(kernel.results):
             a = forward.arena(t)
             again = s in back.results_read
-            results.append(cut(arenas[a], forward.bases[k][s] + lane, width) if again else None)
+            results.append(
+                slice_rows(arenas[a], forward.bases[k][s] + lane, width) if again else None
+            )
             name = ("readers", k, s)
             moving = s in back.returned
             given.append(
                 self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
             )
         places = self.sent(k, tables[1], lane)
-        kept = [cut(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
+        kept = [slice_rows(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
         alive = {
             s: self.alive(k, s, tables, lane, width)
             for s in back.returned
@@ -275,7 +286,9 @@ class Backward:
             for j, out in zip(inexact, sent, strict=True):
                 if signature.tells and back.flow[j]:  # else nobody reads what is not alive
                     flags = [alive[s] for s in sorted(back.flow[j])]
-                    out = where_alive(spread(functools.reduce(jnp.logical_or, flags), out), out)
+                    out = where_alive(
+                        broadcast_flags(functools.reduce(jnp.logical_or, flags), out), out
+                    )
                 a = forward.arena(kernel.operands[j])
                 cotangents[a] = put(cotangents[a], out, places[j])
             mine = list(rooms[k])
@@ -350,12 +363,12 @@ class Backward:
 
         def rows_of(lane, width):
             operands = self.forward.operands(k, tables[0], arenas, lane, width)
-            kept = [cut(rows, lane, width) for rows in saved]
+            kept = [slice_rows(rows, lane, width) for rows in saved]
             return jax.vmap(tap.rows, axis_size=width)(operands, kept)
 
         def cotangents_of(lane, width):
             if not back.is_leaf:
-                return [cut(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
+                return [slice_rows(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
             results = [back.echoed[c] for c in tap.cotangents]
             found = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
             return [
@@ -399,12 +412,15 @@ def tap_gradient(
         alive = alive_of(lane, width)
         triples = zip(alive, cotangents_of(lane, width), tap.shapes, strict=True)
         given = [
-            where_alive(spread(flags, x), x).reshape(len(x), *shape) for flags, x, shape in triples
+            where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
+            for flags, x, shape in triples
         ]
         live = functools.reduce(jnp.logical_or, alive)
         rows = rows_of(lane, width)
         others = [jnp.zeros_like(x) for x in rows] if tap.linear else first
-        rows = [jnp.where(spread(live, x), x, y) for x, y in zip(rows, others, strict=True)]
+        rows = [
+            jnp.where(broadcast_flags(live, x), x, y) for x, y in zip(rows, others, strict=True)
+        ]
         total = list(total)
         if tap.linear:
             found = tap.added([total[c] for c in tap.consts], consts, rows, given)

@@ -17,7 +17,7 @@ from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_ki
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.plan import input_name
-from jedbatch._program.returned import split
+from jedbatch._program.returned import split_outputs
 from jedbatch._program.signature import Signature
 
 
@@ -89,7 +89,7 @@ def results_from(
     Arenas return rows or, already, pieces of them (see `_program.returned`).
     """
     if not any(isinstance(x, list) for x in outputs):
-        outputs = split(outputs, form.batch)
+        outputs = split_outputs(outputs, form.batch)
     on_host = functools.cache(lambda stage, result: _on_host(packed[stage][result]))
 
     def leaf(kind: Kind, place: Any) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.arenas import cut, row
+from jedbatch._program.arenas import row, slice_rows
 from jedbatch._program.instructions import InstructionSet
 from jedbatch._program.tables import TableLayout
 
@@ -117,7 +117,7 @@ def run_branches(
 
     def step(i, state):
         offset, (_, columns) = form.places["instructions",]
-        number, trips, *lanes = cut(table, offset + i * columns, columns)
+        number, trips, *lanes = slice_rows(table, offset + i * columns, columns)
         return lax.switch(number, branches, trips, lanes, state)
 
     return lax.fori_loop(0, row(form, table, ("num_instructions",))[0], step, state)
@@ -130,7 +130,7 @@ def sweep(
 
     def step(i, state):
         offset, (_, columns) = form.places["instructions",]
-        found = cut(table, offset + i * columns, columns)
+        found = slice_rows(table, offset + i * columns, columns)
         return choose(bodies, (jnp.int32(0), found, state))[2]
 
     if not bodies:  # nothing to do but to return inputs

@@ -26,7 +26,7 @@ ALL_ROWS = 0  # rows of a piece, where it is all there are
 Pieces = tuple[list[Any], ...]  # of each arena
 
 
-def split(outputs: Sequence[Any], batch: int | None) -> Pieces:
+def split_outputs(outputs: Sequence[Any], batch: int | None) -> Pieces:
     """The rows returned from each arena, `batch` at a time or one by one."""
     if batch == ALL_ROWS:
         return tuple([rows] for rows in outputs)

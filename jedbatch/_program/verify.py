@@ -186,7 +186,7 @@ class Trial:
         widths_by_body = [
             signature.kernels[k].buckets.widths[: signature.widest[k]] for k, _ in signature.bodies
         ]
-        for body, width, lane in chunks_of(table, signature, widths_by_body):
+        for body, width, lane in chunks_in_table(table, signature, widths_by_body):
             k, reading = signature.bodies[body]
             self._chunk(table, k, width, lane, reading, keeps)
             self.chunks += 1
@@ -292,7 +292,7 @@ def check_apart(spans: list[tuple[int, int, str]], rows: int, what: str) -> None
     require(end <= rows, f"{what} of {before} end at {end}, beyond {rows}")
 
 
-def chunks_of(
+def chunks_in_table(
     table: np.ndarray, signature: Any, widths: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (number, width, first lane) of all chunks of a table in the order they run in.

@@ -6,17 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.verify import Trial, check_apart, chunks_of, require
-
-
-def differentiable(value_type: ValueType) -> bool:
-    """Returns whether values of a type have a cotangent."""
-    return has_gradient(value_type.dtype)
+from jedbatch._program.verify import Trial, check_apart, chunks_in_table, require
 
 
 def flow(kernel: Kernel) -> list[set[int]]:
@@ -76,7 +71,7 @@ class ReverseTrial:
         ]
         of_sums = forward.target.sums.widths
         widths += [tuple(w for w in of_sums if w <= rows) for rows in signature.sums]
-        for number, width, lane in chunks_of(table, signature, widths):
+        for number, width, lane in chunks_in_table(table, signature, widths):
             if number < len(forward.kernels):
                 self._chunk(table, number, width, lane)
             else:

@@ -52,7 +52,7 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     name, params = eqn.primitive.name, eqn.params
     ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
     if name == "scan" and (ragged or symbols_in(params["length"])):
-        return _scan(eqn, ragged)
+        return _scanned_axes(eqn, ragged)
     if name in ELEMENTWISE_OPERATIONS or name in SOURCES:
         return []
     if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
@@ -72,7 +72,7 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     return [(i, a) for i, a in ragged if rule(eqn, params, i, a)]
 
 
-def _scan(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _scanned_axes(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Returns the axes that a loop runs along."""
     first = sum(scan_parts(eqn))
     if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):

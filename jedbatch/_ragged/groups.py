@@ -42,7 +42,7 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
     for end, length in enumerate(lengths.tolist(), 1):
         options = []
         for begin in range(end):
-            slots = _slots(totals[end] - totals[begin])
+            slots = _num_slots(totals[end] - totals[begin])
             cost, groups = best[begin]
             cost += START_PAIRS + slots * length * length
             options.append((cost, [*groups, (length, slots)]))
@@ -51,7 +51,7 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
     return tuple(length for length, _ in cheapest), tuple(slots for _, slots in cheapest)
 
 
-def _slots(calls: int) -> int:
+def _num_slots(calls: int) -> int:
     return -(-int(calls * GROUP_HEADROOM) // SLOT_STEP) * SLOT_STEP
 
 

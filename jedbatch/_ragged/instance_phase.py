@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._jaxpr.derivatives import with_replaced
 from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
-from jedbatch._program.arenas import spread, take
+from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
 from jedbatch._ragged.packing import PackedBatch, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
@@ -117,7 +118,7 @@ class InstanceGroup:
         """Returns cotangents of a variable; zeros for rows that do not exist."""
         exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
         x = self.read(variable, x)
-        return jnp.where(spread(exist, x), x, 0)
+        return jnp.where(broadcast_flags(exist, x), x, 0)
 
 
 class InstancePhase:
@@ -189,8 +190,8 @@ class InstancePhase:
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
 
             def forward(some_shared, some_blocks):
-                all_shared = _replaced(shared, moving_shared, some_shared)
-                made = self._lanes(group, all_shared, _replaced(blocks, moving, some_blocks))
+                all_shared = with_replaced(shared, moving_shared, some_shared)
+                made = self._lanes(group, all_shared, with_replaced(blocks, moving, some_blocks))
                 return [made[i] for i in returned]
 
             _, pull_back = jax.vjp(
@@ -226,8 +227,8 @@ class InstancePhase:
             of_shared, of_operands = self._each_group(batch, zeros, body)
         nones = [None] * len(shared), [None] * len(operands)
         return (
-            _replaced(nones[0], moving_shared, of_shared),
-            _replaced(nones[1], moving, of_operands),
+            with_replaced(nones[0], moving_shared, of_shared),
+            with_replaced(nones[1], moving, of_operands),
         )
 
     def _each_group(self, batch: PackedBatch, state: Any, body: Callable) -> Any:
@@ -300,12 +301,4 @@ def _from_slots(
         places, exist = batch.get("place", e), jnp.arange(batch.capacity.rows[e]) < batch.total(e)
         parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
     rows = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
-    return rows if rest is None else jnp.where(spread(exist, rows), rows, rest)
-
-
-def _replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Returns the items with some replaced."""
-    replaced = list(items)
-    for i, x in zip(places, new, strict=True):
-        replaced[i] = x
-    return replaced
+    return rows if rest is None else jnp.where(broadcast_flags(exist, rows), rows, rest)

@@ -26,7 +26,7 @@ from jedbatch._ragged.axis_rules import (
     is_look_up,
     mixed_axes,
 )
-from jedbatch._ragged.row_rules import bind, look_up
+from jedbatch._ragged.row_rules import bind_rows, look_up
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 
 
@@ -86,7 +86,7 @@ class Padded:
                 return self._tile(eqn, values)
             if self.guarded and name in ELEMENTWISE_OPERATIONS:
                 values = [self._guard(x, eqn.outvars[0].aval.shape) for x in values]
-            return bind(eqn, values, self.size)
+            return bind_rows(eqn, values, self.size)
         if name in REDUCTIONS or name in CUMULATIVE_OPERATIONS or name == "top_k":
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
@@ -103,7 +103,7 @@ class Padded:
         elif self.guarded and name in ELEMENTWISE_OPERATIONS:
             shape = [TILE_ROWS if a == axis else d for a, d in enumerate(eqn.outvars[0].aval.shape)]
             values = [self._guard(x, shape) for x in values]
-        out = bind(eqn, values, self.size)
+        out = bind_rows(eqn, values, self.size)
         if name == "iota" and params["dimension"] == axis:
             out = [out[0] + self.offset.astype(out[0].dtype)]
         return out
@@ -127,7 +127,7 @@ class Padded:
         name, (x, *rest) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
-        return bind(eqn, [x, *rest], self.size)
+        return bind_rows(eqn, [x, *rest], self.size)
 
     def _sort(self, eqn, values, mixed):
         shape, axis = eqn.invars[0].aval.shape, eqn.params["dimension"]
@@ -212,7 +212,7 @@ class Padded:
             self.masked(x, v.aval.shape, [a for i, a in mixed if i == side], 0)
             for side, (x, v) in enumerate(zip(values, eqn.invars, strict=True))
         ]
-        return bind(eqn, sides, self.size)
+        return bind_rows(eqn, sides, self.size)
 
     def _pad(self, eqn, values, mixed):
         (x, value), config = values, eqn.params["padding_config"]
@@ -221,23 +221,25 @@ class Padded:
             if is_ragged((low, inside)) or inside:
                 raise CannotMergeError("`pad` before or between rows by a ragged number")
         axes = [a for _, a in mixed]
-        return bind(eqn, [self.masked(x, eqn.invars[0].aval.shape, axes, value), value], self.size)
+        return bind_rows(
+            eqn, [self.masked(x, eqn.invars[0].aval.shape, axes, value), value], self.size
+        )
 
     def _conv(self, eqn, values, mixed):
         if any(i for i, _ in mixed):
             raise CannotMergeError("`conv_general_dilated` with a ragged kernel")
         x = self.masked(values[0], eqn.invars[0].aval.shape, [a for _, a in mixed], 0)
-        return bind(eqn, [x, *values[1:]], self.size)
+        return bind_rows(eqn, [x, *values[1:]], self.size)
 
     def _reshape(self, eqn, values, mixed):
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         leading = [all(d == 1 for d in s[: ragged_axes(s)[0]]) for s in (before, after)]
         if len(ragged_axes(before)) != 1 or len(ragged_axes(after)) != 1 or not all(leading):
             raise CannotMergeError("`reshape` that merges rows into an axis before them")
-        return bind(eqn, values, self.size)
+        return bind_rows(eqn, values, self.size)
 
     def _random_bits(self, eqn, values, mixed):
-        return bind(eqn, values, self.size)  # those of the rows that exist come first
+        return bind_rows(eqn, values, self.size)  # those of the rows that exist come first
 
     def _scan(self, eqn, values, mixed):
         params, closed = eqn.params, eqn.params["jaxpr"]

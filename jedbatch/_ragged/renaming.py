@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import run_equation, value_of
-from jedbatch._jaxpr.symbolic_dims import Base, numbered
+from jedbatch._jaxpr.symbolic_dims import Base, numbered_extent
 from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
 from jedbatch._record.registry import Registry
 
@@ -42,7 +42,7 @@ class Renaming:
     def written(self, value: Any) -> Hashable:
         """Returns a key with numbers for symbols."""
         if isinstance(value, Base):
-            return numbered(value, self.numbers)
+            return numbered_extent(value, self.numbers)
         if type(value) is tuple:
             return tuple([self.written(x) for x in value])
         return value

@@ -23,7 +23,7 @@ from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
-from jedbatch._program.arenas import cut, put, spread, take
+from jedbatch._program.arenas import broadcast_flags, put, slice_rows, take
 from jedbatch._program.execute import each_block, tap_gradient
 from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
@@ -154,15 +154,15 @@ class RowFunction:
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
         exists = lane + jnp.arange(width) < arguments.total
-        calls = cut(arguments.call, lane, width)
+        calls = slice_rows(arguments.call, lane, width)
         rows = []
         for x, by_row in zip(arguments.operands, self.by_row, strict=True):
             if not by_row:
                 rows.append(take(x, calls))
                 continue
-            x = cut(x, lane, width)
+            x = slice_rows(x, lane, width)
             if self.buckets is not None:  # the first row of a block exists
-                x = jnp.where(spread(exists, x), x, x[:1])
+                x = jnp.where(broadcast_flags(exists, x), x, x[:1])
             rows.append(x)
         return rows
 
@@ -239,10 +239,10 @@ class RowReverse:
             has_cotangent, result = self.has_cotangent(s), kernel.results[s]
             alive[s] = exists & has_cotangent
             if has_cotangent:
-                x = cut(self.cotangents[s], lane, width)
+                x = slice_rows(self.cotangents[s], lane, width)
             else:
                 x = jnp.zeros((width, *result.shape), result.dtype)
-            cotangents[s] = where_alive(spread(alive[s], x), x)
+            cotangents[s] = where_alive(broadcast_flags(alive[s], x), x)
         return cotangents, alive
 
     def _sweep(self, residuals: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -255,8 +255,8 @@ class RowReverse:
             sums, slots = list(state[0]), list(state[1])
             exists = self._exists(lane, width)
             operands = function.operands_at(arguments, lane, width)
-            results = [cut(x, lane, width) for x in self.results]
-            saved = [cut(x, lane, width) for x in slots[: len(back.saved)]]
+            results = [slice_rows(x, lane, width) for x in self.results]
+            saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
             cotangents, alive = self._cotangents_at(exists, lane, width)
             run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
             sent, rows = run(
@@ -265,11 +265,11 @@ class RowReverse:
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
                 if not any(map(self.has_cotangent, back.flow[j])):
                     continue
-                x = where_alive(spread(exists, x), x)
+                x = where_alive(broadcast_flags(exists, x), x)
                 if function.by_row[j]:
                     sums[k] = put(sums[k], x, lane)
                 else:
-                    sums[k] = sums[k].at[cut(arguments.call, lane, width)].add(x)
+                    sums[k] = sums[k].at[slice_rows(arguments.call, lane, width)].add(x)
             for slot, x in zip(back.rooms, rows, strict=True):
                 slots[slot] = put(slots[slot], x, lane)
             return sums, slots
@@ -294,11 +294,11 @@ class RowReverse:
 
             def rows_of(lane, width, tap=tap):
                 operands = function.operands_at(arguments, lane, width)
-                saved = [cut(x, lane, width) for x in slots[: len(back.saved)]]
+                saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
                 return jax.vmap(tap.rows, axis_size=width)(operands, saved)
 
             def cotangents_of(lane, width, tap=tap):
-                return [cut(slots[back.rooms[c]], lane, width) for c in tap.cotangents]
+                return [slice_rows(slots[back.rooms[c]], lane, width) for c in tap.cotangents]
 
             def alive_of(lane, width, tap=tap):
                 exists = self._exists(lane, width)

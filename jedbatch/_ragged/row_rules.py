@@ -30,21 +30,23 @@ def one(extent: Any) -> int:
     return 1
 
 
-def bind(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
+def bind_rows(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
     """Returns the results of an equation on values whose ragged axes have these extents."""
     if eqn.primitive.name == "custom_jvp_call":
         return list(_with_rule(eqn, number)(*values))
     params = {name: substituted(value, number) for name, value in eqn.params.items()}
     if eqn.primitive.name == "jit":
         inner = eqn.params["jaxpr"]
-        return evaluate(inner.jaxpr, inner.consts, values, number)
+        return evaluate_rows(inner.jaxpr, inner.consts, values, number)
     out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Number) -> list[Any]:
+def evaluate_rows(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Number
+) -> list[Any]:
     """Returns the results of a program on values whose ragged axes have these extents."""
-    return interpret(jaxpr, consts, args, lambda eqn, values: bind(eqn, values, number))
+    return interpret(jaxpr, consts, args, lambda eqn, values: bind_rows(eqn, values, number))
 
 
 def _with_rule(eqn: Any, number: Number) -> Callable:
@@ -53,12 +55,12 @@ def _with_rule(eqn: Any, number: Number) -> Callable:
 
     @jax.custom_jvp
     def call(*values):
-        return tuple(evaluate(closed.jaxpr, closed.consts, values, number))
+        return tuple(evaluate_rows(closed.jaxpr, closed.consts, values, number))
 
     @call.defjvp
     def _(primals, tangents):
         jaxpr, consts, zeros = rule_of.call_wrapped(*[False] * len(primals))
-        out = evaluate(jaxpr, consts, (*primals, *tangents), number)
+        out = evaluate_rows(jaxpr, consts, (*primals, *tangents), number)
         moving = iter(out[len(zeros) :])
         primals_out = out[: len(zeros)]
         tangents_out = [
@@ -75,13 +77,13 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
     if not is_ragged(out.aval.shape):  # a number made of extents
-        return bind(eqn, values, one)
+        return bind_rows(eqn, values, one)
     (axis,) = ragged_axes(out.aval.shape)
     if name == "iota" and eqn.params["dimension"] == axis:
         shape = [d for a, d in enumerate(eqn.params["shape"]) if a != axis]
         return [jnp.full(shape, position, eqn.params["dtype"])]
     if name in ELEMENTWISE_OPERATIONS:
-        return bind(
+        return bind_rows(
             eqn,
             [_flat(x, operand_axes, axis) for x, operand_axes in zip(values, axes, strict=True)],
             one,
@@ -89,7 +91,7 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
     if name in REDUCTIONS:
         operand_axes = axes[0][0]
         params = eqn.params | {"axes": tuple(a - (a > operand_axes) for a in eqn.params["axes"])}
-        return bind(eqn.replace(params=params), values, one)
+        return bind_rows(eqn.replace(params=params), values, one)
     if name == "dot_general":
         return [_product_of_row(eqn, values, axes)]
     if is_look_up(eqn):
@@ -98,7 +100,7 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
         whole = [
             lax.expand_dims(x, operand_axes) for x, operand_axes in zip(values, axes, strict=True)
         ]
-        results = bind(eqn, whole, one)
+        results = bind_rows(eqn, whole, one)
     pairs = zip(results, eqn.outvars, strict=True)
     return [lax.squeeze(x, ragged_axes(v.aval.shape)) for x, v in pairs]
 

@@ -123,15 +123,15 @@ class Reached(NamedTuple):
 
     number: int
     arrays: tuple[Any, ...]
-    names: tuple["Way", ...]
+    names: tuple["AccessPath", ...]
 
     @property
-    def ways(self) -> dict[int, "Way"]:
+    def ways(self) -> dict[int, "AccessPath"]:
         """The way to each array, by its id."""
         return {id(x): name for x, name in zip(self.arrays, self.names, strict=True)}
 
 
-class Way(NamedTuple):
+class AccessPath(NamedTuple):
     """A path from a function to an array: steps of (how, key)."""
 
     steps: tuple[tuple[str, Any], ...]
@@ -147,7 +147,7 @@ class Environment:
         self._fn = fn
         self._guards: list[_Guard] = []
         self._arrays: list[weakref.ref] = []
-        self._names: tuple[Way, ...] = ()
+        self._names: tuple[AccessPath, ...] = ()
         self._numbers: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         self._count = itertools.count(1)
         self._number = 0
@@ -162,7 +162,7 @@ class Environment:
             arrays = tuple([ref() for ref in self._arrays])
         return Reached(self._number, arrays, self._names)
 
-    def follow(self, way: Way) -> Any:
+    def follow(self, way: AccessPath) -> Any:
         """Returns the object that is now at the end of a way; None if a step of it fails."""
         x = self._fn
         try:
@@ -229,7 +229,7 @@ class _Walk:
     def __init__(self) -> None:
         self.guards: list[_Guard] = []
         self.arrays: list[Any] = []
-        self.names: list[Way] = []
+        self.names: list[AccessPath] = []
         self._text: list[Hashable] = []
         self._places: dict[int, tuple[int, Any]] = {}
         self._queue: collections.deque[_Thing] = collections.deque()
@@ -387,13 +387,13 @@ def _is_array(x: Any) -> bool:
 # --- what is read, and how ---
 
 
-def _steps(way: Any) -> Way:
+def _steps(way: Any) -> AccessPath:
     """A way from the function, which was noted from its end, as steps."""
     steps = []
     while way is not None:
         way, how, key = way
         steps.append((how, key))
-    return Way(tuple(reversed(steps)))
+    return AccessPath(tuple(reversed(steps)))
 
 
 def _attribute(x: Any, name: str) -> Any:

@@ -120,7 +120,7 @@ def fast_path(recorder: RecorderLike) -> Callable:
     return call_cell
 
 
-def described(
+def describe_call(
     recorder: RecorderLike, cell: Cell, args: tuple, static: dict
 ) -> list[Hashable] | None:
     """The way to a call in `registry.calls`; None if it needs a closer look every time."""
@@ -149,7 +149,7 @@ def described(
             tokens.append(array_token(recorder, arg)[1])
         elif id(arg) in recorder.watched:
             tokens.append(recorder.watched[id(arg)].token_of(arg))
-        elif put_together(recorder, arg):
+        elif is_put_together(recorder, arg):
             tokens += [(type(arg), len(arg)), *(reference_token(recorder, x) for x in arg)]
         else:
             return None
@@ -166,7 +166,7 @@ def reference_token(recorder: RecorderLike, x: Any) -> Hashable:
     return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
 
 
-def put_together(recorder: RecorderLike, x: Any) -> bool:
+def is_put_together(recorder: RecorderLike, x: Any) -> bool:
     """Returns whether something is a tuple or list of symbols and of what cells returned."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
@@ -198,10 +198,10 @@ def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
     return found
 
 
-def widths_of(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
+def reference_widths(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
     """Returns how many operands each reference of a short description stands for."""
     single = (0, 0)
-    parts = [x for arg in args for x in (arg if put_together(recorder, arg) else [arg])]
+    parts = [x for arg in args for x in (arg if is_put_together(recorder, arg) else [arg])]
     found = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
     return tuple(
         1 if token >= 0 else len(recorder.registry.units[-1 - token])

@@ -43,7 +43,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import free_values, function_identity, with_free_values
-from jedbatch._record.fast_path import Watched, described, fast_path, widths_of
+from jedbatch._record.fast_path import Watched, describe_call, fast_path, reference_widths
 from jedbatch._record.instance_arrays import (
     array_type,
     flatten,
@@ -311,7 +311,7 @@ class Recorder(Trace):
 
     def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
-        return described(self, cell, args, static)
+        return describe_call(self, cell, args, static)
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Records a call of a cell: any pytrees of anything."""
@@ -322,7 +322,10 @@ class Recorder(Trace):
         way = self.description(cell, args, static)
         if way is not None and self.registry.is_proven(call_spec):
             self.registry.remember(
-                way, call_spec, widths_of(self, args), keep=[c.cell_contents for c in cell.closure]
+                way,
+                call_spec,
+                reference_widths(self, args),
+                keep=[c.cell_contents for c in cell.closure],
             )
         self.references += references
         return self.record(call_spec)

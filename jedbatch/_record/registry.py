@@ -24,14 +24,14 @@ from jedbatch._jaxpr.interpret import one_by_one
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
     extents_in,
-    numbered,
+    numbered_extent,
     shape_at,
     symbol_of,
     symbols_in,
 )
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._record.cell import pause
-from jedbatch._record.environment import Reached, Way
+from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
@@ -102,7 +102,7 @@ class Registry:
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self._variants: dict[Hashable, set[Hashable]] = {}
-        self.reached: Mapping[int, Way] = {}
+        self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
         self._number = 0
         self._unproven: set[int] = set()
@@ -210,7 +210,9 @@ class Registry:
         key, shared, operands = full
         numbers: dict[str, int] = {}
         types = [self.value_types[v] for v in operands]
-        written = [(*(numbered(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types]
+        written = [
+            (*(numbered_extent(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types
+        ]
         return ("like", self._number, key, shared, *written), tuple(numbers)
 
     def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: Any) -> None:
@@ -222,7 +224,7 @@ class Registry:
         if not symbols or not symbols_in(jaxpr) <= set(symbols):
             return
         numbers = {s: k for k, s in enumerate(symbols)}
-        extents = [numbered(d, numbers) for d in extents_in(jaxpr)]
+        extents = [numbered_extent(d, numbers) for d in extents_in(jaxpr)]
         first = self._alike.setdefault(like, Alike(call_spec, symbols, extents))
         if first.call_spec is not call_spec and first.sure is None:
             first.sure = first.extents == extents
@@ -511,7 +513,7 @@ class Registry:
         key = ("tracer", name, aval)
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(aval, tracer=name))
-            if isinstance(name, Way):
+            if isinstance(name, AccessPath):
                 self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 

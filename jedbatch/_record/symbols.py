@@ -69,7 +69,7 @@ class RecorderLike(Protocol):
     def mark_again(self) -> None: ...
 
 
-def _by_value(what: str, convert: Callable) -> Callable:
+def _by_reached_value(what: str, convert: Callable) -> Callable:
     """A method that needs the value: the recorder's to give, or else an error."""
 
     def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
@@ -106,14 +106,14 @@ class Symbol(Tracer):
 
     __slots__ = ("index",)
 
-    __bool__ = _by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
-    __int__ = _by_value("`int()`", int)
-    __float__ = _by_value("`float()`", float)
-    __complex__ = _by_value("`complex()`", complex)
-    __index__ = _by_value("`range()` or indexing a Python list", operator.index)
-    __array__ = _by_value("`numpy.asarray`", np.asarray)
-    item = _by_value("`.item()`", np.ndarray.item)
-    tolist = _by_value("`.tolist()`", np.ndarray.tolist)
+    __bool__ = _by_reached_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
+    __int__ = _by_reached_value("`int()`", int)
+    __float__ = _by_reached_value("`float()`", float)
+    __complex__ = _by_reached_value("`complex()`", complex)
+    __index__ = _by_reached_value("`range()` or indexing a Python list", operator.index)
+    __array__ = _by_reached_value("`numpy.asarray`", np.asarray)
+    item = _by_reached_value("`.item()`", np.ndarray.item)
+    tolist = _by_reached_value("`.tolist()`", np.ndarray.tolist)
 
     __add__, __radd__ = _remembering("__add__"), _remembering("__radd__")
     __sub__, __rsub__ = _remembering("__sub__"), _remembering("__rsub__")

@@ -15,7 +15,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import pointers
-from jedbatch._schedule.schedule import Schedule, cost, in_order, longest_chains
+from jedbatch._schedule.schedule import Schedule, cost, in_order, longest_by_type
 
 
 def by_component(
@@ -67,7 +67,7 @@ def by_rank(graph: Graph) -> Schedule | None:
     There are as many such batches as the lower bound says, so the schedule is optimal. It exists
     for chains and trees, whatever their outputs and reductions, and costs no search.
     """
-    longest = longest_chains(graph)
+    longest = longest_by_type(graph)
     start = pointers(longest)
     num_groups = int(start[-1])
     group = start[graph.node_type] + graph.rank

@@ -146,7 +146,7 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
       >>> jedbatch.lower_bound(jedbatch.Graph.from_dag([0, 1, 0], [[], [0], [1]]))
       3
     """
-    longest = longest_chains(checked_graph("lower_bound", graph))
+    longest = longest_by_type(checked_graph("lower_bound", graph))
     if weights is None:
         return int(longest.sum())
     return float(longest @ checked_weights("`lower_bound` got weights", weights, graph))
@@ -166,7 +166,7 @@ def checked_weights(came: str, weights: Any, graph: Graph) -> np.ndarray:
     return found
 
 
-def longest_chains(graph: Graph) -> np.ndarray:
+def longest_by_type(graph: Graph) -> np.ndarray:
     """int64[T], the longest chain of every type."""
     longest = np.zeros(len(graph.types), np.int64)
     np.maximum.at(longest, graph.node_type, graph.rank + np.int64(1))

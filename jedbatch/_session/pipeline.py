@@ -188,10 +188,10 @@ def run_plan(
             bits = None
             if static.reverse.tells:
                 bits = bits_of(leaf_numbers(static.results, signature.arenas), exist)
-            refuse(static.reverse, bits, moving, name)
+            refuse_derivative(static.reverse, bits, moving, name)
             return static.reverse, table, handed_over(bits)
         reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
-        refuse(reverse, None, moving, name)
+        refuse_derivative(reverse, None, moving, name)
         return reverse, handed_over(table), None
 
     executor_of = functools.partial(session.executor, signature)
@@ -233,7 +233,7 @@ def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
     return inputs
 
 
-def refuse(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:
+def refuse_derivative(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:
     """Raises the error of JAX if something is differentiated that it cannot differentiate.
 
     `bits` says which results are (see `bits_of`), None if all that have a cotangent; `moving` with

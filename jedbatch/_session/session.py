@@ -38,7 +38,7 @@ from jedbatch._ragged.calls import (
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import RaggedRecord, Region, Regions
-from jedbatch._record.environment import NOWHERE, Environment, Reached, Way
+from jedbatch._record.environment import NOWHERE, AccessPath, Environment, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
@@ -150,7 +150,7 @@ class Session:
     def reads_tracers(self, signature: Signature) -> bool:
         """Returns whether a program reads values of an outer transformation, which are reached."""
         shared = self.registry.shared
-        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, Way)]
+        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, AccessPath)]
         return any(isinstance(self.reach(i), Tracer) for i in reads)
 
     def kernel(self, type_id: int) -> Kernel:
@@ -159,7 +159,7 @@ class Session:
             node_type = self.registry.node_types[type_id]
             transient = any(map(self.registry.is_transient, node_type.shared))
             _, read = self.registry.prologue([node_type.shared])
-            reached = any(isinstance(self.registry.shared[i].tracer, Way) for i in read)
+            reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
             self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
         return self._kernels[type_id]
 
@@ -196,13 +196,17 @@ class Session:
     def _has(self, kernel: Kernel) -> bool:
         shared = self.registry.shared
         reads = self.registry.prologue([kernel.node_type.shared])[1]
-        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, Way)]
+        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
         return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
 
     def _found(self, index: int) -> Any:
         """Returns the object now at the end of a shared value's way; None if there is none."""
         way = self.registry.shared[index].tracer
-        return self.environment.follow(way) if self.environment and isinstance(way, Way) else None
+        return (
+            self.environment.follow(way)
+            if self.environment and isinstance(way, AccessPath)
+            else None
+        )
 
     def _use(self, signature: Signature) -> None:
         """Notes that a program is used; the one that was not for longest is forgotten."""
@@ -375,7 +379,7 @@ def shared_values(
         value = session.registry.shared[index]
         if value.tracer is None:
             found.append(value.array)
-        elif isinstance(value.tracer, Way) and not isinstance(tracers, dict):
+        elif isinstance(value.tracer, AccessPath) and not isinstance(tracers, dict):
             found.append(session.reach(index))
         else:
             found.append(tracers[value.tracer])

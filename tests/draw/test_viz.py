@@ -11,7 +11,7 @@ from cases.helpers import random_dag
 
 import jedbatch
 from jedbatch import viz
-from jedbatch._draw.graph import rows_of, spread
+from jedbatch._draw.graph import rows_of, spread_apart
 from jedbatch._draw.memory import arenas_of
 from jedbatch._layout.access import GATHER
 from jedbatch._support.canvas import colours, fitted, text_width
@@ -163,7 +163,7 @@ def test_spreading_is_the_closest_there_is():
     rng = np.random.default_rng(0)
     for _ in range(50):
         wanted, weight = np.sort(rng.normal(size=6) * 2), rng.uniform(0.5, 3, size=6)
-        found = spread(wanted, weight)
+        found = spread_apart(wanted, weight)
         assert (np.diff(found) >= 1 - 1e-9).all()
         least = (weight * (found - wanted) ** 2).sum()
         for _ in range(200):
