@@ -53,6 +53,7 @@ from jedbatch._session.pipeline import (
     make_plan,
     reverse_mode_only,
     run_plan,
+    session_of,
 )
 from jedbatch._session.record_cache import Recording, keyed
 from jedbatch._session.session import Session
@@ -279,7 +280,7 @@ class Batched:
                 "`batched.apply(params, batched.plan(params, instances))`."
             )
         session, leaves = self._session(tuple(shared))
-        of_plan = plan.static.session  # which may have been forgotten
+        of_plan = session_of(plan)  # which may have been forgotten
         if of_plan.key != session.key or of_plan.environment is not self._environment:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "

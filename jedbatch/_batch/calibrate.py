@@ -30,6 +30,7 @@ from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import numbers_of
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.pipeline import session_of
 from jedbatch._support.files import write_text
 
 FORMAT = "jedbatch calibration, version 1"
@@ -182,7 +183,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     checks.whole("calibrate", "repeat", repeat, least=1, most=10**6)
     probe = batched._twin()
     plan = probe.plan(*args, gradient=False)
-    graph, session = plan.graph, plan.static.session
+    graph, session = plan.graph, session_of(plan)
     assert graph is not None
     shared, _ = probe._arguments.split(args)
     leaves = jax.tree.leaves(shared)

@@ -10,6 +10,8 @@ Read in this order:
    allow.
 5. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
    what came of it.
-6. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
-7. `kernel`: The program of a node type for one lane, forwards and backwards.
+6. `residuals`: Residuals: what the reverse of a kernel reads of the forward pass, and where it
+   finds it.
+7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
+8. `kernel`: The program of a node type for one lane, forwards and backwards.
 """

@@ -25,7 +25,6 @@ from jax.extend.core import Literal, Var
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import (
     body_of,
-    dependents,
     has_gradient,
     inlined,
     interpret,
@@ -38,6 +37,7 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
+from jedbatch._kernel.residuals import Residuals, Source
 from jedbatch._kernel.weight_gradients import Tap
 
 # The derivative with respect to a const does not depend on the rows at all.
@@ -245,6 +245,37 @@ class KernelVjp:
     def _trace(self, places: list[Any]) -> None:
         """Traces forward and backward, and finds where the second gets what it reads."""
         kernel = self.kernel
+        forward, backward = self._trace_both(places)
+        jaxpr = forward.jaxpr
+        cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
+        results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
+        known = Residuals(forward, kernel.num_consts, results)
+        self._row_sources = [
+            known.find(v) if isinstance(v, Literal) or v in known.operands else known.save(v)
+            for v in rows
+        ]
+        used = used_variables(backward.jaxpr)
+        self._sources = [
+            known.find(v) if argument in used else (Source.UNREAD, shape_of(v))
+            for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
+        ]
+        saved = list(known.saved)
+        self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in saved)
+        self.operands_read = {i for source, i in self._sources if source is Source.OPERAND}
+        self.results_read = {i for source, i in self._sources if source is Source.RESULT}
+        self._forward = jaxpr.replace(outvars=[*results, *saved])
+        self._forward_consts = forward.consts
+        self._derived = known.program_of_derived()
+        self._backward, self._backward_consts = backward.jaxpr, backward.consts
+        self._turn_weights()
+
+    def _trace_both(self, places: list[Any]) -> tuple[Any, Any]:
+        """Returns (the forward program, the backward program).
+
+        The first takes consts and operands; it returns the results, the rows that taps want and
+        what the second takes, besides cotangents of results.
+        """
+        kernel = self.kernel
         cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
         kinds = [(kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places]
         structure = []
@@ -287,59 +318,19 @@ class KernelVjp:
                 return [jnp.zeros(*stored(kernel.operands[j])) for j in self._moving]
             return jax.tree.unflatten(structure[-1], leaves)(cotangents)
 
-        forward = jax.make_jaxpr(save)(
-            [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
-            [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
+        forward = inlined(
+            jax.make_jaxpr(save)(
+                [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
+                [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
+            )
         )
-        forward = inlined(forward)
-        jaxpr = forward.jaxpr
-        cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
-        results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
         backward = jax.make_jaxpr(back)(
-            [shape_of(v) for v in leaves],
+            list(map(shape_of, forward.jaxpr.outvars[len(kernel.results) + len(self._wanted) :])),
             [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self.returned],
         )
         if cheap:
             backward = inlined(backward, body_of("jit", "remat2", "checkpoint"))
-
-        consts, operands = jaxpr.invars[: kernel.num_consts], jaxpr.invars[kernel.num_consts :]
-        moving = dependents(jaxpr, operands)
-        room: dict[Any, int] = {}
-        derived: dict[Any, int] = {}
-
-        def find(v: Any) -> tuple[str, Any]:
-            """Returns the place of the value of a variable of the forward program."""
-            if isinstance(v, Literal):
-                return "literal", v.val
-            if v in jaxpr.constvars:
-                return "literal", forward.consts[jaxpr.constvars.index(v)]
-            for name, among in (("const", consts), ("operand", operands), ("result", results)):
-                if v in among:
-                    return name, among.index(v)
-            if v not in moving:
-                return "derived", derived.setdefault(v, len(derived))
-            return "saved", room.setdefault(v, len(room))
-
-        self._row_sources = [
-            find(v)
-            if isinstance(v, Literal) or v in operands
-            else ("saved", room.setdefault(v, len(room)))
-            for v in rows
-        ]
-        used = used_variables(backward.jaxpr)
-        self._sources = [
-            find(v) if argument in used else ("nothing", shape_of(v))
-            for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
-        ]
-        self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in room)
-        self.operands_read = {i for name, i in self._sources if name == "operand"}
-        self.results_read = {i for name, i in self._sources if name == "result"}
-        self._forward = jaxpr.replace(outvars=[*results, *room])
-        self._forward_consts = forward.consts
-        fixed = [e for e in jaxpr.eqns if not moving.intersection((*reads(e), *e.outvars))]
-        self._derived = jaxpr.replace(invars=consts, outvars=list(derived), eqns=fixed)
-        self._backward, self._backward_consts = backward.jaxpr, backward.consts
-        self._turn_weights()
+        return forward, backward
 
     def _stopped(self, s: int, consts: Any, operands: Sequence[Any], deltas: Any) -> Any:
         """Result s as a function of those operands with respect to which it can be differentiated.
@@ -360,7 +351,7 @@ class KernelVjp:
         this alone costs more than it saves, in large ones.
         """
         jaxpr = self._backward
-        source = dict(zip(jaxpr.invars, self._sources, strict=False))
+        sources = dict(zip(jaxpr.invars, self._sources, strict=False))
         turned: dict[int, int] = {}
 
         def weight_of(eqn: Any) -> int | None:
@@ -369,9 +360,10 @@ class KernelVjp:
                 return None
             row, weight = eqn.invars
             (_, summed), batched = eqn.params["dimension_numbers"]
-            name, i = source.get(weight, ("", 0)) if isinstance(weight, Var) else ("", 0)
+            unknown = Source.UNREAD, 0
+            source, i = sources.get(weight, unknown) if isinstance(weight, Var) else unknown
             plain = row.aval.ndim == 1 and weight.aval.ndim == 2 and not any(batched)
-            free = name == "const" and i in self.kernel.transposed
+            free = source is Source.CONST and i in self.kernel.transposed
             return i if free and plain and summed == (1,) else None
 
         for eqn in jaxpr.eqns:
@@ -423,7 +415,7 @@ class KernelVjp:
         self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
         self._backward = self._backward.replace(outvars=[*sent, *kept])
 
-        needed = {i for name, i in self._row_sources if name == "saved"}
+        needed = {i for source, i in self._row_sources if source is Source.SAVED}
         free = {i: kind for i, kind in enumerate(self.saved) if i not in needed}
         rooms: list[int] = []
         extra: list[Kind] = []
@@ -450,10 +442,9 @@ class KernelVjp:
                 if v in self._again:
                     run_equations(self._again[v], env, kernel.run)
                 else:
-                    name, i = self._row_sources[self._wanted.index(v)]
-                    env[v] = (
-                        i if name == "literal" else {"saved": saved, "operand": operands}[name][i]
-                    )
+                    source, i = self._row_sources[self._wanted.index(v)]
+                    kept = operands if source is Source.OPERAND else saved
+                    env[v] = i if source is Source.LITERAL else kept[i]
             return [env[v] for v in others]
 
         def apply(const_values, fixed_values, row_values):
@@ -511,18 +502,18 @@ class KernelVjp:
         """
         derived, turned = prepared
         found = {
-            "const": consts,
-            "derived": derived,
-            "operand": operands,
-            "result": results,
-            "saved": saved,
+            Source.CONST: consts,
+            Source.DERIVED: derived,
+            Source.OPERAND: operands,
+            Source.RESULT: results,
+            Source.SAVED: saved,
         }
         leaves: list[Any] = []
-        for name, x in self._sources:
-            if name == "nothing":  # not read
+        for source, x in self._sources:
+            if source is Source.UNREAD:
                 leaves.append(jnp.zeros(x.shape, x.dtype))
             else:
-                leaves.append(x if name == "literal" else found[name][x])
+                leaves.append(x if source is Source.LITERAL else found[source][x])
         given = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
         out = jax.core.eval_jaxpr(

@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
 
+class PlanSource(Protocol):
+    """The session that made a plan (see `_session.session`), as far as a plan prints it."""
+
+    @property
+    def compilations(self) -> Mapping[str, int]:
+        """XLA programs built, counted by kind."""
+        ...
+
+
 @dataclass(frozen=True)
 class Static:
     """The part of a plan that is compiled: equal for plans that share programs.
@@ -37,7 +46,7 @@ class Static:
       stages: what runs before (see `_ragged.calls`).
     """
 
-    session: Any
+    session: PlanSource
     signature: Signature
     reverse: ReverseSignature | None
     results: OutputSpec
@@ -83,6 +92,7 @@ class Host:
 
 
 @jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A minibatch ready to run: integer tables, inputs, and what to compile.
 
@@ -101,18 +111,12 @@ class Plan:
     table: Int32[np.ndarray | jax.Array, " Z"]
     reverse_table: Int32[np.ndarray | jax.Array, " _"] | None
     inputs: dict[str, Any]
-    ragged: tuple[Any, ...]  # the tables of what runs before
-    host: Host | None
-    device_seconds: float | None
+    ragged: tuple[Any, ...] = ()  # the tables of what runs before
+    host: Host | None = None
 
-    def __init__(self, static, table, reverse_table, inputs, ragged=(), host=None):
-        self.static = static
-        self.table = table
-        self.reverse_table = reverse_table
-        self.inputs = inputs
-        self.ragged = ragged
-        self.host = host
-        self.device_seconds = host.device_seconds if host else None
+    @property
+    def device_seconds(self) -> float | None:
+        return self.host.device_seconds if self.host else None
 
     def tree_flatten(self) -> Any:
         """For JAX: (leaves, static part)."""
@@ -147,9 +151,7 @@ class Plan:
     def _timed(self, device_seconds: float) -> Plan:
         """Returns the same plan, of which a run took so long."""
         assert self.host is not None
-        host = replace(self.host, device_seconds=device_seconds)
-        tables = self.table, self.reverse_table, self.inputs, self.ragged
-        return Plan(self.static, *tables, host)
+        return replace(self, host=replace(self.host, device_seconds=device_seconds))
 
     def __str__(self) -> str:
         if self.host is None:

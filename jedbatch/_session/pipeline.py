@@ -25,13 +25,16 @@ from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import ALL_ROWS, bits_of, leaf_numbers, rows_wanted
+from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
@@ -78,17 +81,58 @@ def make_plan(
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
-    rows, form = returned
+    form = returned[1]
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
     clock.append(time.perf_counter())
+    placed = _place(session, graph, batches, returned, options, keeps)
+    clock.append(time.perf_counter())
+    lowered = session.lower(placed, brought)
+    signature = lowered.signature
+    reverse = reverse_table = None
+    if gradient:
+        reverse, reverse_table = _plan_reverse(session, placed, signature, form)
+    inputs = assemble(signature, records, arrays)
+    check_rows(session.registry, graph, placed, inputs)
+    ragged_calls = None
+    if calls:
+        stages = [session.stage(calls_of_region) for calls_of_region in calls]
+        ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
+        inputs |= ragged_calls.operands
+    clock.append(time.perf_counter())
+
+    seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
+    used = ragged_calls.stages if ragged_calls else ()
+    shown = session.lengths.shown
+    plan = Plan(
+        session.static(signature, reverse, form, keeps, used),
+        lowered.table,
+        reverse_table,
+        inputs,
+        (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
+        Host(placed, lowered, seconds, num_known, tracers, ragged_calls, shown),
+    )
+    if is_wanted():
+        verify(plan)
+    return plan
+
+
+def _place(
+    session: Session,
+    graph: Graph,
+    batches: Schedule,
+    returned: Returned,
+    options: Options,
+    keeps: bool,
+) -> Placement:
+    """Lays a scheduled graph out."""
+    rows, form = returned
     type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
     kernels = tuple(map(session.kernel, type_ids))
-    buckets_by_type = {t: kernel.buckets for t, kernel in zip(type_ids, kernels, strict=True)}
-    of_types = [buckets_by_type.get(t) for t in range(len(graph.types))]
-    lanes = assign_lanes(graph, batches, of_types, options.layout)
-    placed = Placement.find(
-        lanes,
+    buckets = {t: kernel.buckets for t, kernel in zip(type_ids, kernels, strict=True)}
+    of_types = [buckets.get(t) for t in range(len(graph.types))]
+    return Placement.find(
+        assign_lanes(graph, batches, of_types, options.layout),
         kernels,
         type_ids,
         rows,
@@ -97,42 +141,22 @@ def make_plan(
         reuse=options.reuse,
         target=session.target,
     )
-    clock.append(time.perf_counter())
 
-    lowered = session.lower(placed, brought)
-    signature, table = lowered.signature, lowered.table
-    reverse = reverse_table = None
-    if gradient:
-        numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
-        tells = any(x.any() for x in numbers)
-        reverse, reverse_table = session.reverse(placed, signature, numbers if tells else None)
-    inputs = assemble(signature, records, arrays)
-    check_rows(session.registry, graph, placed, inputs)
-    ragged_calls = None
-    if calls:
-        regions = [session.stage(mine) for mine in calls]
-        ragged_calls = make_ragged_calls(regions, calls, records, arrays, placed, signature)
-        inputs |= ragged_calls.operands
-    clock.append(time.perf_counter())
 
-    stages = zip(STAGES, np.diff(clock).tolist(), strict=True)
-    static = session.static(
-        signature, reverse, form, keeps, ragged_calls.stages if ragged_calls else ()
-    )
-    ragged = (ragged_calls.tables, ragged_calls.targets) if ragged_calls else ()
-    host = Host(
-        placed,
-        lowered,
-        {**seconds, **dict(stages)},
-        num_known,
-        tracers,
-        ragged_calls,
-        session.lengths.shown,
-    )
-    plan = Plan(static, table, reverse_table, inputs, ragged, host)
-    if is_wanted():
-        verify(plan)
-    return plan
+def _plan_reverse(
+    session: Session, placed: Placement, signature: Signature, form: OutputSpec
+) -> tuple[ReverseSignature, np.ndarray]:
+    """Plans the reverse of all results: (its program, its table)."""
+    numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+    tells = any(x.any() for x in numbers)
+    return session.reverse(placed, signature, numbers if tells else None)
+
+
+def session_of(plan: Plan) -> Session:
+    """Returns the session that made a plan."""
+    session = plan.static.session
+    assert isinstance(session, Session)
+    return session
 
 
 def run_plan(
@@ -149,7 +173,7 @@ def run_plan(
       name: what is run, for messages.
       whole: whether what an arena returns is one piece.
     """
-    static, session = plan.static, plan.static.session
+    static, session = plan.static, session_of(plan)
     signature = static.signature
     tracers = plan.host.tracers if plan.host else ()
     packed: Any = ()

@@ -1,0 +1,74 @@
+"""Residuals: what the reverse of a kernel reads of the forward pass, and where it finds it.
+
+Consts, operands and results are there anyway and are read again; what is made of consts alone is
+computed again, once per program; everything else is saved, a row for each lane.
+"""
+
+import enum
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jedbatch._jaxpr.interpret import dependents, reads
+
+
+class Source(enum.Enum):
+    """The places from which the reverse of a kernel takes what it reads."""
+
+    CONST = enum.auto()  # of the kernel
+    OPERAND = enum.auto()  # read again
+    RESULT = enum.auto()  # read again
+    SAVED = enum.auto()  # a row
+    DERIVED = enum.auto()  # from consts alone, once per program
+    LITERAL = enum.auto()
+    UNREAD = enum.auto()  # zeros will do
+
+
+Sourced = tuple[Source, Any]  # a source, and which of it; a value if it is a literal
+
+
+class Residuals:
+    """The variables of a forward program that the backward program reads, and their sources.
+
+    Attributes:
+      operands: of the kernel.
+      saved, derived: variables that are kept, and those that are computed from consts; their
+        numbers.
+    """
+
+    def __init__(self, forward: Any, num_consts: int, results: list[Any]):
+        jaxpr = forward.jaxpr
+        self._forward = forward
+        self._consts, self.operands = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:]
+        self._results = results
+        self._varying = dependents(jaxpr, self.operands)
+        self.saved: dict[Any, int] = {}
+        self.derived: dict[Any, int] = {}
+
+    def find(self, v: Any) -> Sourced:
+        """Returns where the value of a variable is found again."""
+        jaxpr, values = self._forward.jaxpr, self._forward.consts
+        if isinstance(v, Literal):
+            return Source.LITERAL, v.val
+        if v in jaxpr.constvars:
+            return Source.LITERAL, values[jaxpr.constvars.index(v)]
+        for source, variables in (
+            (Source.CONST, self._consts),
+            (Source.OPERAND, self.operands),
+            (Source.RESULT, self._results),
+        ):
+            if v in variables:
+                return source, variables.index(v)
+        if v not in self._varying:
+            return Source.DERIVED, self.derived.setdefault(v, len(self.derived))
+        return self.save(v)
+
+    def save(self, v: Any) -> Sourced:
+        """Keeps a variable."""
+        return Source.SAVED, self.saved.setdefault(v, len(self.saved))
+
+    def program_of_derived(self) -> Any:
+        """Returns the program that computes what is derived from consts."""
+        jaxpr, varying = self._forward.jaxpr, self._varying
+        fixed = [e for e in jaxpr.eqns if not varying.intersection((*reads(e), *e.outvars))]
+        return jaxpr.replace(invars=self._consts, outvars=list(self.derived), eqns=fixed)
