@@ -62,12 +62,12 @@ def whole(
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(message)
     try:
-        found = operator.index(value)
+        integer = operator.index(value)
     except TypeError:
         raise TypeError(message) from None
-    if found < least or (most is not None and found > most):
+    if integer < least or (most is not None and integer > most):
         raise ValueError(message)
-    return found
+    return integer
 
 
 def number(
@@ -86,12 +86,12 @@ def number(
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(message)
     try:
-        found = float(value)
+        real = float(value)
     except OverflowError:
         raise ValueError(message) from None
-    if not (math.isfinite(found) and least <= found <= most and found > above):
+    if not (math.isfinite(real) and least <= real <= most and real > above):
         raise ValueError(message)
-    return found
+    return real
 
 
 def flag(who: str, name: str, value: Any, instead: str = "") -> bool:
@@ -166,11 +166,11 @@ def whole_array(who: str, name: str, values: Any, dtype: Any = np.int32) -> np.n
 
 def names(who: str, name: str, value: Any) -> list[str]:
     """A sequence of strings."""
-    found = value if isinstance(value, Sequence) and not isinstance(value, str) else None
-    bad = found is None or next((True for x in found if not isinstance(x, str)), False)
-    if found is None or bad:
+    sequence = value if isinstance(value, Sequence) and not isinstance(value, str) else None
+    bad = sequence is None or next((True for x in sequence if not isinstance(x, str)), False)
+    if sequence is None or bad:
         raise TypeError(wrong(who, f"{name}={brief(value)}", "a list of strings"))
-    return list(found)
+    return list(sequence)
 
 
 def sizes(function: Callable[Options, Made]) -> Callable[Options, Made]:

@@ -75,23 +75,25 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
       >>> graph = jedbatch.Graph.from_dag([0, 1, 1], [[], [0], [0, 1]])
       >>> jedbatch.viz.graph(graph).save("graph.svg")  # doctest: +SKIP
     """
-    whole = _graph_of(source, "graph")
-    styles = TypeStyles.of(whole)
+    whole_graph = _graph_of(source, "graph")
+    styles = TypeStyles.of(whole_graph)
     if instance is None:
-        some = counted(whole.num_instances, "instance")
-        return draw_graph(whole, styles, f"Graph of {some}: {_size_of_graph(whole)}")
+        instances = counted(whole_graph.num_instances, "instance")
+        return draw_graph(
+            whole_graph, styles, f"Graph of {instances}: {_size_of_graph(whole_graph)}"
+        )
     if isinstance(instance, bool) or not isinstance(instance, (int, np.integer)):
         raise TypeError(
             f"`viz.graph` got instance {checks.brief(instance)}; expected its index, or none "
             "to draw all."
         )
-    if not -whole.num_instances <= instance < whole.num_instances:
+    if not -whole_graph.num_instances <= instance < whole_graph.num_instances:
         raise IndexError(
-            f"`viz.graph` got instance {instance} of {whole.num_instances}; expected an index "
-            f"from 0 to {whole.num_instances - 1}, or none to draw all."
+            f"`viz.graph` got instance {instance} of {whole_graph.num_instances}; expected an "
+            f"index from 0 to {whole_graph.num_instances - 1}, or none to draw all."
         )
-    i = range(whole.num_instances)[instance]
-    part = Graph.select([(whole, i)])
+    i = range(whole_graph.num_instances)[instance]
+    part = Graph.select([(whole_graph, i)])
     return draw_graph(
         part, styles.counted_in(part), f"Graph of instance {i}: {_size_of_graph(part)}", i
     )
@@ -124,10 +126,10 @@ def batches(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
     References:
       Chen et al., ED-Batch, ICML 2023, figure 1.
     """
-    whole, cut = _scheduled(source, schedule, "batches")
+    graph, cut = _scheduled(source, schedule, "batches")
     layout = source.layout if isinstance(source, Plan) else None
     node = cut.node if layout is None else layout.node
-    return draw_batches(whole, cut, node, TypeStyles.of(whole), _grouped(cut))
+    return draw_batches(graph, cut, node, TypeStyles.of(graph), _grouped(cut))
 
 
 def timeline(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
@@ -150,8 +152,8 @@ def timeline(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
       >>> graph = jedbatch.Graph.from_dag([0, 0, 1], [[], [0], [0, 1]])
       >>> picture = jedbatch.viz.timeline(graph, jedbatch.schedule(graph))
     """
-    whole, cut = _scheduled(source, schedule, "timeline")
-    return draw_timeline(whole, cut, TypeStyles.of(whole), f"Timeline: {_grouped(cut)}")
+    graph, cut = _scheduled(source, schedule, "timeline")
+    return draw_timeline(graph, cut, TypeStyles.of(graph), f"Timeline: {_grouped(cut)}")
 
 
 def memory(plan: Plan, arena: str | None = None) -> Picture:
@@ -182,7 +184,7 @@ def memory(plan: Plan, arena: str | None = None) -> Picture:
         raise TypeError(
             f"`viz.memory` got {type(plan).__name__}; expected a plan, as `Batched.plan` returns."
         )
-    whole = _graph_of(plan, "memory")
+    graph = _graph_of(plan, "memory")
     arenas = arenas_of(plan)
     if arena is None:
         arena = max(arenas, key=lambda name: arenas[name].rows * arenas[name].row_bytes)
@@ -190,7 +192,7 @@ def memory(plan: Plan, arena: str | None = None) -> Picture:
         raise ValueError(
             f"`viz.memory` got arena {arena!r}; this plan has {', '.join(map(repr, arenas))}."
         )
-    return draw_memory(plan, arenas[arena], TypeStyles.of(whole))
+    return draw_memory(plan, arenas[arena], TypeStyles.of(graph))
 
 
 Times = Mapping[str, float]
@@ -270,7 +272,7 @@ def _graph_of(source: Any, name: str) -> Graph:
 
 def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph, Schedule]:
     """Returns the graph and its batches."""
-    whole = _graph_of(source, name)
+    graph = _graph_of(source, name)
     if isinstance(source, Plan):
         if schedule is not None:
             raise TypeError(
@@ -278,7 +280,7 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
                 f"pass the graph: `viz.{name}(plan.graph, schedule)`."
             )
         assert source.schedule is not None
-        return whole, source.schedule
+        return graph, source.schedule
     if not isinstance(schedule, Schedule):
         got = (
             "a graph without its schedule"
@@ -289,8 +291,8 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
             f"`viz.{name}` got {got}; cut it into batches first: "
             f"`viz.{name}(graph, jedbatch.schedule(graph))`."
         )
-    schedule.check(whole)
-    return whole, schedule
+    schedule.check(graph)
+    return graph, schedule
 
 
 def _size_of_graph(graph: Graph) -> str:
@@ -301,8 +303,8 @@ def _size_of_graph(graph: Graph) -> str:
 
 def _grouped(schedule: Schedule) -> str:
     """Returns how much is in a schedule, for a title."""
-    found = counted(len(schedule), "batch", "batches")
-    return f"{found} of {counted(len(schedule.node), 'node')}"
+    batches = counted(len(schedule), "batch", "batches")
+    return f"{batches} of {counted(len(schedule.node), 'node')}"
 
 
 # --- time ---

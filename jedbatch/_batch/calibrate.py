@@ -74,14 +74,14 @@ class Calibration:
 
     def _costs(self, graph: Graph) -> list[TypeCost]:
         checked_graph("Calibration", graph)
-        known = list(self.types)
+        labels = list(self.types)
         middle = TypeCost(
             float(np.median([c.per_batch for c in self.types.values()])),
             float(np.median([c.per_node for c in self.types.values()])),
             0,
         )
-        numbers = numbers_of(known, graph.labels)
-        return [self.types[known[n]] if n >= 0 else middle for n in numbers]
+        numbers = numbers_of(labels, graph.labels)
+        return [self.types[labels[n]] if n >= 0 else middle for n in numbers]
 
     def __call__(self, graph: Graph) -> np.ndarray:
         """float[T], microseconds for a batch of each type of a graph, however many its nodes.
@@ -124,8 +124,8 @@ class Calibration:
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
-                found = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {checks.brief(found)}, not {FORMAT!r}")
+                version = content.get("format") if isinstance(content, dict) else content
+                raise ValueError(f"its format is {checks.brief(version)}, not {FORMAT!r}")
             machine = content["machine"]
             if not isinstance(machine, str):
                 raise ValueError(f"its machine is {checks.brief(machine)}, not a text")

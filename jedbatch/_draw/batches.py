@@ -191,12 +191,12 @@ def _draw_steps(
         }
         box = x - wide / 2, y - tall / 2, wide, tall
         canvas.rect(*box, fill=styles.colours[where % len(styles)], rx=min(3, wide / 4), **marks)
-        taken = text_width(f"{number}", 10) + 4
+        label_width = text_width(f"{number}", 10) + 4
         beside = range(
-            where, where + len(styles) * (1 + math.ceil(taken / lanes.pitch)), len(styles)
+            where, where + len(styles) * (1 + math.ceil(label_width / lanes.pitch)), len(styles)
         )
         inside = tall >= 13
-        if taken <= wide + 3 and (inside or lanes.tall >= 30):
+        if label_width <= wide + 3 and (inside or lanes.tall >= 30):
             middle = y + 3.5 if inside else y - tall / 2 - 3
             ink = "white" if inside else INK
             canvas.text(x, middle, f"{number}", size=10, anchor="middle", fill=ink)

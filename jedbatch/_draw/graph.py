@@ -142,25 +142,25 @@ def rows_of(graph: Graph, part: slice) -> np.ndarray:
     forward, backward = (operands, levels[1:]), (readers, levels[::-1])
     for neighbours, sweep in (forward, backward, forward, backward, forward):
         for nodes in sweep:
-            wanted = np.array(
+            middles = np.array(
                 [row[neighbours[n]].mean() if len(neighbours[n]) else row[n] for n in nodes]
             )
-            order = np.argsort(wanted, kind="stable")
-            row[nodes[order]] = spread_apart(wanted[order], weight[nodes[order]])
+            order = np.argsort(middles, kind="stable")
+            row[nodes[order]] = spread_apart(middles[order], weight[nodes[order]])
     return row - row.min() if len(row) else row
 
 
-def spread_apart(wanted: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def spread_apart(wishes: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Ascending places at least 1 apart, as close to ascending wishes as weighted squares count."""
     groups: list[tuple[float, float, int]] = []  # sums of wishes less positions and of weights
-    for i, (place, w) in enumerate(zip(wanted.tolist(), weight.tolist(), strict=True)):
+    for i, (place, w) in enumerate(zip(wishes.tolist(), weight.tolist(), strict=True)):
         total, heavy, count = (place - i) * w, w, 1
         while groups and groups[-1][0] * heavy >= total * groups[-1][1]:
             before, heavier, many = groups.pop()
             total, heavy, count = total + before, heavy + heavier, count + many
         groups.append((total, heavy, count))
     means = [total / heavy for total, heavy, _ in groups]
-    return np.repeat(means, [count for *_, count in groups]) + np.arange(len(wanted))
+    return np.repeat(means, [count for *_, count in groups]) + np.arange(len(wishes))
 
 
 class Scale(NamedTuple):
@@ -328,8 +328,8 @@ class Bundles:
     def caption(self) -> str:
         """A description of the lines."""
         few = f"the {len(self.ends)} largest of {self.total:,}, "
-        some = few if len(self.ends) < self.total else ""
-        return f"Lines, {some}in the colour of what is read: how many reads."
+        drawn = few if len(self.ends) < self.total else ""
+        return f"Lines, {drawn}in the colour of what is read: how many reads."
 
     def draw(
         self,

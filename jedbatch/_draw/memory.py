@@ -174,9 +174,9 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types_and_kernels(placed)
     ]
     position = {kernel: p for p, kernel in enumerate(placed.kernels)}
-    for what, lane, trips in lowered.runs.tolist():
-        k, reading = signature.bodies[what // NUM_WIDTHS]
-        end = lane + trips * signature.instructions.width_of[what]
+    for opcode, lane, trips in lowered.runs.tolist():
+        k, reading = signature.bodies[opcode // NUM_WIDTHS]
+        end = lane + trips * signature.instructions.width_of[opcode]
         p = position[signature.kernels[k]]
         modes[p][:, lane:end] = np.array(reading, int)[:, None]
     parts = [np.zeros((4, 0), np.int64)]
@@ -323,12 +323,12 @@ def _caption(plan: Plan, arena: Arena, drawn: int) -> str:
     elif plan.static.keeps:
         why += ", kept for the reverse (palest)"
     total, blocks = arena.rows * arena.row_bytes, len(arena.blocks.type)
-    some = f" {drawn:,} of them for {blocks:,} batches: neighbours as one, and the largest."
+    shown = f" {drawn:,} of them for {blocks:,} batches: neighbours as one, and the largest."
     return (
         f"{size(total)} in all, in a program with room for {arena.capacity:,} rows. {why}. "
         "Rectangles: the rows of a batch, padding paler, from when they are written to their last "
         "use."
-        f"{some if drawn < blocks else ''} Marks: rows read, for padding too, at the batch that "
+        f"{shown if drawn < blocks else ''} Marks: rows read, for padding too, at the batch that "
         "reads them."
     )
 

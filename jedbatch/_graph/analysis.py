@@ -30,8 +30,8 @@ def induced(
     is_inside = place[node_type] >= 0
     index = np.cumsum(is_inside, dtype=np.int32) - np.int32(1)
     maker, reader = edges
-    both = is_inside[maker] & is_inside[reader]
-    return np.flatnonzero(is_inside), place, (index[maker[both]], index[reader[both]])
+    inside = is_inside[maker] & is_inside[reader]
+    return np.flatnonzero(is_inside), place, (index[maker[inside]], index[reader[inside]])
 
 
 def ranks(
@@ -100,9 +100,9 @@ def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.n
         if not (further > reach).any():
             break
         reach |= further
-    whole = np.zeros((num_types, num_types), bool)
-    whole[np.ix_(present, present)] = reach
-    return whole
+    of_all_types = np.zeros((num_types, num_types), bool)
+    of_all_types[np.ix_(present, present)] = reach
+    return of_all_types
 
 
 def strong_components(reach: np.ndarray, present: np.ndarray) -> list[list[int]]:

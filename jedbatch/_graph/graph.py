@@ -83,8 +83,8 @@ class Graph:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         rows = [chunk.rows for chunk in self.inputs if chunk.rows is not None]
-        held = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
-        return sum(x.nbytes for x in (*held, *rows))
+        arrays = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
+        return sum(x.nbytes for x in (*arrays, *rows))
 
     def __post_init__(self) -> None:
         if self.node_ptr is None:
@@ -182,11 +182,11 @@ class Graph:
         """The disjoint union of single instances `(graph, index)`, in this order."""
         if not parts:
             raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
-        whole = parts[0][0]
-        if len(parts) == whole.num_instances and all(
-            g is whole and i == k for k, (g, i) in enumerate(parts)
+        first_graph = parts[0][0]
+        if len(parts) == first_graph.num_instances and all(
+            g is first_graph and i == k for k, (g, i) in enumerate(parts)
         ):
-            return whole
+            return first_graph
         types = _common_types([g for g, _ in parts])
         bounds = np.array([g._bounds[i] for g, i in parts])  # (nodes, operands, ...) from, to
         first, last = bounds[:, 0::2], bounds[:, 1::2]
@@ -367,13 +367,13 @@ class Graph:
     @functools.cached_property
     def labels(self) -> list[str]:
         """A label for each type, all different: equal ones are numbered in the order of ids."""
-        met: dict[str, int] = {}
+        counts: dict[str, int] = {}
         labels: dict[str, None] = {}
         for node_type in self.types:
             name = label = node_type.label or node_type.name
             while label in labels:
-                met[name] = met.get(name, 1) + 1
-                label = f"{name} #{met[name]}"
+                counts[name] = counts.get(name, 1) + 1
+                label = f"{name} #{counts[name]}"
             labels[label] = None
         return list(labels)
 
@@ -456,9 +456,9 @@ class Graph:
 
     def __str__(self) -> str:
         counts = np.bincount(self.node_type, minlength=len(self.types))
-        some = "instance" if self.num_instances == 1 else "instances"
+        noun = "instance" if self.num_instances == 1 else "instances"
         lines = [
-            f"Graph of {self.num_instances} {some}: {len(self.node_type)} nodes, "
+            f"Graph of {self.num_instances} {noun}: {len(self.node_type)} nodes, "
             f"{np.count_nonzero(counts)} types, {len(self.operand)} operands, "
             f"{self.num_inputs} inputs"
         ]
@@ -529,7 +529,7 @@ def _common_types(graphs: Sequence[Graph]) -> tuple[NodeType, ...]:
     longest = max(distinct, key=len)
     for types in distinct:
         if types is not longest and types != longest[: len(types)]:
-            place = next(t for t, mine in enumerate(types) if mine != longest[t])
+            place = next(t for t, node_type in enumerate(types) if node_type != longest[t])
             raise ValueError(
                 f"`Graph.concatenate` got graphs of different types: type {place} is "
                 f"{types[place].name!r} and {longest[place].name!r}; expected the types of each to "

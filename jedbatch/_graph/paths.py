@@ -67,22 +67,22 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
     longest = np.ones(len(kind), np.int32)
     ends = before.tolist(), after.tolist()
     for k in range(num_kinds):
-        mine = kind == k
-        step = mine.astype(np.int32).tolist()
+        same_kind = kind == k
+        step = same_kind.astype(np.int32).tolist()
         chain = list(step)
         for a, b in zip(*ends, strict=True):
-            if (found := chain[a] + step[b]) > chain[b]:
-                chain[b] = found
-        longest[mine] = np.array(chain, np.int32)[mine]
+            if (length := chain[a] + step[b]) > chain[b]:
+                chain[b] = length
+        longest[same_kind] = np.array(chain, np.int32)[same_kind]
     return longest
 
 
 def kinds_before(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> list[int]:
     """The kinds of the nodes on paths that end in each node, itself too, as bits of an int."""
-    found = [1 << k for k in kind.tolist()]
+    bits = [1 << k for k in kind.tolist()]
     for a, b in zip(before.tolist(), after.tolist(), strict=True):
-        found[b] |= found[a]
-    return found
+        bits[b] |= bits[a]
+    return bits
 
 
 def _chains_by_level(kind, num_kinds, level, before, after) -> np.ndarray:

@@ -20,19 +20,19 @@ def without_unread(graph: Graph) -> Graph:
     first = graph.value_ptr[:-1]
     if not len(first) or np.logical_or.reduceat(read, first).all():
         return graph
-    wanted = [False] * len(graph.node_type)
+    is_read = [False] * len(graph.node_type)
     maker = graph.value_node.tolist()
     for value in graph.outputs[graph.outputs >= 0].tolist():
-        wanted[maker[value]] = True
+        is_read[maker[value]] = True
     ptr, operands = graph.operand_ptr.tolist(), graph.operand.tolist()
-    for node in reversed(range(len(wanted))):
-        if wanted[node]:
+    for node in reversed(range(len(is_read))):
+        if is_read[node]:
             for value in operands[ptr[node] : ptr[node + 1]]:
                 if value >= 0:
-                    wanted[maker[value]] = True
+                    is_read[maker[value]] = True
 
-    kept = np.array(wanted)
-    place = np.cumsum(kept[graph.value_node]) - 1
+    is_kept = np.array(is_read)
+    place = np.cumsum(is_kept[graph.value_node]) - 1
 
     def moved(references: np.ndarray) -> np.ndarray:
         places = place[np.maximum(references, 0)]  # inputs are negative, and may be more
@@ -41,9 +41,9 @@ def without_unread(graph: Graph) -> Graph:
     counts = np.diff(graph.operand_ptr)
     return Graph(
         graph.types,
-        graph.node_type[kept],
-        pointers(counts[kept]),
-        moved(graph.operand[np.repeat(kept, counts)]),
+        graph.node_type[is_kept],
+        pointers(counts[is_kept]),
+        moved(graph.operand[np.repeat(is_kept, counts)]),
         graph.inputs,
         moved(graph.outputs),
     )

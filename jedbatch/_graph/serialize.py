@@ -59,20 +59,20 @@ def load(path: Any, max_bytes: int | None) -> tuple[list[str], list[Any], list[A
 
 def unreadable(path: Any, error: Exception) -> ValueError:
     """The error that says which file cannot be read."""
-    what = checks.cut(error) or type(error).__name__
+    reason = checks.cut(error) or type(error).__name__
     return ValueError(
-        f"`Graph.load` cannot read {os.fspath(path)!r}: {what.rstrip('.')}. It expects a file "
+        f"`Graph.load` cannot read {os.fspath(path)!r}: {reason.rstrip('.')}. It expects a file "
         "written by `Graph.save`."
     )
 
 
 def _read(archive: zipfile.ZipFile, most: int) -> tuple[list[str], list[Any], list[Any]]:
-    found = [info.filename for info in archive.infolist()]
-    inputs = [f"input_{i}" for i in range(len(found) - len(ARRAYS) - 1)]
+    filenames = [info.filename for info in archive.infolist()]
+    inputs = [f"input_{i}" for i in range(len(filenames) - len(ARRAYS) - 1)]
     expected = ["header", *ARRAYS, *inputs]
-    if sorted(found) != sorted(f"{name}.npy" for name in expected):
+    if sorted(filenames) != sorted(f"{name}.npy" for name in expected):
         raise ValueError(
-            f"it holds {checks.brief(sorted(found))}; expected header.npy, "
+            f"it holds {checks.brief(sorted(filenames))}; expected header.npy, "
             f"{', '.join(f'{name}.npy' for name in ARRAYS)}, input_0.npy and so on, each once"
         )
     total = sum(info.file_size for info in archive.infolist())
@@ -103,9 +103,9 @@ def _array(member: IO[bytes], name: str, size: int) -> np.ndarray:
     shape, fortran, dtype = HEADERS[version](member)
     if dtype.kind not in ("U" if name == "header" else "biufc"):
         raise ValueError(f"`{name}` is of dtype {checks.cut(dtype, 60)}")
-    rest = size - member.tell()
-    if min(shape, default=0) < 0 or rest != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"`{name}` has {rest} bytes for shape {shape} of {dtype}")
+    num_bytes = size - member.tell()
+    if min(shape, default=0) < 0 or num_bytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"`{name}` has {num_bytes} bytes for shape {shape} of {dtype}")
     data = member.read()  # all of it, so that its checksum is compared
-    array = np.frombuffer(data, dtype) if rest else np.zeros(0, dtype)
+    array = np.frombuffer(data, dtype) if num_bytes else np.zeros(0, dtype)
     return np.array(array.reshape(shape, order="F" if fortran else "C"))

@@ -42,10 +42,10 @@ class DifferentiableProgram:
         its cotangent is wanted) to cotangents of the arguments.
     """
 
-    def __init__(self, run: Callable, pull_back: Callable, known: Callable | None = None):
+    def __init__(self, run: Callable, pull_back: Callable, run_known: Callable | None = None):
         self.run = run
         self.pull_back = pull_back
-        self.known: Callable = known or (lambda *args: (bind_program(self, args), []))
+        self.known: Callable = run_known or (lambda *args: (bind_program(self, args), []))
 
 
 class WithTangents(DifferentiableProgram):
@@ -82,8 +82,8 @@ class WithTangents(DifferentiableProgram):
 
         return DifferentiableProgram(lambda *args: self._run(*args)[len(nothing) :], pull_back)
 
-    def _run(self, *given: Any) -> list[Any]:
-        args, tangents = given[: self.num_args], given[self.num_args :]
+    def _run(self, *operands: Any) -> list[Any]:
+        args, tangents = operands[: self.num_args], operands[self.num_args :]
 
         def run(*moved: Any) -> tuple[list[Any], list[Any]]:
             results = list(self.of.run(*with_replaced(args, self.moving, moved)))
@@ -91,34 +91,34 @@ class WithTangents(DifferentiableProgram):
 
         moved = [args[i] for i in self.moving]
         with reverse_mode_only("a batched program"):
-            _, found, results = jax.jvp(run, moved, list(tangents), has_aux=True)
+            _, pushed, results = jax.jvp(run, moved, list(tangents), has_aux=True)
         self.note(results)
-        return [*results, *found]
+        return [*results, *pushed]
 
-    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
-        args, tangents = given[: self.num_args], list(given[self.num_args :])
+    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+        args, tangents = operands[: self.num_args], list(operands[self.num_args :])
         wanted = wanted[: self.num_args]
         of_results = list(cotangents[: len(self.flags)])
         of_tangents = self.spread(cotangents[len(self.flags) :])
         if all(c is None for c in of_tangents):
             back = pull_back_through(self.of, args, of_results, wanted)
             return [*back, *([None] * len(tangents))]
-        both = [i for i, c in enumerate(of_results) if c is not None]
-        for i in both:
+        moving_results = [i for i, c in enumerate(of_results) if c is not None]
+        for i in moving_results:
             if of_tangents[i] is None:
                 of_tangents[i] = jnp.zeros_like(of_results[i])
         there: list[int] = []
 
         def transposed(moved: Partial, exchanged: Partial) -> list[Any]:
             full = with_replaced(args, self.moving, moved)
-            found = pull_back_through(
-                self.of, full, with_replaced(of_tangents, both, exchanged), wanted
+            back = pull_back_through(
+                self.of, full, with_replaced(of_tangents, moving_results, exchanged), wanted
             )
-            there[:] = [i for i, x in enumerate(found) if x is not None]
-            return [found[i] for i in there]
+            there[:] = [i for i, x in enumerate(back) if x is not None]
+            return [back[i] for i in there]
 
-        at = [args[i] for i in self.moving], [of_tangents[i] for i in both]
-        a, b = jax.jvp(transposed, at, (tangents, [of_results[i] for i in both]))
+        at = [args[i] for i in self.moving], [of_tangents[i] for i in moving_results]
+        a, b = jax.jvp(transposed, at, (tangents, [of_results[i] for i in moving_results]))
         back = spread_to(a, there, args)
         return [*spread_to(b, there, args), *(back[i] for i in self.moving)]
 
@@ -170,9 +170,9 @@ def _batched(
         there: list[int] = []
 
         def each(args: Any, residuals: Any, cotangents: Any) -> list[Any]:
-            found = program.pull_back(args, residuals, cotangents, wanted)
-            there[:] = [i for i, x in enumerate(found) if x is not None]
-            return [found[i] for i in there]
+            back = program.pull_back(args, residuals, cotangents, wanted)
+            there[:] = [i for i, x in enumerate(back) if x is not None]
+            return [back[i] for i in there]
 
         axes = list(dims), of_residuals, [None if c is None else 0 for c in cotangents]
         back = mapped(each, axes)(list(args), list(residuals), list(cotangents))
@@ -194,10 +194,10 @@ def bind_program(program: DifferentiableProgram, args: Sequence[Any]) -> list[An
 
 
 def with_replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    found = list(values)
+    replaced = list(values)
     for i, x in zip(places, by, strict=True):
-        found[i] = x
-    return found
+        replaced[i] = x
+    return replaced
 
 
 def spread_to(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
@@ -231,9 +231,9 @@ def reverse_mode_only(
 
 
 def _primitive(name: str) -> Primitive:
-    made = Primitive(name)
-    made.multiple_results = True
-    return made
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    return primitive
 
 
 program_p = _primitive("batched_program")
@@ -260,11 +260,11 @@ def _push(
     if not any(which):
         results = bind_program(program, primals)
         return results, [ad.Zero(_tangent_type(x)) for x in results]
-    both = WithTangents(program, which)
-    found = bind_program(both, [*primals, *(tangents[i] for i in both.moving)])
-    count = len(both.flags)
-    dots = both.spread(found[count:])
-    results = found[:count]
+    pushed = WithTangents(program, which)
+    outs = bind_program(pushed, [*primals, *(tangents[i] for i in pushed.moving)])
+    count = len(pushed.flags)
+    dots = pushed.spread(outs[count:])
+    results = outs[:count]
     return results, [
         ad.Zero(_tangent_type(x)) if t is None else t for x, t in zip(results, dots, strict=True)
     ]
@@ -282,8 +282,8 @@ def _batch(axis: Any, args: Any, dims: Any, *, program: DifferentiableProgram) -
         # `jax.jacfwd` expects results that are the same for all tangents.
         results = bind_program(program.of, args[: program.num_args])
         program.note(results)
-        found = bind_program(_batched(program.tangents_only(), axis, dims), args)
-        return [*results, *found], [*([None] * len(results)), *([0] * len(found))]
+        outs = bind_program(_batched(program.tangents_only(), axis, dims), args)
+        return [*results, *outs], [*([None] * len(results)), *([0] * len(outs))]
     results = bind_program(_batched(program, axis, dims), args)
     return results, [0] * len(results)
 
@@ -309,7 +309,7 @@ def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
     program.note(results)
     avals = tuple(_tangent_type(x) for x in results if has_tangent(x))
     with set_current_trace(trace):
-        found = tangents_p.bind(
+        outs = tangents_p.bind(
             *args,
             *residuals,
             *tracers[program.num_args :],
@@ -317,15 +317,15 @@ def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
             count=len(residuals),
             avals=avals,
         )
-    return [*results, *found]
+    return [*results, *outs]
 
 
 def _split_equation(saveable: Any, unknown: Any, there: Any, eqn: Any) -> Any:
     """The same for an equation, where `jax.checkpoint` and loops ask for it."""
     program = eqn.params["program"]
     count = program.num_args
-    some = [v for v, is_there in zip(eqn.invars, there, strict=True) if not is_there]
-    missing = [v for v in some if isinstance(v, Var)]
+    known_vars = [v for v, is_there in zip(eqn.invars, there, strict=True) if not is_there]
+    missing = [v for v in known_vars if isinstance(v, Var)]
     results = len(eqn.outvars)
     if any(unknown[:count]):
         return None, eqn, [True] * results, [True] * results, missing
@@ -364,27 +364,27 @@ def _push_tangents(
     """Forward mode over tangents; residuals follow from arguments, so they do not move."""
     args, _, tangents = _split_operands(primals, program, count)
     of_args, _, of_tangents = _split_operands(dots, program, count)
-    results, found = _push((*args, *tangents), (*of_args, *of_tangents), program=program)
+    results, tangents_out = _push((*args, *tangents), (*of_args, *of_tangents), program=program)
     first = len(results) - len(avals)
-    return results[first:], found[first:]
+    return results[first:], tangents_out[first:]
 
 
 def _transpose_tangents(
     cotangents: Any, *operands: Any, program: WithTangents, count: int, avals: Any
 ) -> list[Any]:
     args, residuals, tangents = _split_operands(operands, program, count)
-    given = [None if isinstance(c, ad.Zero) else c for c in cotangents]
+    received = [None if isinstance(c, ad.Zero) else c for c in cotangents]
     linear = list(map(ad.is_undefined_primal, tangents))
     back: list[Any] = [None] * len(args)
-    if any(c is not None for c in given):
-        moving = [i for i, mine in zip(program.moving, linear, strict=True) if mine]
+    if any(c is not None for c in received):
+        moving = [i for i, is_linear in zip(program.moving, linear, strict=True) if is_linear]
         wanted = [i in moving for i in range(len(args))]
-        back = program.of.pull_back(args, residuals, program.spread(given), wanted)
+        back = program.of.pull_back(args, residuals, program.spread(received), wanted)
     return [
         *([None] * (len(args) + len(residuals))),
         *(
-            (ad.Zero(t.aval) if back[i] is None else back[i]) if mine else None
-            for i, t, mine in zip(program.moving, tangents, linear, strict=True)
+            (ad.Zero(t.aval) if back[i] is None else back[i]) if is_linear else None
+            for i, t, is_linear in zip(program.moving, tangents, linear, strict=True)
         ),
     ]
 
@@ -404,7 +404,7 @@ def _batch_tangents(
         [i in program.moving for i in range(program.num_args)],
     )
     many.flags = program.flags
-    found = tangents_p.bind(
+    outs = tangents_p.bind(
         *args,
         *residuals,
         *tangents,
@@ -412,7 +412,7 @@ def _batch_tangents(
         count=count,
         avals=tuple(ShapedArray((axis.size, *a.shape), a.dtype) for a in avals),
     )
-    return found, [0] * len(found)
+    return outs, [0] * len(outs)
 
 
 def _at_front(x: Any, dim: int | None, size: int) -> Any:

@@ -112,10 +112,10 @@ def snapshot(value: Any) -> Hashable:
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, jax.tree_util.PyTreeDef):
         return tree_key(value)
-    written = typed(value)
-    if isinstance(written, Same) and not isinstance(value, BY_IDENTITY):
+    key = typed(value)
+    if isinstance(key, Same) and not isinstance(value, BY_IDENTITY):
         raise TypeError(f"{value!r} of type {kind.__name__} may change")
-    return written
+    return key
 
 
 def attributes(value: Any, above: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
@@ -214,8 +214,8 @@ def _content(value: Any) -> Hashable:
 def _slot_names(kind: type) -> tuple[str, ...]:
     """Names of the slots of a class, if it was made by `class`, and of those it is derived from."""
     slot = types.MemberDescriptorType
-    found = [name for k in kind.__mro__ for name, x in vars(k).items() if type(x) is slot]
-    return tuple(found) if kind.__flags__ & _MADE_BY_CLASS else ()
+    names = [name for k in kind.__mro__ for name, x in vars(k).items() if type(x) is slot]
+    return tuple(names) if kind.__flags__ & _MADE_BY_CLASS else ()
 
 
 @functools.lru_cache(maxsize=512)

@@ -143,8 +143,8 @@ def _apart(eqn: Any) -> Any:
     """The operation, done for one lane after the other."""
     call = jax.custom_batching.sequential_vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
     traced = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
-    (other,) = traced.eqns
-    return eqn.replace(primitive=other.primitive, params=other.params)
+    (called,) = traced.eqns
+    return eqn.replace(primitive=called.primitive, params=called.params)
 
 
 def work(eqn: Any) -> int:
@@ -170,11 +170,11 @@ def used_variables(jaxpr: Any) -> set[Any]:
 
 def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
     """The variables themselves and all that depend on one of them."""
-    found = set(variables)
+    reached = set(variables)
     for eqn in jaxpr.eqns:
-        if found.intersection(reads(eqn)):
-            found.update(eqn.outvars)
-    return found
+        if reached.intersection(reads(eqn)):
+            reached.update(eqn.outvars)
+    return reached
 
 
 def body_of(*primitives: str) -> Callable[[Any], Any]:

@@ -20,10 +20,10 @@ def is_key(dtype: Any) -> bool:
 @functools.cache
 def _key_impl(dtype: Any) -> Any:
     """The generator that keys of a dtype are for."""
-    found = []
+    impls = []
     key = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
-    return found[0]
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
+    return impls[0]
 
 
 @functools.cache

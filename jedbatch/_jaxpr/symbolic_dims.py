@@ -210,17 +210,17 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
     symmetric = compare in (Base.__eq__, Base.__ne__)
 
     def method(self: Any, other: Any) -> bool:
-        ours, theirs = self, other
+        left, right = self, other
         if symmetric and type(other) is Base:  # which knows nothing of us
-            ours, theirs = other, self
+            left, right = other, self
         try:
-            found = compare(ours, theirs)
+            answer = compare(left, right)
         except Exception:  # of JAX, that it cannot know; the function may catch it
             _ask(self, other, sys._getframe(1))
             raise
-        if unsound(found) and not (symmetric and _known_to_differ(self, other)):
+        if unsound(answer) and not (symmetric and _known_to_differ(self, other)):
             _ask(self, other, sys._getframe(1))
-        return found
+        return answer
 
     return method
 
@@ -249,8 +249,8 @@ def _calculating(calculate: Callable) -> Callable:
     """An operation whose result is an extent that refuses, too."""
 
     def method(self: Any, *args: Any) -> Any:
-        found = calculate(self, *args)
-        return tuple(map(_watched, found)) if type(found) is tuple else _watched(found)
+        extent = calculate(self, *args)
+        return tuple(map(_watched, extent)) if type(extent) is tuple else _watched(extent)
 
     return method
 
@@ -434,8 +434,8 @@ def grows(extent: Any) -> bool:
     for most in (8, 16, 32, 64, 256, 1024):
         few = np.unique(np.r_[1:9, np.linspace(1, most, 17).astype(int)])
         grid = np.meshgrid(*[few[few <= most]] * len(symbols))
-        found = extent_at(extent, dict(zip(symbols, grid, strict=True)))
-        if np.max(found) > extent_at(extent, dict.fromkeys(symbols, most)):
+        sizes = extent_at(extent, dict(zip(symbols, grid, strict=True)))
+        if np.max(sizes) > extent_at(extent, dict.fromkeys(symbols, most)):
             return False
     return True
 

@@ -58,8 +58,8 @@ class Symmetric(DifferentiableProgram):
         self.num_results = 0  # known once it has run
 
     def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
-        found = bind_program(self.save, args)
-        return found[: self.num_results], found[self.num_results :]
+        outs = bind_program(self.save, args)
+        return outs[: self.num_results], outs[self.num_results :]
 
     def _save(self, *args: Any) -> list[Any]:
         results, residuals = self.run_known(*args)
@@ -73,8 +73,8 @@ class Symmetric(DifferentiableProgram):
 
     def _pull_back(self, args: Partial, residuals: Any, cotangents: Partial, wanted: Any) -> Any:
         reverse = _Reverse(self, len(args), cotangents, wanted)
-        given = [c for c in cotangents if c is not None]
-        return reverse.spread(bind_program(reverse, [*args, *residuals, *given]))
+        present = [c for c in cotangents if c is not None]
+        return reverse.spread(bind_program(reverse, [*args, *residuals, *present]))
 
 
 class _Reverse(DifferentiableProgram):
@@ -97,32 +97,34 @@ class _Reverse(DifferentiableProgram):
         self.wanted = wanted
         self.places: list[int] = []
 
-    def spread(self, found: Sequence[Any]) -> list[Any]:
+    def spread(self, values: Sequence[Any]) -> list[Any]:
         """Cotangents of all arguments of the program, None where there is none."""
-        return spread_to(found, self.places, [None] * self.num_args)
+        return spread_to(values, self.places, [None] * self.num_args)
 
-    def _cut(self, given: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def _cut(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(arguments, residuals, cotangents)."""
-        end = len(given) - len(self.exist)
-        return given[: self.num_args], given[self.num_args : end], given[end:]
+        end = len(operands) - len(self.exist)
+        return operands[: self.num_args], operands[self.num_args : end], operands[end:]
 
-    def _run(self, *given: Any) -> list[Any]:
-        args, residuals, cotangents = self._cut(given)
-        found = self._sweep(args, residuals, cotangents, self.wanted)
-        self.places = [i for i, x in enumerate(found) if x is not None]
-        return [found[i] for i in self.places]
+    def _run(self, *operands: Any) -> list[Any]:
+        args, residuals, cotangents = self._cut(operands)
+        back = self._sweep(args, residuals, cotangents, self.wanted)
+        self.places = [i for i, x in enumerate(back) if x is not None]
+        return [back[i] for i in self.places]
 
     def _sweep(self, args: Any, residuals: Any, cotangents: Any, wanted: Any) -> list[Any]:
         full = spread_to(cotangents, self.exist, [None] * self.num_results)
         return self.of.sweep(args, residuals, full, wanted)
 
-    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
-        args, residuals, some = self._cut(given)
+    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+        args, residuals, of_results = self._cut(operands)
         union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
-        both = _Both(self, union)
-        found = both.pull_back([*args, *some], (), both.given(self.spread(cotangents)), wanted)
+        joint = _Both(self, union)
+        back = joint.pull_back(
+            [*args, *of_results], (), joint.given(self.spread(cotangents)), wanted
+        )
         nothing = [None] * len(residuals)  # they follow from the arguments, which get it all
-        return [*found[: self.num_args], *nothing, *found[self.num_args :]]
+        return [*back[: self.num_args], *nothing, *back[self.num_args :]]
 
 
 class _Both(DifferentiableProgram):
@@ -137,19 +139,21 @@ class _Both(DifferentiableProgram):
         """Cotangents of what comes out, from those of the reverse for all arguments."""
         return [*cotangents, *([None] * len(self.reverse.exist))]
 
-    def _run(self, *given: Any) -> list[Any]:
+    def _run(self, *operands: Any) -> list[Any]:
         count = self.reverse.num_args
-        args, cotangents = given[:count], given[count:]
+        args, cotangents = operands[:count], operands[count:]
         results, residuals = self.reverse.of.run_known(*args)
         back = self.reverse._sweep(args, residuals, cotangents, self.wanted)
         nothing = [jnp.zeros_like(x) if has_tangent(x) else x for x in args]
         of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
         return [*of_args, *(results[i] for i in self.reverse.exist)]
 
-    def _pull_back(self, given: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
         self.reverse.of.refuse()
-        tangents = [c if has_tangent(x) else None for x, c in zip(given, cotangents, strict=True)]
-        return spread_tangents(push_forward_through(self, given, tangents), given)
+        tangents = [
+            c if has_tangent(x) else None for x, c in zip(operands, cotangents, strict=True)
+        ]
+        return spread_tangents(push_forward_through(self, operands, tangents), operands)
 
 
 def spread_tangents(tangents: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -180,11 +184,11 @@ def run_differentiably(
         results, residuals = known(jax.tree.unflatten(tree, given))
         return list(results), [*results, *residuals]
 
-    def flat_pull_back(given: Any, kept: Any, cotangents: Partial, _: Any) -> list[Any]:
+    def flat_pull_back(leaves_in: Any, saved: Any, cotangents: Partial, _: Any) -> list[Any]:
         count = len(cotangents)
-        arguments = jax.tree.unflatten(tree, given)
-        found = pull_back(arguments, kept[:count], kept[count:], cotangents)
-        return tree.flatten_up_to(found)
+        arguments = jax.tree.unflatten(tree, leaves_in)
+        back = pull_back(arguments, saved[:count], saved[count:], cotangents)
+        return tree.flatten_up_to(back)
 
     return bind_program(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
 

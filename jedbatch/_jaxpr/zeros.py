@@ -23,16 +23,16 @@ Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
 
 
-def find_sources(jaxpr: Any, given: Mapping[Any, Sources]) -> dict[Any, Sources]:
+def find_sources(jaxpr: Any, known_sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """For each variable that depends on some given ones the union of what these depend on."""
-    found = dict(given)
+    sources = dict(known_sources)
     for eqn in jaxpr.eqns:
-        mine = [
-            NO_SOURCES if isinstance(v, Literal) else found.get(v, NO_SOURCES) for v in eqn.invars
+        of_operands = [
+            NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES) for v in eqn.invars
         ]
-        if any(mine):
-            found.update(zip(eqn.outvars, _sources_of_results(eqn, mine), strict=True))
-    return found
+        if any(of_operands):
+            sources.update(zip(eqn.outvars, _sources_of_results(eqn, of_operands), strict=True))
+    return sources
 
 
 def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
@@ -46,9 +46,10 @@ def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
     body = without_consts(eqn.params["jaxpr"])
     first, count = scan_parts(eqn)
     while True:
-        found = find_sources(body, dict(zip(body.invars, operands, strict=True)))
+        sources = find_sources(body, dict(zip(body.invars, operands, strict=True)))
         results = [
-            NO_SOURCES if isinstance(v, Literal) else found.get(v, NO_SOURCES) for v in body.outvars
+            NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
+            for v in body.outvars
         ]
         before = operands[first : first + count]
         after = [a | b for a, b in zip(before, results, strict=False)]
@@ -87,14 +88,14 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
             return zeroed[v]
 
         def rule(eqn: Any, values: list[Any]) -> list[Any]:
-            found = [
+            of_operands = [
                 NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
                 for v in eqn.invars
             ]
-            everything = NO_SOURCES.union(*found)
+            everything = NO_SOURCES.union(*of_operands)
             guarded_values = [
-                with_zeros(v, x) if some and some != everything else x
-                for v, x, some in zip(eqn.invars, values, found, strict=True)
+                with_zeros(v, x) if source and source != everything else x
+                for v, x, source in zip(eqn.invars, values, of_operands, strict=True)
             ]
             return run_equation(jaxpr, eqn, guarded_values)
 
@@ -106,5 +107,5 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
 
 def sources_of(jaxpr: Any, cotangents: Sequence[Any]) -> list[Sources]:
     """For each result of a backward program the numbers of the cotangents it depends on."""
-    found = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
-    return [found.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]
+    sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
+    return [sources.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]

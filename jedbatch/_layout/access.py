@@ -60,8 +60,8 @@ def extent(mode: Any, width: Any) -> Any:
 
 def usable(reading: Reading, modes: np.ndarray) -> np.ndarray:
     """bool[C], the chunks whose operands can be read in a certain way."""
-    wanted = np.array(reading, np.int8)[:, None]
-    return ((wanted == GATHER) | (wanted == modes)).all(axis=0)
+    steps = np.array(reading, np.int8)[:, None]
+    return ((steps == GATHER) | (steps == modes)).all(axis=0)
 
 
 def choose_reading(
@@ -77,10 +77,10 @@ def choose_reading(
       matters: bool[C], the chunks of more than one live lane.
       worth: the share of all operands of all chunks that must become slices.
     """
-    found, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
+    readings, number = np.unique(modes[:, matters].T, axis=0, return_counts=True)
     best, most = (), 0
     often = number.argsort(kind="stable")[::-1][:MAX_CANDIDATES]
-    for reading in map(tuple, found[often].tolist()):
+    for reading in map(tuple, readings[often].tolist()):
         chunks = int((usable(reading, modes) & matters).sum())
         saved = chunks * sum(mode != GATHER for mode in reading)
         if chunks >= MIN_IMPROVED_CHUNKS and saved > most:

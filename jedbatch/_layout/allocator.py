@@ -142,12 +142,12 @@ def allocate(
     orders = [_by_size(size), *(_by_edges(size, first, last, most) for most in (1, 3))]
     for turn in range(1 + min(SEARCH_PLACEMENTS, MAX_VISITED_EDGES // max(pairs, 1))):
         for k, order in enumerate(orders):
-            found = near.place(size, order)
-            if found.peak < best.peak:
-                best = found
+            allocation = near.place(size, order)
+            if allocation.peak < best.peak:
+                best = allocation
             if best.peak <= enough:
                 return best
-            at_peak = (found.offset + size)[order] == found.peak
+            at_peak = (allocation.offset + size)[order] == allocation.peak
             rank = np.arange(len(order)) + 0.5
             rank[at_peak] *= EARLIER_RANKS[turn % len(EARLIER_RANKS)]
             orders[k] = order[rank.argsort(kind="stable")]
@@ -165,9 +165,9 @@ def live_bound(size: np.ndarray, first: np.ndarray, last: np.ndarray) -> int:
     """The most rows alive at one step, which no allocation can do without."""
     size, first, last = _blocks(size, first, last)
     begin, end = first.argsort(), last.argsort()
-    written = size[begin].cumsum()
+    begun = size[begin].cumsum()
     freed = np.concatenate([[0], size[end].cumsum()])
-    return int((written - freed[last[end].searchsorted(first[begin])]).max(initial=0))
+    return int((begun - freed[last[end].searchsorted(first[begin])]).max(initial=0))
 
 
 def _blocks(size, first, last) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -315,18 +315,18 @@ def _by_edges(size: np.ndarray, first: np.ndarray, last: np.ndarray, most: int) 
     if most == 1:
         return order
     largest = np.lexsort((-degree, -size))
-    left = np.ones(len(size), bool)
-    found: list[int] = []
+    remaining = np.ones(len(size), bool)
+    sequence: list[int] = []
     for i in order.tolist():
-        if not left[i]:
+        if not remaining[i]:
             continue
-        together, fits = [i], left & (size > size[i])
-        left[i] = False
+        together, fits = [i], remaining & (size > size[i])
+        remaining[i] = False
         while len(together) < most:
-            fits &= left & ((first > last[together[-1]]) | (last < first[together[-1]]))
+            fits &= remaining & ((first > last[together[-1]]) | (last < first[together[-1]]))
             if not fits.any():
                 break
             together.append(int(largest[fits[largest].argmax()]))
-            left[together[-1]] = False
-        found += sorted(together, key=first.__getitem__)
-    return np.array(found, np.int64)
+            remaining[together[-1]] = False
+        sequence += sorted(together, key=first.__getitem__)
+    return np.array(sequence, np.int64)

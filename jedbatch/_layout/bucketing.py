@@ -45,11 +45,13 @@ class Buckets:
         cost = np.zeros(most + 1)
         trips = np.zeros((most + 1, len(units)), np.int32)
         for n in range(1, most + 1):
-            left = [max(0, n - unit) for unit in units]
-            costs = [cost[k] + self.overhead + w for k, w in zip(left, self.widths, strict=True)]
+            uncovered = [max(0, n - unit) for unit in units]
+            costs = [
+                cost[k] + self.overhead + w for k, w in zip(uncovered, self.widths, strict=True)
+            ]
             best = int(np.argmin(costs))
             cost[n] = costs[best]
-            trips[n] = trips[left[best]]
+            trips[n] = trips[uncovered[best]]
             trips[n, best] += 1
         return trips
 

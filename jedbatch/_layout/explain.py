@@ -64,14 +64,14 @@ def _places(layout: LaidOut) -> tuple[np.ndarray, np.ndarray]:
     graph = layout.graph
     space, row = (np.append(x, np.zeros(graph.num_inputs, np.int64)) for x in layout.values)
     kinds: dict[Any, int] = {}
-    met: dict[Any, int] = {}
+    spaces: dict[Any, int] = {}
     first = 0
     for chunk in graph.inputs:
         kind = chunk.type.shape, chunk.type.dtype
-        mine = -1 - np.arange(first, first + len(chunk))
-        space[mine] = len(layout.rows) + kinds.setdefault(kind, len(kinds))
-        row[mine] = met.get(kind, 0) + np.arange(len(chunk))
-        met[kind] = met.get(kind, 0) + len(chunk)
+        inputs = -1 - np.arange(first, first + len(chunk))
+        space[inputs] = len(layout.rows) + kinds.setdefault(kind, len(kinds))
+        row[inputs] = spaces.get(kind, 0) + np.arange(len(chunk))
+        spaces[kind] = spaces.get(kind, 0) + len(chunk)
         first += len(chunk)
     return space, row
 

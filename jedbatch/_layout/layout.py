@@ -109,10 +109,10 @@ class Layout:
 
     def __str__(self) -> str:
         rows = int(self.rows.sum())
-        own = int(np.repeat(self.lanes, [t.num_results for t in self.graph.types]).sum())
+        num_results = int(np.repeat(self.lanes, [t.num_results for t in self.graph.types]).sum())
         return (
             f"Layout of {len(self.node)} nodes in {len(self.start)} batches: order {self.order}, "
-            f"{rows} rows for {own} results with padding"
+            f"{rows} rows for {num_results} results with padding"
         )
 
     def check(self, graph: Graph) -> None:
@@ -128,9 +128,9 @@ class Layout:
         if (first < 0).any() or (first + blocks.size > self.rows[space]).any():
             raise ValueError("not a valid layout: a block lies outside of its space")
         for s in range(len(self.rows)):
-            mine = np.flatnonzero(space == s)
-            Allocation(first[mine], int(self.rows[s])).check(
-                blocks.size[mine], blocks.batch[mine], blocks.last[mine]
+            blocks_here = np.flatnonzero(space == s)
+            Allocation(first[blocks_here], int(self.rows[s])).check(
+                blocks.size[blocks_here], blocks.batch[blocks_here], blocks.last[blocks_here]
             )
 
 
@@ -147,10 +147,10 @@ def assign_lanes(
     padded = np.zeros(len(schedule), np.int64)
     for buckets in {buckets for buckets in buckets_by_type if buckets is not None}:
         has = np.array([other == buckets for other in buckets_by_type])
-        mine = np.flatnonzero(has[schedule.batch_type])
-        found = buckets.cover(sizes[mine])
-        trips[mine, : found.shape[1]] = found
-        padded[mine] = buckets.lanes(found)
+        batch_ids = np.flatnonzero(has[schedule.batch_type])
+        chunks = buckets.cover(sizes[batch_ids])
+        trips[batch_ids, : chunks.shape[1]] = chunks
+        padded[batch_ids] = buckets.lanes(chunks)
     by_type = np.argsort(schedule.batch_type, kind="stable")
     begins = pointers(padded[by_type])[:-1]
     total = np.bincount(schedule.batch_type, weights=padded, minlength=len(graph.types))
@@ -192,10 +192,12 @@ def share_rows(
     block = np.full_like(layout.block, -1)
     rows = np.zeros(num_arenas, np.int64)
     for a in range(num_arenas):
-        mine = np.flatnonzero(where == a)
-        found = allocate(blocks.size[mine], blocks.batch[mine], blocks.last[mine], slack=slack)
-        block[blocks.batch[mine], blocks.slot[mine]] = found.offset
-        rows[a] = found.peak
+        block_ids = np.flatnonzero(where == a)
+        allocation = allocate(
+            blocks.size[block_ids], blocks.batch[block_ids], blocks.last[block_ids], slack=slack
+        )
+        block[blocks.batch[block_ids], blocks.slot[block_ids]] = allocation.offset
+        rows[a] = allocation.peak
     return replace(layout, space=arena.astype(np.int32), block=block, rows=rows)
 
 

@@ -52,6 +52,6 @@ def find_live_ranges(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Li
         has = graph.num_results[schedule.node] > s
         of_node = np.where(has, graph.value_ptr[schedule.node] + s, 0)
         latest = np.maximum.reduceat(value_last[of_node], schedule.node_ptr[:-1])
-        mine = np.flatnonzero(slot == s)
-        last[mine] = latest[batch[mine]]
+        values = np.flatnonzero(slot == s)
+        last[values] = latest[batch[values]]
     return LiveRanges(batch, slot, padded[batch], last)

@@ -54,17 +54,17 @@ def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     place[node] = np.arange(len(node))
     read_at = np.full(len(node), len(node))
     np.minimum.at(read_at, maker[feeds], place[reader[feeds]])
-    others = np.flatnonzero(~chained[graph.node_type[schedule.node]])
-    some = node[others]
-    node[others] = some[np.lexsort((read_at[some], schedule.batch[some]))]
+    positions = np.flatnonzero(~chained[graph.node_type[schedule.node]])
+    moving = node[positions]
+    node[positions] = moving[np.lexsort((read_at[moving], schedule.batch[moving]))]
     return node
 
 
 def _by_height(graph: Graph, schedule: Schedule, positions: np.ndarray) -> np.ndarray:
     """The nodes at some positions of a schedule sorted by height, batch by batch."""
     node = schedule.node.copy()
-    some = node[positions]
-    node[positions] = some[np.lexsort((-graph.height[some], schedule.batch[some]))]
+    nodes = node[positions]
+    node[positions] = nodes[np.lexsort((-graph.height[nodes], schedule.batch[nodes]))]
     return node
 
 
@@ -90,9 +90,9 @@ def by_reader(graph: Graph, schedule: Schedule) -> np.ndarray:
     node = schedule.node.copy()
     for i in reversed(range(len(schedule))):
         part = slice(schedule.node_ptr[i], schedule.node_ptr[i + 1])
-        some = node[part]
-        node[part] = some = some[np.lexsort((some, place[read_by[some]], when[some]))]
-        place[some] = np.arange(len(some))
+        nodes = node[part]
+        node[part] = nodes = nodes[np.lexsort((nodes, place[read_by[nodes]], when[nodes]))]
+        place[nodes] = np.arange(len(nodes))
     return node
 
 
@@ -105,7 +105,7 @@ def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
     if not len(schedule):
         return schedule.node
     batch = schedule.batch
-    asked = []
+    requests = []
     batches = np.split(schedule.node, schedule.node_ptr[1:-1])
     for nodes in batches:
         operands = [nodes]
@@ -117,9 +117,9 @@ def planned(graph: Graph, schedule: Schedule) -> np.ndarray:
             made_by = graph.value_node[values]
             if (batch[made_by] == batch[made_by[0]]).all():
                 operands.append(made_by)
-        asked.append([x.tolist() for x in operands])
-    found = arrange(len(batch), asked)
-    pieces = [nodes[list(o)] for nodes, o in zip(batches, found.operations, strict=True)]
+        requests.append([x.tolist() for x in operands])
+    arrangement = arrange(len(batch), requests)
+    pieces = [nodes[list(o)] for nodes, o in zip(batches, arrangement.operations, strict=True)]
     return np.concatenate(pieces)
 
 

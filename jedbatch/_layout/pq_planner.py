@@ -84,8 +84,8 @@ class Arrangement:
             batches, self.operations, self.contiguous, strict=True
         ):
             assert sorted(operations) == list(range(len(batch[0]) if batch else 0))
-            found = tuple(_is_contiguous(operand, operations, row) for operand in batch)
-            assert contiguous == found
+            is_slice = tuple(_is_contiguous(operand, operations, row) for operand in batch)
+            assert contiguous == is_slice
         refused = {(b, k) for b, k, _ in self.dropped}
         for b, batch in enumerate(batches):
             for k, operand in enumerate(batch):
@@ -215,9 +215,9 @@ class _Choices:
 
     def copy(self) -> "_Choices":
         """An independent copy."""
-        other = _Choices()
-        other.above, other.size = self.above.copy(), self.size.copy()
-        return other
+        copy = _Choices()
+        copy.above, copy.size = self.above.copy(), self.size.copy()
+        return copy
 
     def find(self, node: Hashable) -> tuple[Hashable, dict[int, int] | None]:
         """(the node that speaks for the class, the places there; None if they are the same)."""
@@ -374,17 +374,17 @@ class _Planner:
         """Admits what it can; the outcome is that of admitting one at a time."""
         start, count = 0, max(1, len(operands))
         while start < len(operands):
-            some = operands[start : start + count]
+            chunk = operands[start : start + count]
             before = self.state.copy()
-            at_odds = self._try(some)
+            at_odds = self._try(chunk)
             if at_odds is None:
-                start += len(some)
+                start += len(chunk)
                 count *= 2
                 continue
             self.state = before
-            count = max(1, len(some) // 4)
-            if len(some) == 1:
-                (b, k), start = some[0], start + 1
+            count = max(1, len(chunk) // 4)
+            if len(chunk) == 1:
+                (b, k), start = chunk[0], start + 1
                 where = "its batch" if at_odds == b else f"batch {at_odds}"
                 reason = f"it cannot be aligned without parting or turning operands of {where}"
                 self.dropped.append(Dropped(b, k, reason))
@@ -456,8 +456,8 @@ class _Planner:
                     return False
                 continue
             exchange = (first, form, operand), (form, first, operands[0])
-            for told, known, variables in exchange:
-                for operations in _sets(told, known.nodes):
+            for constraint, names_known, variables in exchange:
+                for operations in _sets(constraint, names_known.nodes):
                     if not self._reduce([variables[k] for k in operations], dirty):
                         return False
         return True

@@ -77,15 +77,15 @@ class PQTree:
 
     def copy(self) -> "PQTree":
         """An independent copy."""
-        other = PQTree(0)
-        other.num_leaves, other.root = self.num_leaves, self.root
-        other.num_changes = self.num_changes
-        other.kind, other.dissolved = self.kind.copy(), self.dissolved.copy()
-        other._parent, other._size = self._parent.copy(), self._size.copy()
-        other._near = self._near[0].copy(), self._near[1].copy()
-        other._end = self._end[0].copy(), self._end[1].copy()
-        other._into, other._turned = self._into.copy(), self._turned.copy()
-        return other
+        copy = PQTree(0)
+        copy.num_leaves, copy.root = self.num_leaves, self.root
+        copy.num_changes = self.num_changes
+        copy.kind, copy.dissolved = self.kind.copy(), self.dissolved.copy()
+        copy._parent, copy._size = self._parent.copy(), self._size.copy()
+        copy._near = self._near[0].copy(), self._near[1].copy()
+        copy._end = self._end[0].copy(), self._end[1].copy()
+        copy._into, copy._turned = self._into.copy(), self._turned.copy()
+        return copy
 
     # --- reading ---
 
@@ -123,13 +123,13 @@ class PQTree:
         Only the last may have other children as well; then it is a Q-node.
         """
         full, nodes = self._label(leaves)
-        found = [(node, self.children(node)) for node in nodes]
+        pairs = [(node, self.children(node)) for node in nodes]
         for node, members in full.items():
             if 1 < len(members) < self._size[node]:
                 run = self._run(members)
                 assert run, f"{members} are not consecutive"
-                found.append((node, run))
-        return found
+                pairs.append((node, run))
+        return pairs
 
     def frontier(self, choose: Choose | None = None) -> list[int]:
         """One of the permitted orders.
@@ -223,11 +223,11 @@ class PQTree:
 
     def _walk(self, node: int, count: int) -> list[int]:
         """So many siblings from a node to the right."""
-        found = []
+        visited = []
         for _ in range(count):
-            found.append(node)
+            visited.append(node)
             node = self._beside(node, 1)
-        return found
+        return visited
 
     def _run(self, members: Collection[int]) -> list[int] | None:
         """Children of a node from left to right if they follow each other, else None."""

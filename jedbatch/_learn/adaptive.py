@@ -34,15 +34,15 @@ class Adaptive:
     def schedule(self, graph: Graph) -> Schedule:
         """Schedules a graph, and learns how to if need be."""
         if self._by_rank:
-            found = by_rank(graph)
-            if found is not None:
+            batches = by_rank(graph)
+            if batches is not None:
                 self._graphs = [graph.bare()]
                 self._machine = None
-                return found
+                return batches
             self._by_rank, self._machine, self._graphs = False, None, []
         if self._machine is None or self._is_new(graph):
-            kept = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
-            self._graphs = [*kept, graph.bare()][-MAX_MINIBATCHES:]
+            graphs = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
+            self._graphs = [*graphs, graph.bare()][-MAX_MINIBATCHES:]
             self._labels |= self._present(graph)
             self._most = max(self._most, graph.num_instances)
             self._machine = self._learned(graph)

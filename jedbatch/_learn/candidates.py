@@ -193,9 +193,9 @@ def _checked_graphs(graphs: Any) -> list[Graph]:
     except TypeError:
         graphs = [graphs]  # for the message below
     if not graphs or not all(isinstance(g, Graph) for g in graphs):
-        what = next((type(g).__name__ for g in graphs if not isinstance(g, Graph)), "nothing")
+        came = next((type(g).__name__ for g in graphs if not isinstance(g, Graph)), "nothing")
         raise TypeError(
-            f"`learn` got {what}; expected graphs, such as `batched.plan(params, instances).graph`."
+            f"`learn` got {came}; expected graphs, such as `batched.plan(params, instances).graph`."
             " To learn from instances of a batched function, call `batched.learn(params, "
             "instances)`."
         )
@@ -272,11 +272,11 @@ class _Candidates:
         ]
         self.whole = self.training[0]
         self.held_back = Graph.select(parts[:num_held]) if num_held else self.whole
-        known = parts[:num_held] + learned
-        half = (len(known) + 1) // 2
-        drawn = [sorted(rng.choice(len(known), half, replace=False)) for _ in range(NUM_TRIALS)]
-        different = {tuple(some) for some in drawn if half < len(known)}
-        self.trials = [Graph.select([known[i] for i in some]) for some in sorted(different)]
+        instances = parts[:num_held] + learned
+        half = (len(instances) + 1) // 2
+        drawn = [sorted(rng.choice(len(instances), half, replace=False)) for _ in range(NUM_TRIALS)]
+        different = {tuple(subset) for subset in drawn if half < len(instances)}
+        self.trials = [Graph.select([instances[i] for i in subset]) for subset in sorted(different)]
         self.num_instances = len(learned), num_held
         self.objective = objective
         self.weights = weights_of(self.whole, objective)
@@ -302,8 +302,8 @@ class _Candidates:
     def _bound(self, graph: Graph) -> float:
         return lower_bound(graph, weights_of(graph, self.objective))
 
-    def _cost(self, found: Schedule, graph: Graph) -> float:
-        return cost(found, weights_of(graph, self.objective))
+    def _cost(self, batches: Schedule, graph: Graph) -> float:
+        return cost(batches, weights_of(graph, self.objective))
 
     def _rank(self, e: Entry) -> tuple[float, int]:
         return e.training + e.held_back, e.size or 0
@@ -311,11 +311,11 @@ class _Candidates:
     def _enter(self, name: str, run: Callable[[Graph], Schedule], size: int | None = None) -> None:
         """Counts what a policy needs and notes it."""
         clock = time.perf_counter()
-        found = run(self.whole)
-        micros = 1e6 * (time.perf_counter() - clock) / max(len(found), 1)
-        again = found if self.held_back is self.whole else run(self.held_back)
+        batches = run(self.whole)
+        micros = 1e6 * (time.perf_counter() - clock) / max(len(batches), 1)
+        again = batches if self.held_back is self.whole else run(self.held_back)
         held_back = self._cost(again, self.held_back)
-        self.entries.append(Entry(name, self._cost(found, self.whole), held_back, size, micros))
+        self.entries.append(Entry(name, self._cost(batches, self.whole), held_back, size, micros))
 
     def _add(self, name: str, encoding: str, decide: Decide) -> None:
         """Enters the machine that decides like this, and like its fallback where that is None."""
@@ -366,8 +366,8 @@ class _Candidates:
         votes: dict[Code, collections.Counter[int]] = {}
         for components in self.components:
             for x in components:
-                found = by_rank(x.graph) or self._taught(x.graph, policy)
-                taught = in_turn(found.batch_type.tolist())
+                batches = by_rank(x.graph) or self._taught(x.graph, policy)
+                taught = in_turn(batches.batch_type.tolist())
                 copied: Decide = lambda frontier, _, numbers: numbers[taught(frontier)]  # noqa: B023, E731
                 for code, t in walk(x, encoding, copied):
                     votes.setdefault(code, collections.Counter())[t] += 1
@@ -419,13 +419,13 @@ class _Candidates:
         self.curves[name] = points
 
         def decide(frontier: Frontier, code: Code, numbers: list[int]) -> int | None:
-            for known, table in learned:
-                if set(numbers) <= set(known):
-                    said = by_type(code, known)
-                    row = slot(said, salts(len(known)))
-                    on = said >= 0
+            for type_numbers, table in learned:
+                if set(numbers) <= set(type_numbers):
+                    words = by_type(code, type_numbers)
+                    row = slot(words, salts(len(type_numbers)))
+                    on = words >= 0
                     if (table.tries[row] * on).any():
-                        return known[preferred(table, row, on, -np.inf, np)]
+                        return type_numbers[preferred(table, row, on, -np.inf, np)]
             return None
 
         self._add(name, encoding, decide)
@@ -468,5 +468,5 @@ def walk(component: Component, encoding: str, decide: Decide) -> Iterator[tuple[
 
 def by_type(code: Code, numbers: Sequence[int]) -> np.ndarray:
     """int[len(numbers)], what a code says about each of these types, -1 if it is not ready."""
-    said = dict.fromkeys(numbers, -1) | {c // CODES: c % CODES for c in code}
-    return np.array([said[n] for n in numbers])
+    words = dict.fromkeys(numbers, -1) | {c // CODES: c % CODES for c in code}
+    return np.array([words[n] for n in numbers])

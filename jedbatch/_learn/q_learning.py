@@ -114,12 +114,12 @@ def nearest_ancestors(graph: Graph) -> np.ndarray:
     types = graph.node_type.tolist()
     near: list[dict[int, set[int]]] = []
     for node in range(len(types)):
-        mine: dict[int, set[int]] = {}
+        ancestors: dict[int, set[int]] = {}
         for m in makers[ptr[node] : ptr[node + 1]]:
-            for t, others in (near[m] | {types[m]: {m}}).items():
-                mine.setdefault(t, set()).update(others)
-        near.append({t: set(sorted(others)[-MANY_ANCESTORS:]) for t, others in mine.items()})
-    rows = [sorted(mine.get(t, ())) for t, mine in zip(types, near, strict=True)]
+            for t, ids in (near[m] | {types[m]: {m}}).items():
+                ancestors.setdefault(t, set()).update(ids)
+        near.append({t: set(sorted(ids)[-MANY_ANCESTORS:]) for t, ids in ancestors.items()})
+    rows = [sorted(ancestors.get(t, ())) for t, ancestors in zip(types, near, strict=True)]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     index = np.fromiter((m for row in rows for m in row), np.int64, int(counts.sum()))
     return padded(np.append(0, counts.cumsum()), index)
@@ -161,21 +161,21 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
     )
 
 
-def codes(seen: Seen) -> Any:
+def codes(looks: Seen) -> Any:
     """int32[encodings, T], what each encoding says about each type; -1 if it is not ready."""
-    n, on = seen.num_ready, seen.num_ready > 0
+    n, on = looks.num_ready, looks.num_ready > 0
     more = (n > n[:, None]).sum(1)
-    gap = seen.top.max() - seen.top
+    gap = looks.top.max() - looks.top
     low = sum((gap >= edges).astype(int) for edges in GAPS)
-    turn = (seen.turning > 0).astype(int) + (seen.turning == seen.many)
-    many = seen.many == seen.many.max()
-    said = {
+    turn = (looks.turning > 0).astype(int) + (looks.turning == looks.many)
+    many = looks.many == looks.many.max()
+    words = {
         "base": jnp.zeros_like(more),
         "max": (more == 0).astype(int),
         "sort": jnp.minimum(more, CODES - 1),
-        "phase": packed(low, many, turn, seen.shortens),
+        "phase": packed(low, many, turn, looks.shortens),
     }
-    return jnp.where(on, jnp.stack([said[name] for name in NAMES]), -1)
+    return jnp.where(on, jnp.stack([words[name] for name in NAMES]), -1)
 
 
 def slot(code: Any, salt: Any) -> Any:
@@ -226,15 +226,15 @@ def learning_round(
 
         def step(carry):
             i, done, cost, rows, actions, rewards = carry
-            seen = look(problem, count, done)
-            on = seen.num_ready > 0
-            row = slot(codes(seen)[encoding], salt)
-            other = (jnp.cumsum(on) > dice[i] * on.sum()).argmax()
+            looks = look(problem, count, done)
+            on = looks.num_ready > 0
+            row = slot(codes(looks)[encoding], salt)
+            explored = (jnp.cumsum(on) > dice[i] * on.sum()).argmax()
             greedy = preferred(table, row, on, jnp.where(explore > 0, untried, -1e6))
-            a = jnp.where(coins[i] < explore, other, greedy)
-            ratio = seen.num_ready[a] / jnp.maximum(seen.num_next[a], 1)
+            a = jnp.where(coins[i] < explore, explored, greedy)
+            ratio = looks.num_ready[a] / jnp.maximum(looks.num_next[a], 1)
             reward = problem.weights[a] * (-1 + alpha * jnp.minimum(ratio, 1))
-            run = seen.ready & (problem.node_type == a)
+            run = looks.ready & (problem.node_type == a)
             return (
                 i + 1,
                 done.at[:-1].set(done[:-1] | run),
@@ -315,30 +315,30 @@ def q_learn(
     """
     num_types = len(problem.weights)
     value, tries = np.zeros((2, NUM_SLOTS, num_types), np.float32)
-    for said, action in known:
-        tries[slot(said, salts(num_types)), action] = 1
+    for words, action in known:
+        tries[slot(words, salts(num_types)), action] = 1
     table = best = QTable(value, tries)
     chain = problem.chain[:, None] * (problem.node_type[:, None] == np.arange(num_types))
     occurs = (problem.count @ takes_part.T > 0).T
-    bound = sum((chain * mine[:, None]).max(0) @ problem.weights for mine in occurs)
+    bound = sum((chain * is_here[:, None]).max(0) @ problem.weights for is_here in occurs)
     longest = 2 * int(chain.max(0).sum()) + 64
     max_steps = 1 << (longest - 1).bit_length()
     num_rounds = 1 + max(1, episodes // at_once)  # in the last, what was learned is judged only
-    least, found, curve = np.inf, 0, []
+    least, best_round, curve = np.inf, 0, []
     for i in progress_bar(range(num_rounds), f"Q-learning {encoding}", progress):
-        key, mine = jax.random.split(key)
+        key, round_key = jax.random.split(key)
         done = min(1.0, i / (0.8 * num_rounds))
         share = epsilon[0] + (epsilon[1] - epsilon[0]) * done
         judged = table
         table, cost = learning_round(
-            problem, table, NAMES.index(encoding), takes_part, mine, share, rate, alpha, discount,
-            -1e6 if known else 0.0,
+            problem, table, NAMES.index(encoding), takes_part, round_key, share, rate, alpha,
+            discount, -1e6 if known else 0.0,
             num_episodes=at_once, max_steps=max_steps, num_steps=steps,
         )  # fmt: skip
         cost = np.asarray(cost)
         curve.append((i * at_once, float(cost[0])))
         if cost.sum() < least:
-            least, found, best = cost.sum(), i, judged
-        if least <= bound + 1e-4 or i - found >= PATIENCE_ROUNDS:
+            least, best_round, best = cost.sum(), i, judged
+        if least <= bound + 1e-4 or i - best_round >= PATIENCE_ROUNDS:
             break
     return QTable(*map(np.asarray, best)), curve

@@ -21,7 +21,7 @@ from jedbatch._jaxpr.versions import wrapped_by_jax
 
 def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
     """The cells of a function's closure and of the closures of functions it leads to."""
-    found: dict[int, types.CellType] = {}
+    cells: dict[int, types.CellType] = {}
     stack = [fn]
     while stack:
         x = stack.pop()
@@ -31,12 +31,12 @@ def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
             stack.append(x.__func__)
         stack += getattr(x, "__defaults__", None) or ()
         for c in getattr(x, "__closure__", None) or ():
-            if id(c) not in found:
-                found[id(c)] = c
+            if id(c) not in cells:
+                cells[id(c)] = c
                 with contextlib.suppress(ValueError):  # a name not assigned yet
                     if isinstance(c.cell_contents, _FUNCTIONS):
                         stack.append(c.cell_contents)
-    return tuple(found.values())
+    return tuple(cells.values())
 
 
 def free_values(fn: Any) -> tuple[Any, ...]:

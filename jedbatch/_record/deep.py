@@ -115,12 +115,12 @@ def _worth_it(error: RecursionError) -> bool:
     depth = 0
     while frame is not None:
         depth, frame = depth + 1, frame.f_back
-    own = 0
+    num_frames = 0
     place = error.__traceback__
     while place is not None:
-        own += not place.tb_frame.f_code.co_filename.startswith(_IN_JAX)
+        num_frames += not place.tb_frame.f_code.co_filename.startswith(_IN_JAX)
         place = place.tb_next
-    return COUNTS_PER_FRAME * own > sys.getrecursionlimit() - depth
+    return COUNTS_PER_FRAME * num_frames > sys.getrecursionlimit() - depth
 
 
 class _Thread:
@@ -213,12 +213,12 @@ def _set_limit(limit: int) -> bool:
     def look(times: int) -> list[list[int]]:
         return [list(words), *(look(times - 1) if times else ())]
 
-    seen = list(zip(*look(3), strict=True))
+    states = list(zip(*look(3), strict=True))
     usual = sys.getrecursionlimit()
     places = [
         i
-        for i, (left, after) in enumerate(itertools.pairwise(seen))
-        if set(after) == {usual} and [left[0] - x for x in left] == [0, 1, 2, 3]
+        for i, (before, after) in enumerate(itertools.pairwise(states))
+        if set(after) == {usual} and [before[0] - x for x in before] == [0, 1, 2, 3]
     ]
     if len(places) != 1:
         return False

@@ -72,8 +72,8 @@ class _Weakly:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        mine = self.ref()
-        return isinstance(other, _Weakly) and mine is not None and mine is other.ref()
+        own_value = self.ref()
+        return isinstance(other, _Weakly) and own_value is not None and own_value is other.ref()
 
 
 class _Guard(NamedTuple):
@@ -93,11 +93,11 @@ class _Guard(NamedTuple):
 
     @staticmethod
     def of(read: Callable, subject: Any) -> "_Guard":
-        found = tuple(read(subject))
-        weak = list(map(_is_array, found))
+        values = tuple(read(subject))
+        weak = list(map(_is_array, values))
         if any(weak):
-            found = tuple([_Weakly(x) if w else x for x, w in zip(found, weak, strict=True)])
-        return _Guard(read, subject, found, any(weak))
+            values = tuple([_Weakly(x) if w else x for x, w in zip(values, weak, strict=True)])
+        return _Guard(read, subject, values, any(weak))
 
     def holds(self) -> bool:
         """Returns whether it gives the same things."""
@@ -259,8 +259,8 @@ class _Walk:
                 self._visit(thing, x, type(x))
         self.guards.append(_Guard.of(_of_functions, self._functions))
         self.guards.append(_Guard.of(_of_cells, self._cells))
-        for held, known in self._named.values():
-            self.guards.append(_Guard.of(functools.partial(_of_names, tuple(known)), held))
+        for namespace, names in self._named.values():
+            self.guards.append(_Guard.of(functools.partial(_of_names, tuple(names)), namespace))
         return tuple(self._text)
 
     def _add(
@@ -320,18 +320,18 @@ class _Walk:
             self._visit_names(thing, "global", fn.__globals__, names)
 
     def _visit_names(
-        self, thing: _Thing, how: str, held: dict[str, Any], names: frozenset[str]
+        self, thing: _Thing, how: str, namespace: dict[str, Any], names: frozenset[str]
     ) -> None:
         """Visits the entries of a module's namespace that code reads by name."""
-        _, known = self._named.setdefault(id(held), (held, {}))
-        here = sorted(name for name in names if name in held)
+        _, known_names = self._named.setdefault(id(namespace), (namespace, {}))
+        here = sorted(name for name in names if name in namespace)
         self._text += here
-        if self._add(thing, how, here, [held[name] for name in here], names):
-            known.update(dict.fromkeys(sorted(names)))
+        if self._add(thing, how, here, [namespace[name] for name in here], names):
+            known_names.update(dict.fromkeys(sorted(names)))
 
     def _visit_class(self, thing: _Thing, kind: type) -> None:
-        held = {k: x for k, x in vars(kind).items() if k not in _OF_EVERY_CLASS}
-        if self._add(thing, "class", [(kind, k) for k in held], list(held.values())):
+        attributes = {k: x for k, x in vars(kind).items() if k not in _OF_EVERY_CLASS}
+        if self._add(thing, "class", [(kind, k) for k in attributes], list(attributes.values())):
             self.guards.append(_Guard.of(_of_class, kind))
 
     def _visit_container(self, thing: _Thing, x: Any) -> None:
@@ -350,8 +350,8 @@ class _Walk:
         names = attribute_names(x)
         self._text += names
         if names or hasattr(x, "__dict__"):
-            found = _of_attributes(x)
-            if self._add(thing, "attribute", names, found[len(names) :]):
+            attributes = _of_attributes(x)
+            if self._add(thing, "attribute", names, attributes[len(names) :]):
                 plain = len(names) == len(getattr(x, "__dict__", ()))
                 self.guards.append(_Guard.of(_of_object if plain else _of_attributes, x))
 
@@ -360,9 +360,9 @@ class _Walk:
         x = thing.value
         kinds = (kind for kind in _PARTS if isinstance(x, kind))
         parts = _PARTS.get(next(kinds, None), ["__wrapped__"] if callable(x) else [])
-        found = {part: getattr(x, part, None) for part in parts}
-        found = {k: x for k, x in found.items() if x is not None}
-        self._add(thing, "get", list(found), list(found.values()))
+        values = {part: getattr(x, part, None) for part in parts}
+        values = {k: x for k, x in values.items() if x is not None}
+        self._add(thing, "get", list(values), list(values.values()))
 
     def _visit_rows(self, x: np.ndarray) -> None:
         """An array of NumPy: what is in it, unless it is large and may change."""
@@ -397,8 +397,8 @@ def _steps(way: Any) -> AccessPath:
 
 
 def _attribute(x: Any, name: str) -> Any:
-    held = getattr(x, "__dict__", {})
-    return held[name] if name in held else getattr(x, name)
+    attributes = getattr(x, "__dict__", {})
+    return attributes[name] if name in attributes else getattr(x, name)
 
 
 _FOLLOW: dict[str, Callable[[Any, Any], Any]] = {
@@ -442,8 +442,8 @@ def _contents(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _of_names(names: tuple[str, ...], held: dict[str, Any]) -> Iterator[Any]:
-    return map(held.get, names, itertools.repeat(_MISSING))
+def _of_names(names: tuple[str, ...], namespace: dict[str, Any]) -> Iterator[Any]:
+    return map(namespace.get, names, itertools.repeat(_MISSING))
 
 
 def _of_dict(x: dict) -> tuple[Any, ...]:
@@ -455,8 +455,8 @@ def _of_class(kind: type) -> tuple[Any, ...]:
 
 
 def _of_object(x: Any) -> tuple[Any, ...]:
-    held = x.__dict__
-    return *held, *held.values()
+    attributes = x.__dict__
+    return *attributes, *attributes.values()
 
 
 def _of_attributes(x: Any) -> list[Any]:

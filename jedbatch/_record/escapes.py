@@ -31,18 +31,20 @@ def is_kept(tracers: Sequence[Any], before: set[int]) -> bool:
     `before` has the ids of what there was before these were made; newer things do not count.
     """
     layer: Any = list(tracers)
-    seen = {id(tracers), *map(id, tracers)}
+    seen_ids = {id(tracers), *map(id, tracers)}
     while layer:
-        seen.add(id(layer))
+        seen_ids.add(id(layer))
         holders = gc.get_referrers(*layer)
-        seen.add(id(holders))
-        held = {id(x) for holder in holders for x in gc.get_referents(holder)}
-        if any(isinstance(x, CONTAINERS) and id(x) not in held and id(x) in before for x in layer):
+        seen_ids.add(id(holders))
+        referents = {id(x) for holder in holders for x in gc.get_referents(holder)}
+        if any(
+            isinstance(x, CONTAINERS) and id(x) not in referents and id(x) in before for x in layer
+        ):
             return True  # by a function that runs
-        new = [x for x in holders if id(x) not in seen and not _is_cache(x)]
+        new = [x for x in holders if id(x) not in seen_ids and not _is_cache(x)]
         if any(id(x) in before and _is_of_user(x) for x in new):
             return True
-        seen |= set(map(id, new))
+        seen_ids |= set(map(id, new))
         layer = [x for x in new if not _is_end(x)]
         del new, holders
     return False

@@ -42,10 +42,10 @@ def record_graph(
     described[inputs] = -1 - np.array(kinds, np.int64)[-1 - operand[inputs]]
     described[~inputs] = node_type[operand[~inputs]]
 
-    def stand_in(what: int) -> Any:
-        if what < 0:
-            return Value(recorder, -1, -1 - what)
-        maker = made_by[what]
+    def stand_in(origin: int) -> Any:
+        if origin < 0:
+            return Value(recorder, -1, -1 - origin)
+        maker = made_by[origin]
         values = [Value(recorder, 0, kind) for kind in maker.results]
         return values[0] if maker.tree is None else jax.tree.unflatten(maker.tree, values)
 
@@ -59,9 +59,9 @@ def record_graph(
     for d in np.argsort(first).tolist():  # makers come before readers
         t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
         args = [stand_in(what) for what in operands]
-        found = recorder.cell_call_spec(cells[t], (*shared, *args), {})
-        assert found is not None
-        call_spec = found[0]
+        recorded = recorder.cell_call_spec(cells[t], (*shared, *args), {})
+        assert recorded is not None
+        call_spec = recorded[0]
         widths = tuple(1 if w < 0 else len(made_by[w].results) for w in operands)
         call_specs[d] = recorder.registry.add_call_spec(
             call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
@@ -161,11 +161,11 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
         )
     by_type = [cells.get(t.name) for t in graph.types]
     if recording.recorder is not None:
-        made = [
+        cells_of_types = [
             getattr(c, "cell", None) or (c and Cell(c, getattr(c, "__name__", t.name)))
             for c, t in zip(by_type, graph.types, strict=True)
         ]
-        return record_graph(recording.recorder, graph, made, shared)
+        return record_graph(recording.recorder, graph, cells_of_types, shared)
     inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
     results: list[Any] = []
     for n, t in enumerate(graph.node_type.tolist()):

@@ -184,28 +184,28 @@ def options_token(static: dict) -> Hashable:
 def number_token(recorder: RecorderLike, kind: type) -> tuple[int, Hashable]:
     """(input group, token) of Python numbers of a kind."""
     value_type = recorder.registry.value_type(*array_type(kind(0)))
-    found = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
-    recorder.numbers[kind] = found
-    return found
+    token = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
+    recorder.numbers[kind] = token
+    return token
 
 
 def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
     """(input group, token) of arrays of NumPy of the type of this one."""
     value_type = recorder.registry.value_type(*array_type(x))
     token = recorder.registry.token(np.ndarray, value_type)
-    found = recorder.registry.group("value", value_type), token
-    recorder.arrays[x.shape, x.dtype] = found
-    return found
+    group_and_token = recorder.registry.group("value", value_type), token
+    recorder.arrays[x.shape, x.dtype] = group_and_token
+    return group_and_token
 
 
 def reference_widths(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
     """Returns how many operands each reference of a short description stands for."""
     single = (0, 0)
     parts = [x for arg in args for x in (arg if is_put_together(recorder, arg) else [arg])]
-    found = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
+    references = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
     return tuple(
         1 if token >= 0 else len(recorder.registry.units[-1 - token])
-        for token, index in found
+        for token, index in references
         if index is not None
     )
 

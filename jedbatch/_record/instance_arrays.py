@@ -88,14 +88,14 @@ def flatten(tree: Any, whose: str) -> tuple[list[Any], Any]:
 
 def _find_circle(tree: Any, limit: int = 1_000_000) -> Any:
     """A container of a pytree that holds itself; None if none is found."""
-    seen = {id(tree): tree}  # alive, as long as they are known by their ids
+    containers = {id(tree): tree}  # alive, as long as they are known by their ids
     path = {id(tree): iter(parts_of(tree))}
-    while path and len(seen) < limit:
+    while path and len(containers) < limit:
         for part in path[next(reversed(path))]:
             if id(part) in path:
                 return part
-            if id(part) not in seen and not jax.tree_util.all_leaves([part]):
-                seen[id(part)] = part
+            if id(part) not in containers and not jax.tree_util.all_leaves([part]):
+                containers[id(part)] = part
                 path[id(part)] = iter(parts_of(part))
                 break
         else:
@@ -119,8 +119,8 @@ def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
 
     def replace(x: Any) -> Any:
         if is_array(x):
-            other = next(arrays)  # one for each time that it is met
-            return done.setdefault(id(x), (other, x))[0]
+            replacement = next(arrays)  # one for each time that it is met
+            return done.setdefault(id(x), (replacement, x))[0]
         if type(x) in PLAIN_TYPES or (node := children_of(x)) is None:
             return x
         if id(x) not in done:
@@ -138,23 +138,23 @@ def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
 
 def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
     """Ids of the JAX arrays an object holds on to, through attributes and containers."""
-    found: set[int] = set()
-    seen: set[int] = set()
+    array_ids: set[int] = set()
+    seen_ids: set[int] = set()
     stack = [instance]
-    while stack and len(seen) < limit:
+    while stack and len(seen_ids) < limit:
         x = stack.pop()
-        if type(x) in PLAIN_TYPES or id(x) in seen:
+        if type(x) in PLAIN_TYPES or id(x) in seen_ids:
             continue
-        seen.add(id(x))
+        seen_ids.add(id(x))
         if is_array(x):
-            found.add(id(x))
+            array_ids.add(id(x))
         elif (node := children_of(x)) is not None:
             stack.extend(node[1])
         elif not isinstance(x, (*LEAF_TYPES, types.ModuleType)):
             slots = [s for k in type(x).__mro__ for s in getattr(k, "__slots__", ())]
             stack.extend(getattr(x, s) for s in slots if hasattr(x, s))
             stack.extend(getattr(x, "__dict__", {}).values())
-    return found
+    return array_ids
 
 
 def children_of(x: Any) -> tuple[Hashable, list[Any], bool] | None:
@@ -166,21 +166,21 @@ def children_of(x: Any) -> tuple[Hashable, list[Any], bool] | None:
         names = attribute_names(x)
         extra = [getattr(x, name) for name in names]
         if isinstance(x, dict):
-            known = kind in (dict, collections.OrderedDict)
+            is_known = kind in (dict, collections.OrderedDict)
             try:
-                return (tuple(map(typed, x)), *names), [*x.values(), *extra], not known
+                return (tuple(map(typed, x)), *names), [*x.values(), *extra], not is_known
             except TypeError:
                 return None, [*x.values(), *extra], True
-        known = kind is collections.deque or hasattr(kind, "_fields")
-        return (getattr(x, "maxlen", None), *names), [*x, *extra], not known
+        is_known = kind is collections.deque or hasattr(kind, "_fields")
+        return (getattr(x, "maxlen", None), *names), [*x, *extra], not is_known
     if isinstance(x, np.ndarray) and x.dtype == object:
         return x.shape, list(x.flat), kind is not np.ndarray
     if isinstance(x, Graph | np.ndarray):
         return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = _dataclass_attributes(x)
-        whole = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
-        return tuple(names), [getattr(x, name) for name in names], not whole
+        is_frozen_class = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
+        return tuple(names), [getattr(x, name) for name in names], not is_frozen_class
     if jax.tree_util.all_leaves([x]):
         return None
     parts, structure = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
@@ -202,11 +202,11 @@ def _beside(x: Any, parts: list[Any], structure: Any) -> list[Hashable]:
     Raises `TypeError` if one of them may change.
     """
     _, carried = structure.node_data()
-    known = {id(x) for x in (*parts, carried)}
+    known_ids = {id(x) for x in (*parts, carried)}
     if isinstance(carried, tuple | list):
-        known.update(map(id, carried))
-    found = ((name, getattr(x, name)) for name in attribute_names(x))
-    return [(name, snapshot(value)) for name, value in found if id(value) not in known]
+        known_ids.update(map(id, carried))
+    attributes = ((name, getattr(x, name)) for name in attribute_names(x))
+    return [(name, snapshot(value)) for name, value in attributes if id(value) not in known_ids]
 
 
 def _rebuild(x: Any, parts: list[Any]) -> Any:
@@ -217,16 +217,16 @@ def _rebuild(x: Any, parts: list[Any]) -> Any:
             array[place] = part
         return array
     if isinstance(x, tuple | list | dict | collections.deque):
-        own, extra = parts[: len(x)], parts[len(x) :]
-        other = _filled(x, own)
+        items, extra = parts[: len(x)], parts[len(x) :]
+        copied = _filled(x, items)
         for name, part in zip(attribute_names(x), extra, strict=True):
-            object.__setattr__(other, name, part)
-        return other
+            object.__setattr__(copied, name, part)
+        return copied
     if dataclasses.is_dataclass(x):
-        other = object.__new__(kind)
+        copied = object.__new__(kind)
         for name, part in zip(_dataclass_attributes(x), parts, strict=True):
-            object.__setattr__(other, name, part)
-        return other
+            object.__setattr__(copied, name, part)
+        return copied
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
 
 
@@ -239,6 +239,6 @@ def _filled(x: Any, parts: list[Any]) -> Any:
         return collections.deque(parts, x.maxlen)
     if isinstance(x, tuple | list):
         return kind(parts)
-    other = copy.copy(x)
-    other.update(zip(x, parts, strict=True))
-    return other
+    copied = copy.copy(x)
+    copied.update(zip(x, parts, strict=True))
+    return copied

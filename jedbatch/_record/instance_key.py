@@ -90,16 +90,16 @@ def _is_plain_tree(instance: Any) -> bool:
     `marshal` writes a part once for every time it is met.
     """
     plain, containers = PLAIN_TYPES, (tuple, list, dict)
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     stack = [instance]
     while stack:
         x = stack.pop()
         kind = type(x)
         if kind not in containers:
             return kind in plain
-        if id(x) in seen:
+        if id(x) in seen_ids:
             return False
-        seen.add(id(x))
+        seen_ids.add(id(x))
         if kind is dict:
             if not plain.issuperset(map(type, x)):
                 return False

@@ -54,14 +54,14 @@ class Keys:
         same = None
         if "jaxpr" in params:
             same = (primitive, *params, *map(id, params.values()))
-            found = self._by_identity.get(same)
-            if found is not None:
-                return found[0]
-        written = primitive, self.params_key(params)
-        key = self._ids.get(("primitive", written))
+            entry = self._by_identity.get(same)
+            if entry is not None:
+                return entry[0]
+        content = primitive, self.params_key(params)
+        key = self._ids.get(("primitive", content))
         if key is None:
             is_ragged = bool(symbols_in(params))
-            key = self._ids["primitive", written] = PrimitiveKey(written, is_ragged)
+            key = self._ids["primitive", content] = PrimitiveKey(content, is_ragged)
         if same is not None:
             self._by_identity[same] = key, params  # ids are good while this is alive
         return key
@@ -88,8 +88,8 @@ class Keys:
         same = Same(jaxpr)
         key = self._jaxprs.get(same)
         if key is None:
-            written = ("written", self._write(jaxpr))
-            key = self._jaxprs[same] = self._ids.setdefault(written, ("jaxpr", len(self._ids)))
+            content = ("written", self._write(jaxpr))
+            key = self._jaxprs[same] = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
         return key
 
     def _write(self, jaxpr: Any) -> Hashable:

@@ -63,16 +63,16 @@ def _pick(_: Any, operands: Sequence[Any]) -> Any:
 
 def index_shared(recorder: RecorderLike, value: Shared, item: Any) -> Any:
     """`table[i]` with a Python int is a row look-up with i as a value."""
-    first, rest = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
+    first, further = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
     number = isinstance(first, int | np.integer) and not isinstance(first, bool)
-    if not (number and recorder.active and value.shape and is_static(rest)):
+    if not (number and recorder.active and value.shape and is_static(further)):
         return super(Shared, value).__getitem__(item)
     row = recorder.input(row_index(first, value.shape[0]))
 
     def look_up(shared, operands):
-        return shared[0][(operands[0], *rest)]
+        return shared[0][(operands[0], *further)]
 
-    return recorder.node("row", ("row", frozen(rest)), look_up, (value.index,), [row])
+    return recorder.node("row", ("row", frozen(further)), look_up, (value.index,), [row])
 
 
 # --- operations and operators ---
@@ -98,8 +98,8 @@ def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) 
 
 def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> None:
     """Files the last node under its operation and what it reads, if that is symbols only."""
-    mine = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
-    if mine and any(isinstance(x, Value) for x in args):
+    is_here = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
+    if is_here and any(isinstance(x, Value) for x in args):
         kinds = [x.type if isinstance(x, Value) else ~x.index for x in args]
         call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
         recorder.registry.operations[key, *kinds] = call_spec
@@ -128,14 +128,14 @@ def operate(recorder: RecorderLike, slow_path: Callable, a: Any, b: Any) -> Any:
         here = current is recorder
     if not here:
         return slow_path(a, b)
-    known = recorder.registry.operators.get(way)
-    if known is None:
+    recorded = recorder.registry.operators.get(way)
+    if recorded is None:
         return _noted(recorder, way, a, b)
     sides = [getattr(a, "index", None), getattr(b, "index", None)]
-    if known.group is not None:
-        sides[1] = recorder.new_input(known.group, b)
-    recorder.references += [sides[side] for side in known.reads]
-    out = recorder.record(known.call_spec)
+    if recorded.group is not None:
+        sides[1] = recorder.new_input(recorded.group, b)
+    recorder.references += [sides[side] for side in recorded.reads]
+    out = recorder.record(recorded.call_spec)
     return out[0] if type(out) is list else out
 
 
@@ -168,11 +168,11 @@ def _noted(recorder: RecorderLike, way: tuple, a: Any, b: Any) -> Any:
         return out
     reads = recorder.references[num_reads:]
     call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
-    wanted = [k for k, x in enumerate((a, b)) if type(x) is not Shared]
-    if len(call_spec.results) != 1 or sides[0] == sides[1] or len(reads) != len(wanted):
+    positions = [k for k, x in enumerate((a, b)) if type(x) is not Shared]
+    if len(call_spec.results) != 1 or sides[0] == sides[1] or len(reads) != len(positions):
         return out
-    if all(r in [sides[k] for k in wanted] for r in reads):
-        order = tuple([k for r in reads for k in wanted if sides[k] == r])
+    if all(r in [sides[k] for k in positions] for r in reads):
+        order = tuple([k for r in reads for k in positions if sides[k] == r])
         recorder.registry.operators[way] = Known(call_spec, order, group)
     return out
 

@@ -147,8 +147,8 @@ class Recorder(Trace):
 
         `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
         """
-        for kept in (self.known, self.kept, self.leaves):
-            kept.clear()
+        for memory in (self.known, self.kept, self.leaves):
+            memory.clear()
         self.known.update(self._containers)
         self.caching = True
         self.turn_to(instance)
@@ -172,8 +172,8 @@ class Recorder(Trace):
         """Lets go of everything symbolic."""
         self.active = False
         self._instance = self._shared = self._owned = None
-        for kept in (self.known, self._containers, self.kept, self._made, self.leaves):
-            kept.clear()
+        for memory in (self.known, self._containers, self.kept, self._made, self.leaves):
+            memory.clear()
 
     @property
     def written(self) -> tuple[list, ...]:
@@ -260,8 +260,8 @@ class Recorder(Trace):
     def trust(self, x: Any) -> None:
         """Notes that an instance reads an array; another one may be read the next time."""
         if isinstance(x, jax.Array) and self.caching:
-            known = id(x) in self._made or id(x) in self.registry.reached
-            self.caching = known or self._is_owned(x)
+            is_known = id(x) in self._made or id(x) in self.registry.reached
+            self.caching = is_known or self._is_owned(x)
 
     # --- cells ---
 
@@ -315,10 +315,10 @@ class Recorder(Trace):
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Records a call of a cell: any pytrees of anything."""
-        found = self.cell_call_spec(cell, args, static)
-        if found is None:  # inside another transformation: not ours to record
+        recorded = self.cell_call_spec(cell, args, static)
+        if recorded is None:  # inside another transformation: not ours to record
             return cell.fn(*args, **static)
-        call_spec, references = found
+        call_spec, references = recorded
         way = self.description(cell, args, static)
         if way is not None and self.registry.is_proven(call_spec):
             self.registry.remember(
@@ -411,9 +411,9 @@ class Recorder(Trace):
 
     def process_primitive(self, primitive, tracers, params, /):
         key = self.registry.keys.primitive_key(primitive, params)
-        known = known_operation(self, key, tracers)
-        if known is not None:
-            out = self.record(known)
+        recorded = known_operation(self, key, tracers)
+        if recorded is not None:
+            out = self.record(recorded)
             return out if primitive.multiple_results else out[0]
 
         def call(*values):

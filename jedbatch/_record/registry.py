@@ -113,8 +113,8 @@ class Registry:
     @property
     def size(self) -> int:
         """The number of entries of everything recorded."""
-        known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
-        return known + len(self.operations) + len(self.operators)
+        num_known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
+        return num_known + len(self.operations) + len(self.operators)
 
     @property
     def types(self) -> tuple[NodeType, ...]:
@@ -174,24 +174,24 @@ class Registry:
           static: the static arguments, for people.
         """
         full = (key, shared, operands)
-        known: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
-        found = known.get(full)
-        if found is None and user_code:
-            found = self._like_another(full, name, call, static)
-        if found is None:
+        call_specs: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
+        call_spec = call_specs.get(full)
+        if call_spec is None and user_code:
+            call_spec = self._like_another(full, name, call, static)
+        if call_spec is None:
             jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
-            written = self.keys.jaxpr_key(jaxpr) if user_code else None
+            jaxpr_key = self.keys.jaxpr_key(jaxpr) if user_code else None
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
                 name,
-                Operation((key, tree_key(tree), written), jaxpr),
+                Operation((key, tree_key(tree), jaxpr_key), jaxpr),
                 tuple(self.value_types[v] for v in operands),
                 (*extra, *shared),
                 tuple(self.value_types[v] for v in results),
                 self._label(name, static, operands, shared),
             )
             flat = tree == jax.tree.structure((0,) * len(results))
-            found = known[full] = self.add_call_spec(
+            call_spec = call_specs[full] = self.add_call_spec(
                 self._intern(self.node_types, node_type),
                 (1,) * len(operands),
                 results,
@@ -199,21 +199,21 @@ class Registry:
                 self.unit(results) if flat else None,
             )
             if user_code and not self._is_proven(key, jaxpr):
-                self._unproven.add(found.id)
-                del known[full]
+                self._unproven.add(call_spec.id)
+                del call_specs[full]
             elif user_code and not extra:
-                self._note_symbols(full, found, jaxpr)
-        return found
+                self._note_symbols(full, call_spec, jaxpr)
+        return call_spec
 
     def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
         """(how to record calls but for the names of symbols in their operands, these names)."""
         key, shared, operands = full
         numbers: dict[str, int] = {}
         types = [self.value_types[v] for v in operands]
-        written = [
+        numbered_types = [
             (*(numbered_extent(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types
         ]
-        return ("like", self._number, key, shared, *written), tuple(numbers)
+        return ("like", self._number, key, shared, *numbered_types), tuple(numbers)
 
     def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: Any) -> None:
         """Calls like two that were traced need not be, if these differ in the names of symbols.
@@ -235,16 +235,16 @@ class Registry:
         alike = self._alike.get(like) if symbols else None
         if alike is None or not alike.sure:
             return None
-        first, theirs = alike.call_spec, alike.symbols
+        first, first_symbols = alike.call_spec, alike.symbols
         _, shared, operands = full
         every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
-        named = {t: symbol_of(every[s], s) for t, s in zip(theirs, symbols, strict=True)}
+        named = {t: symbol_of(every[s], s) for t, s in zip(first_symbols, symbols, strict=True)}
         results = []
         for aval in (self.avals[v] for v in first.results):
             shape = shape_at(aval.shape, named)
             results.append(self.value_type(shape, aval.dtype, aval.weak_type))
-        known = self.node_types[first.node_type]
-        operation = operation_of(known)
+        first_type = self.node_types[first.node_type]
+        operation = operation_of(first_type)
         node_type = NodeType(
             name,
             Operation(
@@ -253,18 +253,18 @@ class Registry:
                 (first.node_type, symbols),
             ),
             tuple(self.value_types[v] for v in operands),
-            known.shared,
+            first_type.shared,
             tuple(self.value_types[v] for v in results),
             self._label(name, static, operands, shared),
         )
-        found = self._of_user[full] = self.add_call_spec(
+        call_spec = self._of_user[full] = self.add_call_spec(
             self._intern(self.node_types, node_type),
             first.widths,
             tuple(results),
             first.tree,
             None if first.unit is None else self.unit(tuple(results)),
         )
-        return found
+        return call_spec
 
     def is_proven(self, call_spec: CallSpec) -> bool:
         """Returns whether everything that a call reads was found where changes are seen."""
@@ -317,10 +317,10 @@ class Registry:
         if index not in self._known_paths:
             value = self.shared[index]
             if value.leaf is not None:
-                found = {self._leaf_paths[value.leaf]}
+                paths = {self._leaf_paths[value.leaf]}
             else:
-                found = {path for other in value.args for path in self._paths(other)}
-            self._known_paths[index] = found
+                paths = {path for arg in value.args for path in self._paths(arg)}
+            self._known_paths[index] = paths
         return self._known_paths[index]
 
     @functools.cached_property
@@ -332,8 +332,8 @@ class Registry:
     def add_call_spec(self, node_type, widths, results, tree, unit) -> CallSpec:
         """A way of recording nodes of a type; what it returns depends on the type."""
         key = ("call_spec", node_type, widths)
-        if (known := self._ids.get(key)) is not None:
-            return known
+        if (number := self._ids.get(key)) is not None:
+            return number
         parts = () if tree is None or unit is not None else self._parts(tree, results)
         call_spec = CallSpec(len(self.call_specs), node_type, widths, results, tree, unit, parts)
         self.call_specs.append(call_spec)
@@ -342,19 +342,19 @@ class Registry:
 
     def singly(self, call_spec: CallSpec) -> CallSpec:
         """The kind of call with the same nodes whose references stand for one operand each."""
-        found = self._single.get(call_spec.node_type)
-        if found is None:
-            found, arity = call_spec, sum(call_spec.widths)
+        single = self._single.get(call_spec.node_type)
+        if single is None:
+            single, arity = call_spec, sum(call_spec.widths)
             if arity != len(call_spec.widths):
-                found = self.add_call_spec(
+                single = self.add_call_spec(
                     call_spec.node_type,
                     (1,) * arity,
                     call_spec.results,
                     call_spec.tree,
                     call_spec.unit,
                 )
-            self._single[call_spec.node_type] = found
-        return found
+            self._single[call_spec.node_type] = single
+        return single
 
     def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
         """The ids of value types."""
@@ -364,14 +364,14 @@ class Registry:
         """Flat tuples in what a call returns, such as a state (h, c) beside other results."""
         if (tree.node_data() or (None,))[0] is not tuple:
             return ()
-        found = []
+        parts = []
         first = 0
         for position, child in enumerate(tree.children()):
             end = first + child.num_leaves
             if child == jax.tree.structure((0,) * child.num_leaves):
-                found.append((position, self.unit(results[first:end]), first))
+                parts.append((position, self.unit(results[first:end]), first))
             first = end
-        return tuple(found)
+        return tuple(parts)
 
     def remember(self, way: list[Hashable], call_spec: CallSpec, widths, keep: list[Any]) -> None:
         """Files a call spec under the description of a call; `keep` is described by its id."""
@@ -437,8 +437,8 @@ class Registry:
                 raise
         before = set(map(id, gc.get_objects()))
         jaxpr = traced()
-        kept = [x for x in live_tracers() if id(x) not in before]
-        if is_kept(kept, before):
+        tracers = [x for x in live_tracers() if id(x) not in before]
+        if is_kept(tracers, before):
             raise EscapedValueError(
                 f"cell `{name}` keeps a traced value after it returns (a side effect); "
                 "expected a pure function. Return the value instead of storing it in a "
@@ -483,8 +483,8 @@ class Registry:
         `key` is the operation and the constants it reads.
         """
         full = ("shared", key, args)
-        found = self._ids.get(full)
-        if found is None:
+        results = self._ids.get(full)
+        if results is None:
             with pause():
                 jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
             call = functools.partial(
@@ -494,11 +494,11 @@ class Registry:
             for earlier in (self.shared[a].applied for a in args):
                 applied.update((k, max(n, applied.get(k, 0))) for k, n in earlier.items())
             applied[key[0]] = applied.get(key[0], 0) + 1
-            found = self._ids[full] = [
+            results = self._ids[full] = [
                 self._share(SharedValue(aval, call=call, args=args, result=k, applied=applied))
                 for k, aval in enumerate(jaxpr.out_avals)
             ]
-        return found
+        return results
 
     def closed_over(self, array: Any) -> int:
         """The id of a concrete array that the function closes over."""
@@ -534,8 +534,8 @@ class Registry:
         """Returns whether a shared value depends on a tracer that the function closes over."""
         if index not in self._known_transient:
             value = self.shared[index]
-            found = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
-            self._known_transient[index] = found
+            transient = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
+            self._known_transient[index] = transient
         return self._known_transient[index]
 
     def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
@@ -546,21 +546,21 @@ class Registry:
         """
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
-        seen = self._variants.setdefault(("numbers", operation, args), set())
-        if len(seen) <= MAX_CONSTANT_NUMBERS:
-            seen.add(numbers)
-            self.num_varying += len(seen) > MAX_CONSTANT_NUMBERS
-        return len(seen) > MAX_CONSTANT_NUMBERS
+        values = self._variants.setdefault(("numbers", operation, args), set())
+        if len(values) <= MAX_CONSTANT_NUMBERS:
+            values.add(numbers)
+            self.num_varying += len(values) > MAX_CONSTANT_NUMBERS
+        return len(values) > MAX_CONSTANT_NUMBERS
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something has been met in many variants."""
-        seen = self._variants.setdefault(of, set())
-        if len(seen) == MANY_VARIANTS or variant in seen:
+        variants = self._variants.setdefault(of, set())
+        if len(variants) == MANY_VARIANTS or variant in variants:
             return
-        seen.add(variant)
-        if len(seen) == MANY_VARIANTS:
+        variants.add(variant)
+        if len(variants) == MANY_VARIANTS:
             warnings.warn(
-                f"{what} has been met with {len(seen)} different closures, each of which makes "
+                f"{what} has been met with {len(variants)} different closures, each of which makes "
                 "node types of its own that are compiled and batched by themselves. Pass what "
                 "changes as a positional argument, and arrays as part of the instance; "
                 "`help(jedbatch.errors.RecompilationWarning)` says more.",

@@ -55,10 +55,10 @@ def prologue(
     for ids in wanted:
         for index in ids:
             visit(index)
-    needed = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
+    arguments = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
 
     def compute(values: Sequence[Any]) -> list[list[Any]]:
-        env = dict(zip(needed, values[num_leaves:], strict=True))
+        env = dict(zip(arguments, values[num_leaves:], strict=True))
         results: dict[tuple, list[Any]] = {}
         for index in order:
             value = shared[index]
@@ -71,4 +71,4 @@ def prologue(
                 env[index] = results[call][value.result]
         return [[env[index] for index in ids] for ids in wanted]
 
-    return compute, needed
+    return compute, arguments

@@ -64,12 +64,12 @@ def trace(
         news = grouping is not None and grouping.again()
         if grouping is None or not (news or registry.num_varying != num_varying):
             break
-    written = recorder.written
+    columns = recorder.written
     if grouping is not None:
         nodes = grouping.group(recorder, outputs, ends)
-        written, outputs, ends = nodes.written()
-    whole = finish(registry, written, outputs, np.array(ends, np.int64).T)
-    records = [Record(whole, i, *form) for i, form in enumerate(forms)]
+        columns, outputs, ends = nodes.written()
+    graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
+    records = [Record(graph, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers
 
 
@@ -143,11 +143,11 @@ def ending(recorder: Recorder) -> Callable[[], None]:
 
 
 def finish(
-    registry: Registry, written: Sequence[list], outputs: list[int], ends: np.ndarray
+    registry: Registry, columns: Sequence[list], outputs: list[int], ends: np.ndarray
 ) -> Graph:
     """Returns one graph of all instances from the lists of a recorder."""
     node_ptr, _, input_ptr, output_ptr = ends
-    recorded, references, input_group, input_value = written
+    recorded, references, input_group, input_value = columns
     node_type, arity, operand = find_operands(registry, recorded, references)
 
     # Inputs: drop what nobody reads, and group what is read the same way, by instance.
@@ -156,13 +156,13 @@ def finish(
     used = np.zeros(len(group), bool)
     for read in (operand, result):
         used[-1 - read[read < 0]] = True
-    kept = np.flatnonzero(used)
-    owner = np.searchsorted(input_ptr, kept, side="right") - 1
-    if len(np.flatnonzero(np.bincount(group[kept]))) > 1:
-        kept = kept[np.lexsort((kept, group[kept], owner))]
-        owner = np.searchsorted(input_ptr, kept, side="right") - 1
+    kept_inputs = np.flatnonzero(used)
+    owner = np.searchsorted(input_ptr, kept_inputs, side="right") - 1
+    if len(np.flatnonzero(np.bincount(group[kept_inputs]))) > 1:
+        kept_inputs = kept_inputs[np.lexsort((kept_inputs, group[kept_inputs], owner))]
+        owner = np.searchsorted(input_ptr, kept_inputs, side="right") - 1
     place = np.zeros(len(group), np.int64)
-    place[kept] = np.arange(len(kept))
+    place[kept_inputs] = np.arange(len(kept_inputs))
     for read in (operand, result):
         negative = read < 0
         read[negative] = -1 - place[-1 - read[negative]]
@@ -172,7 +172,7 @@ def finish(
         node_type,
         pointers(arity),
         operand.astype(np.int32),
-        tuple(cut_inputs(registry, input_value, kept, owner, group[kept])),
+        tuple(cut_inputs(registry, input_value, kept_inputs, owner, group[kept_inputs])),
         result.astype(np.int32),
         node_ptr,
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
@@ -222,9 +222,9 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
         how, value_id, *where = kind
         value_type = registry.value_types[value_id]
         if how == "value":
-            whole = stacked.get(kind)
+            rows = stacked.get(kind)
             yield InputRows(
-                value_type, host_rows(items[a:b], value_type) if whole is None else whole[a:b]
+                value_type, host_rows(items[a:b], value_type) if rows is None else rows[a:b]
             )
             continue
         leaf, row, _ = where

@@ -31,9 +31,9 @@ def by_component(
     """
     components = graph.components
     if all(len(types) == 1 for types in components):
-        found = by_rank(graph)
-        assert found is not None
-        return found if weights is None else replace(found, bound=cost(found, weights))
+        batches = by_rank(graph)
+        assert batches is not None
+        return batches if weights is None else replace(batches, bound=cost(batches, weights))
     if len(components) == 1 and len(graph.types) == len(components[0]):
         return solve(graph)
     when = np.zeros(len(graph.node_type), np.int32)
@@ -42,20 +42,20 @@ def by_component(
     for types in components:
         nodes, part = graph.restrict(types)
         if len(types) == 1:
-            found = by_rank(part)
-            assert found is not None
+            batches = by_rank(part)
+            assert batches is not None
             if weights is not None:
-                found = replace(found, bound=cost(found, weights[types]))
+                batches = replace(batches, bound=cost(batches, weights[types]))
         else:
-            found = solve(part)
-            name = name or found.policy
-        when[nodes[found.node]] = np.repeat(
-            np.arange(start, start + len(found), dtype=np.int32), np.diff(found.node_ptr)
+            batches = solve(part)
+            name = name or batches.policy
+        when[nodes[batches.node]] = np.repeat(
+            np.arange(start, start + len(batches), dtype=np.int32), np.diff(batches.node_ptr)
         )
-        batch_types.append(np.array(types, np.int32)[found.batch_type])
-        start += len(found)
-        bound += found.bound
-        unseen += found.unseen
+        batch_types.append(np.array(types, np.int32)[batches.batch_type])
+        start += len(batches)
+        bound += batches.bound
+        unseen += batches.unseen
     sizes = np.bincount(when, minlength=start)
     batch_type = np.concatenate(batch_types)
     return Schedule(batch_type, pointers(sizes), in_order(when), name, bound, unseen)
@@ -101,8 +101,8 @@ def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarr
     ready = [g for g in range(num_groups - 1, -1, -1) if not waiting[g]]
     while ready:
         order.append(g := ready.pop())
-        for other in readers[ptr[g] : ptr[g + 1]]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                ready.append(other)
+        for later in readers[ptr[g] : ptr[g + 1]]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                ready.append(later)
     return np.array(order, np.int64)

@@ -62,11 +62,11 @@ GAPS = (1, 2, 4)  # edges below the longest path from which a type is low, lower
 
 def phase(frontier: Frontier, ready: Sequence[int]) -> list[int]:
     """For each, how far the type has come (see `packed`)."""
-    seen = list(map(frontier.tallest, ready))
-    top, most_nodes = max(seen)[0], max([n for _, n, _ in seen])
+    heights = list(map(frontier.tallest, ready))
+    top, most_nodes = max(heights)[0], max([n for _, n, _ in heights])
     return [
         packed(bisect_right(GAPS, top - h), n == most_nodes, (k > 0) + (k == n), sure)
-        for (h, n, k), sure in zip(seen, map(frontier.shortens, ready), strict=True)
+        for (h, n, k), sure in zip(heights, map(frontier.shortens, ready), strict=True)
     ]
 
 
@@ -90,7 +90,7 @@ WORDS: dict[str, dict[int, str]] = {
 
 def encode(encoding: str, frontier: Frontier, ready: Sequence[int], numbers: Sequence[int]) -> Code:
     """Returns an encoding of a frontier, in terms of a machine's types."""
-    said = ENCODINGS[encoding](frontier, ready)
-    code = [CODES * numbers[t] + c for t, c in zip(ready, said, strict=True)]
+    words = ENCODINGS[encoding](frontier, ready)
+    code = [CODES * numbers[t] + c for t, c in zip(ready, words, strict=True)]
     code.sort()
     return tuple(code)

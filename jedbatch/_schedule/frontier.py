@@ -103,8 +103,8 @@ class Frontier:
             ready = self._ready
             for node in nodes:
                 for reader in succ[ptr[node] : ptr[node + 1]]:
-                    waiting[reader] = left = waiting[reader] - 1
-                    if not left:
+                    waiting[reader] = num_waiting = waiting[reader] - 1
+                    if not num_waiting:
                         ready[type_of[reader]].append(reader)
         else:
             ran = np.array(nodes)
@@ -163,22 +163,22 @@ class Frontier:
 
     def _look(self, t: int) -> None:
         """Looks at the ready nodes of type t that are new."""
-        nodes, seen = self._ready[t], self._looked[t]
-        if seen == len(nodes):
+        nodes, num_looked = self._ready[t], self._looked[t]
+        if num_looked == len(nodes):
             return
         height, changes_type, row, waiting, _ = self._ahead
         top, count, turning = self._tallest[t]
         longest = self._longest[t]
-        for node in nodes[seen:] if seen else nodes:
+        for node in nodes[num_looked:] if num_looked else nodes:
             if (h := height[node]) > top:
                 top, count, turning = h, 1, changes_type[node]
             elif h == top:
                 count += 1
                 turning += changes_type[node]
-            mine = row[node]
-            waiting[mine] -= 1
-            if mine > longest:
-                longest = mine
+            node_rows = row[node]
+            waiting[node_rows] -= 1
+            if node_rows > longest:
+                longest = node_rows
         self._looked[t], self._tallest[t] = len(nodes), (top, count, turning)
         self._longest[t] = longest
 
@@ -239,10 +239,10 @@ class _Chains:
             maker, reader = (end[left[graph.edges[0]]] for end in graph.edges)
             inside = (kind[maker] >= 0) & (kind[reader] >= 0)
             maker, reader = maker[inside], reader[inside]
-            met = kinds_before(np.maximum(kind, 0), maker, reader)
+            earlier = kinds_before(np.maximum(kind, 0), maker, reader)
             for a in types:
                 bit = int(place[a])
-                blocks = np.array([x >> bit & 1 for x in met], bool)
+                blocks = np.array([x >> bit & 1 for x in earlier], bool)
                 count = np.bincount(reader[blocks[maker]], minlength=len(kind))
                 self.blockers[a] = count
                 self.sizes[a] = int(np.count_nonzero((count == 0) & left & (self.node_type == a)))
@@ -258,10 +258,10 @@ class _Chains:
         while len(reached):
             np.subtract.at(blockers, reached, 1)
             released = reached[blockers[reached] == 0]
-            mine = self.node_type[released] == a
-            size += len(distinct(released[mine]))
+            is_same = self.node_type[released] == a
+            size += len(distinct(released[is_same]))
             if a not in self.relayed:
                 break
-            others = distinct(released[~mine])
-            reached = self.frontier.readers(others)
+            elsewhere = distinct(released[~is_same])
+            reached = self.frontier.readers(elsewhere)
         self.sizes[a] = size

@@ -136,8 +136,8 @@ class FSM:
                 f"its {name} are {checks.brief(came)}, not a tuple of {kind.__name__}",
             )
         require(len(set(self.types)) == len(self.types), "two of its types have the same label")
-        known = WORDS[self.encoding]
-        met = set()
+        words = WORDS[self.encoding]
+        seen_codes = set()
         for state in self.states:
             require(bool(state.when), "a state has no encodings")
             for code in state.when:
@@ -154,10 +154,10 @@ class FSM:
                     state.run in ready, f"a state runs type {state.run}, ready are only {ready}"
                 )
                 require(
-                    all(c % CODES in known for c in code), f"{code} is no {self.encoding} encoding"
+                    all(c % CODES in words for c in code), f"{code} is no {self.encoding} encoding"
                 )
-                require(code not in met, f"the encoding {code} is in two states")
-                met.add(code)
+                require(code not in seen_codes, f"the encoding {code} is in two states")
+                seen_codes.add(code)
             for after, times in state.next:
                 require(0 <= after < len(self.states) and times > 0, "a move leads nowhere")
 
@@ -176,8 +176,8 @@ class FSM:
         number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
         if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
             _ = graph.chain  # of all components at once: kept for instances that come again
-        found = by_component(graph, lambda part: self._run(part, number))
-        return dataclasses.replace(found, policy=f"FSM {self.encoding}")
+        batches = by_component(graph, lambda part: self._run(part, number))
+        return dataclasses.replace(batches, policy=f"FSM {self.encoding}")
 
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]
@@ -194,8 +194,8 @@ class FSM:
             unseen += 1
             return fallback(frontier)
 
-        found = schedule(graph, choose)
-        return dataclasses.replace(found, unseen=unseen)
+        batches = schedule(graph, choose)
+        return dataclasses.replace(batches, unseen=unseen)
 
     def __len__(self) -> int:
         return len(self.states)
@@ -227,9 +227,9 @@ class FSM:
         width = max((len(self.names[s.run]) for s in self.states), default=3)
         lines.append(f"  state  {'run':{width}}  when")
         for i, state in enumerate(self.states):
-            first, *others = map(self.describe, state.when)
+            first, *alternatives = map(self.describe, state.when)
             lines.append(f"  {i:5}  {self.names[state.run]:{width}}  {first}")
-            lines += [f"  {'':5}  {'':{width}}  or {text}" for text in others]
+            lines += [f"  {'':5}  {'':{width}}  or {text}" for text in alternatives]
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
@@ -249,8 +249,8 @@ class FSM:
         words = WORDS[self.encoding]
 
         def spelled(code: Code) -> dict[str, str]:
-            said = [words[c % CODES] for c in code] if len(code) > 1 else [""]
-            return {self.types[c // CODES]: w for c, w in zip(code, said, strict=True)}
+            texts = [words[c % CODES] for c in code] if len(code) > 1 else [""]
+            return {self.types[c // CODES]: w for c, w in zip(code, texts, strict=True)}
 
         states = [
             {
@@ -270,8 +270,8 @@ class FSM:
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
-                found = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {checks.brief(found)}, not {FORMAT!r}")
+                version = content.get("format") if isinstance(content, dict) else content
+                raise ValueError(f"its format is {checks.brief(version)}, not {FORMAT!r}")
             encoding, types = content["encoding"], content["types"]
             for name in ("types", "states"):
                 if not isinstance(content[name], list):
@@ -281,12 +281,12 @@ class FSM:
                     f"its encoding is {checks.brief(encoding)}, not one of {list(ENCODINGS)}"
                 )
             number = {label: i for i, label in enumerate(types)}
-            said = {word: code for code, word in WORDS[encoding].items()} | {"": 0}
+            codes = {word: code for code, word in WORDS[encoding].items()} | {"": 0}
             states = tuple(
                 State(
                     number[state["run"]],
                     tuple(
-                        tuple(sorted(CODES * number[t] + said[w] for t, w in code.items()))
+                        tuple(sorted(CODES * number[t] + codes[w] for t, w in code.items()))
                         for code in state["when"]
                     ),
                     tuple((int(after), operator.index(n)) for after, n in state["next"].items()),
@@ -295,9 +295,9 @@ class FSM:
             )
             return FSM(encoding, tuple(types), states, content["fallback"])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
+            reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"`FSM.load` cannot read {source}: {checks.cut(what)}. It expects a file written "
+                f"`FSM.load` cannot read {source}: {checks.cut(reason)}. It expects a file written "
                 "by `FSM.save`."
             ) from error
 
@@ -322,21 +322,24 @@ class FSM:
         return FSM.from_json(text, repr(name))
 
 
-def numbers_of(known: Sequence[str], labels: Sequence[str]) -> list[int]:
+def numbers_of(known_labels: Sequence[str], labels: Sequence[str]) -> list[int]:
     """The place of each label among those that are known; a negative number of its own if none.
 
     Labels that differ in sizes only are taken to be the same if there are equally many of them on
     both sides: what was learned with 64 hidden units serves 256 as well.
     """
-    place = {label: i for i, label in enumerate(known)}
+    place = {label: i for i, label in enumerate(known_labels)}
     numbers = [place.get(label, -1 - i) for i, label in enumerate(labels)]
     if min(numbers, default=0) >= 0:
         return numbers
-    mine, theirs = by_form(set(known).difference(labels)), by_form(set(labels).difference(known))
+    known_forms, new_forms = (
+        by_form(set(known_labels).difference(labels)),
+        by_form(set(labels).difference(known_labels)),
+    )
     same: dict[str, str] = {}
-    for form, some in theirs.items():
-        if len(mine.get(form, ())) == len(some):
-            same.update(zip(some, mine[form], strict=True))
+    for form, same_form in new_forms.items():
+        if len(known_forms.get(form, ())) == len(same_form):
+            same.update(zip(same_form, known_forms[form], strict=True))
     return [
         place[same[label]] if label in same else n for label, n in zip(labels, numbers, strict=True)
     ]
@@ -352,4 +355,4 @@ def by_form(labels: Iterable[str]) -> dict[str, list[str]]:
     def sizes(label: str) -> tuple:
         return [list(map(int, re.findall(r"\d+", s))) for s in shape.findall(label)], label
 
-    return {form: sorted(some, key=sizes) for form, some in groups.items()}
+    return {form: sorted(members, key=sizes) for form, members in groups.items()}

@@ -61,14 +61,14 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
         return policy.schedule(graph)
     assert callable(policy)
     frontier = Frontier(graph)
-    left = len(graph.node_type)
+    num_left = len(graph.node_type)
     types, batches = [], []
-    while left:
+    while num_left:
         t = policy(frontier)
         nodes = frontier.run(t)
         types.append(t)
         batches.append(nodes)
-        left -= len(nodes)
+        num_left -= len(nodes)
     return Schedule.of(types, batches, getattr(policy, "__name__", type(policy).__name__))
 
 

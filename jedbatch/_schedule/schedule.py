@@ -113,8 +113,10 @@ class Schedule:
         lines = [f"Schedule of {len(self.node)} nodes in {len(self)} batches ({self.policy})"]
         sizes = np.diff(self.node_ptr)
         for t in np.unique(self.batch_type):
-            mine = sizes[self.batch_type == t]
-            lines.append(f"  type {t}: {len(mine)} batches of {mine.min()} to {mine.max()} nodes")
+            counts = sizes[self.batch_type == t]
+            lines.append(
+                f"  type {t}: {len(counts)} batches of {counts.min()} to {counts.max()} nodes"
+            )
         return "\n".join(lines)
 
 
@@ -155,15 +157,15 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
 def checked_weights(came: str, weights: Any, graph: Graph) -> np.ndarray:
     """float[T], the cost of a batch of each type; raises `ValueError` if it is no cost."""
     try:
-        found = np.asarray(weights, float)
+        costs = np.asarray(weights, float)
     except (TypeError, ValueError, OverflowError):
-        found = np.zeros(0)
-    if found.shape != (len(graph.types),) or not (np.isfinite(found) & (found > 0)).all():
+        costs = np.zeros(0)
+    if costs.shape != (len(graph.types),) or not (np.isfinite(costs) & (costs > 0)).all():
         raise ValueError(
             f"{came} {checks.brief(weights)} for a graph of {len(graph.types)} types; expected a "
             "positive number for each, in the order of `graph.types` and `graph.labels`."
         )
-    return found
+    return costs
 
 
 def longest_by_type(graph: Graph) -> np.ndarray:

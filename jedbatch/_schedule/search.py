@@ -49,12 +49,12 @@ def quotient(graph: Graph, mark: np.ndarray | None = None) -> tuple[Graph, np.nd
     for node, kind in enumerate(kinds.tolist()):
         read = sorted({of[m] for m in makers[ptr[node] : ptr[node + 1]]})
         of[node] = classes.setdefault((kind, *read), len(classes))
-    found = Graph.from_dag(
+    merged = Graph.from_dag(
         [key[0] % len(graph.types) for key in classes],
         [key[1:] for key in classes],
         names=[t.name for t in graph.types],
     )
-    return found, np.array(of, np.int32)
+    return merged, np.array(of, np.int32)
 
 
 def in_turn(types: Iterable[int]) -> Callable[[Frontier], int]:
@@ -89,8 +89,8 @@ def weights_of(graph: Graph, objective: Objective, who: str = "learn") -> np.nda
 
 def of_part(part: Graph, whole: Graph, weights: np.ndarray) -> np.ndarray:
     """The weights of the types of a part of a graph."""
-    known = dict(zip(whole.labels, weights.tolist(), strict=True))
-    return np.array([known[label] for label in part.labels])
+    by_label = dict(zip(whole.labels, weights.tolist(), strict=True))
+    return np.array([by_label[label] for label in part.labels])
 
 
 MAX_MOVES = 8  # types that beam search tries from a set: those with the longest paths ahead
@@ -123,10 +123,10 @@ class Beam:
     def schedule(self, graph: Graph) -> Schedule:
         """The best schedule found."""
         weights = weights_of(graph, self.objective, "beam.schedule")
-        found = by_component(
+        batches = by_component(
             graph, lambda part: by_rank(part) or self.search(part, of_part(part, graph, weights))
         )
-        return dataclasses.replace(found, bound=0, policy=f"beam {self.width}")
+        return dataclasses.replace(batches, bound=0, policy=f"beam {self.width}")
 
     def search(self, graph: Graph, weights: np.ndarray) -> Schedule:
         """The best schedule found of a component."""
@@ -162,9 +162,9 @@ class Beam:
             parent, move, paid, after = (x[order] for x in (parent, move, paid, after))
             bound = np.maximum.reduceat(after * chain, first, axis=1) @ weights
             promise = paid + bound + weights.mean() * (after * height).max(1)
-            kept = np.lexsort((after @ mass, promise))[: self.width]
-            left, spent = after[kept], paid[kept]
-            moves.append((parent[kept], move[kept]))
+            survivors = np.lexsort((after @ mass, promise))[: self.width]
+            left, spent = after[survivors], paid[survivors]
+            moves.append((parent[survivors], move[survivors]))
         at = int(np.flatnonzero(~left.any(1))[0])
         chosen = []
         for parents, run in reversed(moves):
@@ -207,11 +207,11 @@ class Optimal:
         weights = weights_of(graph, self.objective, "optimal.schedule")
 
         def solve(part: Graph) -> Schedule:
-            mine = of_part(part, graph, weights)
+            part_weights = of_part(part, graph, weights)
             ranked = by_rank(part)
             if ranked is not None:
-                return dataclasses.replace(ranked, bound=cost(ranked, mine))
-            return self._search(part, mine)
+                return dataclasses.replace(ranked, bound=cost(ranked, part_weights))
+            return self._search(part, part_weights)
 
         return dataclasses.replace(by_component(graph, solve, weights), policy="optimal")
 
@@ -246,8 +246,8 @@ class Optimal:
             count += 1
             for t, after in game.moves(done):
                 total = spent + weights[t]
-                known = came_from.get(after)
-                if known is None or total < known[0] - 1e-9:
+                earlier = came_from.get(after)
+                if earlier is None or total < earlier[0] - 1e-9:
                     came_from[after] = total, done, t
                     hope = total + game.bound(after)
                     if hope < least - 1e-9:
@@ -296,17 +296,19 @@ class _Game:
 
     def moves(self, done: int) -> list[tuple[int, int]]:
         """(type, set after running it) of the types worth running."""
-        found = []
-        left = self.all & ~done
-        ready = sum(1 << n for n in bits(left) if not self.reads[n] & left)
+        choices = []
+        remaining = self.all & ~done
+        ready = sum(1 << n for n in bits(remaining) if not self.reads[n] & remaining)
         for t, nodes in enumerate(self.of_type):
             run = nodes & ready
             if not run:
                 continue
-            if all(self.same_type_ancestors[n] & left for n in bits(nodes & left & ~ready)):
+            if all(
+                self.same_type_ancestors[n] & remaining for n in bits(nodes & remaining & ~ready)
+            ):
                 return [(t, done | run)]  # all that could come next of type t is ready
-            found.append((t, done | run))
-        return found
+            choices.append((t, done | run))
+        return choices
 
 
 beam, optimal = Beam(), Optimal()

@@ -81,8 +81,8 @@ class Picture:
 def colours(count: int) -> list[str]:
     """As many colours as asked for: eight that differ much, eight paler ones, then any hue."""
     golden = (colorsys.hls_to_rgb(i * 0.618 % 1, 0.45 + 0.15 * (i % 3), 0.45) for i in range(count))
-    others = ("#" + "".join(f"{round(255 * x):02x}" for x in rgb) for rgb in golden)
-    return [*COLOURS, *PALE_COLOURS, *others][:count]
+    generated = ("#" + "".join(f"{round(255 * x):02x}" for x in rgb) for rgb in golden)
+    return [*COLOURS, *PALE_COLOURS, *generated][:count]
 
 
 def paler(colour: str) -> str:

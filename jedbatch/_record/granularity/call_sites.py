@@ -128,19 +128,19 @@ class Sites:
 
         If not, it has gone back in a loop. What loops inside of a library counts as going on.
         """
-        found = self._onward.get((site, after))
-        if found is None:
-            found = self._onward[site, after] = self._goes_on(site, after)
-        return found
+        answer = self._onward.get((site, after))
+        if answer is None:
+            answer = self._onward[site, after] = self._goes_on(site, after)
+        return answer
 
     def _goes_on(self, site: int, after: int) -> bool:
-        path, other = self._paths[site], self._paths[after]
-        for k in range(2, min(len(path), len(other)) + 1, 2):
-            (code, last), (next_code, next_last) = path[-k:][:2], other[-k:][:2]
+        path, next_path = self._paths[site], self._paths[after]
+        for k in range(2, min(len(path), len(next_path)) + 1, 2):
+            (code, last), (next_code, next_last) = path[-k:][:2], next_path[-k:][:2]
             if code != next_code or last != next_last:
                 inside = self._kinds[code] < _USER and self._kinds[next_code] < _USER
                 return inside or (code == next_code and next_last > last)
-        return len(path) != len(other)
+        return len(path) != len(next_path)
 
     def name(self, sites: Iterable[int]) -> str:
         """The innermost function of the user that all of the sites lie in."""

@@ -133,8 +133,10 @@ class Blocks:
         nodes = apart(self._registry, recorder, outputs, ends, self._variants.template)
         tokens = self._learn(nodes)
         maker = nodes.makers(self._registry)
-        cut = self._cut(tokens, [mine for mine, _ in nodes.instances()])
-        parts = [[part for s in mine for part in _connected(nodes, s, maker)] for mine in cut]
+        cut = self._cut(tokens, [nodes_here for nodes_here, _ in nodes.instances()])
+        parts = [
+            [part for s in nodes_here for part in _connected(nodes, s, maker)] for nodes_here in cut
+        ]
         leaving = _read_outside(nodes, parts, maker)
         starts = nodes.starts(self._registry)
         blocks = [[self._block(nodes, tokens, starts, p, leaving) for p in ps] for ps in parts]
@@ -148,9 +150,9 @@ class Blocks:
             tokens = self._tokens_of(nodes)
             if not self._find_picks(nodes, tokens):
                 break
-        for mine, _ in nodes.instances():
+        for positions, _ in nodes.instances():
             before = START
-            for n in mine:
+            for n in positions:
                 self._follow(before, tokens[n], before != START and self._goes_on(nodes, n))
                 before = tokens[n]
             self._follow(before, END, goes_on=False)
@@ -175,12 +177,12 @@ class Blocks:
 
     def _follow(self, a: int, b: int, goes_on: bool) -> None:
         """Notes that b comes after a."""
-        for beside, mine, other in ((self._after, a, b), (self._before, b, a)):
-            met = beside.setdefault(mine, set())
-            if len(met) <= MAX_DISTINCT_WAYS:
-                met.add(other)
+        for beside, here, there in ((self._after, a, b), (self._before, b, a)):
+            neighbours = beside.setdefault(here, set())
+            if len(neighbours) <= MAX_DISTINCT_WAYS:
+                neighbours.add(there)
             if not goes_on:
-                met.add(ELSEWHERE)
+                neighbours.add(ELSEWHERE)
 
     def _goes_on(self, nodes: Nodes, n: int) -> bool:
         """Returns whether a call of a function goes straight from the node before to this one."""
@@ -203,10 +205,10 @@ class Blocks:
 
     def _find_picks(self, nodes: Nodes, tokens: list[int]) -> bool:
         """Returns whether there are new places where `value[i]` follows the same with another i."""
-        known = len(self._varying)
-        for mine, _ in nodes.instances():
+        num_varying = len(self._varying)
+        for positions, _ in nodes.instances():
             before = START
-            for n in mine:
+            for n in positions:
                 call_spec = self._registry.call_specs[nodes.call_specs[n]]
                 place = (nodes.sites[n][0], call_spec.node_type)
                 if self._picks(place) and place not in self._varying:
@@ -214,7 +216,7 @@ class Blocks:
                     if self._picked.setdefault((before, place), i) != i:
                         self._varying.add(place)
                 before = tokens[n]
-        return len(self._varying) > known
+        return len(self._varying) > num_varying
 
     def _number(self, nodes: Nodes, reference: int) -> bytes | None:
         """An input as bytes, if it is a number."""
@@ -233,7 +235,7 @@ class Blocks:
     def _cut(self, tokens: Sequence[int], instances: Sequence[range]) -> list[list[range]]:
         """Cuts the instances into stretches."""
         while True:
-            cut = [list(self._stretches(tokens, mine)) for mine in instances]
+            cut = [list(self._stretches(tokens, positions)) for positions in instances]
             many = False
             for stretch in itertools.chain.from_iterable(cut):
                 ways = self._ways.setdefault(tokens[stretch.start], set())
@@ -243,15 +245,15 @@ class Blocks:
             if not many:
                 return cut
 
-    def _stretches(self, tokens: Sequence[int], mine: range) -> Iterator[range]:
-        begin = mine.start
-        for n in mine[1:]:
+    def _stretches(self, tokens: Sequence[int], positions: range) -> Iterator[range]:
+        begin = positions.start
+        for n in positions[1:]:
             strict = len(self._ways.get(tokens[begin], ())) > MANY_WAYS
             if not self._joined(tokens[n - 1], tokens[n], strict):
                 yield range(begin, n)
                 begin = n
-        if mine:
-            yield range(begin, mine.stop)
+        if positions:
+            yield range(begin, positions.stop)
 
     def _joined(self, a: int, b: int, strict: bool) -> bool:
         """Returns whether b, which comes after a, goes with it."""
@@ -271,25 +273,25 @@ class Blocks:
         readers: dict[int, list[int]] = {}
         for a, b in self._edges:
             readers.setdefault(a, []).append(b)
-        found: set[int] = set()
+        all_readers: set[int] = set()
         stack = [token]
         while stack:
-            new = set(readers.get(stack.pop(), ())) - found
-            found |= new
+            new = set(readers.get(stack.pop(), ())) - all_readers
+            all_readers |= new
             stack += new
-        return found
+        return all_readers
 
     def _block(self, nodes: Nodes, tokens, starts, part: list[int], leaving: set[int]) -> Block:
         """Returns what a part of an instance computes and reads; notes what leaves it."""
-        made: dict[int, int] = {}
+        slots: dict[int, int] = {}
         operands: dict[int, int] = {}
         reads: list[Any] = []
         if len(part) == 1:  # stays what it is
             return Block(part, Pattern((), ()), [], [])
         for n in part:
             for position, r in enumerate(nodes.operands[n]):
-                if r in made:
-                    reads.append(made[r])
+                if r in slots:
+                    reads.append(slots[r])
                     continue
                 number = self._numbers.get((tokens[n], position)) if r < 0 else None
                 if number is not None:
@@ -298,12 +300,12 @@ class Blocks:
                 else:
                     reads.append(-1 - operands.setdefault(r, len(operands)))
             for v in range(starts[n], starts[n + 1]):
-                made[v] = len(made)
+                slots[v] = len(slots)
         types = tuple([self._registry.call_specs[nodes.call_specs[n]].node_type for n in part])
         pattern = Pattern(types, tuple(reads))
-        bits = sum([1 << k for v, k in made.items() if v in leaving])
+        bits = sum([1 << k for v, k in slots.items() if v in leaving])
         self._leaving[pattern] = self._leaving.get(pattern, 0) | bits
-        return Block(part, pattern, list(operands), list(made))
+        return Block(part, pattern, list(operands), list(slots))
 
     # --- merging ---
 
@@ -317,8 +319,10 @@ class Blocks:
         def placed(references: Sequence[int]) -> list[int]:
             return [place[r] if r >= 0 else r for r in references]
 
-        for (_, returned), mine, end in zip(nodes.instances(), blocks, nodes.ends[1:], strict=True):
-            for block in mine:
+        for (_, returned), instance_blocks, end in zip(
+            nodes.instances(), blocks, nodes.ends[1:], strict=True
+        ):
+            for block in instance_blocks:
                 if len(block.nodes) == 1:
                     (n,) = block.nodes
                     call_spec = self._registry.call_specs[nodes.call_specs[n]]
@@ -338,8 +342,8 @@ class Blocks:
     def _call_spec(self, block: Block, leaving: int, nodes: Nodes) -> CallSpec:
         """Returns how to record a block of which some values leave."""
         pattern, registry = block.pattern, self._registry
-        found = self._call_specs.get((pattern, leaving))
-        if found is None:
+        call_spec = self._call_specs.get((pattern, leaving))
+        if call_spec is None:
             types = [registry.node_types[t] for t in pattern.types]
             shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
             kinds = [0] * len(block.operands)
@@ -352,9 +356,9 @@ class Blocks:
             name = self._sites.name(nodes.sites[n][0] for n in block.nodes)
             key = ("block", *pattern, leaving)
             call = _program(registry, pattern, shared, leaving)
-            found = registry.call_spec(name, key, call, shared, tuple(kinds), user_code=False)
-            self._call_specs[pattern, leaving] = found
-        return found
+            call_spec = registry.call_spec(name, key, call, shared, tuple(kinds), user_code=False)
+            self._call_specs[pattern, leaving] = call_spec
+        return call_spec
 
 
 def _connected(nodes: Nodes, stretch: range, maker: Sequence[int]) -> list[list[int]]:
@@ -378,11 +382,11 @@ def _read_outside(nodes: Nodes, parts: Sequence[Sequence[list[int]]], maker) -> 
     for number, part in enumerate(itertools.chain.from_iterable(parts)):
         for n in part:
             part_of[n] = number
-    found = set(nodes.outputs)
+    values = set(nodes.outputs)
     for n, operands in enumerate(nodes.operands):
-        mine = part_of[n]
-        found.update([r for r in operands if r >= 0 and part_of[maker[r]] != mine])
-    return found
+        own_part = part_of[n]
+        values.update([r for r in operands if r >= 0 and part_of[maker[r]] != own_part])
+    return values
 
 
 def _program(
@@ -400,18 +404,18 @@ def _program(
 
     def call(shared_values: Sequence[Any], operand_values: Sequence[Any]) -> list[Any]:
         of_shared = dict(zip(shared, shared_values, strict=True))
-        made: list[Any] = []
+        values_made: list[Any] = []
         reads = iter(pattern.reads)
         for node_type in types:
             operation = operation_of(node_type)
-            mine = [
-                numbers[r] if r in numbers else made[r] if r >= 0 else operand_values[~r]
+            operands_here = [
+                numbers[r] if r in numbers else values_made[r] if r >= 0 else operand_values[~r]
                 for r in itertools.islice(reads, len(node_type.operands))
             ]
-            values = [*(of_shared[s] for s in node_type.shared), *mine]
+            values = [*(of_shared[s] for s in node_type.shared), *operands_here]
             closed = operation.jaxpr
-            made += jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
-        return [x for k, x in enumerate(made) if leaving >> k & 1]
+            values_made += jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        return [x for k, x in enumerate(values_made) if leaving >> k & 1]
 
     return call
 
@@ -433,8 +437,8 @@ class Variants:
         variant = call_spec.node_type
         self._cell_of[variant] = cell
         variants = self._templates.setdefault(cell, {})
-        known = variants.setdefault(variant, None)
-        if known is not None or len(variants) < MANY_VARIANTS:
+        variant_id = variants.setdefault(variant, None)
+        if variant_id is not None or len(variants) < MANY_VARIANTS:
             return
         if cell not in self._products:  # the first ones have no template yet
             self._incomplete = True
