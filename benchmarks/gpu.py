@@ -280,7 +280,7 @@ def unrolled(plan: jedbatch.Plan) -> Callable[[Any, Any], jax.Array]:
     placed, signature = plan.host.placed, plan.static.signature
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
     row, _ = value_rows(placed, signature)
-    prepare, _ = plan.static.session.program(signature)
+    prepare, _ = plan.static.programs.program(signature)
     place = dict(zip(placed.type_ids, placed.kernels, strict=True))
 
     def loss(params: Any, inputs: Any) -> jax.Array:

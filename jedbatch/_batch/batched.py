@@ -51,11 +51,11 @@ from jedbatch._session.pipeline import (
     NO_SECONDS,
     checked_inputs,
     make_plan,
+    programs_of,
     reverse_mode_only,
     run_plan,
-    session_of,
 )
-from jedbatch._session.record_cache import Recording, keyed
+from jedbatch._session.recording import Recording, keyed
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 
@@ -222,12 +222,12 @@ class Batched:
         with self._planning:
             reached = self._environment.look()
             try:
-                session.read(reached)
+                session.records.read(reached)
                 with reverse_mode_only(f"the batched `{self._name}`", DECIDES):
                     return call.run(leaves, arrays, reached)
             finally:
                 self.last_rounds = Rounds(call.rounds)
-                session.nothing_to_read()
+                session.records.nothing_to_read()
                 self._environment.settle(reached)
 
     def plan(self, *args: Any, gradient: bool = True) -> Plan:
@@ -245,7 +245,7 @@ class Batched:
         session, _ = self._session(shared)
         plan = self._plan(session, instances, gradient)
         assert plan.host is not None
-        if plan.host.tracers or session.reads_tracers(plan.static.signature):
+        if plan.host.tracers or session.programs.reads_tracers(plan.static.signature):
             raise ValueError(
                 f"`{self._name}` closes over a traced value of an outer transformation, which a "
                 "plan cannot keep; make it a shared argument (`in_axes` None), or call the "
@@ -280,8 +280,8 @@ class Batched:
                 "`batched.apply(params, batched.plan(params, instances))`."
             )
         session, leaves = self._session(tuple(shared))
-        of_plan = session_of(plan)  # which may have been forgotten
-        if of_plan.key != session.key or of_plan.environment is not self._environment:
+        of_plan = programs_of(plan)  # which may have been forgotten
+        if of_plan.key != session.programs.key or of_plan.environment is not self._environment:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."
@@ -315,7 +315,7 @@ class Batched:
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session(avals, structure, self._options, target, self._environment, key)
+            session = Session.empty(avals, structure, self._options, target, self._environment, key)
             session = self._keep(key, session)
         return session, leaves
 
@@ -362,13 +362,15 @@ class Batched:
         self, session: Session, instances: list[tuple], read: Callable | None = None
     ) -> Any:
         """Returns what `Recording.find` does, and what the function reads besides its arguments."""
-        reached = self._environment.look()
+        cache, reached = session.records, self._environment.look()
         num_known = 0
         try:
-            session.read(reached)
-            records, arrays, tracers, num_known = self._recording.find(session, instances, read)
+            cache.read(reached)
+            records, arrays, tracers, num_known = self._recording.find(
+                session.records, instances, read
+            )
         finally:
-            session.nothing_to_read()
+            cache.nothing_to_read()
             if num_known < len(instances):  # else the function was not called
                 self._environment.settle(reached)
         return records, arrays, tracers, num_known, reached
@@ -425,7 +427,7 @@ class Batched:
 
 
 def _programs_of(sessions: Memory) -> int:
-    return sum(sum(s.compilations.values()) for s in list(sessions.values()))
+    return sum(sum(s.programs.compilations.values()) for s in list(sessions.values()))
 
 
 def batch(

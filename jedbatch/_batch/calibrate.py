@@ -30,7 +30,6 @@ from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import numbers_of
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.pipeline import session_of
 from jedbatch._support.files import write_text
 
 FORMAT = "jedbatch calibration, version 1"
@@ -183,10 +182,10 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     checks.whole("calibrate", "repeat", repeat, least=1, most=10**6)
     probe = batched._twin()
     plan = probe.plan(*args, gradient=False)
-    graph, session = plan.graph, session_of(plan)
+    graph = plan.graph
     assert graph is not None
     shared, _ = probe._arguments.split(args)
-    leaves = jax.tree.leaves(shared)
+    session, leaves = probe._session(shared)
     per_byte = gather_cost(repeat)
     types: dict[str, TypeCost] = {}
     for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():

@@ -53,7 +53,7 @@ from jedbatch._record.symbols import Shared, Symbol
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
-from jedbatch._session.session import Session, shared_values
+from jedbatch._session.session import Session
 from jedbatch._support.restored import Restored
 from jedbatch.errors import SymbolicValueError
 
@@ -238,7 +238,7 @@ class Stepwise:
     @unguarded
     def _backwards(self, moving, residuals, cotangents):
         leaves, arrays, tracers, reached, values = residuals
-        attempt, session = self._latest, self.session
+        attempt, programs = self._latest, self.session.programs
         workspace, batch = attempt.workspace, attempt.form.batch
         placed, signature = workspace.whole(attempt.returned, batch is not None)
         lowered = lower(placed, signature)
@@ -246,19 +246,19 @@ class Stepwise:
         pieces = tuple([_cotangent(x) for x in mine] for mine in cotangents)
         outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
-        reverse, reverse_table = session.reverse(placed, signature, wanted=wanted)
+        reverse, reverse_table = programs.reverse(placed, signature, wanted=wanted)
         refuse_derivative(reverse, None, -1, "a batched function")
         if workspace.trial is not None and wanted is None:
             workspace.trial.finish(placed, signature, (reverse, reverse_table))
-        closed_over = session.program(signature)[1]
-        shared = shared_values(session, closed_over, leaves, self._outside(tracers, reached))
-        executor = session.executor(signature, (shared, values, outputs))
+        closed_over = programs.program(signature)[1]
+        shared = programs.shared_values(closed_over, leaves, self._outside(tracers, reached))
+        executor = programs.executor(signature, (shared, values, outputs))
         tables = lowered.table, reverse_table, None
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
         of_tracers: list[Any] = [None] * len(tracers)
         of_reached: list[Any] = [None] * len(reached)
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
-            position = session.registry.shared[index].tracer
+            position = programs.registry.shared[index].tracer
             if isinstance(position, int):
                 of_tracers[position] = cotangent
             elif isinstance(position, AccessPath):
@@ -330,11 +330,11 @@ class Attempt:
         self.recorder = Recorder(session.registry, trace_of_caller())
         self.recorder.tracers = list(call._tracers)
         self.workspace = Workspace(
-            session,
+            session.programs,
             self.recorder,
             arrays,
             call.policy,
-            lambda closed_over: shared_values(session, closed_over, leaves, outside),
+            lambda closed_over: session.programs.shared_values(closed_over, leaves, outside),
             saving,
         )
         self.returned: dict[Kind, list[int]] = {}
@@ -441,7 +441,7 @@ class Attempt:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
         with pause():
-            values = shared_values(self._session, closed_over, self._leaves, self._outside)
+            values = self._session.programs.shared_values(closed_over, self._leaves, self._outside)
             return np.asarray(compute(values)[0][0])
 
     @unguarded

@@ -39,7 +39,7 @@ from jedbatch._record.trace import cut_inputs, find_operands
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
-from jedbatch._session.session import Session
+from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.verify import RoundsTrial
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
@@ -80,14 +80,14 @@ class Workspace:
 
     def __init__(
         self,
-        session: Session,
+        programs: ProgramCache,
         recorder: Recorder,
         arrays: Sequence[Sequence[Any]],
         policy: Policy | None,
         shared_of: Callable[[Sequence[int]], Sequence[Any]],
         saving: bool,
     ):
-        self.session = session
+        self.programs = programs
         self.recorder = recorder
         self.arrays = arrays
         self.policy = policy
@@ -95,8 +95,8 @@ class Workspace:
         self.saving = saving
         self.state: Any = None
         self.size = len(arrays).bit_length()
-        self.signature: Signature | None = session.workspaces.get(self.size)
-        if self.signature is not None and not session.can_read(self.signature):
+        self.signature: Signature | None = programs.workspaces.get(self.size)
+        if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
         self._turn_nodes: list[tuple[int, int]] = []  # (instance, nodes in all at its end)
         self._turn_inputs: list[tuple[int, int]] = []
@@ -238,13 +238,13 @@ class Workspace:
         policy = self.policy
         parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
         key = Same(policy), *(x.tobytes() for x in parts)
-        layout = self.session.rounds.get(key)
+        layout = self.programs.rounds.get(key)
         if layout is None:
             buckets_by_type: list[Buckets | None] = [None] * len(graph.types)
             for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
-                buckets_by_type[t] = self.session.kernel(t).buckets
+                buckets_by_type[t] = self.programs.kernel(t).buckets
             layout = assign_lanes(graph, schedule(graph, policy), buckets_by_type, "append")
-            self.session.rounds[key] = layout
+            self.programs.rounds[key] = layout
         return layout
 
     def _kind_of_input(self, index: int) -> Kind:
@@ -299,7 +299,7 @@ class Workspace:
         There must be room for what is known to come later, too: types that were recorded and have
         not run. Otherwise each would need a new program when its time has come.
         """
-        target = self.session.target
+        target = self.programs.target
         chunks = layout.trips if target.control == "switch" else layout.trips > 0
         schedule = layout.schedule
         sizes = np.zeros(len(self.recorder.registry.types), np.int64)  # maybe more than it knew
@@ -310,7 +310,7 @@ class Workspace:
             self._lanes.setdefault(t, 0)
         lanes, widest = {}, {}
         for t, used in self._lanes.items():
-            kernel = self.session.kernel(t)
+            kernel = self.programs.kernel(t)
             lanes[kernel] = in_blocks(max(1, used), target.blocks)
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
@@ -327,7 +327,7 @@ class Workspace:
         if self.signature is None or not capacity.holds(need):
             before, self.signature = self.signature, grown_program(capacity, need, target)
             if not any(kernel.transient for kernel in self.signature.kernels):
-                self.session.workspaces[self.size] = self.signature
+                self.programs.workspaces[self.size] = self.signature
             if self.state is not None:
                 executor = self._executor()
                 self.state = executor.move(self.saving, before, self.state)
@@ -336,7 +336,7 @@ class Workspace:
 
     def _executor(self) -> Fused | Dispatch:
         assert self.signature is not None
-        return self.session.executor(self.signature, ())
+        return self.programs.executor(self.signature, ())
 
     def _find_bases(self) -> np.ndarray:
         """int64[T, R]: the row of the first lane, for each result of each type in use."""
@@ -345,7 +345,7 @@ class Workspace:
         most = max((len(k.results) for k in place), default=0)
         bases = np.zeros((len(self.recorder.registry.types), most), np.int64)
         for t in self._lanes:
-            mine = self.signature.bases[place[self.session.kernel(t)]]
+            mine = self.signature.bases[place[self.programs.kernel(t)]]
             bases[t, : len(mine)] = mine
         return bases
 
@@ -368,7 +368,7 @@ class Workspace:
         table = np.zeros(form.size, np.int32)
         position = np.full(len(offset), -1)
         for t in np.flatnonzero(layout.lanes).tolist():
-            kernel = self.session.kernel(t)
+            kernel = self.programs.kernel(t)
             position[t] = k = signature.kernels.index(kernel)
             mine = nodes[layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]]
             operands = np.arange(len(kernel.operands))[:, None]
@@ -395,7 +395,7 @@ class Workspace:
         signature = self.signature
         assert signature is not None
         executor = self._executor()
-        shared = self.shared_of(self.session.program(signature)[1])
+        shared = self.shared_of(self.programs.program(signature)[1])
         if self.state is None:
             self.state = executor.blank(self.saving, shared)
             fresh = set(self._num_inputs)
@@ -452,9 +452,9 @@ class Workspace:
         executor = self._executor()
         found = executor.pick(self.state, tuple(places))
         if len(signature.kernels) > MAX_UNUSED * len(self._lanes):
-            self.session.workspaces.pop(self.size, None)
+            self.programs.workspaces.pop(self.size, None)
         if not self.saving:
-            shared = self.shared_of(self.session.program(signature)[1])
+            shared = self.shared_of(self.programs.program(signature)[1])
             executor.give_back(shared, self.state)
             self.state = None
         return found
@@ -497,7 +497,7 @@ class Workspace:
             ).astype(np.int32),
         )
         type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
-        kernels = tuple(map(self.session.kernel, type_ids))
+        kernels = tuple(map(self.programs.kernel, type_ids))
         buckets_by_type: list[Buckets | None] = [None] * len(registry.types)
         for t, kernel in zip(type_ids, kernels, strict=True):
             buckets_by_type[t] = kernel.buckets
@@ -512,10 +512,10 @@ class Workspace:
             stacked=stacked,
             keeps=True,
             reuse=False,
-            target=self.session.target,
+            target=self.programs.target,
         )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
-        switch = self.session.target.control == "switch"  # which has an instruction for each chunk
+        switch = self.programs.target.control == "switch"  # which has an instruction for each chunk
         num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)
         signature = replace(
             self.signature,

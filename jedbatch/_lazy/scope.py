@@ -137,7 +137,7 @@ class Lazy:
     def compilations(self) -> int:
         """XLA programs built so far by scopes that have ended."""
         kept = [kept for free in self._free.values() for kept in free]
-        return sum(sum(k.session.compilations.values()) for k in kept)
+        return sum(sum(k.session.programs.compilations.values()) for k in kept)
 
     def clear(self) -> None:
         """Forgets all that is kept for later scopes."""
@@ -187,7 +187,7 @@ class Lazy:
                 free.append(kept)
 
     def _new_kept(self) -> "Kept":
-        session = Session((), jax.tree.structure(()), self._options, target_of(()))
+        session = Session.empty((), jax.tree.structure(()), self._options, target_of(()))
         return Kept(session, Adaptive() if self._policy is None else self._policy)
 
     def _compute_with(self, kept: "Kept") -> Callable:

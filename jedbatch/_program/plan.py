@@ -29,7 +29,7 @@ READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # se
 
 
 class PlanSource(Protocol):
-    """The session that made a plan (see `_session.session`), as far as a plan prints it."""
+    """The programs that are kept (see `_session.program_cache`), as far as a plan prints it."""
 
     @property
     def compilations(self) -> Mapping[str, int]:
@@ -46,7 +46,7 @@ class Static:
       stages: what runs before (see `_ragged.calls`).
     """
 
-    session: PlanSource
+    programs: PlanSource
     signature: Signature
     reverse: ReverseSignature | None
     results: OutputSpec
@@ -210,7 +210,7 @@ def summarize(plan: Plan) -> str:
     if placed.reuse:
         kept += f", {size(once)} if rows were not used again"
     kernels = sum(static.signature.widest)
-    compiled = static.session.compilations
+    compiled = static.programs.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
     times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
     lines += [

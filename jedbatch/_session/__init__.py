@@ -4,15 +4,17 @@ Read in this order:
 
 1. `options`: The options of `jedbatch.batch` and `jedbatch.Lazy`, checked once and passed on as
    one value.
-2. `arguments`: The arguments of a batched function: those that all instances share, and those of
-   each.
+2. `arguments`: The arguments of a batched function: those that all instances share, and those
+   of each.
 3. `outputs`: The form of a result: which rows of which arenas make up what a batched function
    returns.
 4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
    such a row.
-5. `session`: The caches of a batched function: types, graphs of instances, kernels and programs.
-6. `record_cache`: The records of a minibatch: those that are known, and new ones.
-7. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+5. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
+6. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+7. `session`: `Session`: what a batched function keeps between minibatches.
+8. `recording`: The records of a minibatch: those that are known, and new ones.
+9. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-8. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+10. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 """

@@ -38,7 +38,8 @@ from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
-from jedbatch._session.session import Session, shared_values
+from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
 
 STAGES = ("schedule", "layout", "lower")
@@ -81,31 +82,31 @@ def make_plan(
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
-    form = returned[1]
+    programs, form = session.programs, returned[1]
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
     clock.append(time.perf_counter())
-    placed = _place(session, graph, batches, returned, options, keeps)
+    placed = _place(programs, graph, batches, returned, options, keeps)
     clock.append(time.perf_counter())
-    lowered = session.lower(placed, brought)
+    lowered = programs.lower(placed, brought)
     signature = lowered.signature
     reverse = reverse_table = None
     if gradient:
-        reverse, reverse_table = _plan_reverse(session, placed, signature, form)
+        reverse, reverse_table = _plan_reverse(programs, placed, signature, form)
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
     ragged_calls = None
     if calls:
-        stages = [session.stage(calls_of_region) for calls_of_region in calls]
+        stages = [programs.stage(calls_of_region) for calls_of_region in calls]
         ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
         inputs |= ragged_calls.operands
     clock.append(time.perf_counter())
 
     seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
-    shown = session.lengths.shown
+    shown = session.records.lengths.shown
     plan = Plan(
-        session.static(signature, reverse, form, keeps, used),
+        programs.static(signature, reverse, form, keeps, used),
         lowered.table,
         reverse_table,
         inputs,
@@ -118,7 +119,7 @@ def make_plan(
 
 
 def _place(
-    session: Session,
+    programs: ProgramCache,
     graph: Graph,
     batches: Schedule,
     returned: Returned,
@@ -128,7 +129,7 @@ def _place(
     """Lays a scheduled graph out."""
     rows, form = returned
     type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
-    kernels = tuple(map(session.kernel, type_ids))
+    kernels = tuple(map(programs.kernel, type_ids))
     buckets = {t: kernel.buckets for t, kernel in zip(type_ids, kernels, strict=True)}
     of_types = [buckets.get(t) for t in range(len(graph.types))]
     return Placement.find(
@@ -139,24 +140,24 @@ def _place(
         stacked=form.batch is not None,
         keeps=keeps,
         reuse=options.reuse,
-        target=session.target,
+        target=programs.target,
     )
 
 
 def _plan_reverse(
-    session: Session, placed: Placement, signature: Signature, form: OutputSpec
+    programs: ProgramCache, placed: Placement, signature: Signature, form: OutputSpec
 ) -> tuple[ReverseSignature, np.ndarray]:
     """Plans the reverse of all results: (its program, its table)."""
     numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
     tells = any(x.any() for x in numbers)
-    return session.reverse(placed, signature, numbers if tells else None)
+    return programs.reverse(placed, signature, numbers if tells else None)
 
 
-def session_of(plan: Plan) -> Session:
-    """Returns the session that made a plan."""
-    session = plan.static.session
-    assert isinstance(session, Session)
-    return session
+def programs_of(plan: Plan) -> ProgramCache:
+    """Returns the programs by which a plan runs."""
+    programs = plan.static.programs
+    assert isinstance(programs, ProgramCache)
+    return programs
 
 
 def run_plan(
@@ -173,20 +174,20 @@ def run_plan(
       name: what is run, for messages.
       whole: whether what an arena returns is one piece.
     """
-    static, session = plan.static, session_of(plan)
+    static, programs = plan.static, programs_of(plan)
     signature = static.signature
     tracers = plan.host.tracers if plan.host else ()
     packed: Any = ()
     if static.stages:
         with reverse_mode_only(name):
-            inputs, packed = session.run_regions(
+            inputs, packed = programs.run_regions(
                 static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
             )
-    shared = shared_values(session, session.program(signature)[1], leaves, tracers)
+    shared = programs.shared_values(programs.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     given = shared, *handed_over((rows, plan.table))
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        return session.executor(signature, given).infer(*given), packed
+        return programs.executor(signature, given).infer(*given), packed
 
     def permit():
         if not static.keeps:
@@ -205,7 +206,7 @@ def run_plan(
         assert placed
         flags = [np.frombuffer(x, bool) for x in exist]
         wanted = rows_wanted(placed, signature.arenas, flags, batch)
-        return session.reverse(placed, signature, wanted=wanted)
+        return programs.reverse(placed, signature, wanted=wanted)
 
     def reverse_of(table, exist, moving):
         if static.reverse is not None:
@@ -218,7 +219,7 @@ def run_plan(
         refuse_derivative(reverse, None, moving, name)
         return reverse, handed_over(table), None
 
-    executor_of = functools.partial(session.executor, signature)
+    executor_of = functools.partial(programs.executor, signature)
     run = Differentiable(executor_of, signature, batch, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*given, handed_over(plan.reverse_table)), packed

@@ -1,185 +1,117 @@
-"""The records of a minibatch: those that are known, and new ones.
+"""`RecordCache`: the graphs of instances that are kept between minibatches."""
 
-An instance is recorded once; another one with the same key has the same graph. Arrays that differ
-in length do not make another key, as long as the function can be recorded without knowing lengths
-(see `_ragged.lengths`).
-"""
-
-import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
-from jedbatch._ragged.lengths import RaggedTypes
-from jedbatch._ragged.regions import Cut
-from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import immutable, instance_key
-from jedbatch._record.trace import trace
-from jedbatch._session.session import Session
+from jedbatch._ragged.lengths import Lengths, RaggedTypes
+from jedbatch._ragged.regions import RaggedRecord, Regions
+from jedbatch._record.environment import NOWHERE, Reached
+from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.registry import MAX_READ_STATES, Registry
+from jedbatch._session.options import Options
+from jedbatch._support.caches import Memory
+
+BYTES_PER_NODE = 100  # of an instance, estimated
 
 
-class LengthsMatterError(Exception):
-    """Instances must be recorded again, since their lengths are looked at in another way."""
-
-
-def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
-    """(the key of instance number i, its arrays)."""
-    try:
-        return instance_key(instance[0] if len(instance) == 1 else instance)
-    except TypeError as error:
-        error.add_note(f"This happened while instance {i} was read.")
-        raise
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Finds or makes the records of instances of a function.
+class RecordCache:
+    """Graphs of instances for one structure of shared arguments.
 
     Attributes:
-      fn: the function.
-      join: makes its arguments from the shared and the mapped ones.
-      key: what decides the graph of an instance, if the user says so.
+      registry: types met so far.
+      grouping: merges nodes or takes them apart; None if nodes are what was recorded.
+      by_key: records, by the key of the instance.
+      by_id: (instance, record) by the id of an instance that cannot change.
+      lengths, regions: of arrays whose length differs, and what is done to them.
     """
 
-    fn: Callable
-    join: Callable
-    key: Callable[..., Hashable] | None
+    by_key: Memory
+    by_id: Memory
 
-    def find(self, session: Session, instances: Sequence[tuple], read: Callable | None = None):
-        """(records of the instances, their arrays, closed-over tracers, how many were known)."""
-        records: list[Any] = [None] * len(instances)
-        keys: list[Hashable] = [None] * len(instances)
-        arrays: list[Sequence[Any]] = [()] * len(instances)
-        for i, instance in enumerate(instances):
-            what = instance[0] if len(instance) == 1 else instance
-            if (same := session.seen.get(id(what))) is not None:
-                records[i] = same[1]
-                continue
-            keys[i], arrays[i] = keyed(i, instance)
-            if self.key is not None:
-                ids = list(map(id, arrays[i]))
-                form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
-                keys[i] = ("given", self.key(*instance), *form)
-        given = session.look(keys, arrays)
-        for i, g in enumerate(given):
-            keys[i] = keys[i] if g is None else g.key
-            if records[i] is None and keys[i] is not None:
-                records[i] = session.records.get(keys[i])
-        first: dict[Hashable, int] = {}
-        new = [
-            i
-            for i, (k, record) in enumerate(zip(keys, records, strict=True))
-            if record is None and (k is None or first.setdefault(k, i) == i)
+    def __init__(self, registry: Registry, options: Options):
+        self.registry = registry
+        self.grouping = GRANULARITIES[options.granularity](registry)
+        self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
+        self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
+        self._number = -1
+        self.read(NOWHERE)
+        apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
+        families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
+        self.lengths = Lengths(apart, families)
+        self.regions = Regions(registry)
+
+    def read(self, reached: Reached) -> None:
+        """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
+        self.registry.read(reached)
+        if reached.number == self._number:
+            return
+        if reached.number not in self._known:
+            half = self._limit_bytes // 2
+            self._known[reached.number] = (
+                Memory(self._limit, half, _bytes_of_record),
+                Memory(self._limit, half, _bytes_of_seen),
+            )
+        self._number = reached.number
+        self.by_key, self.by_id = self._known[reached.number]
+        while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
+            others = [number for number in self._known if number != reached.number]
+            if not others:
+                break
+            del self._known[others[0]]
+
+    def nothing_to_read(self) -> None:
+        """Makes recordings from now on read their arguments alone; releases the arrays."""
+        self.registry.read(NOWHERE._replace(number=self._number))
+
+    def look(
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
+    ) -> list[RaggedTypes | None]:
+        """Returns how instances are recorded (see `Lengths.look`)."""
+        given = self.lengths.look(keys, arrays)
+        bound = self.lengths.bound
+        if bound is None or self.lengths.longest <= bound:
+            return given
+        if self.bind():
+            return self.look(keys, arrays)
+        return [  # what is longer than any table is the function's to refuse
+            None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
+            for g, mine in zip(given, arrays, strict=True)
         ]
-        if not new:
-            return records, arrays, [], len(instances)
-        mine: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
-        try:
-            made, keep, tracers = self._record(session, mine[0], mine[1], mine[2], read)
-        except LengthsMatterError:
-            return self.find(session, instances, read)
-        fresh = dict(zip(new, made, strict=True))
-        for i, k in enumerate(keys):
-            if records[i] is None:
-                records[i] = fresh[i if k is None else first[k]]
-        for i, kept in zip(new, keep, strict=True):
-            if not kept or keys[i] is None:
-                continue
-            session.records[keys[i]] = records[i]
-            what = instances[i][0] if len(instances[i]) == 1 else instances[i]
-            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(what):
-                session.seen[id(what)] = what, records[i]
-        return records, arrays, tracers, len(instances) - len(new)
 
-    def _record(self, session: Session, instances, arrays, given, read) -> Any:
-        """Records instances: (records, whether to keep each, closed-over tracers).
+    def numbers_differ(self) -> bool:
+        """Returns whether a number has been found to differ that records take to be a constant.
 
-        Arrays that differ in length are recorded for every length. What cannot be, is recorded as
-        it is, and from then on arrays are told apart by their shapes.
-
-        Raises `LengthsMatterError` if they must be looked at again.
+        If so, they are forgotten.
         """
-        record = functools.partial(trace, self.fn, session.registry, instances, arrays, self.join)
-        if not any(given):
-            return record(session.grouping, read)
-        attempt = RaggedRecording(session, arrays, given)
-        try:
-            made, keep, tracers = attempt.record(record)
-        except LengthsMatterError:
-            raise
-        except Exception as error:
-            if not attempt.relate(error) and not session.bind():
-                record(session.grouping, read)  # complains if lengths are not the reason
-                session.lengths.give_up(error, attempt.given[attempt.number])
-            raise LengthsMatterError from None
-        return made, keep, tracers
-
-
-class RaggedRecording:
-    """Recording instances for all lengths at once.
-
-    Attributes:
-      session: what is kept from call to call.
-      arrays, given: of the instances, and how these are recorded.
-      number: the instance at hand.
-      asked: what was asked about lengths while each instance was recorded.
-    """
-
-    def __init__(
-        self, session: Session, arrays: Sequence[Any], given: Sequence[RaggedTypes | None]
-    ):
-        self.session = session
-        self.arrays = arrays
-        self.given = given
-        self.number = 0
-        self.asked: dict[int, Questions] = {}
-
-    def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
-        """Returns the result of `record`, with ragged parts cut out of the graphs.
-
-        Raises `LengthsMatterError` if instances must be looked at again, and other errors if the
-        instance at hand cannot be recorded for all lengths.
-        """
-        session = self.session
-        with noting_questions() as begin:
-
-            def types(i: int) -> Any:
-                self.number = i
-                self.asked[i] = begin()
-                given = self.given[i]
-                return given and given.types
-
-            made, keep, tracers = record(types=types)
-        cuts: list[Cut | None] = []
-        for i, (given, mine) in enumerate(zip(self.given, self.arrays, strict=True)):
-            self.number = i
-            self.asked[i].check()
-            cuts.append(given and session.regions.cut(made[i], len(mine), given.symbols))
-        for cut in cuts:
-            if cut is not None:
-                cut.note()
-        if session.numbers_differ():
-            raise LengthsMatterError
-        for i, cut in enumerate(cuts):
-            self.number = i
-            if cut is not None:
-                made[i] = cut.result()
-        compared = [i for i in range(len(cuts)) if self._compared(i)]
-        if compared:
-            raise LengthsMatterError
-        return made, keep, tracers
-
-    def relate(self, error: Exception) -> bool:
-        """Returns whether to record again: the error was that lengths are not known to be equal."""
-        given = self.given[self.number]
-        asked = self.asked.get(self.number)
-        if given is None or asked is None:
+        if not self.regions.changed:
             return False
-        return self.session.lengths.relate(given, asked, error)
+        self.regions.changed = False
+        old = [key for key, record in self.by_key.items() if isinstance(record, RaggedRecord)]
+        for key in old:
+            del self.by_key[key]
+        return True
 
-    def _compared(self, i: int) -> bool:
-        """Returns whether lengths of an instance were compared that it is not yet told apart by."""
-        given = self.given[i]
-        return given is not None and self.session.lengths.relate(given, self.asked[i], None)
+    def bind(self) -> bool:
+        """Bounds lengths by what shared tables have room for; whether that changes anything."""
+        return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
+
+
+def _bytes_of_record(key: Any, record: Record) -> int:
+    """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
+    whole = record.whole
+    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(whole, whole.nbytes)
+
+
+def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
+    whole = known[1].whole
+    return _share(whole, BYTES_PER_NODE * len(whole.node_type))
+
+
+def _share(graph: Graph, total: int) -> int:
+    return total // max(1, graph.num_instances)
+
+
+def _bytes_of_family(key: Hashable, _: object) -> int:
+    return 64 * len(key) if isinstance(key, tuple) else 64

@@ -1,386 +1,62 @@
-"""The caches of a batched function: types, graphs of instances, kernels and programs."""
+"""`Session`: what a batched function keeps between minibatches."""
 
-import collections
-import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 
-from jedbatch._graph.graph import Graph
-from jedbatch._graph.record import Record
-from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
-from jedbatch._layout.layout import Layout
-from jedbatch._program.capacity import find_or_grow
-from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
-from jedbatch._program.fit import fits, make_signature, resembles
-from jedbatch._program.lower import Lowered, lower
-from jedbatch._program.lower_vjp import (
-    ReverseSignature,
-    find_readers,
-    make_reverse_signature,
-    reverse_fits,
-    reverse_need,
-    reverse_table,
-)
-from jedbatch._program.placement import Placement
-from jedbatch._program.plan import Static
-from jedbatch._program.signature import Signature
-from jedbatch._ragged.calls import (
-    RegionCalls,
-    Stage,
-    calls_fit,
-    make_row_capacity,
-    run_regions,
-)
-from jedbatch._ragged.lengths import Lengths, RaggedTypes
-from jedbatch._ragged.packing import RowCapacity
-from jedbatch._ragged.regions import RaggedRecord, Region, Regions
-from jedbatch._record.environment import NOWHERE, AccessPath, Environment, Reached
-from jedbatch._record.granularity.fuse import GRANULARITIES
-from jedbatch._record.registry import MAX_READ_STATES, Registry
+from jedbatch._record.environment import Environment
+from jedbatch._record.registry import Registry
 from jedbatch._session.options import Options
-from jedbatch._support.caches import Memory
+from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.record_cache import RecordCache
 
-MAX_ROUNDS = 512  # layouts of rounds that are kept
-MAX_ROUND_BYTES = 1 << 28  # of these
-MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
-MAX_ROW_CAPACITIES = 16  # for the calls of a region
 MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
-BYTES_PER_NODE = 100  # of an instance, estimated
 
 
+@dataclass(eq=False)
 class Session:
     """The caches of a batched function for one structure of shared arguments.
 
     Attributes:
       registry: types met so far.
-      grouping: merges nodes or takes them apart; None if nodes are what was recorded.
-      records: what recording gave, by the key of the instance.
-      seen: (instance, record) by the id of an instance that cannot change.
+      records: graphs of instances.
+      programs: kernels and programs.
       decides: whether the function has been seen to decide on values.
-      rounds, workspaces: what is kept for that: layouts of rounds by their structure, and the
-        largest program in use by the number of instances.
-      lengths, regions: of arrays whose length differs, and what is done to them.
-      compilations: XLA programs built, counted by kind.
-      target: what programs are made for.
     """
 
-    def __init__(
-        self,
+    registry: Registry
+    records: RecordCache
+    programs: ProgramCache
+    decides: bool = False
+
+    @classmethod
+    def empty(
+        cls,
         avals: Sequence[ShapedArray],
         structure: Any,
         options: Options,
         target: Target,
         environment: Environment | None = None,
         key: Hashable = None,
-    ):
-        self.target = target
-        self.registry = Registry(avals, structure)
-        self.grouping = GRANULARITIES[options.granularity](self.registry)
-        self.environment = environment
-        self.key = key
-        self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
-        self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
-        self.records: dict[Hashable, Record]
-        self.seen: dict[int, tuple[Any, Record]]
-        self._number = -1
-        self.read(NOWHERE)
-        self.decides = False
-        self.rounds: dict[Hashable, Layout] = Memory(MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round)
-        self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
-        self.compilations: collections.Counter[str] = collections.Counter()
-        self._executor = options.executor
-        self._signatures: list[Signature] = []
-        self._reverses: list[ReverseSignature] = []
-        self._kernels: dict[int, Kernel] = {}
-        self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
-        self._latest: Signature | None = None
-        self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
-        self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
-        self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
-        apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
-        families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
-        self.lengths = Lengths(apart, families)
-        self.regions = Regions(self.registry)
-        self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
-        self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
-            MAX_PROGRAMS
-        )
+    ) -> "Session":
+        """Returns a session in which nothing has been met.
 
-    def read(self, reached: Reached) -> None:
-        """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
-        self.registry.read(reached)
-        if reached.number == self._number:
-            return
-        if reached.number not in self._known:
-            half = self._limit_bytes // 2
-            self._known[reached.number] = (
-                Memory(self._limit, half, _bytes_of_record),
-                Memory(self._limit, half, _bytes_of_seen),
-            )
-        self._number = reached.number
-        self.records, self.seen = self._known[reached.number]
-        while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
-            others = [number for number in self._known if number != reached.number]
-            if not others:
-                break
-            del self._known[others[0]]
-
-    def nothing_to_read(self) -> None:
-        """Makes recordings from now on read their arguments alone; releases the arrays."""
-        self.registry.read(NOWHERE._replace(number=self._number))
-
-    def reach(self, index: int) -> Any:
-        """The array that the function closes over and that is a shared value.
-
-        Raises `ValueError` if it is not where it was, or another one.
+        Args:
+          avals: of the leaves of the shared arguments.
+          structure: of the shared arguments.
+          options: of the batched function.
+          target: what to make programs for.
+          environment: what the function reads besides its arguments.
+          key: of this session among those of the batched function.
         """
-        found, aval = self._found(index), self.registry.shared[index].aval
-        if not _fits(found, aval):
-            raise ValueError(
-                f"a plan reads an array {aval.str_short()} that the function closes over, "
-                f"and found {found!r} in its place; make a new plan when such arrays change in "
-                "shape or are moved, or pass them as shared arguments."
-            )
-        return found
-
-    def reads_tracers(self, signature: Signature) -> bool:
-        """Returns whether a program reads values of an outer transformation, which are reached."""
-        shared = self.registry.shared
-        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, AccessPath)]
-        return any(isinstance(self.reach(i), Tracer) for i in reads)
-
-    def kernel(self, type_id: int) -> Kernel:
-        """The kernel of a node type."""
-        if type_id not in self._kernels:
-            node_type = self.registry.node_types[type_id]
-            transient = any(map(self.registry.is_transient, node_type.shared))
-            _, read = self.registry.prologue([node_type.shared])
-            reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
-            self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
-        return self._kernels[type_id]
-
-    def static(self, *parts: Any) -> Static:
-        """The static part of a plan, one object for equal parts."""
-        made = Static(self, *parts)
-        return self._statics.setdefault(made, made)
-
-    def lower(self, placed: Placement, brought: Collection[Hashable] | None = None) -> Lowered:
-        """A minibatch for a program in use if it fits one, or for a new one.
-
-        A program is used, or grown, only if what it reads from outside is `brought`.
-        """
-        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
-        usable = [s for s in usable if self.can_read(s, placed.kernels)]
-        by_size = sorted(usable, key=lambda s: sum(s.lanes))
-        lowered = find_or_grow(
-            self._signatures,
-            fitting=(s for s in by_size if fits(placed, s)),
-            similar=(s for s in reversed(usable) if resembles(placed, s)),
-            make=functools.partial(make_signature, placed),
-            use=functools.partial(lower, placed),
-        )
-        self._use(lowered.signature)
-        return lowered
-
-    def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
-        """Returns whether what a program reads is there, but for what these kernels read anyway.
-
-        A kernel that does not run must not read what has gone, such as a tracer.
-        """
-        return all(k in kernels or not k.reached or self._has(k) for k in signature.kernels)
-
-    def _has(self, kernel: Kernel) -> bool:
-        shared = self.registry.shared
-        reads = self.registry.prologue([kernel.node_type.shared])[1]
-        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
-        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
-
-    def _found(self, index: int) -> Any:
-        """Returns the object now at the end of a shared value's way; None if there is none."""
-        way = self.registry.shared[index].tracer
-        return (
-            self.environment.follow(way)
-            if self.environment and isinstance(way, AccessPath)
-            else None
-        )
-
-    def _use(self, signature: Signature) -> None:
-        """Notes that a program is used; the one that was not for longest is forgotten."""
-        if signature is self._latest:
-            return
-        self._latest = signature
-        self._used.pop(signature, None)
-        self._used[signature] = None
-        if len(self._used) <= MAX_PROGRAMS:
-            return
-        oldest = next(iter(self._used))
-        del self._used[oldest]
-        self._signatures = [s for s in self._signatures if s != oldest]
-        self._reverses = [r for r in self._reverses if r.forward != oldest]
-        self._programs.pop(oldest, None)
-        for key in [key for key in list(self._executors) if key[0] == oldest]:
-            del self._executors[key]
+        registry = Registry(avals, structure)
+        programs = ProgramCache(registry, target, options.executor, environment, key)
+        return cls(registry, RecordCache(registry, options), programs)
 
     @property
     def is_full(self) -> bool:
         """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
-
-    def reverse(
-        self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
-    ) -> tuple[ReverseSignature, Any]:
-        """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
-        programs = [s for s in self._reverses if s.forward == forward]
-        shares = programs[-1].sent is not None if programs else None
-        readers = find_readers(placed, forward, leaves, wanted, shares)
-        need = reverse_need(placed, readers, forward)
-        return find_or_grow(
-            self._reverses,
-            fitting=(s for s in programs if reverse_fits(need, readers, s)),
-            similar=reversed(programs),
-            make=functools.partial(make_reverse_signature, need, readers, forward),
-            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
-        )
-
-    def program(self, signature: Signature) -> tuple[Callable, list[int]]:
-        """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
-        found = self._programs.get(signature)
-        if found is None:
-            wanted = [kernel.node_type.shared for kernel in signature.kernels]
-            compute, closed_over = self.registry.prologue(wanted)
-
-            def prepare(shared: Sequence[Any]) -> list[list[Any]]:
-                values = compute(shared)
-                return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
-
-            found = self._programs[signature] = prepare, closed_over
-        return found
-
-    def _reads(self, signature: Signature) -> set[Hashable]:
-        """Names of the values from outside that a program reads."""
-        return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
-
-    def executor(self, signature: Signature, values: Any) -> Fused | Dispatch:
-        """Returns the executor of a program on values; on traced ones always the fused one."""
-        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
-        name = "fused" if traced or self._executor is None else self._executor
-        key = signature, name
-        found = self._executors.get(key)
-        if found is None:
-            prepare, _ = self.program(signature)
-            for other in list(self._executors.values()):  # they may never be used again
-                other.release()
-            found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
-        return found
-
-    def look(
-        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
-    ) -> list[RaggedTypes | None]:
-        """Returns how instances are recorded (see `Lengths.look`)."""
-        given = self.lengths.look(keys, arrays)
-        bound = self.lengths.bound
-        if bound is None or self.lengths.longest <= bound:
-            return given
-        if self.bind():
-            return self.look(keys, arrays)
-        return [  # what is longer than any table is the function's to refuse
-            None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
-            for g, mine in zip(given, arrays, strict=True)
-        ]
-
-    def numbers_differ(self) -> bool:
-        """Returns whether a number has been found to differ that records take to be a constant.
-
-        If so, they are forgotten.
-        """
-        if not self.regions.changed:
-            return False
-        self.regions.changed = False
-        old = [key for key, record in self.records.items() if isinstance(record, RaggedRecord)]
-        for key in old:
-            del self.records[key]
-        return True
-
-    def bind(self) -> bool:
-        """Bounds lengths by what shared tables have room for; whether that changes anything."""
-        return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
-
-    def stage(self, calls: RegionCalls) -> Stage:
-        """Returns the stage that calls of a region in a minibatch are compiled for."""
-        capacities = self._row_capacities[calls.region]
-        stage = find_or_grow(
-            capacities,
-            fitting=(c for c in capacities if calls_fit(calls, c)),
-            similar=reversed(capacities),
-            make=functools.partial(make_row_capacity, calls, self.target),
-            use=functools.partial(Stage, calls.region),
-        )
-        del capacities[:-MAX_ROW_CAPACITIES]
-        return stage
-
-    def run_regions(
-        self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
-    ) -> Any:
-        """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
-        found = self._region_programs.get(stages)
-        if found is None:
-            compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
-
-            def run(shared, tables, targets, inputs):
-                self._count("ragged")
-                return run_regions(stages, compute(shared), tables, targets, inputs)
-
-            found = self._region_programs[stages] = jax.jit(run), closed_over
-        run, closed_over = found
-        shared = shared_values(self, closed_over, leaves, tracers)
-        return run(shared, *tables, dict(inputs))
-
-    def _count(self, kind: str) -> None:
-        self.compilations[kind] += 1
-
-
-def _fits(x: Any, aval: ShapedArray) -> bool:
-    return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
-
-
-def _bytes_of_record(key: Any, record: Record) -> int:
-    """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
-    whole = record.whole
-    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(whole, whole.nbytes)
-
-
-def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
-    whole = known[1].whole
-    return _share(whole, BYTES_PER_NODE * len(whole.node_type))
-
-
-def _share(graph: Graph, total: int) -> int:
-    return total // max(1, graph.num_instances)
-
-
-def _bytes_of_round(key: tuple, layout: Layout) -> int:
-    return 8 * sum(len(part) for part in key if isinstance(part, bytes))
-
-
-def _bytes_of_family(key: Hashable, _: object) -> int:
-    return 64 * len(key) if isinstance(key, tuple) else 64
-
-
-def shared_values(
-    session: Session, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
-) -> list[Any]:
-    """The leaves of the shared arguments, followed by what is closed over (see `SharedValue`)."""
-    found = list(leaves)
-    for index in closed_over:
-        value = session.registry.shared[index]
-        if value.tracer is None:
-            found.append(value.array)
-        elif isinstance(value.tracer, AccessPath) and not isinstance(tracers, dict):
-            found.append(session.reach(index))
-        else:
-            found.append(tracers[value.tracer])
-    return found

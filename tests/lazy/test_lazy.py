@@ -493,7 +493,7 @@ def test_many_scopes_keep_nothing():
 
     def sizes():
         (kept,) = scope._free[next(iter(scope._free))]
-        r, s = kept.session.registry, kept.session
+        r, s = kept.session.registry, kept.session.programs
         parts = r.node_types, r.shared, r.call_specs, r.groups, r._ids, r.constants, s._signatures
         return [*map(len, parts), len(s._statics)]
 

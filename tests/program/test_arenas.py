@@ -28,7 +28,10 @@ def pools(batched):
     """The arenas that wait for the next call."""
     (session,) = batched._sessions.values()
     return [
-        arenas for e in session._executors.values() for free in e.arenas.values() for arenas in free
+        arenas
+        for e in session.programs._executors.values()
+        for free in e.arenas.values()
+        for arenas in free
     ]
 
 
@@ -108,7 +111,7 @@ def test_packed_weights_are_kept_as_long_as_the_arrays_are_the_same():
 
     def packed():
         (session,) = batched._sessions.values()
-        (executor,) = session._executors.values()
+        (executor,) = session.programs._executors.values()
         return executor._packed
 
     assert_close(batched(params, numbers), loop(fn, params, numbers), 1e-5)

@@ -26,7 +26,7 @@ def arrays(*lengths, seed=0):
 def apart(batched):
     """Why a batched function tells arrays apart by their shapes, if it does."""
     (session,) = batched._sessions.values()
-    return session.lengths.shown
+    return session.records.lengths.shown
 
 
 def agree(fn, instances, batched=None):

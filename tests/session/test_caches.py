@@ -13,6 +13,7 @@ import jedbatch
 from jedbatch._batch import batched as _batch
 from jedbatch._record import keys as _keys
 from jedbatch._record import registry as _registry
+from jedbatch._session import program_cache
 from jedbatch._session import session as _session
 from jedbatch._support.caches import Memory
 
@@ -77,9 +78,9 @@ def test_instances_by_bytes():
     batched = jedbatch.batch(encode, cache_bytes=40_000)
     for n in range(1, 40):
         batched.plan(P, [chain(n)], gradient=False)
-    session = session_of(batched)
-    assert 0 < len(session.records) < 39
-    assert session.records.bytes + session.seen.bytes <= 40_000
+    records = session_of(batched).records
+    assert 0 < len(records.by_key) < 39
+    assert records.by_key.bytes + records.by_id.bytes <= 40_000
     assert batched.plan(P, [chain(39)]).host.num_known == 1
     assert batched.plan(P, [chain(1)]).host.num_known == 0
 
@@ -134,15 +135,15 @@ def test_types_without_end_begin_again(monkeypatch):
 
 
 def test_programs(monkeypatch):
-    monkeypatch.setattr(_session, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 2)
     batched = jedbatch.batch(lambda p, n: ROW(p, 0) * float(n))
     double = jax.jit(lambda p, plan: batched.apply(p, plan))
     plans = {}
     for size in (1, 40, 400, 1600):
         plans[size] = batched.plan(P, list(range(size)))
-    session = session_of(batched)
-    assert len(session._signatures) == len(session._used) == 2
-    assert {r.forward for r in session._reverses} <= set(session._signatures)
+    kept = session_of(batched).programs
+    assert len(kept._signatures) == len(kept._used) == 2
+    assert {r.forward for r in kept._reverses} <= set(kept._signatures)
     for size in (1600, 1, 1600):
         expected = jnp.tile(jnp.arange(float(size))[:, None], 3)
         assert_close(batched.apply(P, plans[size]), expected, 1e-6)

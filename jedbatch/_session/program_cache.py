@@ -1,0 +1,285 @@
+"""`ProgramCache`: the kernels and programs that are kept between minibatches."""
+
+import collections
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.core import ShapedArray, Tracer
+
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.layout import Layout
+from jedbatch._program.capacity import find_or_grow
+from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
+from jedbatch._program.fit import fits, make_signature, resembles
+from jedbatch._program.lower import Lowered, lower
+from jedbatch._program.lower_vjp import (
+    ReverseSignature,
+    find_readers,
+    make_reverse_signature,
+    reverse_fits,
+    reverse_need,
+    reverse_table,
+)
+from jedbatch._program.placement import Placement
+from jedbatch._program.plan import Static
+from jedbatch._program.signature import Signature
+from jedbatch._ragged.calls import (
+    RegionCalls,
+    Stage,
+    calls_fit,
+    make_row_capacity,
+    run_regions,
+)
+from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.regions import Region
+from jedbatch._record.environment import AccessPath, Environment
+from jedbatch._record.registry import Registry
+from jedbatch._support.caches import Memory
+
+MAX_ROUNDS = 512  # layouts of rounds that are kept
+MAX_ROUND_BYTES = 1 << 28  # of these
+MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
+MAX_ROW_CAPACITIES = 16  # for the calls of a region
+
+
+class ProgramCache:
+    """Kernels and programs for one structure of shared arguments.
+
+    Attributes:
+      registry: node types, and the values that their kernels share.
+      target: what programs are made for.
+      environment: what the function reads besides its arguments; None if that does not change.
+      key: of the structure.
+      rounds, workspaces: for functions that decide on values: layouts of rounds by their structure,
+        and the largest program in use by the number of instances.
+      compilations: XLA programs built, counted by kind.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        target: Target,
+        executor: str | None,
+        environment: Environment | None,
+        key: Hashable,
+    ):
+        self.registry = registry
+        self.target = target
+        self.environment = environment
+        self.key = key
+        self.rounds: dict[Hashable, Layout] = Memory(MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round)
+        self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
+        self.compilations: collections.Counter[str] = collections.Counter()
+        self._executor = executor
+        self._signatures: list[Signature] = []
+        self._reverses: list[ReverseSignature] = []
+        self._kernels: dict[int, Kernel] = {}
+        self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
+        self._latest: Signature | None = None
+        self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
+        self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
+        self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
+        self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
+        self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
+            MAX_PROGRAMS
+        )
+
+    def kernel(self, type_id: int) -> Kernel:
+        """The kernel of a node type."""
+        if type_id not in self._kernels:
+            node_type = self.registry.node_types[type_id]
+            transient = any(map(self.registry.is_transient, node_type.shared))
+            _, read = self.registry.prologue([node_type.shared])
+            reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
+            self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
+        return self._kernels[type_id]
+
+    def static(self, *parts: Any) -> Static:
+        """The static part of a plan, one object for equal parts."""
+        made = Static(self, *parts)
+        return self._statics.setdefault(made, made)
+
+    def lower(self, placed: Placement, brought: Collection[Hashable] | None = None) -> Lowered:
+        """A minibatch for a program in use if it fits one, or for a new one.
+
+        A program is used, or grown, only if what it reads from outside is `brought`.
+        """
+        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
+        usable = [s for s in usable if self.can_read(s, placed.kernels)]
+        by_size = sorted(usable, key=lambda s: sum(s.lanes))
+        lowered = find_or_grow(
+            self._signatures,
+            fitting=(s for s in by_size if fits(placed, s)),
+            similar=(s for s in reversed(usable) if resembles(placed, s)),
+            make=functools.partial(make_signature, placed),
+            use=functools.partial(lower, placed),
+        )
+        self._use(lowered.signature)
+        return lowered
+
+    def reverse(
+        self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
+    ) -> tuple[ReverseSignature, Any]:
+        """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
+        programs = [s for s in self._reverses if s.forward == forward]
+        shares = programs[-1].sent is not None if programs else None
+        readers = find_readers(placed, forward, leaves, wanted, shares)
+        need = reverse_need(placed, readers, forward)
+        return find_or_grow(
+            self._reverses,
+            fitting=(s for s in programs if reverse_fits(need, readers, s)),
+            similar=reversed(programs),
+            make=functools.partial(make_reverse_signature, need, readers, forward),
+            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
+        )
+
+    def stage(self, calls: RegionCalls) -> Stage:
+        """Returns the stage that calls of a region in a minibatch are compiled for."""
+        capacities = self._row_capacities[calls.region]
+        stage = find_or_grow(
+            capacities,
+            fitting=(c for c in capacities if calls_fit(calls, c)),
+            similar=reversed(capacities),
+            make=functools.partial(make_row_capacity, calls, self.target),
+            use=functools.partial(Stage, calls.region),
+        )
+        del capacities[:-MAX_ROW_CAPACITIES]
+        return stage
+
+    def _use(self, signature: Signature) -> None:
+        """Notes that a program is used; the one that was not for longest is forgotten."""
+        if signature is self._latest:
+            return
+        self._latest = signature
+        self._used.pop(signature, None)
+        self._used[signature] = None
+        if len(self._used) <= MAX_PROGRAMS:
+            return
+        oldest = next(iter(self._used))
+        del self._used[oldest]
+        self._signatures = [s for s in self._signatures if s != oldest]
+        self._reverses = [r for r in self._reverses if r.forward != oldest]
+        self._programs.pop(oldest, None)
+        for key in [key for key in list(self._executors) if key[0] == oldest]:
+            del self._executors[key]
+
+    def program(self, signature: Signature) -> tuple[Callable, list[int]]:
+        """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
+        found = self._programs.get(signature)
+        if found is None:
+            wanted = [kernel.node_type.shared for kernel in signature.kernels]
+            compute, closed_over = self.registry.prologue(wanted)
+
+            def prepare(shared: Sequence[Any]) -> list[list[Any]]:
+                values = compute(shared)
+                return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
+
+            found = self._programs[signature] = prepare, closed_over
+        return found
+
+    def executor(self, signature: Signature, values: Any) -> Fused | Dispatch:
+        """Returns the executor of a program on values; on traced ones always the fused one."""
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+        name = "fused" if traced or self._executor is None else self._executor
+        key = signature, name
+        found = self._executors.get(key)
+        if found is None:
+            prepare, _ = self.program(signature)
+            for other in list(self._executors.values()):  # they may never be used again
+                other.release()
+            found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+        return found
+
+    def run_regions(
+        self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
+    ) -> Any:
+        """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
+        found = self._region_programs.get(stages)
+        if found is None:
+            compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
+
+            def run(shared, tables, targets, inputs):
+                self._count("ragged")
+                return run_regions(stages, compute(shared), tables, targets, inputs)
+
+            found = self._region_programs[stages] = jax.jit(run), closed_over
+        run, closed_over = found
+        shared = self.shared_values(closed_over, leaves, tracers)
+        return run(shared, *tables, dict(inputs))
+
+    def _count(self, kind: str) -> None:
+        self.compilations[kind] += 1
+
+    # --- values that kernels share ---
+
+    def shared_values(
+        self, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
+    ) -> list[Any]:
+        """Returns the leaves of the shared arguments, and what is closed over (see `SharedValue`)."""
+        found = list(leaves)
+        for index in closed_over:
+            value = self.registry.shared[index]
+            if value.tracer is None:
+                found.append(value.array)
+            elif isinstance(value.tracer, AccessPath) and not isinstance(tracers, dict):
+                found.append(self.reach(index))
+            else:
+                found.append(tracers[value.tracer])
+        return found
+
+    def reach(self, index: int) -> Any:
+        """The array that the function closes over and that is a shared value.
+
+        Raises `ValueError` if it is not where it was, or another one.
+        """
+        found, aval = self._found(index), self.registry.shared[index].aval
+        if not _fits(found, aval):
+            raise ValueError(
+                f"a plan reads an array {aval.str_short()} that the function closes over, "
+                f"and found {found!r} in its place; make a new plan when such arrays change in "
+                "shape or are moved, or pass them as shared arguments."
+            )
+        return found
+
+    def reads_tracers(self, signature: Signature) -> bool:
+        """Returns whether a program reads values of an outer transformation, which are reached."""
+        shared = self.registry.shared
+        reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, AccessPath)]
+        return any(isinstance(self.reach(i), Tracer) for i in reads)
+
+    def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
+        """Returns whether what a program reads is there, but for what these kernels read anyway.
+
+        A kernel that does not run must not read what has gone, such as a tracer.
+        """
+        return all(k in kernels or not k.reached or self._has(k) for k in signature.kernels)
+
+    def _reads(self, signature: Signature) -> set[Hashable]:
+        """Names of the values from outside that a program reads."""
+        return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
+
+    def _has(self, kernel: Kernel) -> bool:
+        shared = self.registry.shared
+        reads = self.registry.prologue([kernel.node_type.shared])[1]
+        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
+        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
+
+    def _found(self, index: int) -> Any:
+        """Returns the object now at the end of a shared value's way; None if there is none."""
+        way = self.registry.shared[index].tracer
+        return (
+            self.environment.follow(way)
+            if self.environment and isinstance(way, AccessPath)
+            else None
+        )
+
+
+def _fits(x: Any, aval: ShapedArray) -> bool:
+    return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
+
+
+def _bytes_of_round(key: tuple, layout: Layout) -> int:
+    return 8 * sum(len(part) for part in key if isinstance(part, bytes))

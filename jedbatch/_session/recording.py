@@ -1,0 +1,185 @@
+"""The records of a minibatch: those that are known, and new ones.
+
+An instance is recorded once; another one with the same key has the same graph. Arrays that differ
+in length do not make another key, as long as the function can be recorded without knowing lengths
+(see `_ragged.lengths`).
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jedbatch._graph.record import Record
+from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
+from jedbatch._ragged.lengths import RaggedTypes
+from jedbatch._ragged.regions import Cut
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instance_key import immutable, instance_key
+from jedbatch._record.trace import trace
+from jedbatch._session.record_cache import RecordCache
+
+
+class LengthsMatterError(Exception):
+    """Instances must be recorded again, since their lengths are looked at in another way."""
+
+
+def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
+    """(the key of instance number i, its arrays)."""
+    try:
+        return instance_key(instance[0] if len(instance) == 1 else instance)
+    except TypeError as error:
+        error.add_note(f"This happened while instance {i} was read.")
+        raise
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Finds or makes the records of instances of a function.
+
+    Attributes:
+      fn: the function.
+      join: makes its arguments from the shared and the mapped ones.
+      key: what decides the graph of an instance, if the user says so.
+    """
+
+    fn: Callable
+    join: Callable
+    key: Callable[..., Hashable] | None
+
+    def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
+        """(records of the instances, their arrays, closed-over tracers, how many were known)."""
+        records: list[Any] = [None] * len(instances)
+        keys: list[Hashable] = [None] * len(instances)
+        arrays: list[Sequence[Any]] = [()] * len(instances)
+        for i, instance in enumerate(instances):
+            what = instance[0] if len(instance) == 1 else instance
+            if (same := cache.by_id.get(id(what))) is not None:
+                records[i] = same[1]
+                continue
+            keys[i], arrays[i] = keyed(i, instance)
+            if self.key is not None:
+                ids = list(map(id, arrays[i]))
+                form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
+                keys[i] = ("given", self.key(*instance), *form)
+        given = cache.look(keys, arrays)
+        for i, g in enumerate(given):
+            keys[i] = keys[i] if g is None else g.key
+            if records[i] is None and keys[i] is not None:
+                records[i] = cache.by_key.get(keys[i])
+        first: dict[Hashable, int] = {}
+        new = [
+            i
+            for i, (k, record) in enumerate(zip(keys, records, strict=True))
+            if record is None and (k is None or first.setdefault(k, i) == i)
+        ]
+        if not new:
+            return records, arrays, [], len(instances)
+        mine: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
+        try:
+            made, keep, tracers = self._record(cache, mine[0], mine[1], mine[2], read)
+        except LengthsMatterError:
+            return self.find(cache, instances, read)
+        fresh = dict(zip(new, made, strict=True))
+        for i, k in enumerate(keys):
+            if records[i] is None:
+                records[i] = fresh[i if k is None else first[k]]
+        for i, kept in zip(new, keep, strict=True):
+            if not kept or keys[i] is None:
+                continue
+            cache.by_key[keys[i]] = records[i]
+            what = instances[i][0] if len(instances[i]) == 1 else instances[i]
+            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(what):
+                cache.by_id[id(what)] = what, records[i]
+        return records, arrays, tracers, len(instances) - len(new)
+
+    def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:
+        """Records instances: (records, whether to keep each, closed-over tracers).
+
+        Arrays that differ in length are recorded for every length. What cannot be, is recorded as
+        it is, and from then on arrays are told apart by their shapes.
+
+        Raises `LengthsMatterError` if they must be looked at again.
+        """
+        record = functools.partial(trace, self.fn, cache.registry, instances, arrays, self.join)
+        if not any(given):
+            return record(cache.grouping, read)
+        attempt = RaggedRecording(cache, arrays, given)
+        try:
+            made, keep, tracers = attempt.record(record)
+        except LengthsMatterError:
+            raise
+        except Exception as error:
+            if not attempt.relate(error) and not cache.bind():
+                record(cache.grouping, read)  # complains if lengths are not the reason
+                cache.lengths.give_up(error, attempt.given[attempt.number])
+            raise LengthsMatterError from None
+        return made, keep, tracers
+
+
+class RaggedRecording:
+    """Recording instances for all lengths at once.
+
+    Attributes:
+      cache: records that are kept.
+      arrays, given: of the instances, and how these are recorded.
+      number: the instance at hand.
+      asked: what was asked about lengths while each instance was recorded.
+    """
+
+    def __init__(
+        self, cache: RecordCache, arrays: Sequence[Any], given: Sequence[RaggedTypes | None]
+    ):
+        self.cache = cache
+        self.arrays = arrays
+        self.given = given
+        self.number = 0
+        self.asked: dict[int, Questions] = {}
+
+    def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
+        """Returns the result of `record`, with ragged parts cut out of the graphs.
+
+        Raises `LengthsMatterError` if instances must be looked at again, and other errors if the
+        instance at hand cannot be recorded for all lengths.
+        """
+        cache = self.cache
+        with noting_questions() as begin:
+
+            def types(i: int) -> Any:
+                self.number = i
+                self.asked[i] = begin()
+                given = self.given[i]
+                return given and given.types
+
+            made, keep, tracers = record(types=types)
+        cuts: list[Cut | None] = []
+        for i, (given, mine) in enumerate(zip(self.given, self.arrays, strict=True)):
+            self.number = i
+            self.asked[i].check()
+            cuts.append(given and cache.regions.cut(made[i], len(mine), given.symbols))
+        for cut in cuts:
+            if cut is not None:
+                cut.note()
+        if cache.numbers_differ():
+            raise LengthsMatterError
+        for i, cut in enumerate(cuts):
+            self.number = i
+            if cut is not None:
+                made[i] = cut.result()
+        compared = [i for i in range(len(cuts)) if self._compared(i)]
+        if compared:
+            raise LengthsMatterError
+        return made, keep, tracers
+
+    def relate(self, error: Exception) -> bool:
+        """Returns whether to record again: the error was that lengths are not known to be equal."""
+        given = self.given[self.number]
+        asked = self.asked.get(self.number)
+        if given is None or asked is None:
+            return False
+        return self.cache.lengths.relate(given, asked, error)
+
+    def _compared(self, i: int) -> bool:
+        """Returns whether lengths of an instance were compared that it is not yet told apart by."""
+        given = self.given[i]
+        return given is not None and self.cache.lengths.relate(given, self.asked[i], None)
