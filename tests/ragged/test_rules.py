@@ -39,6 +39,15 @@ ACROSS_ROWS = {
     "gram": lambda x: x.T @ x,
     "joined": lambda x: lax.concatenate([x, x], 0),
     "first": lambda x: lax.slice(x, (0, 0), (1, 4)),
+    "product of all": lambda x: lax.reduce_prod(x, axes=(0,)),
+    "index of the largest": lambda x: lax.argmax(x, 0, jnp.int32),
+    "sums from the end": lambda x: lax.cumsum(x, axis=0, reverse=True),
+    "products": lambda x: lax.cumprod(x, axis=0),
+    "maxima": lambda x: lax.cummax(x, axis=0),
+    "flat": lambda x: 2 * x.reshape(-1),
+    "joined with others": lambda x: lax.concatenate([W[:2], x, W[:1]], 0),
+    "padded": lambda x: lax.pad(x, jnp.float32(7), [(1, 2, 0), (0, 0, 0)]),
+    "loop": lambda x: lax.scan(lambda c, row: (jnp.sin(c + row),) * 2, jnp.zeros(4), x)[1],
 }
 
 
@@ -67,6 +76,16 @@ def test_across_rows(fn):
     padded = Padded({"n": PADDED}, {"n": jnp.int32(LAST)}, guarded=True)
     result, expected = run(closed, X, padded.run), fn(X[:LAST])
     np.testing.assert_allclose(result[: len(expected)], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fn", (ROW_WISE | ACROSS_ROWS).values(), ids=[*ROW_WISE, *ACROSS_ROWS])
+def test_what_is_row_wise_is_seen_from_values(fn):
+    """A change of one row changes that row of the result alone, and of every result as long."""
+    changed = fn(X.at[1].add(0.5)) != fn(X)
+    as_long = changed.ndim > 0 and len(changed) == len(X)
+    alone = as_long and not np.delete(np.asarray(changed), 1, axis=0).any()
+    mixes = any(map(mixed_axes, traced(fn).jaxpr.eqns))
+    assert alone != mixes
 
 
 def test_unknown_operations_are_refused():

@@ -1,0 +1,154 @@
+"""The second recording of a call or an operator, against the first: nothing is compiled."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch._record import operators
+from jedbatch._record.recorder import Recorder
+
+P = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
+X = np.arange(3, dtype=np.float32)
+
+
+@jedbatch.cell
+def combine(params, a, b, *, scale=1):
+    return params["w"] @ a * scale + b
+
+
+@jedbatch.cell
+def state(params, x):
+    return x + params["b"], x * params["b"]
+
+
+@jedbatch.cell
+def join(params, left, right):
+    return left[0] + right[1] * params["b"]
+
+
+CALLS = {
+    "values": lambda p, h, x: combine(p, h, x),
+    "a number": lambda p, h, x: combine(p, h, 2.5),
+    "an integer": lambda p, h, x: combine(p, h, 2),
+    "an array of NumPy": lambda p, h, x: combine(p, h, X),
+    "a shared array": lambda p, h, x: combine(p, h, p["b"]),
+    "an option": lambda p, h, x: combine(p, h, x, scale=3),
+    "two results": lambda p, h, x: state(p, h)[1],
+    "a state": lambda p, h, x: join(p, state(p, h), state(p, x)),
+    "a state put together": lambda p, h, x: join(p, (h, x), [x, h]),
+    "the same twice": lambda p, h, x: combine(p, h, h),
+}
+OPERATORS = {
+    "plus": lambda p, h, x: h + x,
+    "minus": lambda p, h, x: h - x,
+    "minus, turned": lambda p, h, x: x - h,
+    "a number to the right": lambda p, h, x: h - 2.5,
+    "a number to the left": lambda p, h, x: 2.5 - h,
+    "an integer": lambda p, h, x: h * 3,
+    "power": lambda p, h, x: h**2,
+    "with itself": lambda p, h, x: h * h,
+    "weights to the left": lambda p, h, x: p["w"] @ h,
+    "weights to the right": lambda p, h, x: h @ p["w"],
+    "comparison": lambda p, h, x: (h > x) * h,
+    "negation": lambda p, h, x: -h,
+    "a row": lambda p, h, x: p["w"][1] + h[0],
+}
+
+
+def recorded(call, times):
+    """Of the nodes after the first one: type, operands (inputs by value), for each call."""
+
+    def fn(params, x):
+        h = combine(params, x, x)
+        return [call(params, h, x) for _ in range(times)]
+
+    plan = jedbatch.batch(fn, out_axes=None).plan(P, [X])
+    graph = plan.graph
+    nodes = []
+    for node in range(1, len(graph.node_type)):
+        first, end = graph.operand_ptr[node : node + 2]
+        nodes.append((int(graph.node_type[node]), graph.operand[first:end].tolist()))
+    assert len(nodes) % times == 0
+    size = len(nodes) // times
+    results = len(graph.value_node) - int(graph.value_ptr[1])
+    return [nodes[i : i + size] for i in range(0, len(nodes), size)], results // times
+
+
+def alike(calls, results):
+    """Every call makes the nodes of the first, on its own results and on inputs of its own."""
+    first, *others = calls
+    for k, call in enumerate(others, 1):
+        for (kind, reads), (other_kind, other_reads) in zip(first, call, strict=True):
+            assert kind == other_kind
+            for mine, its in zip(reads, other_reads, strict=True):
+                own = mine >= 1  # value 0 is what all of them read
+                assert (its < 0) == (mine < 0)
+                if mine >= 0:
+                    assert its == mine + own * k * results
+
+
+@pytest.mark.parametrize("name", CALLS | OPERATORS)
+def test_later_recordings_are_like_the_first(name):
+    calls, results = recorded((CALLS | OPERATORS)[name], 4)
+    assert calls[0]
+    alike(calls, results)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_cells_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
+    taken = []
+    slow_path = Recorder.slow_path
+
+    def counted(recorder, cell, args, static):
+        taken.append(cell)
+        return slow_path(recorder, cell, args, static)
+
+    monkeypatch.setattr(Recorder, "slow_path", counted)
+    counts = []
+    for times in (3, 9):
+        taken.clear()
+        recorded(CALLS[name], times)
+        counts.append(len(taken))
+    assert 0 < counts[0] == counts[1]
+
+
+OTHERS = ("power", "with itself", "negation", "a row")  # are recorded in other ways
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in OTHERS])
+def test_operators_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
+    noted, operate = [], operators._noted
+    monkeypatch.setattr(
+        operators, "_noted", lambda *args: (noted.append(args[1]), operate(*args))[1]
+    )
+    counts = []
+    for times in (3, 9):
+        noted.clear()
+        recorded(OPERATORS[name], times)
+        counts.append(len(noted))
+    assert 0 < counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("options", [{"scale": 1}, {"scale": True}, {"scale": 1.5}])
+def test_options_that_are_equal_are_not_the_same(options):
+    """1 and True are equal; floats take the slow path, since 0.0 and -0.0 are equal too."""
+
+    def fn(params, x):
+        return combine(params, x, x, scale=2), combine(params, x, x, **options)
+
+    graph = jedbatch.batch(fn).plan(P, [X]).graph
+    assert len(set(graph.node_type.tolist())) == 2
+
+
+def test_buffers_are_copied_when_they_are_given():
+    def fn(params, n):
+        buffer, h = np.zeros(3, np.float32), params["b"] * n
+        for k in range(4):
+            buffer[:] = k
+            h = combine(params, h, buffer)
+        return h
+
+    plan = jedbatch.batch(fn).plan(P, [1.0])
+    rows = np.concatenate([np.asarray(x) for x in plan.inputs.values() if x.ndim == 2])
+    assert {tuple(row) for row in rows.tolist()} >= {(k, k, k) for k in range(4)}
