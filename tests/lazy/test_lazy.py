@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from cases import programs
-from cases.helpers import assert_close, assert_no_recompile, loop, mostly_slow, number
+from cases.helpers import assert_close, assert_no_recompile, loop, number
 from cases.scopes import PARAMS, TREES, H, encode, leaf, loop_in_scope, node, total, total_by_loop
 
 import jedbatch
@@ -20,23 +20,6 @@ from jedbatch._program.returned import some_rows
 from jedbatch.data import synthetic_treebank
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 from jedbatch.models import tree
-
-# --- values and gradients ---
-
-
-FAST = ("tree_cells", "dag", "several_results", "control_flow", "custom_rules")
-
-
-@pytest.mark.parametrize("make", mostly_slow(programs.PROGRAMS, *FAST))
-def test_the_loop_in_a_scope(make):
-    """Values and gradients, of everything `batch` is tested with."""
-    fn, params, instances = make(5, seed=2)
-    scope = jedbatch.Lazy()  # programs of other models are not to grow
-    expected = loop(fn, params, instances)
-    assert_close(loop_in_scope(fn, params, instances, scope), expected, 1e-5)
-    slope = jax.grad(lambda p: number(loop(fn, p, instances)), allow_int=True)(params)
-    got = jax.grad(lambda p: number(loop_in_scope(fn, p, instances, scope)), allow_int=True)(params)
-    assert_close(got, slope, 1e-5)
 
 
 def test_what_a_future_is():

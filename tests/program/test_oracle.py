@@ -1,18 +1,66 @@
 """A table of programs against the plain Python loop: values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import programs
 from cases.helpers import assert_close, check, loop, mostly_slow, number, random_tree
+from cases.scopes import loop_in_scope
 
 import jedbatch
+from jedbatch.testing import check_plan
+
+FAST = {
+    "batch": programs.PROGRAMS,
+    "lazy": [
+        programs.tree_cells,
+        programs.dag,
+        programs.several_results,
+        programs.control_flow,
+        programs.custom_rules,
+    ],
+    "auto": [programs.mixed, programs.values_and_options],
+    "op": [programs.dag],
+}
+CASES = [
+    pytest.param(make, way, marks=[] if make in FAST[way] else pytest.mark.slow)
+    for make in programs.PROGRAMS
+    for way in FAST  # however a layer is written, it is the same operations
+    if way != "op" or not make.__name__.startswith(("tree_", "chain_"))
+]
 
 
-@pytest.mark.parametrize("make", programs.PROGRAMS, ids=lambda f: f.__name__)
-def test_agrees_with_loop(make):
-    check(*make(7, seed=1))
+@functools.cache
+def by_loop(make):
+    """(function, parameters, instances, results of the loop, their gradient)."""
+    fn, params, instances = make(7, seed=1)
+
+    def judge(params):
+        results = loop(fn, params, instances)
+        return number(results), results
+
+    slope, results = jax.grad(judge, has_aux=True, allow_int=True)(params)
+    return fn, params, instances, results, slope
+
+
+@pytest.mark.parametrize(("make", "way"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_agrees_with_loop(make, way):
+    """In batches of cells, of operations, of what always runs together, and in a lazy scope."""
+    fn, params, instances, results, slope = by_loop(make)
+    if way == "lazy":
+        scope = jedbatch.Lazy()  # programs of other models are not to grow
+        run = lambda p: loop_in_scope(fn, p, instances, scope)  # noqa: E731
+    else:
+        batched = jedbatch.batch(fn, granularity="cell" if way == "batch" else way)
+        check_plan(batched.plan(params, instances))
+        run = lambda p: batched(p, instances)  # noqa: E731
+    rtol = 3e-5 if way in ("auto", "op") else 1e-5
+    assert_close(run(params), results, rtol, by_instance=True)
+    gradient = jax.grad(lambda p: number(run(p)), allow_int=True)(params)
+    assert_close(gradient, slope, rtol)
 
 
 @pytest.mark.parametrize("num", [1, 2, 300])

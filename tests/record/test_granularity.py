@@ -229,21 +229,6 @@ def test_agrees_with_loop(make, mode):
     check(*make(), granularity=mode, rtol=3e-5)
 
 
-# However a layer is written, it is the same operations; those of `MODELS` are run already.
-OTHERS = [f for f in programs.PROGRAMS if not f.__name__.startswith(("tree_", "chain_"))]
-QUICK = [(programs.dag, "op"), (programs.mixed, "auto"), (programs.values_and_options, "auto")]
-RUNS = [
-    pytest.param(make, mode, marks=[] if (make, mode) in QUICK else pytest.mark.slow)
-    for mode, table in (("auto", programs.PROGRAMS), ("op", OTHERS))
-    for make in table
-]
-
-
-@pytest.mark.parametrize(("make", "mode"), RUNS, ids=lambda x: getattr(x, "__name__", x))
-def test_programs_agree_with_loop(make, mode):
-    check(*make(7, seed=1), granularity=mode, rtol=3e-5)
-
-
 def planned(fn, params, instances, **options):
     """The plan of a new batched function."""
     plan = jedbatch.batch(fn, out_axes=None, **options).plan(params, instances)
