@@ -23,6 +23,7 @@ def test_demo_trains(capsys):
     assert "batched, planned beforehand" in text
 
 
+@pytest.mark.slow
 def test_demo_tests_on_all_trees_held_back(monkeypatch):
     """Also where they make no whole minibatch at the end."""
     held_back = []

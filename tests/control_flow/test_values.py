@@ -39,7 +39,7 @@ def test_instances_decide_differently(make):
     assert not any(whole) or len(set(whole)) > 1
 
 
-FAST = ("pruned_tree", "adaptive_depth", "mixture_of_experts", "read_twice", "shift_reduce")
+FAST = ("values_of_params", "read_twice", "shift_reduce")
 
 
 @pytest.mark.parametrize("make", mostly_slow(values.VALUES, *FAST), ids=lambda f: f.__name__)
@@ -72,7 +72,7 @@ def test_decisions_while_an_arena_has_no_rows(sign):
 
 
 def test_permuting_instances_permutes_results():
-    fn, params, instances = values.pruned_tree(7, seed=1)
+    fn, params, instances = values.read_twice(7, seed=1)
     batched = jedbatch.batch(fn)
     order = np.random.default_rng(0).permutation(7)
     straight = batched(params, instances)
@@ -90,7 +90,7 @@ def test_again_with_other_params():
 
 
 def test_what_was_seen_compiles_nothing():
-    fn, params, instances = values.greedy_decoding(7, seed=1)
+    fn, params, instances = values.read_twice(7, seed=1)
     batched = jedbatch.batch(fn)
     first = batched(params, instances)
     before = batched.compilations

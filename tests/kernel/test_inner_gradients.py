@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import check
+from cases.helpers import check, mostly_slow
 
 import jedbatch
 
@@ -71,16 +71,21 @@ def hessian_times_forces(p, x):
 
 @pytest.mark.parametrize(
     "fn",
-    [
-        quadratic,
-        energy_and_forces,
-        curvature_along,
-        leapfrog,
-        residual_of_an_equation,
-        hessian_times_forces,
-        with_a_branch_that_returns_nothing,
-        with_weights_in_a_loop,
-    ],
+    mostly_slow(
+        [
+            quadratic,
+            energy_and_forces,
+            curvature_along,
+            leapfrog,
+            residual_of_an_equation,
+            hessian_times_forces,
+            with_a_branch_that_returns_nothing,
+            with_weights_in_a_loop,
+        ],
+        "quadratic",
+        "curvature_along",
+        "with_weights_in_a_loop",
+    ),
 )
 def test_gradients_in_cells(fn):
     check(jedbatch.cell(fn), PARAMS, XS, rtol=1e-4)

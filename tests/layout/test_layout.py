@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.chains import HIDDEN, embed, encode, make_params, sentences, step
-from cases.helpers import assert_close, check, loop, number, random_dag
+from cases.helpers import assert_close, check, loop, mostly_slow, number, random_dag
 
 import jedbatch
 from jedbatch._kernel.target import CPU
@@ -53,13 +53,13 @@ def physical_reads(plan):
 # --- orders -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", sorted(ORDERS))
+@pytest.mark.parametrize("order", mostly_slow(sorted(ORDERS), "auto", "pq"))
 def test_every_order_gives_the_values_and_gradients_of_the_loop(params, order):
     check(encode, params, sentences(1, 9), layout=order)
 
 
-@pytest.mark.parametrize("order", sorted(ORDERS))
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("order", mostly_slow(sorted(ORDERS), "reader"))
+@pytest.mark.parametrize("reuse", mostly_slow([True, False], True))
 def test_every_order_gives_the_values_of_the_loop_on_trees(order, reuse):
     cells = tree.plain_cells(500, 5, HIDDEN)
     params = cells.init(jax.random.key(0))

@@ -157,6 +157,7 @@ def test_synthetic_pairs_are_shaped_like_real_ones():
 SMALL = [((1, (2,), (3,)), (4, (5,)), 2.5), ((6,), (7, (8, (0,))), 4.0)]
 
 
+@pytest.mark.slow
 def test_child_sum_tree_lstm():
     cells = childsum.plain_cells(9, 6, 4)
     check(childsum.scorer(cells), cells.init(jax.random.key(0)), SMALL, rtol=3e-5)

@@ -23,7 +23,7 @@ LATTICES = [
 ]
 
 
-@pytest.mark.parametrize("make", mostly_slow(MAKERS, "gru_cells"))
+@pytest.mark.parametrize("make", mostly_slow(MAKERS))
 def test_lattices(make):
     cells = make(6, 6, 3, 4)
     check(lattice.scorer(cells), cells.init(jax.random.key(0)), LATTICES, rtol=3e-5)

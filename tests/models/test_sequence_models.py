@@ -119,6 +119,7 @@ def test_tagger_learns():
 # --- translation ---
 
 
+@pytest.mark.slow
 def test_translation():
     cells = translation.flax_cells(6, 7, 4)
     check(translation.scorer(cells), cells.init(jax.random.key(0)), PAIRS, rtol=3e-5)

@@ -52,7 +52,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, "scorer", "maximum of sets"))
+@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, "maximum of sets"))
 def test_values_and_gradients(name):
     model, function, instances = FUNCTIONS[name]
     fn = function(model)

@@ -14,15 +14,11 @@ import jedbatch
 from jedbatch.testing import check_plan
 
 FAST = {
-    "batch": programs.PROGRAMS,
-    "lazy": [
-        programs.tree_cells,
-        programs.dag,
-        programs.several_results,
-        programs.control_flow,
-        programs.custom_rules,
+    "batch": [
+        make for make in programs.PROGRAMS if make.__name__ not in ("tree_raw", "tree_jit", "mixed")
     ],
-    "auto": [programs.mixed, programs.values_and_options],
+    "lazy": [programs.dag, programs.several_roots, programs.custom_rules],
+    "auto": [programs.tree_linen, programs.values_and_options],
     "op": [programs.dag],
 }
 CASES = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import programs
-from cases.helpers import assert_close, loop, number
+from cases.helpers import assert_close, loop, mostly_slow, number
 from jax.test_util import check_grads
 
 import jedbatch
@@ -23,7 +23,9 @@ def test_jit(case):
     assert_close(got, loop(fn, params, instances), 1e-5)
 
 
-@pytest.mark.parametrize("make", [programs.mixed, programs.dropout, programs.no_work])
+@pytest.mark.parametrize(
+    "make", mostly_slow([programs.mixed, programs.dropout, programs.no_work], "no_work")
+)
 def test_recording_inside_a_transformation(make):
     """Single operations and constants, recorded while JAX traces the caller."""
     fn, params, instances = make(4, seed=3)

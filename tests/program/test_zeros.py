@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close
+from cases.helpers import assert_close, mostly_slow
 
 import jedbatch
 
@@ -99,7 +99,10 @@ def gradients(run):
     return jax.grad(lambda p: sum(jnp.sum(x) for x in run(p)))(PARAMS)
 
 
-@pytest.mark.parametrize("fn", UNREAD)
+FAST = ("read_by_comparison", "last_of_a_chain", "stopped", "ruled", "loop_on_data", "loop_stopped")
+
+
+@pytest.mark.parametrize("fn", mostly_slow(UNREAD, *FAST))
 def test_results_nobody_differentiates(fn):
     batched = jedbatch.batch(fn, out_axes=None)
     expected = gradients(lambda p: [fn(p, x) for x in XS])
@@ -114,7 +117,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", mostly_slow(PAIRS, "a slope", "a loop"))
 def test_loss_reads_one_of_two_results(name):
     fn = PAIRS[name]
     expected = gradients(lambda p: [fn(p, x)[0] for x in XS])

@@ -420,7 +420,7 @@ APART = {  # what comes, and a word of the reason
 }
 
 
-@pytest.mark.parametrize("what", APART)
+@pytest.mark.parametrize("what", mostly_slow(APART, "up to a maximum", "branch"))
 def test_what_is_kept_apart(what):
     fn, reason = APART[what]
     instances = [x for x, *_ in made([3, 2, 5])]
@@ -453,8 +453,10 @@ DECISIONS = {
 }
 
 
-@pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
-def test_decisions_on_lengths_are_grouped_by_shape(decide):
+@pytest.mark.parametrize("name", mostly_slow(DECISIONS, "shapes", "truth", "larger"))
+def test_decisions_on_lengths_are_grouped_by_shape(name):
+    decide = DECISIONS[name]
+
     def fn(params, x):
         return x.sum(0) if decide(x) else -x.sum(0)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check, loop
+from cases.helpers import assert_close, check, loop, mostly_slow
 from jax import lax
 
 import jedbatch
@@ -98,17 +98,23 @@ def by_changed_array(p, x):
 
 @pytest.mark.parametrize(
     "fn",
-    [
-        by_default_argument,
-        by_partial,
-        by_helper,
-        by_checkpoint,
-        by_tuple,
-        by_dict,
-        by_rebound_name,
-        by_changed_list,
-        by_changed_array,
-    ],
+    mostly_slow(
+        [
+            by_default_argument,
+            by_partial,
+            by_helper,
+            by_checkpoint,
+            by_tuple,
+            by_dict,
+            by_rebound_name,
+            by_changed_list,
+            by_changed_array,
+        ],
+        "by_partial",
+        "by_helper",
+        "by_rebound_name",
+        "by_changed_array",
+    ),
 )
 def test_what_a_cell_leads_to(fn):
     check(fn, P, XS)

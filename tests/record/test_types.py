@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check, loop
+from cases.helpers import assert_close, check, loop, mostly_slow
 
 import jedbatch
 from jedbatch.errors import RecompilationWarning
@@ -57,8 +57,12 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("variant", DIFFERENT.values(), ids=DIFFERENT)
-def test_never_batched_together(variant):
+FAST = ("a weight", "a static bool and int", "the weak type of an operand", "a closed-over array")
+
+
+@pytest.mark.parametrize("name", mostly_slow(DIFFERENT, *FAST))
+def test_never_batched_together(name):
+    variant = DIFFERENT[name]
     fn = lambda p, i: variant(p, i).sum().astype(jnp.float32)  # noqa: E731
     batched = check(fn, [A, B], [0, 1, 0, 1])
     each = [types_of(jedbatch.batch(fn), [A, B], [i]) for i in (0, 1)]
@@ -67,8 +71,12 @@ def test_never_batched_together(variant):
     assert first != second
 
 
-@pytest.mark.parametrize("variant", SAME.values(), ids=SAME)
-def test_batched_together_each_with_its_own_value(variant):
+FAST = ("a float that equals another", "a literal in a raw operation", "a row of a weight")
+
+
+@pytest.mark.parametrize("name", mostly_slow(SAME, *FAST))
+def test_batched_together_each_with_its_own_value(name):
+    variant = SAME[name]
     batched = check(variant, [A, B], [0, 1, 0, 1])
     alone = types_of(jedbatch.batch(variant), [A, B], [0])
     assert types_of(batched, [A, B], [0, 1]) == alone

@@ -26,7 +26,11 @@ XS = list(np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32))
 def each_way(**functions):
     """The functions as cells and as they are: two tests each."""
     ways = {"cell": lambda f: cell(f), "operations": lambda f: f}
-    cases = [(way, f) for f in functions.values() for way in ways.values()]
+    cases = [
+        pytest.param(make, f, marks=[] if way == "cell" else pytest.mark.slow)
+        for f in functions.values()
+        for way, make in ways.items()
+    ]
     names = [f"{name}-{way}" for name in functions for way in ways]
     return pytest.mark.parametrize(("way", "f"), cases, ids=names)
 
