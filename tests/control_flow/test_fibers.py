@@ -4,7 +4,7 @@ import contextvars
 
 import pytest
 
-from jedbatch._control_flow.fibers import PATIENCE, Fibers
+from jedbatch._control_flow.fibers import MAX_STOPS, Fibers
 
 
 def run_all(fibers):
@@ -149,7 +149,7 @@ def test_who_is_stopped_cleans_up():
     assert not list(fibers.turns())
 
 
-@pytest.mark.parametrize("times", [1, PATIENCE - 1])
+@pytest.mark.parametrize("times", [1, MAX_STOPS - 1])
 def test_who_catches_everything_is_told_again(times):
     told = []
 

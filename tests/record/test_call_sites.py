@@ -73,7 +73,7 @@ def test_levels_of_a_recursion_share_sites(depth):
 
 
 def test_paths_end_somewhere(monkeypatch):
-    monkeypatch.setattr(call_sites, "MOST_FRAMES", 4)
+    monkeypatch.setattr(call_sites, "MAX_FRAMES", 4)
 
     def nested(note, depth):
         note() if not depth else (lambda: nested(note, depth - 1))()
