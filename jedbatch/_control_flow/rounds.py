@@ -93,8 +93,8 @@ class Round:
 
     def __str__(self) -> str:
         who = f"{self.instances} waited" if self.instances else "the rest"
-        what = f"{self.nodes} nodes in {self.batches} batches"
-        lines = [f"{who}: {what}, {1e3 * self.seconds:.1f} ms"]
+        content = f"{self.nodes} nodes in {self.batches} batches"
+        lines = [f"{who}: {content}, {1e3 * self.seconds:.1f} ms"]
         lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
         return "\n".join(lines)
 
@@ -203,12 +203,12 @@ class Stepwise:
     def _run(
         self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Sequence[Any]
     ) -> Any:
-        given = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
-        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-            outputs = self._compute(*given, saving=False)
+        arguments = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+            outputs = self._compute(*arguments, saving=False)
         else:
-            moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(given[1]))
-            outputs = self._differentiable(moving)(*given)
+            moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1]))
+            outputs = self._differentiable(moving)(*arguments)
         signature = self._latest.workspace.signature
         assert signature is not None
         return results_from(self._latest.form, signature, outputs)
@@ -243,7 +243,7 @@ class Stepwise:
         placed, signature = workspace.whole(attempt.returned, batch is not None)
         lowered = lower(placed, signature)
         assert lowered is not None
-        pieces = tuple([_cotangent(x) for x in mine] for mine in cotangents)
+        pieces = tuple([_cotangent(x) for x in of_leaf] for of_leaf in cotangents)
         outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
         reverse, reverse_table = programs.reverse(placed, signature, wanted=wanted)
@@ -368,8 +368,8 @@ class Attempt:
                 self._round(begun)
                 fibers.resume()
         except BaseException as error:
-            for other in fibers.close():
-                error.add_note(f"Another instance failed while it was stopped: {other!r}")
+            for fiber_left in fibers.close():
+                error.add_note(f"Another instance failed while it was stopped: {fiber_left!r}")
             raise
         finally:
             self._shared = ()
@@ -383,8 +383,11 @@ class Attempt:
             mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
             result = self._call.fn(*self._call.join(self._shared, mapped))
             leaves, structure = flatten(result, "the result of the function")
-            found = [recorder.output(leaf) for leaf in leaves]
-            references, types = tuple(r for r, _ in found), tuple(t for _, t in found)
+            outputs_found = [recorder.output(leaf) for leaf in leaves]
+            references, types = (
+                tuple(r for r, _ in outputs_found),
+                tuple(t for _, t in outputs_found),
+            )
             self._results[instance] = InstanceResult(structure, types, references)
 
     def _read(self, symbol: Symbol) -> np.ndarray:
@@ -461,8 +464,8 @@ class Attempt:
         waiting = self._fibers.waiting
         values = list(dict.fromkeys(waiting.values()))
         with pause():
-            layout, found = self.workspace.compute(np.array(values), read=True)
-        self._known.update(zip([(False, v) for v in values], found, strict=True))
+            layout, computed = self.workspace.compute(np.array(values), read=True)
+        self._known.update(zip([(False, v) for v in values], computed, strict=True))
         self._call.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
 
     @unguarded

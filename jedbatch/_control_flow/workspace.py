@@ -159,17 +159,17 @@ class Workspace:
         """The nodes that values depend on and that have not run, instance after instance."""
         lane, maker = self._lane.array, self._value_node.array
         ptr, operand = self._operand_ptr.array, self._operand.array
-        found = np.zeros(len(lane), bool)
+        is_needed = np.zeros(len(lane), bool)
         nodes = maker[values[values >= 0]]
         while True:
-            nodes = nodes[(lane[nodes] < 0) & ~found[nodes]]
+            nodes = nodes[(lane[nodes] < 0) & ~is_needed[nodes]]
             if not len(nodes):
                 break
             nodes = distinct(nodes)
-            found[nodes] = True
+            is_needed[nodes] = True
             read = operand[ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])]
             nodes = maker[read[read >= 0]]
-        nodes = np.flatnonzero(found)
+        nodes = np.flatnonzero(is_needed)
         return nodes[np.argsort(self._node_owner.array[nodes], kind="stable")]
 
     def _graph(self, nodes: np.ndarray) -> Graph:
@@ -267,23 +267,23 @@ class Workspace:
         for chunk in cut_inputs(
             recorder.registry, recorder.input_value, inputs, owner[inputs], group
         ):
-            mine = inputs[begin : begin + len(chunk)]
+            input_numbers = inputs[begin : begin + len(chunk)]
             begin += len(chunk)
-            kind, instance = stored(chunk.type), int(owner[mine[0]])
-            row[mine] = np.arange(len(mine)) + self._num_inputs[kind]
-            self._num_inputs[kind] += len(mine)
+            kind, instance = stored(chunk.type), int(owner[input_numbers[0]])
+            row[input_numbers] = np.arange(len(input_numbers)) + self._num_inputs[kind]
+            self._num_inputs[kind] += len(input_numbers)
             rows = np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance))
             self._inputs[kind].append(rows)
-            self._chunks.append((chunk, instance, mine))
+            self._chunks.append((chunk, instance, input_numbers))
             fresh.add(kind)
         return fresh
 
     def _by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
         """Values and inputs by the arena they are in."""
-        found: dict[Kind, list[int]] = collections.defaultdict(list)
+        by_kind: dict[Kind, list[int]] = collections.defaultdict(list)
         for value in values.tolist():
-            found[self.kind(value)].append(value)
-        return {kind: np.array(some) for kind, some in found.items()}
+            by_kind[self.kind(value)].append(value)
+        return {kind: np.array(numbers) for kind, numbers in by_kind.items()}
 
     def kind(self, value: int) -> Kind:
         """The kind of a value or an input."""
@@ -345,8 +345,8 @@ class Workspace:
         most = max((len(k.results) for k in place), default=0)
         bases = np.zeros((len(self.recorder.registry.types), most), np.int64)
         for t in self._lanes:
-            mine = self.signature.bases[place[self.programs.kernel(t)]]
-            bases[t, : len(mine)] = mine
+            bases_of_type = self.signature.bases[place[self.programs.kernel(t)]]
+            bases[t, : len(bases_of_type)] = bases_of_type
         return bases
 
     def rows(self, values: np.ndarray) -> np.ndarray:
@@ -354,9 +354,9 @@ class Workspace:
         rows = np.empty(len(values), np.int64)
         inner = values >= 0
         rows[~inner] = self._input_row.array[-1 - values[~inner]]
-        some = values[inner]
-        node = self._value_node.array[some]
-        slot = some - self._value_ptr.array[node]
+        results_inside = values[inner]
+        node = self._value_node.array[results_inside]
+        slot = results_inside - self._value_ptr.array[node]
         rows[inner] = self._bases[self._node_type.array[node], slot] + self._lane.array[node]
         return rows
 
@@ -370,11 +370,13 @@ class Workspace:
         for t in np.flatnonzero(layout.lanes).tolist():
             kernel = self.programs.kernel(t)
             position[t] = k = signature.kernels.index(kernel)
-            mine = nodes[layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]]
+            lane_nodes = nodes[layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]]
             operands = np.arange(len(kernel.operands))[:, None]
-            read = self._operand.array[self._operand_ptr.array[mine] + operands]
+            read = self._operand.array[self._operand_ptr.array[lane_nodes] + operands]
             view = form.view(table, "operands", k)
-            view[:, offset[t] : offset[t] + len(mine)] = self.rows(read.ravel()).reshape(read.shape)
+            view[:, offset[t] : offset[t] + len(lane_nodes)] = self.rows(read.ravel()).reshape(
+                read.shape
+            )
         batch_type = layout.schedule.batch_type
         runs = find_runs(
             position[batch_type],
@@ -385,9 +387,9 @@ class Workspace:
         instructions = signature.instructions.encode(runs)
         form.view(table, "num_instructions")[0] = len(instructions)
         form.view(table, "instructions")[: len(instructions)] = instructions
-        for kind, some in wanted.items():
+        for kind, numbers in wanted.items():
             view = form.view(table, "outputs", signature._arena_ids[kind])
-            view[: len(some)] = self.rows(some)
+            view[: len(numbers)] = self.rows(numbers)
         return table
 
     def _run(self, table: np.ndarray, fresh: set[Kind]) -> Any:
@@ -419,23 +421,23 @@ class Workspace:
         if rows is None:
             rows = self._buffers[kind] = np.zeros((room, *shape), dtype)
             self._filled[kind] = 0
-        some = self._inputs[kind][self._filled[kind] :]
-        if some:
+        new_rows = self._inputs[kind][self._filled[kind] :]
+        if new_rows:
             end = self._num_inputs[kind]
-            begin = end - sum(map(len, some))
-            np.concatenate(some, out=rows[begin:end], casting="unsafe")
-            self._filled[kind] += len(some)
+            begin = end - sum(map(len, new_rows))
+            np.concatenate(new_rows, out=rows[begin:end], casting="unsafe")
+            self._filled[kind] += len(new_rows)
         return rows
 
     def _read(self, values: np.ndarray, wanted: dict[Kind, np.ndarray], outputs: Any) -> list[Any]:
         """Values that were returned, as arrays of NumPy; waits until they are computed."""
         assert self.signature is not None
-        found: dict[int, np.ndarray] = {}
-        for kind, some in wanted.items():
+        read_rows: dict[int, np.ndarray] = {}
+        for kind, numbers in wanted.items():
             rows = np.asarray(outputs[self.signature._arena_ids[kind]])
-            for i, value in enumerate(some.tolist()):
-                found[value] = rows[i : i + 1].reshape(kind[0])
-        return [found[value] for value in values.tolist()]
+            for i, value in enumerate(numbers.tolist()):
+                read_rows[value] = rows[i : i + 1].reshape(kind[0])
+        return [read_rows[value] for value in values.tolist()]
 
     # --- when all is computed ---
 
@@ -445,19 +447,19 @@ class Workspace:
         assert signature is not None
         places = []
         for kind in signature.arenas:
-            some = np.array(returned.get(kind, ()), np.int64)
-            rows = np.zeros(len(some) if stacked else round_up(len(some)), np.int32)
-            rows[: len(some)] = self.rows(some)
+            references = np.array(returned.get(kind, ()), np.int64)
+            rows = np.zeros(len(references) if stacked else round_up(len(references)), np.int32)
+            rows[: len(references)] = self.rows(references)
             places.append(rows)
         executor = self._executor()
-        found = executor.pick(self.state, tuple(places))
+        picked = executor.pick(self.state, tuple(places))
         if len(signature.kernels) > MAX_UNUSED * len(self._lanes):
             self.programs.workspaces.pop(self.size, None)
         if not self.saving:
             shared = self.shared_of(self.programs.program(signature)[1])
             executor.give_back(shared, self.state)
             self.state = None
-        return found
+        return picked
 
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
@@ -477,10 +479,10 @@ class Workspace:
 
         def moved(references: np.ndarray) -> np.ndarray:
             inner = references >= 0
-            found = np.empty(len(references), np.int32)
-            found[inner] = value[references[inner]]
-            found[~inner] = -1 - place[-1 - references[~inner]]
-            return found
+            new_references = np.empty(len(references), np.int32)
+            new_references[inner] = value[references[inner]]
+            new_references[~inner] = -1 - place[-1 - references[~inner]]
+            return new_references
 
         counts = np.diff(part.operand_ptr)
         read = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
@@ -532,15 +534,15 @@ class Workspace:
     def pull_back(self, arrays: Any, cotangents: Sequence[Any]) -> Any:
         """Cotangents of the instances' arrays from those of all input rows of each arena."""
         assert self.signature is not None
-        parts, given = [], []
-        for chunk, instance, mine in self._chunks:
+        parts, cotangents_given = [], []
+        for chunk, instance, numbers in self._chunks:
             of_arena = cotangents[self.signature.arena(chunk.type)]
             if chunk.leaf is not None and of_arena is not None:
-                first = int(self._input_row.array[mine[0]])
+                first = int(self._input_row.array[numbers[0]])
                 parts.append((chunk, instance))
-                given.append(of_arena[first : first + len(mine)])
+                cotangents_given.append(of_arena[first : first + len(numbers)])
 
         def rows(arrays: Any) -> list[Any]:
             return [rows_of_inputs(chunk, arrays[i], i) for chunk, i in parts]
 
-        return jax.vjp(rows, arrays)[1](given)[0]
+        return jax.vjp(rows, arrays)[1](cotangents_given)[0]

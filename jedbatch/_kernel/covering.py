@@ -67,8 +67,8 @@ class ProductTable(NamedTuple):
     def content(self, rectangle: Rectangle) -> Hashable:
         """The properties that rectangles which can be stacked agree in."""
         rows, columns = rectangle
-        found = tuple(self.entries[r, c] for r in rows for c in columns)
-        return self.kinds[columns[0]], len(rows), found
+        cells = tuple(self.entries[r, c] for r in rows for c in columns)
+        return self.kinds[columns[0]], len(rows), cells
 
     def moved(self, rectangle: Rectangle) -> int:
         """Numbers of one instance that are split, and concatenated, around a product."""
@@ -82,24 +82,24 @@ class ProductTable(NamedTuple):
         for i, rectangle in enumerate(rectangles):
             for c in rectangle.columns:
                 makers[c] |= 1 << i
-        found = [0] * len(rectangles)
+        levels = [0] * len(rectangles)
         for i, rectangle in enumerate(rectangles):
             needs = 0
             for r in rectangle.rows:
                 needs |= self.needs[r]
             for c in bits(needs):
-                found[i] |= makers[c]
-        done, left = 0, list(range(len(rectangles)))
-        while left:
-            ready = [i for i in left if not found[i] & ~done]
+                levels[i] |= makers[c]
+        done, remaining = 0, list(range(len(rectangles)))
+        while remaining:
+            ready = [i for i in remaining if not levels[i] & ~done]
             if not ready:
                 return None
             for i in ready:
-                for j in bits(found[i]):
-                    found[i] |= found[j]
+                for j in bits(levels[i]):
+                    levels[i] |= levels[j]
             done |= sum(1 << i for i in ready)
-            left = [i for i in left if not done >> i & 1]
-        return found
+            remaining = [i for i in remaining if not done >> i & 1]
+        return levels
 
     def stacked(self, rectangles: Sequence[Rectangle]) -> list[Group]:
         """Rectangles with the same weights in groups, as far as their order allows."""
@@ -115,9 +115,9 @@ class ProductTable(NamedTuple):
             if j is None:
                 i += 1
                 continue
-            both = groups[j].with_(groups.pop(i))
-            groups[j] = both
-            groups = [g.after(both) for g in groups]
+            stacked_groups = groups[j].with_(groups.pop(i))
+            groups[j] = stacked_groups
+            groups = [g.after(stacked_groups) for g in groups]
         return [group.rectangles for group in groups]
 
 
@@ -227,10 +227,10 @@ def _column_classes(table: ProductTable) -> list[list[int]]:
 
 def _classes(keys: Sequence[Hashable]) -> list[list[int]]:
     """Positions of equal keys."""
-    found: dict[Hashable, list[int]] = {}
+    classes: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
-    return list(found.values())
+        classes.setdefault(key, []).append(i)
+    return list(classes.values())
 
 
 def _rectangles(

@@ -75,17 +75,17 @@ class Kernel:
         closed = fused(inlined(operation.jaxpr), num_shared)
         self.jaxpr = jaxpr = closed.jaxpr
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
-        known = {*jaxpr.constvars, *shared_vars}
+        before_lanes = {*jaxpr.constvars, *shared_vars}
         before, self.body = [], []
         for eqn in jaxpr.eqns:
-            if reads(eqn) and known.issuperset(reads(eqn)):
+            if reads(eqn) and before_lanes.issuperset(reads(eqn)):
                 before.append(eqn)
-                known.update(eqn.outvars)
+                before_lanes.update(eqn.outvars)
             else:
                 self.body.append(eqn)
         read = [v for eqn in self.body for v in reads(eqn)]
         read += [v for v in jaxpr.outvars if isinstance(v, Var)]
-        self.const_vars = list(dict.fromkeys(v for v in read if v in known))
+        self.const_vars = list(dict.fromkeys(v for v in read if v in before_lanes))
         self.num_consts = len(self.const_vars)
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
         self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)

@@ -107,37 +107,37 @@ def find_sums(program: CellProgram) -> tuple[dict[Any, Sum], list[Column]]:
             v = program.adds_up(v)
     sums: dict[Any, Sum] = {}
     columns: list[Column] = []
-    known: dict[Any, int] = {}  # columns that are written twice are computed once
+    columns_known: dict[Any, int] = {}  # columns that are written twice are computed once
     for root in roots:
         parts: dict[Any, list[Product]] = {}
         constants: list[Any] = []
-        others: list[Any] = []
+        addends: list[Any] = []
         stack = [root]
         while stack:
             v = stack.pop()
             if v in roots and v is not root:
-                others.append(v)
+                addends.append(v)
             elif v in program.products:
                 p = program.products[v]
                 matrix = same[p.row] if p.kind.free else None  # dear to concatenate
                 part = parts.setdefault((p.kind, matrix), [])
-                if p.sums_in_full or all(same[p.row] != same[other.row] for other in part):
+                if p.sums_in_full or all(same[p.row] != same[product.row] for product in part):
                     part.append(p)
                 else:  # adding up its weight and the other's would round
                     parts[p.kind, matrix, p.result] = [p]
             elif v in inside:
                 stack.extend(reversed(program.maker[v].invars))
             else:
-                (constants if v in program.shared else others).append(v)
-        mine = []
+                (constants if v in program.shared else addends).append(v)
+        sum_products = []
         for products in parts.values():
             factors = tuple((p.kind, same[p.row], same[p.weight], p.weight_axis) for p in products)
-            column = known.setdefault((factors, tuple(constants)), len(columns))
+            column = columns_known.setdefault((factors, tuple(constants)), len(columns))
             if column == len(columns):
                 columns.append(Column(products, constants))
-            mine.append(column)
+            sum_products.append(column)
             constants = []
-        sums[root] = Sum(mine, others)
+        sums[root] = Sum(sum_products, addends)
     return sums, columns
 
 
@@ -204,17 +204,17 @@ def make_table(
             entries.setdefault((r, c), []).append(p)
     needs: dict[Any, int] = {}  # columns that each variable depends on
     for eqn in jaxpr.eqns:
-        found = 0
+        columns_read = 0
         for v in reads(eqn):
-            found |= needs.get(v, 0)
+            columns_read |= needs.get(v, 0)
         for v in eqn.outvars:
-            needs[v] = found | sum(1 << c for c in (sums[v].columns if v in sums else ()))
-    heights = {r: found[0].height for (r, _), found in entries.items()}
+            needs[v] = columns_read | sum(1 << c for c in (sums[v].columns if v in sums else ()))
+    heights = {r: products[0].height for (r, _), products in entries.items()}
 
     def content(place: tuple[int, int]) -> Any:
         """The factors; matrices are not stacked, so nothing equals theirs."""
-        found = [(same[p.weight], p.weight_axis) for p in entries[place]]
-        return place if entries[place][0].kind.free else tuple(found)
+        factors = [(same[p.weight], p.weight_axis) for p in entries[place]]
+        return place if entries[place][0].kind.free else tuple(factors)
 
     table = ProductTable(
         {place: content(place) for place in entries},
@@ -272,8 +272,8 @@ def stack_products(closed: Any, num_shared: int) -> Any:
 
 def is_better_packed(products: Sequence[Product]) -> bool:
     """True of several products, and of a vector times a transposed matrix, `W @ x`."""
-    (first, *others) = products
-    return bool(others) or (first.weight_axis == 1 and first.kind.free == ())
+    (first, *further) = products
+    return bool(further) or (first.weight_axis == 1 and first.kind.free == ())
 
 
 def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any]) -> None:
@@ -322,10 +322,10 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
 
     def bias(rectangle: Rectangle, env: dict[Any, Any]) -> Any:
         each = [[env[v] for v in constants.get((c, rectangle), ())] for c in rectangle.columns]
-        found = [
+        constant_values = [
             sum_of(x) if x else kind.zeros(width) for x, width in zip(each, widths, strict=True)
         ]
-        return join(found, kind.axis)
+        return join(constant_values, kind.axis)
 
     def run(env: dict[Any, Any]) -> None:
         values = [join([env[grid.rows[r]] for r in x.rows], kind.row_axis) for x in group]
@@ -336,10 +336,10 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
             pieces = split_sizes(row, widths, kind.axis)
             env.update(zip(((c, x) for c in x.columns), pieces, strict=True))
 
-    needed = [grid.rows[r] for x in group for r in x.rows]
-    needed += [p.weight for p in grid.products_of((first,))]
-    needed += [v for found in constants.values() for v in found]
-    return Step(needed, [(c, x) for x in group for c in x.columns], run)
+    reads_needed = [grid.rows[r] for x in group for r in x.rows]
+    reads_needed += [p.weight for p in grid.products_of((first,))]
+    reads_needed += [v for constant_values in constants.values() for v in constant_values]
+    return Step(reads_needed, [(c, x) for x in group for c in x.columns], run)
 
 
 def _stack(values: Sequence[Any]) -> Any:

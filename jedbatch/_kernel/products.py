@@ -165,8 +165,8 @@ class CellProgram:
             if reads(eqn) and self.shared.issuperset(reads(eqn)):
                 self.shared.update(eqn.outvars)
         moving = dependents(jaxpr, jaxpr.invars[num_shared:])
-        found = (Product.of(eqn, self.shared, moving) for eqn in eqns)
-        self.products = {p.result: p for p in found if p is not None}
+        candidates = (Product.of(eqn, self.shared, moving) for eqn in eqns)
+        self.products = {p.result: p for p in candidates if p is not None}
         self.times = Counter(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
         self.times.update(v for v in jaxpr.outvars if isinstance(v, Var))
         self.reader = {v: eqn for eqn in eqns for v in reads(eqn)}

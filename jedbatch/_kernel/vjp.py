@@ -137,8 +137,8 @@ class KernelVjp:
             for s in inexact:
                 every = [CONSTS, *self._moving]
                 if not _can_differentiate(kernel, s, every):
-                    found = [j for j in every if not _can_differentiate(kernel, s, [j])]
-                    self.refused[s] = frozenset(found or every)
+                    refused = [j for j in every if not _can_differentiate(kernel, s, [j])]
+                    self.refused[s] = frozenset(refused or every)
             if not self.refused:
                 raise
             self._build(inexact)
@@ -171,16 +171,18 @@ class KernelVjp:
         self._share_cotangents(places)
         self.taps = tuple(map(self._make_tap, tapped)) + tuple(map(self._make_returned, consts))
         self.flow = tuple(self._flow())
-        given = dict(zip(self._given, self.returned, strict=True))
+        cotangent_of = dict(zip(self._given, self.returned, strict=True))
         kept = self._backward.outvars
-        self.is_leaf = not self._moving and all(isinstance(v, Var) and v in given for v in kept)
-        self.echoed = tuple(given[v] for v in kept) if self.is_leaf else ()
+        self.is_leaf = not self._moving and all(
+            isinstance(v, Var) and v in cotangent_of for v in kept
+        )
+        self.echoed = tuple(cotangent_of[v] for v in kept) if self.is_leaf else ()
         self._guard()
 
     def _sources_of_results(self) -> list[Sources]:
         """For each result of the backward program the results of the kernel it comes from."""
-        found = sources_of(self._backward, self._given)
-        return [frozenset(self.returned[i] for i in some) for some in found]
+        per_operand = sources_of(self._backward, self._given)
+        return [frozenset(self.returned[i] for i in source_ids) for source_ids in per_operand]
 
     @property
     def _given(self) -> list[Any]:
@@ -196,7 +198,7 @@ class KernelVjp:
     @functools.cached_property
     def flow_bits(self) -> tuple[int, ...]:
         """`flow` as bits: for each operand, bit s for result s."""
-        return tuple(sum({1 << min(s, MAX_SLOTS) for s in some}) for some in self.flow)
+        return tuple(sum({1 << min(s, MAX_SLOTS) for s in result_ids}) for result_ids in self.flow)
 
     @functools.cached_property
     def inexact_bits(self) -> int:
@@ -215,14 +217,14 @@ class KernelVjp:
         """Returns whether result s depends on shared values."""
         if CONSTS in self.refused.get(s, ()):
             return True
-        return any(s in some for tap in self.taps for some in tap.sources)
+        return any(s in source_ids for tap in self.taps for source_ids in tap.sources)
 
     def _flow(self) -> list[Sources]:
-        found: list[Sources] = [frozenset()] * len(self.kernel.operands)
+        flow: list[Sources] = [frozenset()] * len(self.kernel.operands)
         sources = self._sources_of_results()
-        for j, some in zip(self._moving, sources, strict=False):
-            found[j] = some
-        return found
+        for j, source_ids in zip(self._moving, sources, strict=False):
+            flow[j] = source_ids
+        return flow
 
     def _guard(self) -> None:
         """Lets the backward program leave out cotangents that are not alive."""
@@ -249,23 +251,25 @@ class KernelVjp:
         jaxpr = forward.jaxpr
         cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
         results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
-        known = Residuals(forward, kernel.num_consts, results)
+        residuals_known = Residuals(forward, kernel.num_consts, results)
         self._row_sources = [
-            known.find(v) if isinstance(v, Literal) or v in known.operands else known.save(v)
+            residuals_known.find(v)
+            if isinstance(v, Literal) or v in residuals_known.operands
+            else residuals_known.save(v)
             for v in rows
         ]
         used = used_variables(backward.jaxpr)
         self._sources = [
-            known.find(v) if argument in used else (Source.UNREAD, shape_of(v))
+            residuals_known.find(v) if argument in used else (Source.UNREAD, shape_of(v))
             for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
         ]
-        saved = list(known.saved)
+        saved = list(residuals_known.saved)
         self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in saved)
         self.operands_read = {i for source, i in self._sources if source is Source.OPERAND}
         self.results_read = {i for source, i in self._sources if source is Source.RESULT}
         self._forward = jaxpr.replace(outvars=[*results, *saved])
         self._forward_consts = forward.consts
-        self._derived = known.program_of_derived()
+        self._derived = residuals_known.program_of_derived()
         self._backward, self._backward_consts = backward.jaxpr, backward.consts
         self._turn_weights()
 
@@ -402,12 +406,12 @@ class KernelVjp:
         self._sources_of = dict(zip(places, of_places, strict=True))
         rows: dict[Any, int] = {}
         self._row_of = {}
-        made = {v: eqn for eqn in self._backward.eqns for v in eqn.outvars}
+        maker = {v: eqn for eqn in self._backward.eqns for v in eqn.outvars}
         for k, (place, v) in enumerate(
             zip(places, self._backward.outvars[num_moving:], strict=True)
         ):
-            while isinstance(v, Var) and v in made and _is_reshape(made[v]):
-                v = made[v].invars[0]
+            while isinstance(v, Var) and v in maker and _is_reshape(maker[v]):
+                v = maker[v].invars[0]
             self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
         kept: list[Any] = [
             v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
@@ -415,8 +419,8 @@ class KernelVjp:
         self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
         self._backward = self._backward.replace(outvars=[*sent, *kept])
 
-        needed = {i for source, i in self._row_sources if source is Source.SAVED}
-        free = {i: kind for i, kind in enumerate(self.saved) if i not in needed}
+        saved_ids = {i for source, i in self._row_sources if source is Source.SAVED}
+        free = {i: kind for i, kind in enumerate(self.saved) if i not in saved_ids}
         rooms: list[int] = []
         extra: list[Kind] = []
         for kind in self.cotangents:
@@ -514,10 +518,10 @@ class KernelVjp:
                 leaves.append(jnp.zeros(x.shape, x.dtype))
             else:
                 leaves.append(x if source is Source.LITERAL else found[source][x])
-        given = [cotangents[s] for s in self.returned]
+        cotangents_read = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
         out = jax.core.eval_jaxpr(
-            self._backward, self._backward_consts, *leaves, *given, *turned, *flags
+            self._backward, self._backward_consts, *leaves, *cotangents_read, *turned, *flags
         )
         return out[: len(self._moving)], out[len(self._moving) :]
 

@@ -64,11 +64,11 @@ class Tap:
     ) -> list[Any]:
         """The gradients of its consts added to `total`; those of look-ups row by row."""
         if not self.look_up:
-            made = self.gradient(consts, rows, cotangents)
-            return [x + y for x, y in zip(total, made, strict=True)]
+            gradient = self.gradient(consts, rows, cotangents)
+            return [x + y for x, y in zip(total, gradient, strict=True)]
         closed = inlined(jax.make_jaxpr(self.gradient)(consts, rows, cotangents))
-        given = jax.tree.leaves((consts, rows, cotangents))
-        return _added(closed.jaxpr, closed.consts, given, total)
+        leaves = jax.tree.leaves((consts, rows, cotangents))
+        return _added(closed.jaxpr, closed.consts, leaves, total)
 
 
 def _added(
@@ -78,11 +78,11 @@ def _added(
 
     Where the program adds rows to zeros it adds them to `total` itself.
     """
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    zeros = {v for v, eqn in made.items() if _makes_zeros(eqn)}
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    zeros = {v for v, eqn in maker.items() if _makes_zeros(eqn)}
     onto: dict[Var, Any] = {}
     for v, x in zip(jaxpr.outvars, total, strict=True):
-        eqn: Any = made.get(v) if isinstance(v, Var) else None
+        eqn: Any = maker.get(v) if isinstance(v, Var) else None
         if eqn is not None and eqn.primitive.name == "scatter-add":
             onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
 
@@ -92,7 +92,7 @@ def _added(
     sums = []
     results = interpret(jaxpr, consts, given, rule)
     for v, x, added in zip(jaxpr.outvars, total, results, strict=True):
-        done = isinstance(v, Var) and v in made and not onto.keys().isdisjoint(reads(made[v]))
+        done = isinstance(v, Var) and v in maker and not onto.keys().isdisjoint(reads(maker[v]))
         sums.append(added if done else x + added)
     return sums
 

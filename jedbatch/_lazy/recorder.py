@@ -72,8 +72,8 @@ class Scope:
     rounds: list[LazyRound] = field(default_factory=list)
 
     def __str__(self) -> str:
-        some = "round" if len(self.rounds) == 1 else "rounds"
-        lines = [f"Lazy scope of {len(self.rounds)} {some}", "  nodes  batches  futures  host ms"]
+        noun = "round" if len(self.rounds) == 1 else "rounds"
+        lines = [f"Lazy scope of {len(self.rounds)} {noun}", "  nodes  batches  futures  host ms"]
         lines += [
             f"  {r.nodes:5}  {r.batches:7}  {r.futures:7}  {1e3 * r.seconds:7.1f}"
             for r in self.rounds
@@ -274,8 +274,8 @@ class LazyRecorder(Recorder):
         return out
 
     def _shared_operation(self, key, call, args, tracers) -> list[Any]:
-        found = super()._shared_operation(key, call, args, tracers)
-        return [SharedFuture(self, shared.index) for shared in found]
+        outs = super()._shared_operation(key, call, args, tracers)
+        return [SharedFuture(self, shared.index) for shared in outs]
 
     # --- rounds ---
 
@@ -316,8 +316,8 @@ class LazyRecorder(Recorder):
         return [future for ref in self.futures if (future := ref()) is not None]
 
     def _start_again(self) -> None:
-        for kept in (self.known, self.kept, self.watched, self.leaves, self._places):
-            kept.clear()
+        for memory in (self.known, self.kept, self.watched, self.leaves, self._places):
+            memory.clear()
         for recorded in (self.call_specs, self.references, self.input_group, self.input_value):
             recorded.clear()
         self._traced = []
@@ -337,9 +337,9 @@ class LazyRecorder(Recorder):
         rows: dict[Any, list[int]] = {}
         places = []
         for kind, output in zip(kinds, graph.outputs.tolist(), strict=True):
-            mine = rows.setdefault(stored_kind(kind), [])
-            places.append(len(mine))
-            mine.append(output)
+            rows_of_kind = rows.setdefault(stored_kind(kind), [])
+            places.append(len(rows_of_kind))
+            rows_of_kind.append(output)
         held = {name: _lowered(x) for name, x in self._held.items()}
         num_batches, arenas = self._compute(cut_apart(graph), rows, held, self._traced)
         returned = {kind: Returned(arena) for kind, arena in arenas.items()}

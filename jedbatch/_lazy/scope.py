@@ -160,10 +160,10 @@ class Lazy:
             return
         free = self._free.setdefault((place, *configuration()), [])
         try:
-            kept = free.pop()
+            scope = free.pop()
         except IndexError:
-            kept = self._new_kept()
-        recorder = LazyRecorder(kept.session.registry, caller, self._compute_with(kept), Scope())
+            scope = self._new_kept()
+        recorder = LazyRecorder(scope.session.registry, caller, self._compute_with(scope), Scope())
         end = ending(recorder)
         try:
             with (
@@ -182,9 +182,9 @@ class Lazy:
             )
             raise
         finally:
-            registry = kept.session.registry
+            registry = scope.session.registry
             if len(registry.node_types) + len(registry.shared) <= MANY_TYPES:
-                free.append(kept)
+                free.append(scope)
 
     def _new_kept(self) -> "Kept":
         session = Session.empty((), jax.tree.structure(()), self._options, target_of(()))

@@ -49,8 +49,8 @@ class Alive:
         target = graph.operand
         count = np.bincount(target[reads & (target >= 0)], minlength=graph.num_values)
         for a, outputs in enumerate(placed.outputs):
-            some = outputs if wanted is None else outputs[wanted[a]]
-            np.add.at(count, some[some >= 0], 1)
+            references = outputs if wanted is None else outputs[wanted[a]]
+            np.add.at(count, references[references >= 0], 1)
         dead = np.flatnonzero(count == 0)
         while len(dead):
             dead = dead[graph.value_slot[dead] < MAX_SLOTS]
@@ -103,13 +103,13 @@ def find_leads(placed: Placement, leaves: Sequence[np.ndarray]) -> np.ndarray:
     """
     graph = placed.graph
     leaves = [np.minimum(x, MAX_RESULTS - 1) for x in leaves]
-    found = np.zeros(graph.num_values, np.int32)
+    leads = np.zeros(graph.num_values, np.int32)
     for leaf in range(max(int(x.max(initial=-1)) for x in leaves) + 1):
         alive = Alive.find(placed, [x == leaf for x in leaves])
         slots = np.minimum(graph.value_slot, MAX_SLOTS)
         is_alive = alive.results[graph.value_node] >> slots & 1
-        found |= (is_alive << leaf).astype(np.int32)
-    return found
+        leads |= (is_alive << leaf).astype(np.int32)
+    return leads
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def find_refused(
 ) -> tuple[Refused, ...]:
     """Results that cannot be differentiated and would have to be, if what they depend on is."""
     graph = placed.graph
-    found = []
+    refused = []
     origins = None
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         for s, operands in kernel.reverse.refused.items():
@@ -147,8 +147,8 @@ def find_refused(
                 for j in operands - {CONSTS}:
                     read = graph.operand[graph.operand_ptr[nodes] + j]
                     where |= int(np.bitwise_or.reduce(origins[read]))
-                found.append(Refused(signature.kernels.index(kernel), s, bits, where))
-    return tuple(found)
+                refused.append(Refused(signature.kernels.index(kernel), s, bits, where))
+    return tuple(refused)
 
 
 def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
@@ -165,8 +165,8 @@ def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
         reads = [found[graph.operand[graph.operand_ptr[nodes] + j]] for j in range(reverse.arity)]
         for s in reverse.returned:
             origins = np.full(len(nodes), reverse.meets_consts(s), np.int64)
-            for j, mine in enumerate(reads):
+            for j, operand_values in enumerate(reads):
                 if s in reverse.flow[j] or j in reverse.refused.get(s, ()):
-                    origins |= mine
+                    origins |= operand_values
             found[graph.value_ptr[nodes] + s] = origins
     return found

@@ -51,16 +51,16 @@ class Sent:
         first = np.arange(len(schedule))[::-1]
         arena, last = _last_reads(placed, signature, alive)
         block = np.zeros_like(last)
-        rows, own = np.zeros((2, len(signature.arenas)), np.int64)
+        rows, rows_of_outputs = np.zeros((2, len(signature.arenas)), np.int64)
         for a in range(len(rows)):
             batch, operand = np.nonzero(arena == a)
             if not len(batch):
                 continue
             size = padded[batch]
-            found = allocate(size, first[batch], last[batch, operand], slack=ROW_TOLERANCE)
-            block[batch, operand] = found.offset
-            rows[a], own[a] = found.peak, size.sum()
-        return Sent(block, rows, own)
+            allocation = allocate(size, first[batch], last[batch, operand], slack=ROW_TOLERANCE)
+            block[batch, operand] = allocation.offset
+            rows[a], rows_of_outputs[a] = allocation.peak, size.sum()
+        return Sent(block, rows, rows_of_outputs)
 
     def saves_much(self, signature: Signature) -> bool:
         """Returns whether rows for all would be many more."""
@@ -74,11 +74,13 @@ class Sent:
             for a in arenas:
                 if a >= 0:
                     least[a] = max(least[a], widths[-1])
-        ends, found = signature.cotangent_rows[1], []
-        for a, (rows, own) in enumerate(zip(self.rows.tolist(), self.own.tolist(), strict=True)):
+        ends, rooms_found = signature.cotangent_rows[1], []
+        for a, (rows, rows_alone) in enumerate(
+            zip(self.rows.tolist(), self.own.tolist(), strict=True)
+        ):
             most = ends[a] - signature.outputs[a]
-            found.append(max(least[a], min(most, round_up(rows * most / max(own, 1)))))
-        return found
+            rooms_found.append(max(least[a], min(most, round_up(rows * most / max(rows_alone, 1)))))
+        return rooms_found
 
     def rows_of(self, placed: Placement, nodes: np.ndarray, operand: int) -> np.ndarray:
         """int64[nodes], the shared row of an operand of some nodes."""
@@ -109,18 +111,18 @@ def _last_reads(
     waits = np.zeros(len(graph.types), bool)
     waits[list(placed.type_ids)] = [kernel.reverse.is_leaf for kernel in placed.kernels]
     until = np.full(graph.num_values + graph.num_inputs, steps)  # input i is at -1 - i
-    made = np.where(waits[graph.node_type], steps, steps - 1 - schedule.batch)
-    until[: graph.num_values] = made[graph.value_node]
+    made_at = np.where(waits[graph.node_type], steps, steps - 1 - schedule.batch)
+    until[: graph.num_values] = made_at[graph.value_node]
     sizes, types = np.diff(schedule.node_ptr), graph.node_type[schedule.node]
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        mine = of_kernel[signature.kernels.index(kernel)]
-        if not mine:
+        reads_here = of_kernel[signature.kernels.index(kernel)]
+        if not reads_here:
             continue
         batches = np.flatnonzero(schedule.batch_type == t)
         nodes = schedule.node[types == t]
         begins = pointers(sizes[batches])[:-1]
-        arena[batches, : len(mine)] = mine
-        for j in range(len(mine)):
+        arena[batches, : len(reads_here)] = reads_here
+        for j in range(len(reads_here)):
             edges = graph.operand_ptr[nodes] + j
             read = until[graph.operand[edges]]
             if alive.reads is not None:

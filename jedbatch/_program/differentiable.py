@@ -59,9 +59,9 @@ class Differentiable:
 
     def __call__(self, *args: Any) -> Pieces:
         """The rows returned from each arena, in pieces."""
-        given, self.tree = jax.tree.flatten(args)
-        found = bind_program(self.program, given)
-        return jax.tree.unflatten(self.pieces, found)
+        leaves, self.tree = jax.tree.flatten(args)
+        outs = bind_program(self.program, leaves)
+        return jax.tree.unflatten(self.pieces, outs)
 
     def _given(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """(shared values, inputs, table, reverse table)."""
@@ -72,13 +72,13 @@ class Differentiable:
         return pieces
 
     def _run(self, *args: Any) -> list[Any]:
-        given = self._given(args)[:3]
-        return self._split(self.executor_of(given).infer(*given))
+        arguments = self._given(args)[:3]
+        return self._split(self.executor_of(arguments).infer(*arguments))
 
     def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
         self.permit()
-        given = self._given(args)[:3]
-        outputs, values = self.executor_of(given).save(*given)
+        arguments = self._given(args)[:3]
+        outputs, values = self.executor_of(arguments).save(*arguments)
         leaves, self.state = jax.tree.flatten(values)
         return self._split(outputs), leaves
 
@@ -87,14 +87,14 @@ class Differentiable:
         self, args: Sequence[Any], values: Sequence[Any], cotangents: Any, wanted: Any
     ) -> list[Any]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
-        pieces = tuple([cotangents[i] for i in mine] for mine in numbers)
+        pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
         outputs, exist = joined(self.signature.arenas, self.signature.outputs, pieces, self.batch)
         shared, inputs, table, reverse_table = self._given(args)
         origins = origins_of(*self._given(wanted)[:2])
         reverse, *tables = self.reverse_of(reverse_table, exist, origins)
-        given = shared, (table, *tables), jax.tree.unflatten(self.state, values), outputs
-        found = self.executor_of(given).reverse(reverse, *given)
-        moving = zip([*found[0], *found[1]], [*shared, *inputs], strict=True)
+        arguments = shared, (table, *tables), jax.tree.unflatten(self.state, values), outputs
+        of_arguments = self.executor_of(arguments).reverse(reverse, *arguments)
+        moving = zip([*of_arguments[0], *of_arguments[1]], [*shared, *inputs], strict=True)
         back = [c if c is not None and _moves(x) else None for c, x in moving]
         return [*back, *([None] * (len(args) - len(back)))]
 

@@ -67,11 +67,13 @@ class Forward:
         signature = self.signature
         arenas = []
         if used is not None:
-            arenas = [put(x, given, 0) for x, given in zip(used, inputs, strict=True)]
+            arenas = [put(x, input_rows, 0) for x, input_rows in zip(used, inputs, strict=True)]
         else:
-            for rows, kind, given in zip(signature.rows, signature.arenas, inputs, strict=True):
-                fresh = empty(rows - len(given), kind)
-                arenas.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
+            for rows, kind, input_rows in zip(
+                signature.rows, signature.arenas, inputs, strict=True
+            ):
+                fresh = empty(rows - len(input_rows), kind)
+                arenas.append(jnp.concatenate([input_rows, fresh]) if len(input_rows) else fresh)
         saved = []
         if self.saving:
             for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
@@ -114,10 +116,10 @@ class Forward:
     ) -> list[Any]:
         """Operands of `width` lanes of kernel k; None in place of those not wanted."""
         signature = self.signature
-        found: list[Any] = []
+        operand_rows: list[Any] = []
         for j, t in enumerate(signature.kernels[k].operands):
             if wanted is not None and j not in wanted:
-                found.append(None)
+                operand_rows.append(None)
                 continue
             arena = arenas[signature.arena(t)]
             mode = reading[j] if reading else GATHER
@@ -125,8 +127,10 @@ class Forward:
                 mode = GATHER
             size = width if mode == GATHER else 1
             rows = row(signature.form, table, ("operands", k), j, start=lane, size=size)
-            found.append(take(arena, rows) if mode == GATHER else read(arena, rows[0], mode, width))
-        return found
+            operand_rows.append(
+                take(arena, rows) if mode == GATHER else read(arena, rows[0], mode, width)
+            )
+        return operand_rows
 
     def chunk(
         self,
@@ -203,10 +207,12 @@ class Backward:
         """The state before the first step; `outputs` are cotangents of the rows returned."""
         signature, forward = self.signature, self.signature.forward
         cotangents = []
-        for a, (kind, given) in enumerate(zip(forward.arenas, outputs, strict=True)):
+        for a, (kind, output_rows) in enumerate(zip(forward.arenas, outputs, strict=True)):
             if has_gradient(kind[1]):
-                fresh = empty(signature.zero[a] + 1 - len(given), kind)
-                cotangents.append(jnp.concatenate([given, fresh]) if len(given) else fresh)
+                fresh = empty(signature.zero[a] + 1 - len(output_rows), kind)
+                cotangents.append(
+                    jnp.concatenate([output_rows, fresh]) if len(output_rows) else fresh
+                )
             else:
                 cotangents.append(None)
         rooms = [
@@ -370,14 +376,14 @@ class Backward:
             if not back.is_leaf:
                 return [slice_rows(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
             results = [back.echoed[c] for c in tap.cotangents]
-            found = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
+            result_arenas = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
             return [
                 self.gather(("readers", k, s), tables[1], state[0][a], lane, width)
-                for s, a in found
+                for s, a in result_arenas
             ]
 
         def alive_of(lane, width):
-            return [self.alive_by(k, tables, some, lane, width) for some in tap.sources]
+            return [self.alive_by(k, tables, source_ids, lane, width) for source_ids in tap.sources]
 
         trips = row(form, tables[1], ("blocks", k))
         blocks, lanes = forward.target.blocks, forward.lanes[k]
@@ -411,24 +417,26 @@ def tap_gradient(
     def block(width, lane, total):
         alive = alive_of(lane, width)
         triples = zip(alive, cotangents_of(lane, width), tap.shapes, strict=True)
-        given = [
+        cotangent_rows = [
             where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
             for flags, x, shape in triples
         ]
         live = functools.reduce(jnp.logical_or, alive)
         rows = rows_of(lane, width)
-        others = [jnp.zeros_like(x) for x in rows] if tap.linear else first
+        other_rows = [jnp.zeros_like(x) for x in rows] if tap.linear else first
         rows = [
-            jnp.where(broadcast_flags(live, x), x, y) for x, y in zip(rows, others, strict=True)
+            jnp.where(broadcast_flags(live, x), x, y) for x, y in zip(rows, other_rows, strict=True)
         ]
         total = list(total)
         if tap.linear:
-            found = tap.added([total[c] for c in tap.consts], consts, rows, given)
+            gradients = tap.added([total[c] for c in tap.consts], consts, rows, cotangent_rows)
         else:
-            pairs = zip(tap.consts, tap.gradient(consts, rows, given), strict=True)
+            pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
             assert everywhere is not None
-            found = [total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs]
-        for c, x in zip(tap.consts, found, strict=True):
+            gradients = [
+                total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs
+            ]
+        for c, x in zip(tap.consts, gradients, strict=True):
             total[c] = x
         return total
 

@@ -309,7 +309,7 @@ def no_inputs(signature: Signature) -> list[Any]:
 
 def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
     """Rows of each arena of a state."""
-    return tuple(take(arena, some) for arena, some in zip(state[0], rows, strict=True))
+    return tuple(take(arena, row_ids) for arena, row_ids in zip(state[0], rows, strict=True))
 
 
 def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
@@ -334,22 +334,22 @@ def pulled_back(
         full = list(shared)
         for i, x in zip(moving, values, strict=True):
             full[i] = x
-        made = itertools.chain(*prepare(full))
-        return [x for x, g in zip(made, every, strict=True) if g is not None]
+        outs = itertools.chain(*prepare(full))
+        return [x for x, g in zip(outs, every, strict=True) if g is not None]
 
     every = list(itertools.chain(*gradients))
     flags = [x for x in itertools.chain(*alive) if x is not None]
-    given = [x for x in every if x is not None]
+    present = [x for x in every if x is not None]
     _, pull_back = jax.vjp(prepared, [shared[i] for i in moving])
-    back = jax.make_jaxpr(lambda given: pull_back(given)[0])(given)
+    back = jax.make_jaxpr(lambda present: pull_back(present)[0])(present)
     sources = sources_of(back.jaxpr, back.jaxpr.invars)
     closed = guarded(back.jaxpr, back.consts, back.jaxpr.invars)
-    made = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given, *flags)
-    found: list[Any] = [None] * len(shared)
-    for i, x, some in zip(moving, made, sources, strict=True):
-        if some:
-            found[i] = where_alive(jnp.stack([flags[s] for s in sorted(some)]).any(), x)
-    return found
+    outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *present, *flags)
+    of_shared: list[Any] = [None] * len(shared)
+    for i, x, source_ids in zip(moving, outs, sources, strict=True):
+        if source_ids:
+            of_shared[i] = where_alive(jnp.stack([flags[s] for s in sorted(source_ids)]).any(), x)
+    return of_shared
 
 
 EXECUTORS: dict[str, type[Fused] | type[Dispatch]] = {"fused": Fused, "dispatch": Dispatch}

@@ -65,9 +65,9 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
     made = Signature.of(capacity, placed.target, readings, placed.reuse)
     rows = operand_rows(placed, value_rows(placed, made)[0])
     modes = find_all_modes(placed, made, rows)
-    for kernel, found in zip(placed.kernels, modes, strict=True):
+    for kernel, kernel_modes in zip(placed.kernels, modes, strict=True):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
-        readings.setdefault(kernel, choose_reading(found, live > 1, placed.worth_slicing))
+        readings.setdefault(kernel, choose_reading(kernel_modes, live > 1, placed.worth_slicing))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in made.kernels))
     runs = body_runs(placed, made, modes)
     longest = placed.target.superinstruction

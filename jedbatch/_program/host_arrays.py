@@ -27,21 +27,21 @@ def assemble(
     """The input rows of each arena, up to capacity."""
     rows: Any
     parts = collections.defaultdict(list)
-    for i, (record, mine) in enumerate(zip(records, arrays, strict=True)):
+    for i, (record, instance_arrays) in enumerate(zip(records, arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
-            rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, mine, i)
+            rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, instance_arrays, i)
             parts[stored(chunk.type)].append(rows)
     inputs: dict[str, Any] = {}
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
         shape, dtype = kind
-        found = parts[kind]
-        if any(isinstance(x, Tracer) for x in found):
-            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in found])
+        chunks = parts[kind]
+        if any(isinstance(x, Tracer) for x in chunks):
+            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in chunks])
             rows = jnp.pad(rows, [(0, room - len(rows)), *[(0, 0)] * len(shape)])
         else:
             rows = np.zeros((room, *shape), dtype)
-            if found:
-                np.concatenate(found, out=rows[: sum(map(len, found))], casting="unsafe")
+            if chunks:
+                np.concatenate(chunks, out=rows[: sum(map(len, chunks))], casting="unsafe")
         inputs[input_name(kind)] = rows
     return inputs
 

@@ -101,14 +101,14 @@ class InstructionSet:
         i = 0
         while i < len(sequence):
             word = next(w for n in lengths if (w := sequence[i : i + n]) in number)
-            mine = places[i : i + len(word)]
+            starts = places[i : i + len(word)]
             i += len(word)
-            if expected == (word, mine):
+            if expected == (word, starts):
                 rows[-1][:HEAD_COLUMNS] = again[word], rows[-1][1] + 1
             else:
-                rows.append([number[word], 1, *mine, *[0] * (columns - HEAD_COLUMNS - len(word))])
+                rows.append([number[word], 1, *starts, *[0] * (columns - HEAD_COLUMNS - len(word))])
             if word in again:
-                expected = word, tuple(map(operator.add, mine, steps[word]))
+                expected = word, tuple(map(operator.add, starts, steps[word]))
             else:
                 expected = None
         return np.array(rows, np.int64).reshape(len(rows), columns)
@@ -118,14 +118,14 @@ class InstructionSet:
         if self.control == "loops":
             opcodes, lanes = chunks_of(rows, self.width_of, reverse=self.reverse)
             return list(zip(opcodes.tolist(), lanes.tolist(), strict=True))
-        found = []
+        decoded = []
         for branch, trips, *first in rows.tolist():
             opcodes = self.branches[branch].opcodes
             steps = self.steps(opcodes)
             for trip in range(trips):
                 for opcode, lane, step in zip(opcodes, first, steps, strict=False):
-                    found.append((opcode, lane + trip * step))
-        return found
+                    decoded.append((opcode, lane + trip * step))
+        return decoded
 
     def learn(self, runs: np.ndarray, longest: int) -> tuple[Branch, ...]:
         """Superinstructions and loops worth a branch of their own, of minibatches like this one.
@@ -137,27 +137,27 @@ class InstructionSet:
         if self.control == "loops":
             return ()
         chunks = chunks_of(runs, self.width_of, reverse=self.reverse)
-        made, cost = self, self._cost(*chunks)
+        learned, cost = self, self._cost(*chunks)
         often = collections.Counter(chunks[0].tolist())
         for opcode in sorted(often, key=lambda x: (-often[x], x)):
             for count in UNROLLED_CHUNKS:
                 if count <= longest:
-                    made, cost = made._better(Branch((opcode,) * count, True), chunks, cost)
-        rows = made._encode(*chunks)
+                    learned, cost = learned._better(Branch((opcode,) * count, True), chunks, cost)
+        rows = learned._encode(*chunks)
         alone: list[Opcodes | None] = [
-            None if made.branches[b].repeated else made.branches[b].opcodes
+            None if learned.branches[b].repeated else learned.branches[b].opcodes
             for b in rows[:, 0].tolist()
         ]
         for word in sorted(find_superinstructions(alone, longest), key=lambda w: (-len(w), w)):
             for repeated in (False, True):
-                made, cost = made._better(Branch(word, repeated), chunks, cost)
-        return made.branches[len(self.branches) :]
+                learned, cost = learned._better(Branch(word, repeated), chunks, cost)
+        return learned.branches[len(self.branches) :]
 
     def _better(self, branch: Branch, chunks: Any, cost: float) -> tuple["InstructionSet", float]:
         """These instructions with a branch more, if that costs less, and what they cost."""
-        made = replace(self, branches=(*self.branches, branch))
-        found = made._cost(*chunks)
-        return (made, found) if found < cost else (self, cost)
+        extended = replace(self, branches=(*self.branches, branch))
+        found = extended._cost(*chunks)
+        return (extended, found) if found < cost else (self, cost)
 
     def _cost(self, opcodes: np.ndarray, lanes: np.ndarray) -> float:
         """Microseconds on top of what the chunks themselves take."""
@@ -178,13 +178,13 @@ def chunks_of(
       width_of: int64[opcodes], lanes of a chunk of each.
       reverse: whether the last chunk of a run comes first.
     """
-    what, lane, trips = runs.T
+    opcode, lane, trips = runs.T
     ends = trips.cumsum()
     step = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - trips, trips)
     if reverse:
         step = np.repeat(trips, trips) - 1 - step
-    what = np.repeat(what, trips)
-    return what, np.repeat(lane, trips) + width_of[what] * step
+    opcode = np.repeat(opcode, trips)
+    return opcode, np.repeat(lane, trips) + width_of[opcode] * step
 
 
 def find_superinstructions(words: list[Opcodes | None], longest: int) -> tuple[Opcodes, ...]:
@@ -194,7 +194,7 @@ def find_superinstructions(words: list[Opcodes | None], longest: int) -> tuple[O
       words: what a typical minibatch runs; None for what cannot be part of a sequence.
       longest: opcodes in one at most.
     """
-    made: dict[Opcodes, None] = {}
+    candidates: dict[Opcodes, None] = {}
     while True:
         pairs: collections.Counter[Opcodes] = collections.Counter()
         for left, right in itertools.pairwise(words):  # none is followed by itself often
@@ -203,17 +203,17 @@ def find_superinstructions(words: list[Opcodes | None], longest: int) -> tuple[O
         pair, count = max(pairs.items(), key=lambda item: (item[1], item[0]), default=((), 0))
         if count < 2:
             break
-        made[pair] = None
+        candidates[pair] = None
         words = _joined(words, pair)
-    return tuple(made)
+    return tuple(candidates)
 
 
 def _joined(words: Sequence[Opcodes | None], pair: Opcodes) -> list[Opcodes | None]:
     """The words with neighbours that make up a pair put together."""
-    found: list[Opcodes | None] = []
+    joined: list[Opcodes | None] = []
     for word in words:
-        if found and found[-1] and word and found[-1] != pair and found[-1] + word == pair:
-            found[-1] = pair
+        if joined and joined[-1] and word and joined[-1] != pair and joined[-1] + word == pair:
+            joined[-1] = pair
         else:
-            found.append(word)
-    return found
+            joined.append(word)
+    return joined

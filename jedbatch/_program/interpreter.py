@@ -130,8 +130,8 @@ def sweep(
 
     def step(i, state):
         offset, (_, columns) = form.places["instructions",]
-        found = slice_rows(table, offset + i * columns, columns)
-        return choose(bodies, (jnp.int32(0), found, state))[2]
+        instruction = slice_rows(table, offset + i * columns, columns)
+        return choose(bodies, (jnp.int32(0), instruction, state))[2]
 
     if not bodies:  # nothing to do but to return inputs
         return state

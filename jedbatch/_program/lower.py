@@ -54,12 +54,12 @@ def value_rows(placed: Placement, signature: Signature) -> tuple[np.ndarray, np.
 def operand_rows(placed: Placement, row: np.ndarray) -> list[np.ndarray]:
     """int64[operands, lanes] for each kernel: the row that each operand of each lane is in."""
     graph, layout = placed.graph, placed.layout
-    found = []
+    rows_by_kernel = []
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         position = np.arange(len(kernel.operands))[:, None]
-        found.append(row[graph.operand[graph.operand_ptr[nodes] + position]])
-    return found
+        rows_by_kernel.append(row[graph.operand[graph.operand_ptr[nodes] + position]])
+    return rows_by_kernel
 
 
 def find_all_modes(
@@ -67,17 +67,17 @@ def find_all_modes(
 ) -> list[np.ndarray]:
     """int8[operands, chunks] for each kernel: how each of its chunks can read each operand."""
     chunks = placed.chunks
-    found = []
-    for k, (kernel, mine) in enumerate(zip(placed.kernels, rows, strict=True)):
+    all_modes = []
+    for k, (kernel, kernel_rows) in enumerate(zip(placed.kernels, rows, strict=True)):
         of = np.flatnonzero(chunks.kernel == k)
-        loose = np.array(kernel.loose, bool)[:, None] & (not placed.keeps)
-        count = np.where(loose, chunks.live[of], chunks.width[of])
-        modes = find_modes(mine, chunks.lane[of], count)
+        is_loose = np.array(kernel.loose, bool)[:, None] & (not placed.keeps)
+        count = np.where(is_loose, chunks.live[of], chunks.width[of])
+        modes = find_modes(kernel_rows, chunks.lane[of], count)
         room = [signature.rows[signature.arena(t)] for t in kernel.operands]
-        last = mine[:, chunks.lane[of]] + extent(modes, chunks.width[of])
+        last = kernel_rows[:, chunks.lane[of]] + extent(modes, chunks.width[of])
         modes[last > np.array(room, np.int64)[:, None]] = GATHER
-        found.append(modes)
-    return found
+        all_modes.append(modes)
+    return all_modes
 
 
 def body_runs(placed: Placement, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
@@ -85,12 +85,12 @@ def body_runs(placed: Placement, signature: Signature, modes: Sequence[np.ndarra
     chunks = placed.chunks
     body = np.array([signature.first_body[signature.kernels.index(k)] for k in placed.kernels])
     body = body[chunks.kernel]
-    for k, (kernel, mine) in enumerate(zip(placed.kernels, modes, strict=True)):
+    for k, (kernel, kernel_modes) in enumerate(zip(placed.kernels, modes, strict=True)):
         of = np.flatnonzero(chunks.kernel == k)
         for i, reading in enumerate(signature.readings[signature.kernels.index(kernel)]):
-            body[of[usable(reading, mine)]] += 1 + i
-    what = body * NUM_WIDTHS + chunks.column
-    return merge_runs(what, chunks.lane, chunks.width, np.ones_like(what))
+            body[of[usable(reading, kernel_modes)]] += 1 + i
+    opcodes = body * NUM_WIDTHS + chunks.column
+    return merge_runs(opcodes, chunks.lane, chunks.width, np.ones_like(opcodes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +154,10 @@ def lower(placed: Placement, signature: Signature) -> Lowered | None:
     table = np.zeros(form.size, np.int32)
     form.view(table, "num_instructions")[0] = len(instructions)
     form.view(table, "instructions")[: len(instructions)] = instructions
-    for t, k, mine in zip(placed.type_ids, place, rows, strict=True):
+    for t, k, kernel_rows in zip(placed.type_ids, place, rows, strict=True):
         places = form.view(table, "operands", k)
-        places[:, : mine.shape[1]] = mine
-        places[:, mine.shape[1] :] = mine[:, :1]
+        places[:, : kernel_rows.shape[1]] = kernel_rows
+        places[:, kernel_rows.shape[1] :] = kernel_rows[:, :1]
         if signature.shared_rows is not None:
             nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
             batch = placed.schedule.batch[nodes]

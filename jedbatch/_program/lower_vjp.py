@@ -199,7 +199,7 @@ def find_readers(
     while True:
         sent = _find_sent(placed, signature, alive, shares)
         target, row, arena_counts = _find_edges(placed, signature, alive, sent, wanted)
-        columns, left = _list_edges(placed, target, row)
+        columns, unlisted = _list_edges(placed, target, row)
         if not is_guess or computes_what_is_read(placed, columns):
             break
         is_guess, alive = False, Alive.find(placed, wanted)
@@ -211,8 +211,8 @@ def find_readers(
     works = np.array([not kernel.reverse.is_leaf for kernel in signature.kernels], bool)
     works = works[steps[:, 0]]
     sums = [np.zeros((MAX_READERS, 0), np.int32) for _ in signature.arenas]
-    if len(left):
-        busy = np.isin(target, distinct(target[left]))
+    if len(unlisted):
+        busy = np.isin(target, distinct(target[unlisted]))
         arena = np.repeat(*np.array(arena_counts).T)
         sums, before = _sum_up(
             target[busy],
@@ -269,25 +269,25 @@ def _find_edges(
     targets, rows, arenas = [], [], []
     for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
         if has_gradient(kind[1]):
-            some = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
-            targets.append(outputs[some])
-            rows.append(some)
-            arenas.append((signature._arena_ids[kind], len(some)))
+            positions = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
+            targets.append(outputs[positions])
+            rows.append(positions)
+            arenas.append((signature._arena_ids[kind], len(positions)))
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = placed.nodes[t]
         k = signature.kernels.index(kernel)
         for j, value_type in enumerate(kernel.operands):
             if differentiable(value_type):
-                some = nodes
+                positions = nodes
                 if alive.reads is not None:
-                    some = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
+                    positions = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
                 a = signature.arena(value_type)
-                targets.append(graph.operand[graph.operand_ptr[some] + j])
+                targets.append(graph.operand[graph.operand_ptr[positions] + j])
                 if sent is None:
-                    rows.append(bases[k][j] + layout.lane[some])
+                    rows.append(bases[k][j] + layout.lane[positions])
                 else:
-                    rows.append(signature.outputs[a] + sent.rows_of(placed, some, j))
-                arenas.append((a, len(some)))
+                    rows.append(signature.outputs[a] + sent.rows_of(placed, positions, j))
+                arenas.append((a, len(positions)))
     target, row = (np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows))
     size = graph.num_values + graph.num_inputs
     return np.where(target >= 0, target, size + target), row, arenas
@@ -299,16 +299,16 @@ def _list_edges(
     """(`Readers.columns`, the edges that do not fit into them)."""
     size = placed.graph.num_values + placed.graph.num_inputs
     columns: list[np.ndarray] = []
-    left = np.arange(len(target))
-    while len(left) and len(columns) < MAX_READERS:
+    unlisted = np.arange(len(target))
+    while len(unlisted) and len(columns) < MAX_READERS:
         holder = np.full(size, -1)
-        holder[target[left]] = left  # the last of several stays
-        won = holder[target[left]] == left
+        holder[target[unlisted]] = unlisted  # the last of several stays
+        won = holder[target[unlisted]] == unlisted
         column = np.full(size, -1, np.int32)
-        column[target[left[won]]] = row[left[won]]
+        column[target[unlisted[won]]] = row[unlisted[won]]
         columns.append(column)
-        left = left[~won]
-    return columns, left
+        unlisted = unlisted[~won]
+    return columns, unlisted
 
 
 def _sum_up(target, row, arena, placed, columns, num_arenas):
@@ -369,9 +369,9 @@ def _sum_up(target, row, arena, placed, columns, num_arenas):
 
     sums = []
     for a in range(num_arenas):
-        mine = np.flatnonzero(where == a)
+        edges_here = np.flatnonzero(where == a)
         table = np.full((MAX_READERS, lanes[a]), -1, np.int32)
-        table[:, lane_of[mine]] = resolve(members[mine]).T
+        table[:, lane_of[edges_here]] = resolve(members[edges_here]).T
         sums.append(table)
     for column in columns:
         column[target] = -1
@@ -396,8 +396,8 @@ def reverse_need(placed: Placement, readers: Readers, forward: Signature) -> Cap
             listed[k, s] = max(1, _count(readers.columns, first + s))
     inputs = dict.fromkeys(range(len(forward.arenas)), 0)
     for a, kind in enumerate(placed.arenas):
-        found = np.flatnonzero(placed.input_arena == a)
-        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - found)
+        inputs_here = np.flatnonzero(placed.input_arena == a)
+        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - inputs_here)
     num_instructions = 0
     if forward.target.control == "loops":
         more = max(0, len(readers.runs) - len(placed.runs))
@@ -442,10 +442,10 @@ def _learn_instructions(signature: ReverseSignature, readers: Readers) -> Revers
     target = signature.forward.target
     if target.control == "loops":
         return signature
-    found = signature.instructions.learn(readers.runs, target.superinstruction)
-    made = replace(signature, branches=found)
-    needed = round_up(2 * len(made.instructions.encode(readers.runs)))
-    return replace(made, num_instructions=max(needed, signature.num_instructions))
+    branches = signature.instructions.learn(readers.runs, target.superinstruction)
+    learned = replace(signature, branches=branches)
+    num_instructions = round_up(2 * len(learned.instructions.encode(readers.runs)))
+    return replace(learned, num_instructions=max(num_instructions, signature.num_instructions))
 
 
 def _count(columns: Sequence[np.ndarray], values: np.ndarray) -> int:
@@ -503,9 +503,9 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
                 form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
     for a, kind in enumerate(placed.arenas):
         b = forward._arena_ids[kind]
-        found = np.flatnonzero(placed.input_arena == a)
+        inputs_here = np.flatnonzero(placed.input_arena == a)
         view = form.view(table, "input_readers", b)
-        fill(view, -1 - found, placed.input_row[found], b)
+        fill(view, -1 - inputs_here, placed.input_row[inputs_here], b)
     for a, sums in enumerate(readers.sums):
         view = form.view(table, "sums", a)
         view[:] = signature.zero[a]

@@ -108,8 +108,8 @@ class Placement:
         )
         input_row = np.empty(len(input_arena), np.int64)
         for a in arenas.values():
-            mine = np.flatnonzero(input_arena == a)
-            input_row[mine] = np.arange(len(mine))
+            inputs_here = np.flatnonzero(input_arena == a)
+            input_row[inputs_here] = np.arange(len(inputs_here))
         outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
         if keeps:
             reuse = False

@@ -174,7 +174,7 @@ def summarize(plan: Plan) -> str:
     host, placed, static = plan.host, plan.host.placed, plan.static
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
     counts = np.bincount(graph.node_type, minlength=len(graph.types))
-    others = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
+    by_policy = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
     bound = lower_bound(graph)
     certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"
     fallback = f", {schedule.unseen} left to its fallback" if schedule.unseen else ""
@@ -182,7 +182,8 @@ def summarize(plan: Plan) -> str:
         f"Plan of {graph.num_instances} instances",
         f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
-        f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} ({others})",
+        f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} "
+        f"({by_policy})",
         *(host.ragged_calls.lines if host.ragged_calls else ()),
         *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
         "",

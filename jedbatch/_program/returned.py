@@ -49,21 +49,21 @@ def joined(
 
     `counts` has the number of rows returned from each arena; pieces are None where there is none.
     """
-    found: list[Any] = []
+    arrays: list[Any] = []
     exist = []
     for (shape, dtype), count, pieces in zip(arenas, counts, cotangents, strict=True):
         flags = np.array([x is not None for x in pieces], bool)
         exist.append(flags & has_gradient(dtype))
         if not has_gradient(dtype):
-            found.append(None)
+            arrays.append(None)
             continue
         nothing = jnp.zeros(shape if batch is None else (batch or count, *shape), dtype)
         pieces = [x if there else nothing for x, there in zip(pieces, flags, strict=True)]
         if batch is None:
-            found.append(_stacked(pieces, nothing))
+            arrays.append(_stacked(pieces, nothing))
         else:
-            found.append(pieces[0] if len(pieces) == 1 else _end_to_end(pieces, nothing))
-    return tuple(found), exist
+            arrays.append(pieces[0] if len(pieces) == 1 else _end_to_end(pieces, nothing))
+    return tuple(arrays), exist
 
 
 def _end_to_end(parts: Sequence[Any], nothing: Any) -> Any:
@@ -94,20 +94,20 @@ def rows_wanted(
     `exist` says it of the pieces of the arenas of a program.
     """
     flags = dict(zip(arenas, exist, strict=True))
-    found = []
+    wanted_rows = []
     everything = True
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
         size = len(outputs) if batch == ALL_ROWS else batch or 1
-        found.append(np.repeat(flags[kind], size)[: len(outputs)])
-        everything &= bool(found[-1].all()) or not has_gradient(kind[1])
-    return None if everything else found
+        wanted_rows.append(np.repeat(flags[kind], size)[: len(outputs)])
+        everything &= bool(wanted_rows[-1].all()) or not has_gradient(kind[1])
+    return None if everything else wanted_rows
 
 
 def bits_of(numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> np.ndarray:
     """int32[1]: the results of which some piece is differentiated, as bits."""
     bits = 0
-    for mine, flags in zip(numbers, exist, strict=True):
-        for leaf in mine[flags[: len(mine)]].tolist():
+    for positions, flags in zip(numbers, exist, strict=True):
+        for leaf in positions[flags[: len(positions)]].tolist():
             bits |= 1 << min(leaf, MAX_RESULTS - 1)
     return np.array([bits], np.int32)
 
@@ -121,11 +121,11 @@ def _stacked(rows: Sequence[Any], nothing: Any) -> Any:
     """Rows as an array, by programs that serve any number of them."""
     blocks = []
     for start in range(0, len(rows), ROWS_PER_BLOCK):
-        some = list(rows[start : start + ROWS_PER_BLOCK])
-        count = len(some)
+        piece = list(rows[start : start + ROWS_PER_BLOCK])
+        count = len(piece)
         if len(rows) > ROWS_PER_BLOCK:
-            some += [nothing] * (ROWS_PER_BLOCK - count)
-        blocks.append(_put_on_top(*some)[:count])
+            piece += [nothing] * (ROWS_PER_BLOCK - count)
+        blocks.append(_put_on_top(*piece)[:count])
     if not blocks:
         return nothing[None][:0]
     return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
@@ -134,15 +134,15 @@ def _stacked(rows: Sequence[Any], nothing: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=2)
 def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
     """`count` rows of an array from `start` on, one by one."""
-    some = jax.lax.dynamic_slice_in_dim(rows, start, count)
-    return [some[i] for i in range(count)]
+    piece = jax.lax.dynamic_slice_in_dim(rows, start, count)
+    return [piece[i] for i in range(count)]
 
 
 def unstacked(rows: Any) -> list[Any]:
     """The rows of an array one by one, by programs that serve arrays of any length."""
     block = min(ROWS_PER_BLOCK, len(rows))
-    found: list[Any] = []
+    results: list[Any] = []
     for start in range(0, len(rows), block or 1):
         start = min(start, len(rows) - block)
-        found[start:] = some_rows(rows, handed_over(np.int32(start)), block)
-    return found
+        results[start:] = some_rows(rows, handed_over(np.int32(start)), block)
+    return results

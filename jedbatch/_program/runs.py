@@ -66,8 +66,8 @@ def merge_runs(
     begins = np.flatnonzero(new)
     if not len(begins):
         return np.zeros((0, 3), np.int64)
-    found = np.empty((len(begins), 3), np.int64)
-    found[:, 0] = what[begins]
-    np.minimum.reduceat(lane, begins, out=found[:, 1])
-    np.add.reduceat(count, begins, out=found[:, 2])
-    return found
+    runs = np.empty((len(begins), 3), np.int64)
+    runs[:, 0] = what[begins]
+    np.minimum.reduceat(lane, begins, out=runs[:, 1])
+    np.add.reduceat(count, begins, out=runs[:, 2])
+    return runs

@@ -114,18 +114,18 @@ class Signature:
         ends = list(self.inputs)
         bases = []
         for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
-            mine = []
+            first_rows = []
             for t in kernel.results:
-                mine.append(ends[self.arena(t)])
+                first_rows.append(ends[self.arena(t)])
                 ends[self.arena(t)] += lanes
-            bases.append(tuple(mine))
+            bases.append(tuple(first_rows))
         return tuple(bases), tuple(ends)
 
     @property
     def widths(self) -> tuple[tuple[int, ...], ...]:
         """The widths compiled for each kernel."""
-        found = zip(self.kernels, self.widest, strict=True)
-        return tuple(kernel.buckets.widths[:n] for kernel, n in found)
+        kernels = zip(self.kernels, self.widest, strict=True)
+        return tuple(kernel.buckets.widths[:n] for kernel, n in kernels)
 
     @property
     def bases(self) -> tuple[tuple[int, ...], ...]:
@@ -145,11 +145,11 @@ class Signature:
         ends = list(self.outputs)
         bases = []
         for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
-            mine = []
+            first_rows = []
             for t in kernel.operands:
-                mine.append(ends[self.arena(t)] if has_gradient(t.dtype) else -1)
+                first_rows.append(ends[self.arena(t)] if has_gradient(t.dtype) else -1)
                 ends[self.arena(t)] += lanes if has_gradient(t.dtype) else 0
-            bases.append(tuple(mine))
+            bases.append(tuple(first_rows))
         return tuple(bases), tuple(ends)
 
     @functools.cached_property

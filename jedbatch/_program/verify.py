@@ -81,16 +81,18 @@ class Goal:
             kind = stored(chunk.type)
             inputs += [symbols("input", kind, rows[kind] + i) for i in range(len(chunk))]
             rows[kind] += len(chunk)
-        made: list[int] = []
+        symbols_made: list[int] = []
         nodes: collections.Counter[int] = collections.Counter()
         for node, t in enumerate(graph.node_type.tolist()):
             start, end = graph.operand_ptr[node : node + 2].tolist()
             read = graph.operand[start:end].tolist()
-            operands = tuple(made[r] if r >= 0 else inputs[-1 - r] for r in read)
+            operands = tuple(symbols_made[r] if r >= 0 else inputs[-1 - r] for r in read)
             symbol = symbols("node", types[t], operands)
             nodes[symbol] += 1
-            made += [symbols("result", symbol, s) for s in range(graph.types[t].num_results)]
-        return Goal(nodes, np.array(made, np.int64), np.array(inputs, np.int64), rows)
+            symbols_made += [
+                symbols("result", symbol, s) for s in range(graph.types[t].num_results)
+            ]
+        return Goal(nodes, np.array(symbols_made, np.int64), np.array(inputs, np.int64), rows)
 
     def __getitem__(self, reference: int) -> int:
         """The symbol of a value, or of an input as -1 - i."""
@@ -169,13 +171,13 @@ class Trial:
         signature = self.signature
         if signature.shared_rows is not None:
             return
-        taken = [[(0, n, "inputs")] for n in signature.inputs]
+        ranges_taken = [[(0, n, "inputs")] for n in signature.inputs]
         for kernel, lanes, bases in zip(
             signature.kernels, signature.lanes, signature.bases, strict=True
         ):
             for t, base in zip(kernel.results, bases, strict=True):
-                taken[signature.arena(t)].append((base, base + lanes, str(kernel.node_type)))
-        for kind, rows, spans in zip(signature.arenas, signature.rows, taken, strict=True):
+                ranges_taken[signature.arena(t)].append((base, base + lanes, str(kernel.node_type)))
+        for kind, rows, spans in zip(signature.arenas, signature.rows, ranges_taken, strict=True):
             check_apart(spans, rows, f"rows of {kind}")
 
     def run(self, table: np.ndarray, keeps: bool) -> None:
@@ -217,35 +219,38 @@ class Trial:
                     f"lane {lane + missing[:1]} of {kernel.node_type} reads operand {j} from row "
                     f"{rows[j][missing[:1]]}, which has not been written",
                 )
-        made = self._compute(k, read, vague, name)
+        symbols_made = self._compute(k, read, vague, name)
         if keeps or signature.shared_rows is None:
             again = [lane + i for i in range(width) if lane + i in self.lanes[k]]
             require(not again, f"lane {again[:1]} of {kernel.node_type} runs twice")
         for i in range(width):
-            self.lanes[k][lane + i] = Lane(int(made[i]), self.chunks, tuple(rows[:, i].tolist()))
+            self.lanes[k][lane + i] = Lane(
+                int(symbols_made[i]), self.chunks, tuple(rows[:, i].tolist())
+            )
         for s, t in enumerate(kernel.results):
             a = signature.arena(t)
             first = self._result_row(table, k, s, lane)
             inside = signature.inputs[a] <= first <= len(self.arenas[a]) - width
             require(inside, f"{name} write rows from {first} on, outside of those for results")
             values = [
-                NOTHING if m == NOTHING else self.symbols("result", m, s) for m in made.tolist()
+                NOTHING if m == NOTHING else self.symbols("result", m, s)
+                for m in symbols_made.tolist()
             ]
             self.arenas[a][first : first + width] = values
 
     def _compute(self, k: int, read: np.ndarray, vague: np.ndarray, name: str) -> np.ndarray:
         """int64[width], the symbols of what lanes compute."""
-        made = np.full(read.shape[1], NOTHING)
+        results_made = np.full(read.shape[1], NOTHING)
         for i, operands in enumerate(map(tuple, read.T.tolist())):
             if NOTHING in operands:
                 assert vague[i]
                 continue
             symbol = self.symbols("node", self._types[k], operands)
             if self.goal is None or symbol in self.goal.nodes:
-                made[i] = symbol
+                results_made[i] = symbol
             else:
                 require(vague[i], f"lane {i} of {name} computes what no node does")
-        return made
+        return results_made
 
     def _result_row(self, table: np.ndarray, k: int, s: int, lane: int) -> int:
         if self.signature.shared_rows is None:
@@ -255,7 +260,9 @@ class Trial:
     def _check_nodes(self) -> None:
         """Every node has a lane."""
         assert self.goal is not None
-        lanes = collections.Counter(lane.symbol for mine in self.lanes for lane in mine.values())
+        lanes = collections.Counter(
+            lane.symbol for kernel_lanes in self.lanes for lane in kernel_lanes.values()
+        )
         missing = [s for s, n in self.goal.nodes.items() if lanes[s] < n]
         require(not missing, f"{len(missing)} nodes are in no lane")
 
@@ -269,10 +276,10 @@ class Trial:
 
     def check_output(self, table: np.ndarray, arena: int, position: int, expected: int | None):
         """Raises unless `expected`, or any value if that is None, is returned at a position."""
-        found = int(self.arenas[arena][self.output(table, arena, position)])
+        symbol_found = int(self.arenas[arena][self.output(table, arena, position)])
         kind = self.signature.arenas[arena]
-        require(found != NOTHING, f"result {position} of {kind} has not been computed")
-        require(expected in (None, found), f"result {position} of {kind} is another value")
+        require(symbol_found != NOTHING, f"result {position} of {kind} has not been computed")
+        require(expected in (None, symbol_found), f"result {position} of {kind} is another value")
 
 
 def _rows_read(listed: np.ndarray, mode: int, width: int) -> np.ndarray:
@@ -304,10 +311,10 @@ def chunks_in_table(
     rows = form.view(table, "instructions")
     require(0 <= count <= len(rows), f"{count} instructions in room for {len(rows)}")
 
-    def chunk(what: int, lane: int) -> tuple[int, int, int]:
-        number, column = divmod(what, NUM_WIDTHS)
-        known = 0 <= number < len(widths) and column < len(widths[number])
-        require(known, f"an instruction of kind {what}, which is not compiled")
+    def chunk(opcode: int, lane: int) -> tuple[int, int, int]:
+        number, column = divmod(opcode, NUM_WIDTHS)
+        exists = 0 <= number < len(widths) and column < len(widths[number])
+        require(exists, f"an instruction of kind {opcode}, which is not compiled")
         return number, widths[number][column], lane
 
     if instructions.control == "switch":

@@ -16,7 +16,7 @@ from jedbatch._program.verify import Trial, check_apart, chunks_in_table, requir
 
 def flow(kernel: Kernel) -> list[set[int]]:
     """For each operand, the results that send it a cotangent."""
-    return [set(some) for some in kernel.reverse.flow]
+    return [set(results) for results in kernel.reverse.flow]
 
 
 Sender = tuple[Any, ...]  # ("lane", kernel, operand, lane) or ("output", position)
@@ -41,25 +41,31 @@ class ReverseTrial:
         self._done: set[tuple[int, int]] = set()
         self._check_signature()
         for a in range(len(signature.forward.arenas)):
-            mine: dict[int, list[Sender]] = {signature.zero[a]: []}
-            mine.update((i, [("output", a, i)]) for i in range(signature.forward.outputs[a]))
-            self.rows.append(mine)
+            received_here: dict[int, list[Sender]] = {signature.zero[a]: []}
+            received_here.update(
+                (i, [("output", a, i)]) for i in range(signature.forward.outputs[a])
+            )
+            self.rows.append(received_here)
 
     def _check_signature(self) -> None:
         signature, forward = self.signature, self.signature.forward
-        taken = [[(0, n, "outputs")] for n in forward.outputs]
+        ranges_taken = [[(0, n, "outputs")] for n in forward.outputs]
         owners = zip(forward.kernels, forward.lanes, signature.bases, strict=True)
         for kernel, lanes, bases in owners if signature.sent is None else ():
             for t, base in zip(kernel.operands, bases, strict=True):
                 if differentiable(t):
-                    taken[forward.arena(t)].append((base, base + lanes, str(kernel.node_type)))
-        for spans, rows, first in zip(taken, signature.sent or (), forward.outputs, strict=False):
+                    ranges_taken[forward.arena(t)].append(
+                        (base, base + lanes, str(kernel.node_type))
+                    )
+        for spans, rows, first in zip(
+            ranges_taken, signature.sent or (), forward.outputs, strict=False
+        ):
             spans.append((first, first + rows, "shared"))
-        for a, spans in enumerate(taken):
+        for a, spans in enumerate(ranges_taken):
             spans.append((signature.sum_bases[a], signature.zero[a], "sums"))
             spans.append((signature.zero[a], signature.zero[a] + 1, "no reader"))
-            what = f"rows of cotangents of {forward.arenas[a]}"
-            check_apart(spans, signature.zero[a] + 1, what)
+            subject = f"rows of cotangents of {forward.arenas[a]}"
+            check_apart(spans, signature.zero[a] + 1, subject)
 
     def run(self, tables: Sequence[np.ndarray], outputs: Sequence[Sequence[int]]) -> None:
         """Obeys a reverse table; `outputs` are positions, by arena, that somebody reads."""
@@ -81,7 +87,9 @@ class ReverseTrial:
                 for lane in self.forward.lanes[k]:
                     self._receive(table, k, lane)
                     self._done.add((k, lane))
-        ran = {(k, lane) for k, mine in enumerate(self.forward.lanes) for lane in mine}
+        ran = {
+            (k, lane) for k, kernel_lanes in enumerate(self.forward.lanes) for lane in kernel_lanes
+        }
         require(ran == self._done, f"{len(ran ^ self._done)} lanes run in one direction only")
         for a, kind in enumerate(forward.arenas):
             view = signature.form.view(table, "input_readers", a)
@@ -93,15 +101,15 @@ class ReverseTrial:
 
     def _gather(self, a: int, listed: np.ndarray) -> list[Sender]:
         """Returns the senders of the rows in a column of a table."""
-        found: list[Sender] = []
+        senders: list[Sender] = []
         for row in listed.tolist():
             require(
                 row in self.rows[a],
                 f"row {row} of the cotangents of {self.signature.forward.arenas[a]} is read before "
                 "it is written",
             )
-            found += self.rows[a][row]
-        return found
+            senders += self.rows[a][row]
+        return senders
 
     def _chunk(self, table: np.ndarray, k: int, width: int, lane: int) -> None:
         forward = self.signature.forward
@@ -141,10 +149,10 @@ class ReverseTrial:
     def _sums(self, table: np.ndarray, a: int, width: int, lane: int) -> None:
         view, base = self.signature.form.view(table, "sums", a), self.signature.sum_bases[a]
         require(lane + width <= view.shape[1], f"sum {lane} of {view.shape[1]}")
-        made = {base + i: self._gather(a, view[:, i]) for i in range(lane, lane + width)}
-        again = made.keys() & self.rows[a].keys()
+        sums_made = {base + i: self._gather(a, view[:, i]) for i in range(lane, lane + width)}
+        again = sums_made.keys() & self.rows[a].keys()
         require(not again, f"sum {sorted(again)[:1]} is computed twice")
-        self.rows[a].update(made)
+        self.rows[a].update(sums_made)
 
     def _check_readers(self, table: np.ndarray, outputs: Sequence[Sequence[int]]) -> None:
         """Every value gets the cotangents of all its readers once, and padding sends none."""
@@ -161,21 +169,22 @@ class ReverseTrial:
                 for i in positions:
                     readers[a, forward.output(table, a, i)].add(("output", a, i))
                     must.add(("output", a, i))
-        seen: collections.Counter[Sender] = collections.Counter()
+        times_read: collections.Counter[Sender] = collections.Counter()
         for place, senders in self.received.items():
             a, row = place
             strangers = set(senders) - readers[place]
-            found = (
+            listed = (
                 f"row {row} of {signature.arenas[a]} gets the cotangent of {sorted(strangers)[:1]}"
             )
-            require(not strangers, f"{found}, which does not read it")
-            seen.update(senders)
-        twice = [sender for sender, n in seen.items() if n > 1]
+            require(not strangers, f"{listed}, which does not read it")
+            times_read.update(senders)
+        twice = [sender for sender, n in times_read.items() if n > 1]
         require(not twice, f"the cotangent of {twice[:1]} counts twice")
         require(
-            must <= seen.keys(), f"no value gets the cotangent of {sorted(must - seen.keys())[:1]}"
+            must <= times_read.keys(),
+            f"no value gets the cotangent of {sorted(must - times_read.keys())[:1]}",
         )
-        self._check_alive(seen, readers)
+        self._check_alive(times_read, readers)
 
     def _check_alive(
         self,
@@ -191,7 +200,9 @@ class ReverseTrial:
         flows = [flow(kernel) for kernel in signature.kernels]
         wanted = {sender for sender in seen if sender[0] == "output"}
         order = [
-            (lane.chunk, k, i) for k, mine in enumerate(forward.lanes) for i, lane in mine.items()
+            (lane.chunk, k, i)
+            for k, kernel_lanes in enumerate(forward.lanes)
+            for i, lane in kernel_lanes.items()
         ]
         for _, k, i in sorted(order, reverse=True):
             kernel = signature.kernels[k]
@@ -200,7 +211,9 @@ class ReverseTrial:
                 place = signature.arena(t), signature.bases[k][s] + i
                 if differentiable(t) and readers.get(place, set()) & wanted:
                     alive.add(s)
-            wanted |= {("lane", k, j, i) for j, some in enumerate(flows[k]) if some & alive}
+            wanted |= {
+                ("lane", k, j, i) for j, result_ids in enumerate(flows[k]) if result_ids & alive
+            }
         lost, more = wanted - seen.keys(), seen.keys() - wanted
         require(not lost, f"no value gets the cotangent of {sorted(lost)[:1]}")
         require(not more, f"{sorted(more)[:1]} sends a cotangent, and gets none")

@@ -60,8 +60,8 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     if inner_programs(eqn) and name != "custom_jvp_call" and symbols_in(params):
         raise CannotMergeError(f"`{name}` of a program that asks for a length")
     if not ragged:
-        made = any(is_ragged(v.aval.shape) for v in eqn.outvars)
-        if made and name not in LOOK_UPS and name != "broadcast_in_dim":
+        gives_ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
+        if gives_ragged and name not in LOOK_UPS and name != "broadcast_in_dim":
             raise CannotMergeError(f"`{name}` makes an array of ragged length")
         return []
     rule = _RULES.get(name)
@@ -83,9 +83,9 @@ def _scanned_axes(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, in
 def _random_bits(eqn: Any) -> list[tuple[int, int]]:
     """Returns a mark for random bits, which begin alike however many there are."""
     shape = eqn.params["shape"]
-    (axis, *others) = ragged_axes(shape)
+    (axis, *further_axes) = ragged_axes(shape)
     counted = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    first = not others and _product(shape[:axis]) == 1
+    first = not further_axes and _product(shape[:axis]) == 1
     if not (counted and first and "fry" in str(eqn.invars[0].aval.dtype)):
         raise CannotMergeError("random numbers of ragged length, which depend on the length")
     return [(0, 0)]
@@ -121,8 +121,8 @@ def _dot(eqn, params, i, a):
 
 def _slice(eqn, params, i, a):
     strides = params["strides"] or (1,) * len(params["start_indices"])
-    whole = eqn.invars[0].aval.shape[a]
-    same = params["start_indices"][a] == 0 and params["limit_indices"][a] == whole
+    extent = eqn.invars[0].aval.shape[a]
+    same = params["start_indices"][a] == 0 and params["limit_indices"][a] == extent
     return not (same and strides[a] == 1)
 
 
@@ -134,10 +134,10 @@ def _gather(eqn, params, i, a):
     numbers = params["dimension_numbers"]
     if i == 1:  # indices: one row for each of theirs
         return a == eqn.invars[1].aval.ndim - 1
-    whole = params["slice_sizes"][a] == eqn.invars[0].aval.shape[a]
+    takes_all = params["slice_sizes"][a] == eqn.invars[0].aval.shape[a]
     if a in numbers.operand_batching_dims:
         return False
-    return not (whole and a not in numbers.start_index_map)
+    return not (takes_all and a not in numbers.start_index_map)
 
 
 def _conv(eqn, params, i, a):

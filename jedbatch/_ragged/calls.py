@@ -281,15 +281,15 @@ def _refuse_empty(
     none = np.zeros(len(places), bool)
     for x in lengths.values():
         none |= x == 0
-    needed = [(e, what, extent_at(e, lengths) == 0) for e, what in phased.nonempty]
-    needed += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
-    for extent, what, fails in needed:
+    conditions = [(e, operation, extent_at(e, lengths) == 0) for e, operation in phased.nonempty]
+    conditions += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
+    for extent, operation, fails in conditions:
         empty = np.flatnonzero(none & fails)
         if len(empty):
             raise ValueError(
                 f"instance {places[empty[0]][0]} has an array of length 0, and the function takes "
-                f"{what} of {extent} rows; expected at least one. Leave such instances out, or "
-                "write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
+                f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
+                "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
                 "`x.max(0, initial=0.0)`."
             )
 
@@ -299,11 +299,11 @@ def _targets(records: Sequence[Record], placed: Placement) -> dict[tuple[int, in
     targets = {}
     position = 0
     for i, record in enumerate(records):
-        own = record.whole.chunks[record.index]
+        own_inputs = record.whole.chunks[record.index]
         if not isinstance(record, RaggedRecord):
-            position += sum(map(len, own))
+            position += sum(map(len, own_inputs))
             continue
-        for chunk in own:
+        for chunk in own_inputs:
             k = -1 if chunk.leaf is None else chunk.leaf - record.num_arrays
             if k >= 0:
                 targets[(i, *record.places[k])] = int(placed.input_row[position])

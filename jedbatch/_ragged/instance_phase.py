@@ -144,19 +144,21 @@ class InstancePhase:
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]
 
-        def run(given):
-            shared, operands, table = given
+        def run(arguments):
+            shared, operands, table = arguments
             return self._forward(batch.reading(table), shared, operands)
 
-        def pull_back(given, results, residuals, cotangents):
-            shared, operands, table = given
+        def pull_back(arguments, results, residuals, cotangents):
+            shared, operands, table = arguments
             return *self._reverse(batch.reading(table), shared, operands, cotangents), None
 
         refuse = functools.partial(
             refuse_rules, "what is done to arrays of any length", self.phase.equations
         )
-        given = shared, operands, batch.table
-        return run_differentiably(run, lambda given: (run(given), []), pull_back, refuse, given)
+        arguments = shared, operands, batch.table
+        return run_differentiably(
+            run, lambda arguments: (run(arguments), []), pull_back, refuse, arguments
+        )
 
     def _forward(
         self, batch: PackedBatch, shared: Sequence[jax.Array], operands: Sequence[jax.Array]
@@ -171,10 +173,10 @@ class InstancePhase:
             parts = zip(*map(made, InstanceGroup.all(batch)), strict=True)
             return [_from_slots(batch, v, x) for v, x in zip(phase.writes, parts, strict=True)]
 
-        def body(group, written):
+        def body(group, results):
             return [
                 group.write(v, x, new)
-                for v, x, new in zip(phase.writes, written, made(group), strict=True)
+                for v, x, new in zip(phase.writes, results, made(group), strict=True)
             ]
 
         return self._each_group(batch, list(map(batch.empty, phase.writes)), body)
@@ -191,8 +193,8 @@ class InstancePhase:
 
             def forward(some_shared, some_blocks):
                 all_shared = with_replaced(shared, moving_shared, some_shared)
-                made = self._lanes(group, all_shared, with_replaced(blocks, moving, some_blocks))
-                return [made[i] for i in returned]
+                outs = self._lanes(group, all_shared, with_replaced(blocks, moving, some_blocks))
+                return [outs[i] for i in returned]
 
             _, pull_back = jax.vjp(
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
@@ -212,9 +214,10 @@ class InstancePhase:
         if batch.capacity.slots:
             parts_of_groups = list(map(pulled, InstanceGroup.all(batch)))
             of_shared = [
-                sum(x[1:], x[0]) for x in zip(*(some for some, _ in parts_of_groups), strict=True)
+                sum(x[1:], x[0])
+                for x in zip(*(group_parts for group_parts, _ in parts_of_groups), strict=True)
             ]
-            parts = list(zip(*(some for _, some in parts_of_groups), strict=True))
+            parts = list(zip(*(group_parts for _, group_parts in parts_of_groups), strict=True))
             of_operands = [
                 _from_slots(batch, phase.reads[i], x, rest=0)
                 for i, x in zip(moving, parts, strict=True)
@@ -245,11 +248,11 @@ class InstancePhase:
                 if not tiles:
                     group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
                     return body(group, state), first + size
-                whole = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
+                group_call = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
                 extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
                 longest = jnp.int32(0)
                 for extent in extents:
-                    longest = jnp.maximum(longest, jnp.max(extent_at(extent, whole.lengths)))
+                    longest = jnp.maximum(longest, jnp.max(extent_at(extent, group_call.lengths)))
 
                 def tile(i, state):
                     return body(
@@ -279,11 +282,11 @@ class InstancePhase:
             axis = ragged_axis(v)
             env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
         run_equations(phase.equations, env, padded.run)
-        written = []
+        results = []
         for v in phase.writes:
             axis = ragged_axis(v)
-            written.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
-        return written
+            results.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
+        return results
 
 
 def _from_slots(

@@ -61,8 +61,8 @@ class LengthFamily:
         """Takes note of one instance."""
         if lengths != self.lengths:
             self.varied = [
-                known or n != before
-                for known, n, before in zip(self.varied, lengths, self.lengths, strict=True)
+                is_varied or n != before
+                for is_varied, n, before in zip(self.varied, lengths, self.lengths, strict=True)
             ]
 
     def add(self, pairs: Iterable[Pair]) -> None:
@@ -153,24 +153,24 @@ class Lengths:
         self._apart = None
         if not any(arrays):
             return [None] * len(keys)
-        seen = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
+        families = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
         types: list[RaggedTypes | None] = [None] * len(keys)
         if self.off:
             return types
         by_family: dict[LengthFamily, list[int]] = {}
-        for i, (_, family, _) in enumerate(seen):
+        for i, (_, family, _) in enumerate(families):
             by_family.setdefault(family, []).append(i)
         ragged = {family: self._ragged(family) for family in by_family}
         self._names = max(self._names, *map(len, ragged.values()))
         for family, members in by_family.items():
             if not ragged[family]:
                 continue
-            equal = family.equal([seen[i][2] for i in members])
+            equal = family.equal([families[i][2] for i in members])
             for i, pattern in zip(members, equal, strict=True):
                 if pattern in family.apart:
                     self._apart = family.apart[pattern]
                 else:
-                    general, _, lengths = seen[i]
+                    general, _, lengths = families[i]
                     types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
         return types
 

@@ -150,7 +150,7 @@ class PackedProgram:
         env = dict(zip(phased.jaxpr.constvars, phased.consts, strict=True))
         env.update(zip(phased.jaxpr.invars[: phased.num_shared], shared, strict=True))
         run_equations(phased.before, env, functools.partial(run_equation, phased.jaxpr))
-        known = set(env)
+        defined = set(env)
         env.update(zip(phased.operands, operands, strict=True))
         batch = PackedBatch(self.extents, phased.symbols, capacity, table)
         for phase in self._phases:
@@ -158,7 +158,7 @@ class PackedProgram:
 
         def returned(atom: Any) -> Any:
             value = value_of(atom, env)
-            if isinstance(atom, Var) and atom not in known:
+            if isinstance(atom, Var) and atom not in defined:
                 return value
             # It is alike for all calls.
             return jnp.broadcast_to(value, (capacity.calls, *jnp.shape(value)))

@@ -124,10 +124,10 @@ class Padded:
         return jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)
 
     def _reduce(self, eqn: Any, values: Sequence[jax.Array], axes: Sequence[int]) -> list[Any]:
-        name, (x, *rest) = eqn.primitive.name, values
+        name, (x, *initial_values) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
-        return bind_rows(eqn, [x, *rest], self.size)
+        return bind_rows(eqn, [x, *initial_values], self.size)
 
     def _sort(self, eqn, values, mixed):
         shape, axis = eqn.invars[0].aval.shape, eqn.params["dimension"]
@@ -193,9 +193,9 @@ class Padded:
             k = numbers.start_index_map.index(axis)
             if params["slice_sizes"][axis] != 1:
                 raise CannotMergeError("`gather` of several rows that may be out of bounds")
-            wanted, last = indices[..., k], self.length(shape[axis]) - 1
-            there = there & (wanted >= 0) & (wanted <= last)
-            indices = indices.at[..., k].set(jnp.clip(wanted, 0, jnp.maximum(last, 0)))
+            positions, last = indices[..., k], self.length(shape[axis]) - 1
+            there = there & (positions >= 0) & (positions <= last)
+            indices = indices.at[..., k].set(jnp.clip(positions, 0, jnp.maximum(last, 0)))
         sizes = substituted(params["slice_sizes"], self.size)
         out = lax.gather(x, indices, numbers, sizes, mode="clip")
         if there is not True and params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:

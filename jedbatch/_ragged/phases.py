@@ -57,12 +57,12 @@ class Phase:
     writes: tuple[Any, ...]
 
     def __str__(self) -> str:
-        what = "instances" if self.extent is None else f"rows of {self.extent}"
+        subject = "instances" if self.extent is None else f"rows of {self.extent}"
         names: dict[str, int] = {}
         for eqn in self.equations:
             names[eqn.primitive.name] = names.get(eqn.primitive.name, 0) + 1
         counted = ", ".join(k if n == 1 else f"{n} {k}" for k, n in names.items())
-        return f"over {what}: {counted}"
+        return f"over {subject}: {counted}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +95,8 @@ class PhasedProgram:
     @functools.cached_property
     def extents(self) -> list[Any]:
         """The extents of rows that are kept, each once."""
-        kept = [v for p in self.phases for v in (*p.reads, *p.writes)]
-        return list(dict.fromkeys(e for v in (*self.operands, *kept) for e in extents_of(v)))
+        variables = [v for p in self.phases for v in (*p.reads, *p.writes)]
+        return list(dict.fromkeys(e for v in (*self.operands, *variables) for e in extents_of(v)))
 
     @functools.cached_property
     def all_extents(self) -> list[Any]:
@@ -222,14 +222,14 @@ class _PhaseFinder:
 
     def place(self, eqn: Any) -> None:
         """Puts an equation into the first phase it can be in."""
-        own = [v for v in reads(eqn) if v not in self.known]
+        new_reads = [v for v in reads(eqn) if v not in self.known]
         ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
-        shares = len(own) < len(reads(eqn))
-        if not own and not ragged and not symbols_in(eqn.params):
+        shares = len(new_reads) < len(reads(eqn))
+        if not new_reads and not ragged and not symbols_in(eqn.params):
             self.before.append(eqn)
             self.known.update(eqn.outvars)
             return
-        free = not shares and self._free.issuperset(own)
+        free = not shares and self._free.issuperset(new_reads)
         if free:
             self._free.update(eqn.outvars)
         pairs = any(map(_relates, eqn.outvars))
@@ -240,8 +240,8 @@ class _PhaseFinder:
             self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
         kinds = [None] if mixed else self._kinds_for(eqn, shares)
-        after = max((self.where[v] for v in self._stored(own)), default=-1)
-        relates = any(map(_relates, own))
+        after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
+        relates = any(map(_relates, new_reads))
         if mixed and not relates and after in self._relating:
             after += 1  # so that rows of what relates rows can be computed a few at a time
         phase = self._first(after, kinds)
@@ -288,17 +288,21 @@ class _PhaseFinder:
         complete = [self._with_rematerialized(equations) for equations in self.equations]
         phases = []
         for i, (kind, equations) in enumerate(zip(self.kinds, complete, strict=True)):
-            made = {v for eqn in equations for v in eqn.outvars}
-            read = list(dict.fromkeys(v for eqn in equations for v in reads(eqn) if v not in made))
-            later = {v for other in complete[i + 1 :] for eqn in other for v in reads(eqn)}
-            own = [v for eqn in self.equations[i] for v in eqn.outvars]
+            defined = {v for eqn in equations for v in eqn.outvars}
+            read = list(
+                dict.fromkeys(v for eqn in equations for v in reads(eqn) if v not in defined)
+            )
+            later = {
+                v for later_phase in complete[i + 1 :] for eqn in later_phase for v in reads(eqn)
+            }
+            outputs = [v for eqn in self.equations[i] for v in eqn.outvars]
             phases.append(
                 Phase(
                     kind,
                     tuple(equations),
                     tuple(v for v in read if v not in self.known),
                     tuple(v for v in read if v in self.known),
-                    tuple(v for v in own if v in later or v in self._returned),
+                    tuple(v for v in outputs if v in later or v in self._returned),
                 )
             )
         return phases

@@ -135,8 +135,8 @@ class Regions:
     def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
         """Returns (a number equal for types that differ in the names of symbols only, these)."""
         if type_id not in self._renamed:
-            written, symbols = written_type(self.registry, type_id)
-            number = self._canonical.setdefault(written, len(self._canonical))
+            key, symbols = written_type(self.registry, type_id)
+            number = self._canonical.setdefault(key, len(self._canonical))
             self._renamed[type_id] = number, symbols
         return self._renamed[type_id]
 
@@ -250,9 +250,9 @@ class Cut:
         self.parts = self._parts()
         self.leaving = self._leaving()
         # Arrays of the instance that are returned as they are, each by a part without nodes.
-        own = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
-        self.leaving += [[v] for v in own]
-        parts = [*self.parts, *([] for _ in own)]
+        ragged_inputs = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
+        self.leaving += [[v] for v in ragged_inputs]
+        parts = [*self.parts, *([] for _ in ragged_inputs)]
         self.subgraphs = [self._subgraph(*pair) for pair in zip(parts, self.leaving, strict=True)]
 
     def _is_ragged_input(self, value: int) -> bool:
@@ -280,16 +280,16 @@ class Cut:
         """Returns the values of each part that are read elsewhere or returned."""
         graph = self.graph
         inside = {node for part in self.parts for node in part}
-        wanted = set(self.outputs)
+        read_outside = set(self.outputs)
         for node, read in enumerate(self.reads):
             if node not in inside:
-                wanted.update(read)
+                read_outside.update(read)
         leaving = []
         for part in self.parts:
             first = graph.value_ptr[part].tolist()
             counts = graph.num_results[part].tolist()
             values = (range(a, a + n) for a, n in zip(first, counts, strict=True))
-            leaving.append([v for v in itertools.chain(*values) if v in wanted])
+            leaving.append([v for v in itertools.chain(*values) if v in read_outside])
         return leaving
 
     def result(self) -> RaggedRecord:
@@ -338,7 +338,7 @@ class Cut:
             else:
                 outputs.append(renumbered(v))
         flat = [v for read in operands for v in read]
-        rest = Graph(
+        remainder = Graph(
             graph.types,
             graph.node_type[outer],
             pointers(np.array([len(read) for read in operands], np.int64)),
@@ -347,7 +347,7 @@ class Cut:
             np.array(outputs, np.int32),
         )
         return RaggedRecord(
-            rest,
+            remainder,
             0,
             self.record.structure,
             self.record.types,
@@ -389,8 +389,8 @@ class Cut:
             key += [Renaming(number).written((t.shape, t.dtype, t.weak)) for t in kinds]
         sources = tuple(self.inputs[-1 - v] for v in operand)
         returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
-        written = tuple(key), returned
-        return _Subgraph(tuple(nodes), sources, returned, tuple(number), written)
+        key_written = tuple(key), returned
+        return _Subgraph(tuple(nodes), sources, returned, tuple(number), key_written)
 
     def _call(self, subgraph: _Subgraph) -> Call:
         """Returns a connected part as a call of a region."""
@@ -407,15 +407,18 @@ class Cut:
                 values = dict(zip(shared, shared_values, strict=True))
                 read = dict(zip(moving, operand_values, strict=True))
                 read.update((k, x.item() if kinds[k].weak else x) for k, x in constants.items())
-                made: list[list[Any]] = []
+                results_made: list[list[Any]] = []
                 for node_type, (_, refs) in zip(node_types, subgraph.nodes, strict=True):
                     args = [values[s] for s in node_type.shared]
-                    args += [read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in refs]
+                    args += [
+                        read[r] if isinstance(r, int) else results_made[r[0]][r[1]] for r in refs
+                    ]
                     operation = operation_of(node_type)
                     closed = operation.jaxpr
-                    made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+                    results_made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
                 return [
-                    read[r] if isinstance(r, int) else made[r[0]][r[1]] for r in subgraph.returned
+                    read[r] if isinstance(r, int) else results_made[r[0]][r[1]]
+                    for r in subgraph.returned
                 ]
 
             avals = [registry.shared[s].aval for s in shared]
@@ -425,8 +428,8 @@ class Cut:
             ]
             return shared, operand_types, jax.make_jaxpr(compute)(avals, operands)
 
-        written = tuple((k, x.tobytes()) for k, x in constants.items())
-        region = self.regions.region((subgraph.key, written), subgraph.symbols, make)
+        constants_key = tuple((k, x.tobytes()) for k, x in constants.items())
+        region = self.regions.region((subgraph.key, constants_key), subgraph.symbols, make)
         leaves = tuple(self.leaf_of[subgraph.symbols[k]][0] for k in region.order)
         return Call(region, tuple(sources[k] for k in moving), leaves)
 

@@ -87,9 +87,9 @@ class Renaming:
         JAX makes another function of the rule whenever it traces such a call. Most rules call what
         they belong to; there the program is enough.
         """
-        written = self._params(eqn.params["call_jaxpr"])
+        body_key = self._params(eqn.params["call_jaxpr"])
         if self._in_rule:
-            return written
+            return body_key
 
         def run(*values: Any) -> list[Any]:
             env = dict(zip(variables, values, strict=True))
@@ -101,7 +101,7 @@ class Renaming:
         self._in_rule = True
         rule = self.program(moved)
         self._in_rule = False
-        return written, rule
+        return body_key, rule
 
 
 def _has_rule(eqn: Any) -> bool:

@@ -97,10 +97,10 @@ def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
     if is_look_up(eqn):
         results = [look_up(eqn, values, position)]
     else:
-        whole = [
+        operands_whole = [
             lax.expand_dims(x, operand_axes) for x, operand_axes in zip(values, axes, strict=True)
         ]
-        results = bind_rows(eqn, whole, one)
+        results = bind_rows(eqn, operands_whole, one)
     pairs = zip(results, eqn.outvars, strict=True)
     return [lax.squeeze(x, ragged_axes(v.aval.shape)) for x, v in pairs]
 

@@ -42,18 +42,20 @@ def find_tiles(phase: Phase) -> Axes:
                 tied.union((v, a), (eqn.outvars[0], b))
         name = eqn.primitive.name
         if name not in ("broadcast_in_dim", "iota"):  # those give as many rows as they are told to
-            whole = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
-            told = name not in SHAPE_PARAMETERS and (is_look_up(eqn) or symbols_in(eqn.params))
-            barred.update((v, a) for v, a in whole if told or a not in followed)
-    written = {tied.find((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
+            output_axes = [(v, a) for v in eqn.outvars for a in ragged_axes(v.aval.shape)]
+            is_indexed = name not in SHAPE_PARAMETERS and (
+                is_look_up(eqn) or symbols_in(eqn.params)
+            )
+            barred.update((v, a) for v, a in output_axes if is_indexed or a not in followed)
+    written_axes = {tied.find((v, a)) for v in phase.writes for a in ragged_axes(v.aval.shape)}
     ragged = all(is_ragged(v.aval.shape) for v in phase.writes)
-    if not ragged or written & set(map(tied.find, barred)):
+    if not ragged or written_axes & set(map(tied.find, barred)):
         return {}
     variables = {v for eqn in phase.equations for v in (*reads(eqn), *eqn.outvars)}
     tiles: Axes = {}
     for v in variables:
         axes = ragged_axes(v.aval.shape)
-        tiles[v] = frozenset(a for a in axes if tied.find((v, a)) in written)
+        tiles[v] = frozenset(a for a in axes if tied.find((v, a)) in written_axes)
     if any(len(axes) > 1 for axes in tiles.values()):
         return {}
     return {v: axes for v, axes in tiles.items() if axes}

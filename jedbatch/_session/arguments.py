@@ -83,8 +83,8 @@ class Arguments:
         """
         leaves, structure = flatten(shared, f"the shared argument of the batched `{self.name}`")
         for leaf in leaves:
-            known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
-            if not known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
+            is_known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
+            if not is_known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
                 paths = jax.tree.leaves_with_path(shared)
                 path = next(p for p, x in paths if x is leaf)
                 raise TypeError(

@@ -37,8 +37,8 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
         for k, var in enumerate(program.invars[first:])
         if jax.dtypes.issubdtype(var.aval.dtype, np.integer)
     }
-    found: dict[int, int] = {}
-    others: set[int] = set()
+    rows_by_index: dict[int, int] = {}
+    ambiguous: set[int] = set()
     for eqn in program.eqns if states else ():
         read = [states.get(x) if isinstance(x, Var) else None for x in eqn.invars]
         if not any(read):
@@ -50,10 +50,10 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
         of_table = isinstance(eqn.invars[0], Var) and eqn.invars[0] in tables
         used = _looked_up(eqn, read) if of_table else {}
         for k, n in used.items():
-            found[k] = min(n, found.get(k, n))
-        others |= {x[1] for x in read if x is not None} - used.keys()
-    others |= {states[x][1] for x in program.outvars if isinstance(x, Var) and x in states}
-    return {k: n for k, n in found.items() if k not in others}
+            rows_by_index[k] = min(n, rows_by_index.get(k, n))
+        ambiguous |= {x[1] for x in read if x is not None} - used.keys()
+    ambiguous |= {states[x][1] for x in program.outvars if isinstance(x, Var) and x in states}
+    return {k: n for k, n in rows_by_index.items() if k not in ambiguous}
 
 
 def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
@@ -142,25 +142,25 @@ def check_look_ups(
       input_row: the row of every input.
       instance_of: the instance of a node.
     """
-    known = registry.table_rows
+    rows_known = registry.table_rows
     for t in type_ids:
-        if t not in known:
+        if t not in rows_known:
             node_type = registry.node_types[t]
-            known[t] = tuple(
+            rows_known[t] = tuple(
                 (k, n, stored(node_type.operands[k])) for k, n in table_rows(node_type).items()
             )
-        for k, n, kind in known[t]:
+        for k, n, kind in rows_known[t]:
             rows = rows_of(kind)
             if not (type(rows) is np.ndarray and rows.size) or _all_below(rows, n):
                 continue
             nodes = nodes_of(t)
             read = operands(nodes, k)
-            given = np.flatnonzero(read < 0)
-            found = rows[input_row[-1 - read[given]]].reshape(len(given), -1)
-            bad = np.flatnonzero(((found < -n) | (found >= n)).any(1))
+            from_inputs = np.flatnonzero(read < 0)
+            indices = rows[input_row[-1 - read[from_inputs]]].reshape(len(from_inputs), -1)
+            bad = np.flatnonzero(((indices < -n) | (indices >= n)).any(1))
             if len(bad):
-                value = next(x for x in found[bad[0]].tolist() if not -n <= x < n)
-                instance = instance_of(nodes[given[bad[0]]])
+                value = next(x for x in indices[bad[0]].tolist() if not -n <= x < n)
+                instance = instance_of(nodes[from_inputs[bad[0]]])
                 raise IndexError(_message(registry.node_types[t].name, instance, value, n))
 
 

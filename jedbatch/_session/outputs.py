@@ -65,16 +65,16 @@ def form_of_results(
     places = []
     for i, record in enumerate(records):
         ragged = slices[i] if slices else {}
-        mine: list[tuple[Kind, Any]] = []
+        instance_results: list[tuple[Kind, Any]] = []
         for position, kind in enumerate(record.types):
             if position in ragged:
-                mine.append(((ragged[position].shape, kind[1]), ragged[position]))
+                instance_results.append(((ragged[position].shape, kind[1]), ragged[position]))
                 continue
             found = rows.setdefault(stored_kind(kind), [])
-            mine.append((kind, len(found)))
+            instance_results.append((kind, len(found)))
             found.append(next(references))
-        forms.append((record.structure, [kind for kind, _ in mine]))
-        places.append(tuple(mine))
+        forms.append((record.structure, [kind for kind, _ in instance_results]))
+        places.append(tuple(instance_results))
     if not stacked:
         return rows, OutputSpec(tuple(structure for structure, _ in forms), tuple(places), None)
     for i, form in enumerate(forms):
@@ -100,7 +100,7 @@ def _plain(name: str, records: Sequence[InstanceOutput], outputs: np.ndarray) ->
     rows: dict[Kind, list[int]] = {}
     stacked = []
     for kind, column in zip(first.types, outputs.reshape(len(records), -1).T.tolist(), strict=True):
-        found = rows.setdefault(stored_kind(kind), [])
-        stacked.append((kind, len(found)))
-        found += column
+        references = rows.setdefault(stored_kind(kind), [])
+        stacked.append((kind, len(references)))
+        references += column
     return rows, OutputSpec((first.structure,), (tuple(stacked),), len(records))

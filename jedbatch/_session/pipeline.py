@@ -185,9 +185,9 @@ def run_plan(
             )
     shared = programs.shared_values(programs.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
-    given = shared, *handed_over((rows, plan.table))
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
-        return programs.executor(signature, given).infer(*given), packed
+    arguments = shared, *handed_over((rows, plan.table))
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        return programs.executor(signature, arguments).infer(*arguments), packed
 
     def permit():
         if not static.keeps:
@@ -222,7 +222,7 @@ def run_plan(
     executor_of = functools.partial(programs.executor, signature)
     run = Differentiable(executor_of, signature, batch, permit, reverse_of)
     with reverse_mode_only(name):
-        return run(*given, handed_over(plan.reverse_table)), packed
+        return run(*arguments, handed_over(plan.reverse_table)), packed
 
 
 def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ def check_stages(
     known: collections.Counter[Any] | None,
 ) -> None:
     """Every row of packed arrays belongs to one call, and every call is computed once."""
-    written: set[tuple[int, int]] = set()
+    rows_written: set[tuple[int, int]] = set()
     for stage, table, columns in zip(stages, tables, targets, strict=True):
         _check_stage(stage, np.asarray(table))
         calls = int(stage.region.packed.form(stage.capacity).view(np.asarray(table), "calls")[0])
@@ -41,8 +41,8 @@ def check_stages(
                 if row != room:
                     most = room if known is None else known[signature.arenas[a]]
                     require(0 <= row < most, f"result of a call in row {row} of {most} inputs")
-                    require((a, row) not in written, f"two calls write input row {row}")
-                    written.add((a, row))
+                    require((a, row) not in rows_written, f"two calls write input row {row}")
+                    rows_written.add((a, row))
 
 
 def _check_stage(stage: Stage, table: np.ndarray) -> None:
@@ -71,16 +71,18 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
         if not room.slots:
             trips = form.view(table, "blocks", e)
             check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
-    order, first, seen = form.view(table, "order"), 0, []
+    order, first, calls_seen = form.view(table, "order"), 0, []
     groups = [1] * len(room.slots) or form.view(table, "trips").tolist()
     for most, group, n in zip(room.lengths, room.together, groups, strict=True):
-        mine = [c for c in order[first : first + n * group].tolist() if c != room.calls]
-        require(all(0 <= c < calls for c in mine), "a call that does not exist is computed")
-        require(all(longest[c] <= most for c in mine), f"a call is longer than {most} rows")
-        seen += mine
+        slot_calls = [c for c in order[first : first + n * group].tolist() if c != room.calls]
+        require(all(0 <= c < calls for c in slot_calls), "a call that does not exist is computed")
+        require(all(longest[c] <= most for c in slot_calls), f"a call is longer than {most} rows")
+        calls_seen += slot_calls
         first += n * group
     require(first <= len(order), "more groups of calls than there is room for")
-    require(sorted(seen) == list(range(calls)), f"{len(seen)} of {calls} calls are computed")
+    require(
+        sorted(calls_seen) == list(range(calls)), f"{len(calls_seen)} of {calls} calls are computed"
+    )
     if room.slots:
         _check_slots(stage, table)
 
@@ -117,9 +119,9 @@ def verify(plan: Plan) -> None:
     symbols = Symbols()
     goal = None if plan.graph is None else Goal.of(plan.graph, symbols)
     trial = Trial(signature, symbols, goal)
-    known = None if goal is None else goal.rows
+    rows_known = None if goal is None else goal.rows
     ragged, targets = plan.ragged or ((), ())
-    check_stages(static.stages, ragged, targets, signature, known)
+    check_stages(static.stages, ragged, targets, signature, rows_known)
     table = np.asarray(plan.table)
     trial.run(table, static.keeps)
     if plan.host is not None:
@@ -152,13 +154,13 @@ def check_returned(trial: Trial, placed: Placement, table: np.ndarray) -> list[S
 
 def _positions(form: OutputSpec, signature: Signature) -> list[Sequence[int]]:
     """The positions among what each arena returns that results are made of."""
-    found: list[list[int]] = [[] for _ in signature.arenas]
+    positions: list[list[int]] = [[] for _ in signature.arenas]
     for places in form.places:
         for kind, first in places:
             if not isinstance(first, Slice | tuple):
                 a = signature.arenas.index(stored_kind(kind))
-                found[a] += range(first, first + (1 if form.batch is None else form.batch))
-    return [sorted(set(x)) for x in found]
+                positions[a] += range(first, first + (1 if form.batch is None else form.batch))
+    return [sorted(set(x)) for x in positions]
 
 
 def _check_results(form: OutputSpec, placed: Placement, goal: Goal) -> None:
@@ -174,8 +176,8 @@ def _check_results(form: OutputSpec, placed: Placement, goal: Goal) -> None:
         require(len(plain) == len(expected), f"instance {i} returns {len(expected)} values")
         for (kind, at), reference in zip(plain, expected, strict=True):
             place = at + i if form.batch is not None else at
-            found = int(returned[stored_kind(kind)][place])
-            require(goal[found] == goal[reference], f"a result of instance {i} is another value")
+            position = int(returned[stored_kind(kind)][place])
+            require(goal[position] == goal[reference], f"a result of instance {i} is another value")
 
 
 # --- rounds ---
@@ -207,16 +209,18 @@ class RoundsTrial:
         assert self.trial is not None
         lowered = lower(placed, signature)
         assert lowered is not None
-        whole = Trial(signature, self.trial.symbols, Goal.of(placed.graph, self.trial.symbols))
-        whole.run(lowered.table, keeps=True)
-        outputs = check_returned(whole, placed, lowered.table)
+        whole_trial = Trial(
+            signature, self.trial.symbols, Goal.of(placed.graph, self.trial.symbols)
+        )
+        whole_trial.run(lowered.table, keeps=True)
+        outputs = check_returned(whole_trial, placed, lowered.table)
         for k, kernel in enumerate(signature.kernels):
             before = self.trial.signature.kernels.index(kernel)
-            mine = {i: lane.symbol for i, lane in whole.lanes[k].items()}
+            symbols = {i: lane.symbol for i, lane in whole_trial.lanes[k].items()}
             its = {i: lane.symbol for i, lane in self.trial.lanes[before].items()}
-            require(mine == its, f"rounds compute other lanes of {kernel.node_type}")
-        for kind, some in zip(placed.arenas, wanted or (), strict=False):
+            require(symbols == its, f"rounds compute other lanes of {kernel.node_type}")
+        for kind, references in zip(placed.arenas, wanted or (), strict=False):
             a = signature.arenas.index(kind)
-            outputs[a] = [i for i in outputs[a] if some[i]]
+            outputs[a] = [i for i in outputs[a] if references[i]]
         if reverse is not None:
-            ReverseTrial(whole, reverse[0]).run((lowered.table, reverse[1]), outputs)
+            ReverseTrial(whole_trial, reverse[0]).run((lowered.table, reverse[1]), outputs)
