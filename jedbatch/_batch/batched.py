@@ -239,6 +239,11 @@ class Batched:
 
         Returns:
           A plan for `apply`; print it.
+
+        Raises:
+          TypeError: arguments are not what the function takes.
+          ValueError: arguments disagree in length, or the function closes over a traced value of an
+            outer transformation, which a plan cannot keep.
         """
         checks.flag("plan", "gradient", gradient)
         shared, instances = self._arguments.split(args)
@@ -296,6 +301,13 @@ class Batched:
         Args:
           *args: as for a call.
           repeat: how often it is run.
+
+        Returns:
+          The plan; its `device_seconds` is the median of `repeat` runs, in seconds.
+
+        Raises:
+          TypeError: arguments are not what the function takes.
+          ValueError: arguments disagree in length, or `repeat` is not positive.
         """
         checks.whole("profile", "repeat", repeat, least=1, most=10**6)
         shared, instances = self._arguments.split(args)

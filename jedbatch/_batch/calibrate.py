@@ -86,11 +86,28 @@ class Calibration:
         """float[T], microseconds for a batch of each type of a graph, however many its nodes.
 
         A type that was not measured is taken to cost what the median type does.
+
+        Args:
+          graph: the graph, of T types.
+
+        Returns:
+          float[T], microseconds by type id.
         """
         return np.array([cost.per_batch for cost in self._costs(graph)])
 
     def microseconds(self, graph: Graph, schedule: Schedule) -> float:
-        """Returns the microseconds that running a schedule is expected to take."""
+        """Returns the microseconds that running a schedule is expected to take.
+
+        Args:
+          graph: what was scheduled.
+          schedule: its batches.
+
+        Returns:
+          Microseconds.
+
+        Raises:
+          TypeError: `graph` is no graph, or `schedule` no schedule.
+        """
         checks.of_type("Calibration.microseconds", schedule, Schedule, "a schedule of the graph")
         costs = self._costs(graph)
         per_node = np.array([c.per_node + self.per_byte * c.bytes for c in costs])
@@ -106,7 +123,11 @@ class Calibration:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Writes the calibration as JSON, whole or not at all."""
+        """Writes the calibration as JSON, whole or not at all.
+
+        Args:
+          path: the file.
+        """
         content = {
             "format": FORMAT,
             "machine": self.machine,
@@ -117,7 +138,19 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path) -> "Calibration":
-        """Reads what `save` wrote; raises `ValueError` on anything else."""
+        """Reads what `save` wrote; raises `ValueError` on anything else.
+
+        Args:
+          path: the file.
+
+        Returns:
+          The calibration.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          TypeError: it is no name of a file.
+          ValueError: it is not a calibration, or one of another version.
+        """
         name = os.fsdecode(checks.path("Calibration.load", path))
         text = Path(name).read_text(encoding="utf-8", errors="replace")
         try:
@@ -166,6 +199,10 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
 
     Returns:
       The calibration, for `jedbatch.learn(..., objective=calibration)`.
+
+    Raises:
+      TypeError: it is no batched function, or arguments are not what it takes.
+      ValueError: `repeat` is not positive, or there is nothing to measure.
 
     Example:
       >>> import jax.numpy as jnp, jedbatch

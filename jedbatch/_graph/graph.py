@@ -164,6 +164,12 @@ class Graph:
         The graphs' `types` must be prefixes of one another, as they are when one batched
         function recorded them.
 
+        Args:
+          graphs: of one or more instances each.
+
+        Returns:
+          A graph of all instances, in this order.
+
         Raises:
           TypeError: these are no graphs.
           ValueError: there are none, or their types are others.
@@ -174,12 +180,26 @@ class Graph:
         return Graph.select([(g, i) for g in graphs for i in range(g.num_instances)])
 
     def split(self) -> list[Graph]:
-        """One graph per instance; the inverse of `concatenate`."""
+        """One graph per instance; the inverse of `concatenate`.
+
+        Returns:
+          B graphs of one instance each.
+        """
         return [Graph.select([(self, i)]) for i in range(self.num_instances)]
 
     @staticmethod
     def select(parts: Sequence[tuple[Graph, int]]) -> Graph:
-        """The disjoint union of single instances `(graph, index)`, in this order."""
+        """The disjoint union of single instances `(graph, index)`, in this order.
+
+        Args:
+          parts: pairs of a graph and the index of one of its instances.
+
+        Returns:
+          A graph of these instances.
+
+        Raises:
+          ValueError: there are none, or their types are others.
+        """
         if not parts:
             raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
         first_graph = parts[0][0]
@@ -326,7 +346,15 @@ class Graph:
         return analysis.chains(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
     def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
-        """(nodes of these types, place of each type among them, edges between these nodes)."""
+        """(nodes of these types, place of each type among them, edges between these nodes).
+
+        Args:
+          types: ids of types.
+
+        Returns:
+          (int64[n] nodes; int32[T] places, -1 for other types; a pair of int32[m], maker and reader
+          of each edge, in terms of these n nodes).
+        """
         return analysis.induced(self.node_type, len(self.types), self.edges, types)
 
     @functools.cached_property
@@ -378,7 +406,11 @@ class Graph:
         return list(labels)
 
     def bare(self) -> Graph:
-        """The same graph without inputs and outputs, which is enough to schedule it."""
+        """The same graph without inputs and outputs, which is enough to schedule it.
+
+        Returns:
+          A graph of the same nodes, types and edges.
+        """
         none = np.zeros_like(self.node_ptr)
         ptr, maker = self.preds
         operand = self.value_ptr[maker].astype(np.int32)
@@ -390,6 +422,12 @@ class Graph:
 
         The types of the part are numbered by their place in `types`, and named by their labels.
         Heights are those of the whole graph; whether a node changes type is asked within the part.
+
+        Args:
+          types: ids of types.
+
+        Returns:
+          (int64[n], the nodes of these types; a bare graph of them).
         """
         nodes, place, (maker, reader) = self.inside(types)
         ptr = pointers(np.bincount(reader, minlength=len(nodes)))
@@ -471,6 +509,9 @@ class Graph:
 
         Types are stored by name. Only inputs that the graph holds itself can be stored, not
         those that are read from an instance at hand.
+
+        Args:
+          path: the file.
 
         Raises:
           TypeError: inputs are of a dtype that NumPy does not store as numbers, such as bfloat16.

@@ -83,7 +83,18 @@ class Target:
 
     @staticmethod
     def named(name: str) -> "Target":
-        """The target for "cpu" or "gpu"."""
+        """The target for "cpu" or "gpu".
+
+        Args:
+          name: "cpu" or "gpu".
+
+        Returns:
+          The target.
+
+        Raises:
+          TypeError: it is no string.
+          ValueError: there is no such target.
+        """
         found = checked_target(name, "`Target.named`")
         assert found is not None
         return found
@@ -94,11 +105,22 @@ class Target:
         Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long
         rows, such as matrices, only the widths that fit into `chunk_bytes` are left, but two at
         least.
+
+        Args:
+          work: floating-point operations of a lane.
+          row_bytes: bytes that a lane reads and writes.
+
+        Returns:
+          The widths of chunks, in lanes.
         """
         return _buckets_of(self, work, row_bytes)
 
     def compiler_options(self) -> dict[str, str]:
-        """Options of `jax.jit` that programs for this target should be compiled with."""
+        """Options of `jax.jit` that programs for this target should be compiled with.
+
+        Returns:
+          Options of XLA by name; none for CPUs.
+        """
         if not self.command_buffers:
             return {}
         return {"xla_gpu_enable_command_buffer": ",".join(self.command_buffers)}

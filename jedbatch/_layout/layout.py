@@ -104,6 +104,9 @@ class Layout:
 
         A program may gather what could be a slice, where slices are too rare to be worth compiling
         for; `print(plan)` says how many bytes it reads in which way.
+
+        Returns:
+          The text, a line per batch and operand.
         """
         return explain(self)
 
@@ -116,7 +119,11 @@ class Layout:
         )
 
     def check(self, graph: Graph) -> None:
-        """Raises `ValueError` unless nodes have their own lanes, and live values their own rows."""
+        """Raises `ValueError` unless nodes have their own lanes, and live values their own rows.
+
+        Args:
+          graph: the graph that was laid out.
+        """
         place = self.lane_ptr[graph.node_type] + self.lane
         if len(np.unique(place)) != len(place):
             raise ValueError("not a valid layout: two nodes share a lane")

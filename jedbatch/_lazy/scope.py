@@ -144,7 +144,11 @@ class Lazy:
         self._free.clear()
 
     def __call__(self) -> contextlib.AbstractContextManager[Scope]:
-        """A scope: `with jedbatch.lazy():`."""
+        """A scope: `with jedbatch.lazy():`.
+
+        Returns:
+          A context manager.
+        """
         frame = sys._getframe(1)
         return self._scope((frame.f_code, frame.f_lasti))
 

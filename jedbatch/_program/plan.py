@@ -119,12 +119,24 @@ class Plan:
         return self.host.device_seconds if self.host else None
 
     def tree_flatten(self) -> Any:
-        """For JAX: (leaves, static part)."""
+        """For JAX: (leaves, static part).
+
+        Returns:
+          ((tables, inputs, tables of ragged calls), `Static`).
+        """
         return (self.table, self.reverse_table, self.inputs, self.ragged), self.static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Plan:
-        """For JAX: a plan without the records of the host."""
+        """For JAX: a plan without the records of the host.
+
+        Args:
+          static: the compiled part.
+          children: the leaves of `tree_flatten`.
+
+        Returns:
+          The plan, without `graph`, `schedule` and `layout`.
+        """
         return cls(static, *children)
 
     @property

@@ -77,11 +77,28 @@ class Frontier:
         return left
 
     def readers(self, nodes: np.ndarray) -> np.ndarray:
-        """The readers of the nodes, one entry per edge."""
+        """The readers of the nodes, one entry per edge.
+
+        Args:
+          nodes: int[n], ids of nodes.
+
+        Returns:
+          int32[m], ids of the nodes that read them.
+        """
         return self._succ[ranges(self._succ_ptr[nodes], self._num_succ[nodes])]
 
     def run(self, t: int) -> list[int]:
-        """Runs every ready node of type t and returns them, in no particular order."""
+        """Runs every ready node of type t and returns them, in no particular order.
+
+        Args:
+          t: id of a type with ready nodes.
+
+        Returns:
+          int[n], the nodes.
+
+        Raises:
+          NothingReadyError: no node of the type is ready, or there is no such type.
+        """
         try:
             nodes = self._ready[t] if t >= 0 else []
         except (TypeError, ValueError, IndexError):
@@ -125,6 +142,12 @@ class Frontier:
 
         Lengths are in edges, -1 if no node is ready. A node turns if the longest path goes on to
         a node of another type.
+
+        Args:
+          t: id of a type.
+
+        Returns:
+          Three numbers; the path is measured in edges.
         """
         self._look(t)
         return self._tallest[t]
@@ -133,6 +156,12 @@ class Frontier:
         """Returns whether all longest chains of type t that are left begin in nodes that are ready.
 
         Then the lower bound on what is left is one batch less when type t has run.
+
+        Args:
+          t: id of a type.
+
+        Returns:
+          True if running its ready nodes lowers the bound on batches of the type.
         """
         self._look(t)
         *_, waiting, longest_waiting = self._ahead
@@ -183,11 +212,25 @@ class Frontier:
         self._longest[t] = longest
 
     def num_next(self, t: int) -> int:
-        """|Frontier(G^t)|: nodes of type t left with no other of type t left before them."""
+        """|Frontier(G^t)|: nodes of type t left with no other of type t left before them.
+
+        Args:
+          t: id of a type.
+
+        Returns:
+          The number of nodes.
+        """
         return self._chains.num_next(t)
 
     def mean_depth(self, t: int) -> float:
-        """Mean depth of the nodes of type t that have not run."""
+        """Mean depth of the nodes of type t that have not run.
+
+        Args:
+          t: id of a type.
+
+        Returns:
+          The mean, in edges.
+        """
         return self._depths.sums[t] / self.num_left[t]
 
     def _watch(self, watcher: Any) -> Any:

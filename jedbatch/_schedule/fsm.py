@@ -99,6 +99,12 @@ class FSM:
           table: the type to run by the code of a frontier.
           moves: how often one code followed another.
           fallback: the heuristic for other codes.
+
+        Returns:
+          The machine.
+
+        Raises:
+          ValueError: this is no machine that can run.
         """
         groups: dict[tuple, list[Code]] = {}
         for code, t in table.items():
@@ -167,11 +173,28 @@ class FSM:
         return {code: state.run for state in self.states for code in state.when}
 
     def numbers(self, labels: Sequence[str]) -> list[int]:
-        """Returns the machine's number of each label; a negative number if there is none."""
+        """Returns the machine's number of each label; a negative number if there is none.
+
+        Args:
+          labels: of node types.
+
+        Returns:
+          A position in `types` for each, or a negative number.
+        """
         return numbers_of(self.types, labels)
 
     def schedule(self, graph: Graph) -> Schedule:
-        """Schedules a graph; `unseen` of the result counts the batches left to the fallback."""
+        """Schedules a graph; `unseen` of the result counts the batches left to the fallback.
+
+        Args:
+          graph: what to schedule.
+
+        Returns:
+          The schedule.
+
+        Raises:
+          TypeError: it is no graph.
+        """
         checked_graph("FSM.schedule", graph)
         number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
         if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
@@ -212,7 +235,14 @@ class FSM:
         )
 
     def describe(self, code: Code) -> str:
-        """An encoding in words, such as `char tallest many, word low turning`."""
+        """An encoding in words, such as `char tallest many, word low turning`.
+
+        Args:
+          code: an encoding of a frontier.
+
+        Returns:
+          Words for each type that is ready.
+        """
         if len(code) == 1:
             return self.names[code[0] // CODES]
         words = WORDS[self.encoding]
@@ -245,7 +275,11 @@ class FSM:
     # --- files ---
 
     def to_json(self) -> str:
-        """The machine as text: see `save`."""
+        """The machine as text: see `save`.
+
+        Returns:
+          The text.
+        """
         words = WORDS[self.encoding]
 
         def spelled(code: Code) -> dict[str, str]:
@@ -265,7 +299,19 @@ class FSM:
 
     @staticmethod
     def from_json(text: str, source: str = "the text") -> "FSM":
-        """Reads what `to_json` wrote; raises `ValueError` on anything else."""
+        """Reads what `to_json` wrote; raises `ValueError` on anything else.
+
+        Args:
+          text: what `to_json` wrote.
+          source: named in errors.
+
+        Returns:
+          The machine.
+
+        Raises:
+          TypeError: it is no text.
+          ValueError: it is not a policy, or one of another version.
+        """
         checks.of_type("FSM.from_json", text, str, "a text", "`FSM.load` reads a file.")
         try:
             content = json.loads(text)
@@ -305,12 +351,21 @@ class FSM:
         """Writes the machine as JSON: types by label, each state with what it runs and when.
 
         The file is written whole or not at all.
+
+        Args:
+          path: the file.
         """
         write_text("FSM.save", path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> "FSM":
         """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+
+        Returns:
+          The machine.
 
         Raises:
           FileNotFoundError: there is no such file.

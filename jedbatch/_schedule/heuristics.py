@@ -32,6 +32,15 @@ def agenda(frontier: Frontier) -> int:
     """The type whose nodes still to run have the least mean depth (Neubig et al. 2017).
 
     The smallest id among equals.
+
+    Args:
+      frontier: the state of scheduling.
+
+    Returns:
+      The id of a type with ready nodes.
+
+    Raises:
+      TypeError: it is no frontier.
     """
     return min(_ready("agenda", frontier), key=frontier.mean_depth)
 
@@ -40,6 +49,15 @@ def height(frontier: Frontier) -> int:
     """The type with the ready node from which the longest path begins.
 
     The smallest id among equals.
+
+    Args:
+      frontier: the state of scheduling.
+
+    Returns:
+      The id of a type with ready nodes.
+
+    Raises:
+      TypeError: it is no frontier.
     """
     return max(_ready("height", frontier), key=lambda t: frontier.tallest(t)[0])
 
@@ -51,6 +69,15 @@ def critical(frontier: Frontier) -> int:
     not; then the one with the longest path from a ready node; then the one with most such nodes.
     `height` alone leaves open what to do while several types are equally tall, which is most of
     the time in large minibatches. The smallest id among equals.
+
+    Args:
+      frontier: the state of scheduling.
+
+    Returns:
+      The id of a type with ready nodes.
+
+    Raises:
+      TypeError: it is no frontier.
     """
     ready = _ready("critical", frontier)
     return max(ready, key=lambda t: (frontier.shortens(t), frontier.tallest(t)))
@@ -60,6 +87,15 @@ def sufficient(frontier: Frontier) -> int:
     """The type with the largest |Frontier_a(G)| / |Frontier(G^a)| (ED-Batch).
 
     A type with ratio 1 can run without loss. The smallest id among equals.
+
+    Args:
+      frontier: the state of scheduling.
+
+    Returns:
+      The id of a type with ready nodes.
+
+    Raises:
+      TypeError: it is no frontier.
     """
     ready = _ready("sufficient", frontier)
     num_ready, num_next = frontier.num_ready, frontier.num_next

@@ -63,7 +63,17 @@ class Schedule:
     def of(
         batch_type: Sequence[int], batches: Sequence[Sequence[int]], policy: str, **found: Any
     ) -> Schedule:
-        """A schedule from the type and the nodes of every batch, the nodes in any order."""
+        """A schedule from the type and the nodes of every batch, the nodes in any order.
+
+        Args:
+          batch_type: the type of every batch, S of them.
+          batches: the nodes of every batch.
+          policy: name of the policy.
+          **found: other attributes of a schedule.
+
+        Returns:
+          The schedule.
+        """
         sizes = np.fromiter(map(len, batches), np.int64, len(batches))
         ptr = pointers(sizes)
         node = np.fromiter(itertools.chain.from_iterable(batches), np.int32, int(ptr[-1]))
@@ -91,6 +101,9 @@ class Schedule:
         """Raises `ValueError` unless this is a valid schedule of `graph`.
 
         Every node runs once, after everything it reads, in a batch of its own type.
+
+        Args:
+          graph: the graph that was scheduled.
         """
         num_nodes = len(checked_graph("Schedule.check", graph).node_type)
         if not np.array_equal(np.sort(self.node), np.arange(num_nodes)):
@@ -138,6 +151,13 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
     For every type, the largest number of its nodes on one path, whatever lies between them; they
     need that many batches. Certified, not estimated. With the cost of a batch of each type as
     `weights`, float[T], a cost that no schedule can go below.
+
+    Args:
+      graph: the graph, of T types.
+      weights: float[T], the cost of a batch of each type; one each if None.
+
+    Returns:
+      The bound: a number of batches, an integer, or with `weights` a cost.
 
     Raises:
       TypeError: it is no graph.

@@ -218,7 +218,7 @@ class ProgramCache:
     def shared_values(
         self, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
     ) -> list[Any]:
-        """Returns the leaves of the shared arguments, and what is closed over (see `SharedValue`)."""
+        """Returns leaves of shared arguments, and closed-over values (see `SharedValue`)."""
         found = list(leaves)
         for index in closed_over:
             value = self.registry.shared[index]

@@ -24,7 +24,16 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def loop(fn: Callable, params: Any, instances: Sequence[Any]) -> Any:
-    """`fn` of every instance, one by one, stacked."""
+    """`fn` of every instance, one by one, stacked.
+
+    Args:
+      fn: a function of parameters and one instance.
+      params: a pytree of arrays.
+      instances: a sequence of instances.
+
+    Returns:
+      A pytree of arrays [instances, ...].
+    """
     return stacked([fn(params, instance) for instance in instances])
 
 
@@ -44,6 +53,9 @@ def weighted_sum(result: Any, instance: int | None = None) -> Any:
     Args:
       result: any pytree of arrays.
       instance: what the sum is limited to, a position along the first axis of each.
+
+    Returns:
+      A real number, a scalar array.
     """
     total: Any = 0.0
     for path, x in jax.tree.leaves_with_path(result):
