@@ -53,7 +53,7 @@ import jedbatch  # noqa: E402
 from benchmarks import common, edbatch  # noqa: E402
 from benchmarks.questions import padding  # noqa: E402
 from benchmarks.rivals import by_hand, encoder  # noqa: E402
-from jedbatch._program.lower import value_rows  # noqa: E402
+from jedbatch._program.lower import space_begins, value_rows  # noqa: E402
 
 GPU = jedbatch.Target.named("gpu")
 PARTS = ("checks", "throughput", "variants", "profile")
@@ -279,7 +279,7 @@ def unrolled(plan: jedbatch.Plan) -> Callable[[Any, Any], jax.Array]:
     """The loss of a minibatch, batch after batch as planned: straight-line, without padding."""
     placed, signature = plan.host.placed, plan.static.signature
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
-    row, _ = value_rows(placed, signature)
+    row = value_rows(placed, space_begins(placed, signature))
     prepare, _ = plan.static.programs.program(signature)
     place = dict(zip(placed.type_ids, placed.kernels, strict=True))
 

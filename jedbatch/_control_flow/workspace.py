@@ -25,13 +25,13 @@ from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._layout.bucketing import Buckets, num_widths
-from jedbatch._layout.layout import Layout, assign_lanes
+from jedbatch._layout.bucketing import num_widths
+from jedbatch._layout.layout import Layout
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
+from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
-from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
@@ -201,7 +201,8 @@ class Workspace:
         """Computes what values depend on: (what ran, the values if they are to be `read`)."""
         self._take_in()
         nodes = self._needed(values)
-        layout = self._plan(self._graph(nodes))
+        placed = self._plan(self._graph(nodes))
+        layout = placed.layout
         offset = np.zeros(len(layout.lanes), np.int64)
         for t in np.flatnonzero(layout.lanes).tolist():
             offset[t] = self._lanes[t]
@@ -213,19 +214,26 @@ class Workspace:
         self._make_capacity(layout, wanted)
         self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
         self._rounds.append((nodes, layout))
-        table = self._table(nodes, layout, offset, wanted)
-        self._check_rows(nodes, layout)
-        outputs = self._run(table, fresh)
+        rows = Rows(
+            self.rows(operand),
+            {kind: self.rows(values) for kind, values in wanted.items()},
+            first_lane=offset[list(placed.type_ids)],
+        )
+        assert self.signature is not None
+        lowered = lower(placed, self.signature, rows)
+        assert lowered is not None
+        self._check_rows(nodes, placed.type_ids)
+        outputs = self._run(lowered.table, fresh)
         return layout, self._read(values, wanted, outputs) if read else []
 
-    def _check_rows(self, nodes: np.ndarray, layout: Layout) -> None:
+    def _check_rows(self, nodes: np.ndarray, type_ids: Sequence[int]) -> None:
         """Raises an `IndexError` if a number of an instance names a row that is not there."""
         signature = self.signature
         assert signature is not None
         room = dict(zip(signature.arenas, signature.inputs, strict=True))
         check_look_ups(
             self.recorder.registry,
-            np.flatnonzero(layout.lanes).tolist(),
+            type_ids,
             lambda t: nodes[self._node_type.array[nodes] == t],
             lambda mine, k: self._operand.array[self._operand_ptr.array[mine] + k],
             lambda kind: self._buffer(kind, room[kind]),
@@ -233,19 +241,22 @@ class Workspace:
             lambda node: int(self._node_owner.array[node]),
         )
 
-    def _plan(self, graph: Graph) -> Layout:
+    def _plan(self, graph: Graph) -> Placement:
         """Schedule and lanes of a graph; rounds of one structure are planned once."""
         policy = self.policy
         parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
         key = Same(policy), *(x.tobytes() for x in parts)
-        layout = self.programs.rounds.get(key)
-        if layout is None:
-            buckets_by_type: list[Buckets | None] = [None] * len(graph.types)
-            for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
-                buckets_by_type[t] = self.programs.kernel(t).buckets
-            layout = assign_lanes(graph, schedule(graph, policy), buckets_by_type, "append")
-            self.programs.rounds[key] = layout
-        return layout
+        placed = self.programs.rounds.get(key)
+        if placed is None:
+            placed = self._place(graph, schedule(graph, policy), {}, stacked=False)
+            self.programs.rounds[key] = placed
+        return placed
+
+    def _place(self, graph: Graph, batches: Schedule, outputs: Any, stacked: bool) -> Placement:
+        """Lays a graph out as rounds do it, lane after lane."""
+        return self.programs.place(
+            graph, batches, outputs, "append", stacked=stacked, keeps=True, reuse=False
+        )
 
     def _kind_of_input(self, index: int) -> Kind:
         registry = self.recorder.registry
@@ -360,38 +371,6 @@ class Workspace:
         rows[inner] = self._bases[self._node_type.array[node], slot] + self._lane.array[node]
         return rows
 
-    def _table(self, nodes, layout: Layout, offset: np.ndarray, wanted) -> np.ndarray:
-        """The table of one round: its lanes alone."""
-        signature = self.signature
-        assert signature is not None
-        form = signature.form
-        table = np.zeros(form.size, np.int32)
-        position = np.full(len(offset), -1)
-        for t in np.flatnonzero(layout.lanes).tolist():
-            kernel = self.programs.kernel(t)
-            position[t] = k = signature.kernels.index(kernel)
-            lane_nodes = nodes[layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]]
-            operands = np.arange(len(kernel.operands))[:, None]
-            read = self._operand.array[self._operand_ptr.array[lane_nodes] + operands]
-            view = form.view(table, "operands", k)
-            view[:, offset[t] : offset[t] + len(lane_nodes)] = self.rows(read.ravel()).reshape(
-                read.shape
-            )
-        batch_type = layout.schedule.batch_type
-        runs = find_runs(
-            position[batch_type],
-            layout.start + offset[batch_type],
-            layout.trips,
-            signature.kernel_widths,
-        )
-        instructions = signature.instructions.encode(runs)
-        form.view(table, "num_instructions")[0] = len(instructions)
-        form.view(table, "instructions")[: len(instructions)] = instructions
-        for kind, numbers in wanted.items():
-            view = form.view(table, "outputs", signature._arena_ids[kind])
-            view[: len(numbers)] = self.rows(numbers)
-        return table
-
     def _run(self, table: np.ndarray, fresh: set[Kind]) -> Any:
         """Runs a table; returns the rows it returns from each arena."""
         signature = self.signature
@@ -464,7 +443,6 @@ class Workspace:
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
-        registry = self.recorder.registry
         nodes = np.concatenate([mine for mine, _ in self._rounds])
         nodes = nodes[np.lexsort((nodes, self._node_owner.array[nodes]))]
         order = [mine for _, _, mine in self._chunks]
@@ -498,24 +476,10 @@ class Workspace:
                 [local_node[mine[layout.schedule.node]] for mine, layout in self._rounds]
             ).astype(np.int32),
         )
-        type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
-        kernels = tuple(map(self.programs.kernel, type_ids))
-        buckets_by_type: list[Buckets | None] = [None] * len(registry.types)
-        for t, kernel in zip(type_ids, kernels, strict=True):
-            buckets_by_type[t] = kernel.buckets
-        layout = assign_lanes(graph, every, buckets_by_type, "append")
+        outputs = {kind: moved(np.array(values)).tolist() for kind, values in returned.items()}
+        placed = self._place(graph, every, outputs, stacked)
+        layout = placed.layout
         assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
-        outputs = {kind: moved(np.array(some)).tolist() for kind, some in returned.items()}
-        placed = Placement.find(
-            layout,
-            kernels,
-            type_ids,
-            outputs,
-            stacked=stacked,
-            keeps=True,
-            reuse=False,
-            target=self.programs.target,
-        )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
         switch = self.programs.target.control == "switch"  # which has an instruction for each chunk
         num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)

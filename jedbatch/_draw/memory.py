@@ -18,7 +18,7 @@ from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.live_ranges import find_live_ranges
-from jedbatch._program.lower import operand_rows
+from jedbatch._program.lower import operand_rows, value_rows
 from jedbatch._program.memory_use import size
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan, input_name
@@ -168,8 +168,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     assert plan.host is not None
     placed, lowered = plan.host.placed, plan.host.lowered
     layout, signature = placed.layout, lowered.signature
-    space, within = layout.values
-    row = np.append(begin[space] + within, placed.input_row[::-1])
+    row = value_rows(placed, begin)
     modes = [
         np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types_and_kernels(placed)
     ]
@@ -180,7 +179,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         p = position[signature.kernels[k]]
         modes[p][:, lane:end] = np.array(reading, int)[:, None]
     parts = [np.zeros((4, 0), np.int64)]
-    rows = operand_rows(placed, row)
+    rows = operand_rows(placed, row[placed.graph.operand])
     for (t, kernel), operand_row, mode in zip(_types_and_kernels(placed), rows, modes, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         for j, operand in enumerate(kernel.operands):

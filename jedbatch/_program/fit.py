@@ -13,7 +13,7 @@ from jedbatch._layout.access import (
     choose_reading,
 )
 from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
-from jedbatch._program.lower import body_runs, find_all_modes, operand_rows, value_rows
+from jedbatch._program.lower import Rows, body_runs, find_all_modes, operand_rows
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
 
@@ -63,7 +63,7 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
                 shared[kind] = max(shared.get(kind, 0), *kernel.buckets.widths[:num_widths])
         capacity = Capacity({**capacity.sizes, "shared_rows": shared})
     made = Signature.of(capacity, placed.target, readings, placed.reuse)
-    rows = operand_rows(placed, value_rows(placed, made)[0])
+    rows = operand_rows(placed, Rows.of(placed, made).operand)
     modes = find_all_modes(placed, made, rows)
     for kernel, kernel_modes in zip(placed.kernels, modes, strict=True):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]

@@ -8,13 +8,13 @@ a signature share a compiled program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jedbatch._jaxpr.storage import row_bytes, stored
+from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import (
     GATHER,
@@ -31,12 +31,40 @@ if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
 
 
-def value_rows(placed: Placement, signature: Signature) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[V + I], int64[spaces]): the row of every value and input, and where spaces begin.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a program that a minibatch, or a round of one, reads and writes.
 
-    Input i is at -1 - i.
+    Attributes:
+      operand: what each operand of each node reads.
+      outputs: what each arena returns.
+      results: for each kernel, the row of each result of each lane; None if every lane has rows of
+        its own.
+      first_lane: of each kernel, if the lanes before are those of earlier rounds; None if there are
+        none.
     """
-    graph, layout = placed.graph, placed.layout
+
+    operand: Int64[np.ndarray, " operands"]
+    outputs: Mapping[Kind, Int64[np.ndarray, " _"]]
+    results: Sequence[Int64[np.ndarray, "results lanes"]] | None = None
+    first_lane: Int64[np.ndarray, " kernels"] | None = None
+
+    @staticmethod
+    def of(placed: Placement, signature: Signature) -> Rows:
+        """Returns the rows of a whole minibatch."""
+        begin = space_begins(placed, signature)
+        row = value_rows(placed, begin)
+        outputs = zip(placed.arenas, placed.outputs, strict=True)
+        return Rows(
+            row[placed.graph.operand],
+            {kind: row[values] for kind, values in outputs},
+            None if signature.shared_rows is None else _result_rows(placed, begin),
+        )
+
+
+def space_begins(placed: Placement, signature: Signature) -> np.ndarray:
+    """Returns int64[spaces], the row of a program at which each space of a layout begins."""
+    layout = placed.layout
     begin = np.zeros(len(layout.rows), np.int64)
     if signature.shared_rows is not None:
         begin[:] = [signature.inputs[signature._arena_ids[kind]] for kind in placed.arenas]
@@ -44,21 +72,38 @@ def value_rows(placed: Placement, signature: Signature) -> tuple[np.ndarray, np.
         for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
             bases = signature.bases[signature.kernels.index(kernel)]
             begin[layout.space[t, : len(bases)]] = bases
-    row = np.empty(graph.num_values + graph.num_inputs, np.int64)
-    row[graph.num_values :] = placed.input_row[::-1]
-    space, within = layout.values
-    row[: graph.num_values] = begin[space] + within
-    return row, begin
+    return begin
 
 
-def operand_rows(placed: Placement, row: np.ndarray) -> list[np.ndarray]:
-    """int64[operands, lanes] for each kernel: the row that each operand of each lane is in."""
+def value_rows(placed: Placement, begin: np.ndarray) -> np.ndarray:
+    """Returns int64[V + I], the row of every value and input, if spaces begin at some rows.
+
+    Input i is at -1 - i.
+    """
+    space, within = placed.layout.values
+    return np.append(begin[space] + within, placed.input_row[::-1])
+
+
+def operand_rows(placed: Placement, operand: np.ndarray) -> list[np.ndarray]:
+    """Returns int64[operands, lanes] for each kernel from the row of each operand of each node."""
     graph, layout = placed.graph, placed.layout
     rows_by_kernel = []
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         position = np.arange(len(kernel.operands))[:, None]
-        rows_by_kernel.append(row[graph.operand[graph.operand_ptr[nodes] + position]])
+        rows_by_kernel.append(operand[graph.operand_ptr[nodes] + position])
+    return rows_by_kernel
+
+
+def _result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
+    """Returns int64[results, lanes] for each kernel: the row of each result of each lane."""
+    layout = placed.layout
+    rows_by_kernel = []
+    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
+        batch, num_results = placed.schedule.batch[nodes], len(kernel.results)
+        first = begin[layout.space[t, :num_results]] + layout.block[batch, :num_results]
+        rows_by_kernel.append((first + (np.arange(len(nodes)) - layout.start[batch])[:, None]).T)
     return rows_by_kernel
 
 
@@ -134,19 +179,27 @@ class Lowered:
         return float(read[0] / max(1, read[1]))
 
 
-def lower(placed: Placement, signature: Signature) -> Lowered | None:
-    """A minibatch for a program that it fits; None if it has too many runs after all."""
-    layout, form = placed.layout, signature.form
+def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> Lowered | None:
+    """Returns a minibatch for a program that it fits; None if it has too many runs after all.
+
+    Args:
+      placed: the minibatch, or the nodes of a round.
+      signature: the program.
+      rows: of a round; None for a whole minibatch.
+    """
+    rows = Rows.of(placed, signature) if rows is None else rows
+    form, first_lane = signature.form, rows.first_lane
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
-    row, begin = value_rows(placed, signature)
-    rows = operand_rows(placed, row)
+    operands = operand_rows(placed, rows.operand)
     if any(signature.readings):
-        modes = find_all_modes(placed, signature, rows)
+        modes = find_all_modes(placed, signature, operands)
         runs = body_runs(placed, signature, modes)
     else:
         runs = placed.runs.copy()
         kernel, width = np.divmod(runs[:, 0], NUM_WIDTHS)
         runs[:, 0] = np.array(place, np.int64)[kernel] * NUM_WIDTHS + width
+        if first_lane is not None:
+            runs[:, 1] += first_lane[kernel]
 
     instructions = signature.instructions.encode(runs)
     if len(instructions) > signature.num_instructions:
@@ -154,18 +207,15 @@ def lower(placed: Placement, signature: Signature) -> Lowered | None:
     table = np.zeros(form.size, np.int32)
     form.view(table, "num_instructions")[0] = len(instructions)
     form.view(table, "instructions")[: len(instructions)] = instructions
-    for t, k, kernel_rows in zip(placed.type_ids, place, rows, strict=True):
-        places = form.view(table, "operands", k)
-        places[:, : kernel_rows.shape[1]] = kernel_rows
-        places[:, kernel_rows.shape[1] :] = kernel_rows[:, :1]
-        if signature.shared_rows is not None:
-            nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
-            batch = placed.schedule.batch[nodes]
-            within = np.arange(len(nodes)) - layout.start[batch]
-            view = form.view(table, "results", k)
-            for s in range(len(view)):
-                first = begin[layout.space[t, s]] + layout.block[batch, s]
-                view[s, : len(nodes)] = first + within
-    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
-        form.view(table, "outputs", signature._arena_ids[kind])[: len(outputs)] = row[outputs]
+    for i, (k, read) in enumerate(zip(place, operands, strict=True)):
+        view, begin = form.view(table, "operands", k), 0
+        if first_lane is None:  # lanes that do not exist read what the first one does
+            view[:, read.shape[1] :] = read[:, :1]
+        else:
+            begin = first_lane[i]
+        view[:, begin : begin + read.shape[1]] = read
+        if rows.results is not None:
+            form.view(table, "results", k)[:, : read.shape[1]] = rows.results[i]
+    for kind, returned in rows.outputs.items():
+        form.view(table, "outputs", signature._arena_ids[kind])[: len(returned)] = returned
     return Lowered(signature, table, runs)

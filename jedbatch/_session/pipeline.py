@@ -21,7 +21,6 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._kernel.vjp import KernelVjp
-from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower_vjp import ReverseSignature
@@ -34,7 +33,6 @@ from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import schedule
-from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
@@ -86,7 +84,15 @@ def make_plan(
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
     clock.append(time.perf_counter())
-    placed = _place(programs, graph, batches, returned, options, keeps)
+    placed = programs.place(
+        graph,
+        batches,
+        returned[0],
+        options.layout,
+        stacked=form.batch is not None,
+        keeps=keeps,
+        reuse=options.reuse,
+    )
     clock.append(time.perf_counter())
     lowered = programs.lower(placed, brought)
     signature = lowered.signature
@@ -116,32 +122,6 @@ def make_plan(
     if is_wanted():
         verify(plan)
     return plan
-
-
-def _place(
-    programs: ProgramCache,
-    graph: Graph,
-    batches: Schedule,
-    returned: Returned,
-    options: Options,
-    keeps: bool,
-) -> Placement:
-    """Lays a scheduled graph out."""
-    rows, form = returned
-    type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
-    kernels = tuple(map(programs.kernel, type_ids))
-    buckets = {t: kernel.buckets for t, kernel in zip(type_ids, kernels, strict=True)}
-    of_types = [buckets.get(t) for t in range(len(graph.types))]
-    return Placement.find(
-        assign_lanes(graph, batches, of_types, options.layout),
-        kernels,
-        type_ids,
-        rows,
-        stacked=form.batch is not None,
-        keeps=keeps,
-        reuse=options.reuse,
-        target=programs.target,
-    )
 
 
 def _plan_reverse(

@@ -6,11 +6,15 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
-from jedbatch._layout.layout import Layout
+from jedbatch._layout.bucketing import Buckets
+from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import find_or_grow
 from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
 from jedbatch._program.fit import fits, make_signature, resembles
@@ -37,6 +41,7 @@ from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
+from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.caches import Memory
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
@@ -53,7 +58,7 @@ class ProgramCache:
       target: what programs are made for.
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
-      rounds, workspaces: for functions that decide on values: layouts of rounds by their structure,
+      rounds, workspaces: for functions that decide on values: rounds laid out, by their structure,
         and the largest program in use by the number of instances.
       compilations: XLA programs built, counted by kind.
     """
@@ -70,7 +75,9 @@ class ProgramCache:
         self.target = target
         self.environment = environment
         self.key = key
-        self.rounds: dict[Hashable, Layout] = Memory(MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round)
+        self.rounds: dict[Hashable, Placement] = Memory(
+            MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
+        )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = executor
@@ -96,6 +103,34 @@ class ProgramCache:
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
             self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
         return self._kernels[type_id]
+
+    def place(
+        self,
+        graph: Graph,
+        batches: Schedule,
+        returned: dict[Kind, list[int]],
+        order: str,
+        *,
+        stacked: bool,
+        keeps: bool,
+        reuse: bool | None,
+    ) -> Placement:
+        """Returns a scheduled graph laid out; see `assign_lanes` and `Placement.find`."""
+        type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
+        kernels = tuple(map(self.kernel, type_ids))
+        buckets: list[Buckets | None] = [None] * len(graph.types)
+        for t, kernel in zip(type_ids, kernels, strict=True):
+            buckets[t] = kernel.buckets
+        return Placement.find(
+            assign_lanes(graph, batches, buckets, order),
+            kernels,
+            type_ids,
+            returned,
+            stacked=stacked,
+            keeps=keeps,
+            reuse=reuse,
+            target=self.target,
+        )
 
     def static(self, *parts: Any) -> Static:
         """The static part of a plan, one object for equal parts."""
@@ -281,5 +316,5 @@ def _fits(x: Any, aval: ShapedArray) -> bool:
     return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
 
 
-def _bytes_of_round(key: tuple, layout: Layout) -> int:
+def _bytes_of_round(key: tuple, _: Placement) -> int:
     return 8 * sum(len(part) for part in key if isinstance(part, bytes))
