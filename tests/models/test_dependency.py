@@ -225,6 +225,7 @@ def test_every_weight_matters():
         assert all(np.abs(part).max() > 1e-6 for part in parts), name
 
 
+@pytest.mark.slow
 def test_whole_scores_have_finite_gradients():
     """Where the target is a single score, x log x is taken at zero."""
     cells = childsum.plain_cells(9, 4)

@@ -93,7 +93,7 @@ OF_ROWS = {
 
 
 @pytest.mark.parametrize("target", mostly_slow(["cpu", "gpu"], "cpu"))
-@pytest.mark.parametrize("name", mostly_slow(OF_ROWS, "linearize", "reverse over forward"))
+@pytest.mark.parametrize("name", mostly_slow(OF_ROWS, "reverse over forward"))
 def test_of_arrays_of_any_length(name, target):
     run = OF_ROWS[name]
     many = jedbatch.batch(attend, target=target)
