@@ -32,6 +32,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
+from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.workspace import Workspace
@@ -51,6 +52,7 @@ from jedbatch._record.instance_arrays import flatten
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
+from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.session import Session
@@ -139,7 +141,7 @@ class TracersMet(BaseException):
 class InstanceResult:
     """The result of an instance; see `_graph.record`."""
 
-    structure: Any
+    structure: PyTreeDef
     types: tuple[tuple, ...]
     references: tuple[int, ...]
 
@@ -163,7 +165,7 @@ class Stepwise:
         session: Session,
         instances: Sequence[Sequence[Any]],
         join: Callable,
-        policy: Any,
+        policy: Policy,
         results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
     ):
         """Prepares a call.

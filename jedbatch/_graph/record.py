@@ -1,7 +1,8 @@
 """`Record`: what recording an instance gave."""
 
 from dataclasses import dataclass
-from typing import Any
+
+from jax.tree_util import PyTreeDef
 
 from jedbatch._graph.graph import Graph
 
@@ -18,5 +19,5 @@ class Record:
 
     whole: Graph
     index: int
-    structure: Any
+    structure: PyTreeDef
     types: tuple[tuple, ...]

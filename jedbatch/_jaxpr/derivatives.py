@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.versions import Equation
 
 Partial = Sequence[Any]  # values, or None, which stands for zeros
 
@@ -320,7 +321,7 @@ def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
     return [*results, *outs]
 
 
-def _split_equation(saveable: Any, unknown: Any, there: Any, eqn: Any) -> Any:
+def _split_equation(saveable: Any, unknown: Any, there: Any, eqn: Equation) -> Any:
     """The same for an equation, where `jax.checkpoint` and loops ask for it."""
     program = eqn.params["program"]
     count = program.num_args

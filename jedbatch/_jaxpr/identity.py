@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 BY_IDENTITY = (
     enum.Enum,
@@ -143,7 +144,7 @@ def is_frozen(value: Any) -> bool:
     )
 
 
-def tree_key(structure: Any) -> Hashable:
+def tree_key(structure: PyTreeDef) -> Hashable:
     """Equal for structures of pytrees that nobody can tell apart.
 
     Tuples, lists and dicts with strings for keys are compared by JAX, and nothing else: what other
@@ -156,7 +157,7 @@ def tree_key(structure: Any) -> Hashable:
     return structure if plain else ("tree", *_parts_of(structure, _carried))
 
 
-def node_key(structure: Any) -> Hashable:
+def node_key(structure: PyTreeDef) -> Hashable:
     """Returns a key for a pytree container's auxiliary data; `structure` is of it alone.
 
     Raises `TypeError` if it carries what may change and cannot be looked into.
@@ -165,7 +166,7 @@ def node_key(structure: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=512)
-def _is_plain(structure: Any) -> bool:
+def _is_plain(structure: PyTreeDef) -> bool:
     stack: list[Any] = [structure]
     while stack:
         node = stack.pop()
@@ -178,7 +179,7 @@ def _is_plain(structure: Any) -> bool:
     return True
 
 
-def _parts_of(structure: Any, carried_key: Callable) -> list[Hashable]:
+def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:
     """The nodes of a structure, what they carry written by `carried_key`."""
     parts: list[Hashable] = []
     stack = [structure]

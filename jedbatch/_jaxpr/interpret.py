@@ -10,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.versions import consts_of, is_program, with_equations, without_consts
+from jedbatch._jaxpr.versions import (
+    Atom,
+    ClosedProgram,
+    Equation,
+    OpenProgram,
+    consts_of,
+    is_program,
+    with_equations,
+    without_consts,
+)
 
 
-def reads(eqn: Any) -> list[Any]:
+def reads(eqn: Equation) -> list[Any]:
     """The variables an equation reads, each once."""
     return list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
 
 
-def value_of(atom: Any, env: dict[Any, Any]) -> Any:
+def value_of(atom: Atom, env: dict[Any, Any]) -> Any:
     """The value of a literal or variable."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
@@ -29,12 +38,12 @@ def has_gradient(dtype: Any) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
-def is_inexact(atom: Any) -> bool:
+def is_inexact(atom: Atom) -> bool:
     """True of variables that have a gradient."""
     return has_gradient(atom.aval.dtype)
 
 
-def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a variable, to trace with."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
@@ -42,21 +51,23 @@ def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
 Rule = Callable[[Any, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
-def run_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """Returns the results of one equation of a jaxpr on some operands: JAX's own rule."""
     operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
     one = jaxpr.replace(constvars=[], invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn])
     return jax.core.eval_jaxpr(one, [], *operands.values())
 
 
-def run_equations(equations: Sequence[Any], env: dict[Any, Any], rule: Rule) -> None:
+def run_equations(equations: Sequence[Equation], env: dict[Any, Any], rule: Rule) -> None:
     """Runs equations by a rule, one after the other; adds their results to the environment."""
     for eqn in equations:
         values = [value_of(x, env) for x in eqn.invars]
         env.update(zip(eqn.outvars, rule(eqn, values), strict=True))
 
 
-def interpret(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
+def interpret(
+    jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any], rule: Rule
+) -> list[Any]:
     """Returns the results of a jaxpr whose equations are run by a rule.
 
     Args:
@@ -72,13 +83,13 @@ def interpret(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule
     return [value_of(x, env) for x in jaxpr.outvars]
 
 
-def inner_programs(eqn: Any) -> list[Any]:
+def inner_programs(eqn: Equation) -> list[Any]:
     """The programs an equation runs, without their consts."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
     return [without_consts(x) for x in values if is_program(x)]
 
 
-def cares_for_padding(eqn: Any) -> bool:
+def cares_for_padding(eqn: Equation) -> bool:
     """True of what must not run on arbitrary values, even where nobody reads its results.
 
     Loops whose length depends on what they compute, calls of Python, and what contains one.
@@ -93,7 +104,7 @@ def performs(program: Any, *names: str) -> bool:
     return any_performs(without_consts(program).eqns, *names)
 
 
-def any_performs(equations: Sequence[Any], *names: str) -> bool:
+def any_performs(equations: Sequence[Equation], *names: str) -> bool:
     """Returns whether some equation is one of these primitives, or has one somewhere inside."""
     return any(
         eqn.primitive.name in names or any(performs(x, *names) for x in inner_programs(eqn))
@@ -130,7 +141,7 @@ def one_by_one(program: Any) -> Any:
     return with_equations(program, eqns)
 
 
-def _depends_on_lanes(eqn: Any) -> bool:
+def _depends_on_lanes(eqn: Equation) -> bool:
     """Returns whether `vmap` of an operation gives other random numbers than the operation."""
     name = eqn.primitive.name
     if name not in _DRAWS:
@@ -139,7 +150,7 @@ def _depends_on_lanes(eqn: Any) -> bool:
     return name == "rng_bit_generator" or kind in _OTHER_NUMBERS[name == "random_bits"]
 
 
-def _apart(eqn: Any) -> Any:
+def _apart(eqn: Equation) -> Any:
     """The operation, done for one lane after the other."""
     call = jax.custom_batching.sequential_vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
     traced = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
@@ -147,7 +158,7 @@ def _apart(eqn: Any) -> Any:
     return eqn.replace(primitive=called.primitive, params=called.params)
 
 
-def work(eqn: Any) -> int:
+def work(eqn: Equation) -> int:
     """Roughly the floating-point operations of an equation."""
     elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)
     if eqn.primitive.name == "dot_general":
@@ -159,7 +170,7 @@ def work(eqn: Any) -> int:
     return elements + times * sum(work(e) for x in inner_programs(eqn) for e in x.eqns)
 
 
-def used_variables(jaxpr: Any) -> set[Any]:
+def used_variables(jaxpr: OpenProgram) -> set[Any]:
     """Variables that the results of a jaxpr depend on."""
     used = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
@@ -168,7 +179,7 @@ def used_variables(jaxpr: Any) -> set[Any]:
     return used
 
 
-def dependents(jaxpr: Any, variables: Sequence[Any]) -> set[Any]:
+def dependents(jaxpr: OpenProgram, variables: Sequence[Any]) -> set[Any]:
     """The variables themselves and all that depend on one of them."""
     reached = set(variables)
     for eqn in jaxpr.eqns:
@@ -185,15 +196,15 @@ def body_of(*primitives: str) -> Callable[[Any], Any]:
 jitted = body_of("jit")
 
 
-def inlined(closed: Any, body: Callable[[Any], Any] = jitted) -> Any:
+def inlined(closed: ClosedProgram, body: Callable[[Any], Any] = jitted) -> Any:
     """The program with calls replaced by their bodies, as far as `body` gives one.
 
     Roundings to the precision a value has anyway, which `jax.checkpoint` leaves around what it
     keeps, are left out.
     """
 
-    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+    def evaluate(jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
             inner = body(eqn)  # closed or open, by primitive and version
             if inner is not None:
                 return evaluate(without_consts(inner), consts_of(inner), values)
@@ -205,7 +216,7 @@ def inlined(closed: Any, body: Callable[[Any], Any] = jitted) -> Any:
     return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)
 
 
-def _rounds_nothing(eqn: Any) -> bool:
+def _rounds_nothing(eqn: Equation) -> bool:
     if eqn.primitive.name != "reduce_precision":
         return False
     info = jnp.finfo(eqn.invars[0].aval.dtype)

@@ -34,6 +34,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -126,17 +127,17 @@ def _role(module: str, is_general: bool) -> str:
     return "helper" if top in HELPERS else "user"
 
 
-def _role_of(frame: Any) -> str:
+def _role_of(frame: FrameType) -> str:
     names = frame.f_globals
     return _role(names.get("__name__") or "", HOLDS_FOR_ALL_LENGTHS in names)
 
 
-def is_user_code(frame: Any) -> bool:
+def is_user_code(frame: FrameType) -> bool:
     """True of frames that do not belong to JAX, to us or to the libraries that both use."""
     return _role_of(frame) == "user"
 
 
-def _asker(frame: Any) -> tuple[Any, str]:
+def _asker(frame: FrameType) -> tuple[Any, str]:
     """(the frame that asks, whose it is)."""
     role = _role_of(frame)
     while role != "user" and frame.f_back is not None:
@@ -148,7 +149,7 @@ def _asker(frame: Any) -> tuple[Any, str]:
     return frame, role
 
 
-def refuse_decision(what: str, frame: Any, error: type = LengthDecisionError) -> None:
+def refuse_decision(what: str, frame: FrameType, error: type = LengthDecisionError) -> None:
     """Raises an error of what Python does with the length of an array."""
     reason = f"Python {what} at {frame.f_code.co_filename}:{frame.f_lineno}"
     if _asked.questions is not None:
@@ -156,12 +157,12 @@ def refuse_decision(what: str, frame: Any, error: type = LengthDecisionError) ->
     raise error(reason)
 
 
-def refuse_iteration(frame: Any) -> None:
+def refuse_iteration(frame: FrameType) -> None:
     """Raises an error of a loop over the rows of an array of unknown length."""
     refuse_decision("loops over the rows of an array", frame, LengthNeededError)
 
 
-def refuse_writing(frame: Any) -> None:
+def refuse_writing(frame: FrameType) -> None:
     """Raises an error of a number that is written, which may depend on a length, as `n / m` does.
 
     Where lengths are known, such a number is one of Python's.
@@ -172,7 +173,7 @@ def refuse_writing(frame: Any) -> None:
             refuse_decision("writes a number", frame)
 
 
-def _ask(a: Any, b: Any, frame: Any) -> None:
+def _ask(a: Any, b: Any, frame: FrameType) -> None:
     """Raises an error unless it is JAX that compares, in a way that holds for all lengths."""
     frame, role = _asker(frame)
     if role in OURS and isinstance(b, Base):

@@ -21,6 +21,7 @@ from jedbatch._jaxpr.derivatives import (
     spread_to,
 )
 from jedbatch._jaxpr.interpret import any_performs
+from jedbatch._jaxpr.versions import Equation
 
 
 class Symmetric(DifferentiableProgram):
@@ -193,7 +194,7 @@ def run_differentiably(
     return bind_program(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
 
 
-def refuse_rules(subject: str, equations: Sequence[Any]) -> None:
+def refuse_rules(subject: str, equations: Sequence[Equation]) -> None:
     """Raises an error if some equation has a rule of the user's for the reverse.
 
     `subject` says what is differentiated in reverse mode twice, for the message.

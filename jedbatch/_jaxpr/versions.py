@@ -11,10 +11,69 @@ containers of them from 0.11 on. `scan_parts` reads both numbers off shapes inst
 Wrappers of functions are private classes of JAX, which `wrapped_by_jax` knows by name.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+
+
+class Equation(Protocol):
+    """An equation of a program, `jax.extend.core.JaxprEqn`; variables have an `aval`."""
+
+    @property
+    def primitive(self) -> Primitive: ...
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def invars(self) -> list[Any]: ...
+
+    @property
+    def outvars(self) -> list[Any]: ...
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
+
+class Atom(Protocol):
+    """A variable or literal, `jax.extend.core.Var` or `Literal`."""
+
+    @property
+    def aval(self) -> Any: ...
+
+
+class OpenProgram(Protocol):
+    """A program without the values of its constants, `jax.extend.core.Jaxpr`."""
+
+    @property
+    def eqns(self) -> Sequence[Equation]: ...
+
+    @property
+    def constvars(self) -> list[Any]: ...
+
+    @property
+    def invars(self) -> list[Any]: ...
+
+    @property
+    def outvars(self) -> list[Any]: ...
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
+
+class ClosedProgram(Protocol):
+    """A program and its constants, `jax.extend.core.ClosedJaxpr`."""
+
+    @property
+    def jaxpr(self) -> OpenProgram: ...
+
+    @property
+    def consts(self) -> list[Any]: ...
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
 
 # Records of a wrapper that say what a function returned when it ran, or where it was written.
 _RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
@@ -35,14 +94,14 @@ def consts_of(program: Any) -> Sequence[Any]:
     return getattr(program, "consts", ())
 
 
-def with_equations(program: Any, equations: Sequence[Any]) -> Any:
+def with_equations(program: Any, equations: Sequence[Equation]) -> Any:
     """Returns the program with other equations, and with its constants if it has them."""
     jaxpr = without_consts(program)
     replaced = jaxpr.replace(eqns=equations)
     return replaced if program is jaxpr else program.replace(jaxpr=replaced)
 
 
-def scan_parts(eqn: Any) -> tuple[int, int]:
+def scan_parts(eqn: Equation) -> tuple[int, int]:
     """Returns the numbers of constants and of carried values of a `scan`.
 
     Scanned values have one axis more outside than in the body; constants and carried values have

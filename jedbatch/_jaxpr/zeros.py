@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
-from jedbatch._jaxpr.versions import scan_parts, without_consts
+from jedbatch._jaxpr.versions import Atom, Equation, OpenProgram, scan_parts, without_consts
 
 Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
 
 
-def find_sources(jaxpr: Any, known_sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
+def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """For each variable that depends on some given ones the union of what these depend on."""
     sources = dict(known_sources)
     for eqn in jaxpr.eqns:
@@ -35,14 +35,14 @@ def find_sources(jaxpr: Any, known_sources: Mapping[Any, Sources]) -> dict[Any, 
     return sources
 
 
-def _sources_of_results(eqn: Any, operands: Sequence[Sources]) -> list[Sources]:
+def _sources_of_results(eqn: Equation, operands: Sequence[Sources]) -> list[Sources]:
     """The sources of the results of an equation, from those of its operands."""
     if eqn.primitive.name == "scan":
         return _sources_of_scan(eqn, list(operands))
     return [NO_SOURCES.union(*operands)] * len(eqn.outvars)
 
 
-def _sources_of_scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _sources_of_scan(eqn: Equation, operands: list[Sources]) -> list[Sources]:
     body = without_consts(eqn.params["jaxpr"])
     first, count = scan_parts(eqn)
     while True:
@@ -63,7 +63,7 @@ def where_alive(alive: Any, x: Any) -> Any:
     return jnp.where(alive, x, jnp.zeros_like(x))
 
 
-def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+def guarded(jaxpr: OpenProgram, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any:
     """A backward program that is told which of its cotangents are alive.
 
     Args:
@@ -81,13 +81,13 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
         zeroed = dict(zip(jaxpr.invars, args, strict=True))
         zeroed = {v: zeroed[v] for v in cotangents}  # those that are not alive are zeros already
 
-        def with_zeros(v: Any, x: Any) -> Any:
+        def with_zeros(v: Atom, x: Any) -> Any:
             if v not in zeroed:
                 flags = [alive[i] for i in sorted(sources[v])]
                 zeroed[v] = where_alive(jnp.stack(flags).any(), x)
             return zeroed[v]
 
-        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
             of_operands = [
                 NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
                 for v in eqn.invars
@@ -105,7 +105,7 @@ def guarded(jaxpr: Any, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any
     return jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), flags)
 
 
-def sources_of(jaxpr: Any, cotangents: Sequence[Any]) -> list[Sources]:
+def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Any]) -> list[Sources]:
     """For each result of a backward program the numbers of the cotangents it depends on."""
     sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
     return [sources.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]

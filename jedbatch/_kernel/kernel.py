@@ -36,6 +36,7 @@ from jedbatch._jaxpr.interpret import (
     work,
 )
 from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
+from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
@@ -121,7 +122,7 @@ class Kernel:
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
 
-        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
             outs = self.run(eqn, values)
             if eqn.primitive.name in PRODUCTS:
                 outs = [checkpoint_name(x, PRODUCT) for x in outs]
@@ -137,7 +138,7 @@ class Kernel:
             results.append(tap(x, deltas[s]) if s in deltas else x)
         return results, env
 
-    def run(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
         """Returns the results of an equation of the body.
 
         A product of a const and a vector puts the vector first.
@@ -163,7 +164,7 @@ class Kernel:
     def _const_set(self) -> set[Any]:
         return set(self.const_vars)
 
-    def is_const(self, atom: Any) -> bool:
+    def is_const(self, atom: Atom) -> bool:
         """True of the variables computed by the prologue."""
         return isinstance(atom, Var) and atom in self._const_set
 

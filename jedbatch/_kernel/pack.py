@@ -43,12 +43,12 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import reads, run_equation, run_equations
-from jedbatch._jaxpr.versions import is_program
+from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram, is_program
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
 from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of, taken_apart
 
 
-def fused(closed: Any, num_shared: int) -> Any:
+def fused(closed: ClosedProgram, num_shared: int) -> Any:
     """The program of a cell with products of row values and weights put together.
 
     Args:
@@ -69,7 +69,7 @@ def fused(closed: Any, num_shared: int) -> Any:
     return best
 
 
-def count_products(closed: Any, num_shared: int) -> int:
+def count_products(closed: ClosedProgram, num_shared: int) -> int:
     """Returns the number of products of a row value and a weight, outside of loops."""
     return len(CellProgram(closed, num_shared).products)
 
@@ -141,7 +141,7 @@ def find_sums(program: CellProgram) -> tuple[dict[Any, Sum], list[Column]]:
     return sums, columns
 
 
-def _same(jaxpr: Any) -> dict[Any, Any]:
+def _same(jaxpr: OpenProgram) -> dict[Any, Any]:
     """For each variable the first one that is computed from the same in the same way."""
     first: dict[Any, Any] = {}
     same: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
@@ -192,7 +192,7 @@ class Grid(NamedTuple):
 
 
 def make_table(
-    jaxpr: Any, sums: dict[Any, Sum], columns: list[Column]
+    jaxpr: OpenProgram, sums: dict[Any, Sum], columns: list[Column]
 ) -> tuple[Grid, ProductTable]:
     """Returns the products that have to be computed, as variables and as a table."""
     same = _same(jaxpr)
@@ -237,7 +237,7 @@ class Step(NamedTuple):
     run: Callable[[dict[Any, Any]], None]
 
 
-def stack_products(closed: Any, num_shared: int) -> Any:
+def stack_products(closed: ClosedProgram, num_shared: int) -> Any:
     """The program with its products put together; `closed` itself if none can be."""
     program = CellProgram(closed, num_shared)
     if not program.products:
@@ -290,12 +290,12 @@ def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any
         steps[i].run(env)
 
 
-def _equation_step(jaxpr: Any, eqn: Any) -> Step:
+def _equation_step(jaxpr: OpenProgram, eqn: Equation) -> Step:
     rule = functools.partial(run_equation, jaxpr)
     return Step(reads(eqn), eqn.outvars, lambda env: run_equations([eqn], env, rule))
 
 
-def _sum_step(v: Any, terms: Sequence[Any]) -> Step:
+def _sum_step(v: Atom, terms: Sequence[Any]) -> Step:
     return Step(terms, [v], lambda env: env.update({v: sum_of([env[x] for x in terms])}))
 
 

@@ -28,6 +28,7 @@ from jedbatch._jaxpr.interpret import (
     used_variables,
     value_of,
 )
+from jedbatch._jaxpr.versions import ClosedProgram, Equation
 
 
 class Kind(NamedTuple):
@@ -87,7 +88,7 @@ class Product(NamedTuple):
     kind: Kind
 
     @staticmethod
-    def of(eqn: Any, shared: set[Any], moving: set[Any]) -> "Product | None":
+    def of(eqn: Equation, shared: set[Any], moving: set[Any]) -> "Product | None":
         """The product that an equation is, if any; matrices and inexact numbers only."""
         if eqn.primitive.name != "dot_general":
             return None
@@ -155,7 +156,7 @@ class CellProgram:
       maker: the equation that makes it.
     """
 
-    def __init__(self, closed: Any, num_shared: int):
+    def __init__(self, closed: ClosedProgram, num_shared: int):
         used = used_variables(closed.jaxpr)
         eqns = [eqn for eqn in closed.jaxpr.eqns if used.intersection(eqn.outvars)]
         self.jaxpr = jaxpr = closed.jaxpr.replace(eqns=eqns)
@@ -183,13 +184,13 @@ class CellProgram:
 
         return jax.make_jaxpr(evaluate)(*map(shape_of, self.jaxpr.invars))
 
-    def adds_up(self, v: Any) -> Any:
+    def adds_up(self, v: Var) -> Any:
         """The sum of two variables that is the only reader of a variable, or None."""
         eqn = self.reader.get(v)
         return eqn.outvars[0] if self.times[v] == 1 and eqn and adds(eqn) else None
 
 
-def adds(eqn: Any) -> bool:
+def adds(eqn: Equation) -> bool:
     """True of additions of two variables of one type."""
     avals = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     alike = len({(a.shape, a.dtype, a.weak_type) for a in avals}) == 1
@@ -211,14 +212,14 @@ def sum_of(values: Sequence[Any]) -> Any:
     return functools.reduce(lax.add, values)
 
 
-def taken_apart(closed: Any, num_shared: int) -> Any:
+def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
     """The program with packed products taken apart; None if there are none."""
     program = CellProgram(closed, num_shared)
     products, maker = program.products, program.maker
 
     def rows_of(p: Product) -> list[Any]:
         """The variables that a row value is the concatenation of."""
-        eqn: Any = maker.get(p.row)
+        eqn: Equation | None = maker.get(p.row)
         if eqn is None or eqn.primitive.name != "concatenate":
             return [p.row]
         along = eqn.params["dimension"] == p.kind.row_axis
@@ -226,7 +227,7 @@ def taken_apart(closed: Any, num_shared: int) -> Any:
         return list(eqn.invars) if apart else [p.row]
 
     @functools.cache
-    def can_split(v: Any, axis: int) -> bool:
+    def can_split(v: Var, axis: int) -> bool:
         """True of products, and sums of some, that nothing else reads."""
         if v in products:
             return program.times[v] == 1 and products[v].kind.axis == axis
@@ -241,18 +242,18 @@ def taken_apart(closed: Any, num_shared: int) -> Any:
         blocks = zip(*(split_sizes(band, widths, 1) for band in bands), strict=True)
         return [sum_of(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
 
-    def pieces(v: Any, widths: Sequence[int], axis: int, env: dict[Any, Any]) -> Sequence[Any]:
+    def pieces(v: Var, widths: Sequence[int], axis: int, env: dict[Any, Any]) -> Sequence[Any]:
         if not can_split(v, axis):
             return split_sizes(env[v], widths, axis)
         if v in products:
             return multiply(products[v], widths, env)
         return list(map(lax.add, *(pieces(x, widths, axis, env) for x in maker[v].invars)))
 
-    def splits(eqn: Any) -> bool:
+    def splits(eqn: Equation) -> bool:
         return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
 
     def run(env: dict[Any, Any]) -> None:
-        def rule(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> Sequence[Any]:
             p = products.get(eqn.outvars[0])
             if splits(eqn):
                 return pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)

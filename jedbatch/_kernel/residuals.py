@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import dependents, reads
+from jedbatch._jaxpr.versions import Atom
 
 
 class Source(enum.Enum):
@@ -45,7 +46,7 @@ class Residuals:
         self.saved: dict[Any, int] = {}
         self.derived: dict[Any, int] = {}
 
-    def find(self, v: Any) -> Sourced:
+    def find(self, v: Atom) -> Sourced:
         """Returns where the value of a variable is found again."""
         jaxpr, values = self._forward.jaxpr, self._forward.consts
         if isinstance(v, Literal):
@@ -63,7 +64,7 @@ class Residuals:
             return Source.DERIVED, self.derived.setdefault(v, len(self.derived))
         return self.save(v)
 
-    def save(self, v: Any) -> Sourced:
+    def save(self, v: Atom) -> Sourced:
         """Keeps a variable."""
         return Source.SAVED, self.saved.setdefault(v, len(self.saved))
 

@@ -36,6 +36,7 @@ from jedbatch._jaxpr.interpret import (
     used_variables,
 )
 from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import Residuals, Source
 from jedbatch._kernel.weight_gradients import Tap
@@ -234,11 +235,11 @@ class KernelVjp:
             closed = guarded(jaxpr, consts, self._given)
             self._backward, self._backward_consts = closed.jaxpr, closed.consts
 
-    def _is_tapped(self, eqn: Any) -> bool:
+    def _is_tapped(self, eqn: Equation) -> bool:
         meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
         return meets and any(map(is_inexact, eqn.outvars))
 
-    def _rows_read(self, eqn: Any) -> list[Any]:
+    def _rows_read(self, eqn: Equation) -> list[Any]:
         """The row variables that the gradient of a tapped operation's consts depends on."""
         if eqn.primitive.name in ADDITIVE_OPERATIONS:
             return []
@@ -358,7 +359,7 @@ class KernelVjp:
         sources = dict(zip(jaxpr.invars, self._sources, strict=False))
         turned: dict[int, int] = {}
 
-        def weight_of(eqn: Any) -> int | None:
+        def weight_of(eqn: Equation) -> int | None:
             """The const that is the matrix of a vector times a transposed matrix."""
             if eqn.primitive.name != "dot_general":
                 return None
@@ -378,7 +379,7 @@ class KernelVjp:
             return
 
         def evaluate(args: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-            def rule(eqn: Any, values: list[Any]) -> list[Any]:
+            def rule(eqn: Equation, values: list[Any]) -> list[Any]:
                 if (i := weight_of(eqn)) is None:
                     return run_equation(jaxpr, eqn, values)
                 (summed, _), batched = eqn.params["dimension_numbers"]
@@ -433,7 +434,7 @@ class KernelVjp:
                 del free[over]
         self.rooms, self.extra = tuple(rooms), tuple(extra)
 
-    def _make_tap(self, eqn: Any) -> Tap:
+    def _make_tap(self, eqn: Equation) -> Tap:
         kernel = self.kernel
         consts = [v for v in reads(eqn) if kernel.is_const(v) and is_inexact(v)]
         fixed = [v for v in reads(eqn) if kernel.is_const(v) and not is_inexact(v)]
@@ -535,7 +536,7 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     return True
 
 
-def _is_reshape(eqn: Any) -> bool:
+def _is_reshape(eqn: Equation) -> bool:
     """Returns whether an operation gives its operand another shape, and does nothing else."""
     if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
         return False

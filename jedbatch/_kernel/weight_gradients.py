@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import inlined, interpret, reads, run_equation
+from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._jaxpr.zeros import Sources
 
 
@@ -72,7 +73,7 @@ class Tap:
 
 
 def _added(
-    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], total: Sequence[Any]
+    jaxpr: OpenProgram, consts: Sequence[Any], given: Sequence[Any], total: Sequence[Any]
 ) -> list[Any]:
     """`total` and the results of a program, added up.
 
@@ -82,11 +83,11 @@ def _added(
     zeros = {v for v, eqn in maker.items() if _makes_zeros(eqn)}
     onto: dict[Var, Any] = {}
     for v, x in zip(jaxpr.outvars, total, strict=True):
-        eqn: Any = maker.get(v) if isinstance(v, Var) else None
+        eqn: Equation | None = maker.get(v) if isinstance(v, Var) else None
         if eqn is not None and eqn.primitive.name == "scatter-add":
             onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
 
-    def rule(eqn: Any, values: list[Any]) -> list[Any]:
+    def rule(eqn: Equation, values: list[Any]) -> list[Any]:
         return [onto[v] for v in eqn.outvars if v in onto] or run_equation(jaxpr, eqn, values)
 
     sums = []
@@ -97,7 +98,7 @@ def _added(
     return sums
 
 
-def _makes_zeros(eqn: Any) -> bool:
+def _makes_zeros(eqn: Equation) -> bool:
     """Returns whether an operation fills an array with zeros."""
     if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], Literal):
         return False

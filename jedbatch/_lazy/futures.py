@@ -18,7 +18,7 @@ Rows are taken out of what a batch of futures was computed into when somebody wa
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
-from jedbatch._record.symbols import Shared, Symbol, Value
+from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 
@@ -277,12 +277,18 @@ class Awaited(Symbol):
         return repr(self) if self._trace is LOST else str(self.value)
 
 
+class KeepsFutures(RecorderLike, Protocol):
+    """A recorder that knows the futures that wait."""
+
+    futures: list[weakref.ref]
+
+
 class Future(Awaited, Value):
     """The result of a node: `index` among the results recorded since the last round."""
 
     __slots__ = ("outcome",)
 
-    def __init__(self, recorder: Any, index: int, value_type: int):
+    def __init__(self, recorder: KeepsFutures, index: int, value_type: int):
         self._trace = recorder
         self.index = index
         self.type = value_type
@@ -295,7 +301,7 @@ class SharedFuture(Awaited, Shared):
 
     __slots__ = ("outcome",)
 
-    def __init__(self, recorder: Any, index: int):
+    def __init__(self, recorder: KeepsFutures, index: int):
         self._trace = recorder
         self.index = index
         self.outcome = None

@@ -225,7 +225,7 @@ class Kept(NamedTuple):
     """The session and the policy that a scope leaves to later ones."""
 
     session: Session
-    policy: Any
+    policy: Policy
 
 
 lazy = Lazy()

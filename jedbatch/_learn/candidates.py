@@ -38,7 +38,7 @@ from jedbatch._schedule.encodings import CODES, ENCODINGS, Code, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FALLBACKS, FSM
 from jedbatch._schedule.heuristics import HEURISTICS
-from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule, cost, lower_bound
 from jedbatch._schedule.search import (
     Beam,
@@ -361,7 +361,7 @@ class _Candidates:
         costs = (e.training + e.held_back for e in self.entries if e.name in self.machines)
         return min(costs, default=np.inf) <= sum(self.bound) + 1e-6
 
-    def imitate(self, encoding: str, teacher: str, policy: Any) -> None:
+    def imitate(self, encoding: str, teacher: str, policy: Policy) -> None:
         """Enters what an encoding can copy of a teacher: what it does most often in each state."""
         votes: dict[Code, collections.Counter[int]] = {}
         for components in self.components:
@@ -374,7 +374,7 @@ class _Candidates:
         table = {code: min(v, key=lambda t: (-v[t], t)) for code, v in votes.items()}
         self._add(f"FSM {encoding} after {teacher}", encoding, lambda _, code, __: table.get(code))
 
-    def _taught(self, part: Graph, policy: Any) -> Schedule:
+    def _taught(self, part: Graph, policy: Policy) -> Schedule:
         if isinstance(policy, Beam):
             return policy.search(part, of_part(part, self.whole, self.weights))
         return schedule(part, policy)

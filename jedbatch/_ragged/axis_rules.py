@@ -6,13 +6,11 @@ of that axis; then it makes no difference which instance a row belongs to. A mat
 weights is row-wise along the rows, a softmax over features is, a sum over rows is not.
 """
 
-from typing import Any
-
 import jax
 
 from jedbatch._jaxpr.interpret import inner_programs
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr.versions import scan_parts, without_consts
+from jedbatch._jaxpr.versions import Equation, scan_parts, without_consts
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -41,7 +39,7 @@ class CannotMergeError(Exception):
     """An operation that is not known to run for instances of different lengths together."""
 
 
-def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
+def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
     """Returns (operand, axis) of the ragged axes along which an equation is not row-wise.
 
     An equation that makes rows that depend on each other out of no ragged axis, a loop of ragged
@@ -72,7 +70,7 @@ def mixed_axes(eqn: Any) -> list[tuple[int, int]]:
     return [(i, a) for i, a in ragged if rule(eqn, params, i, a)]
 
 
-def _scanned_axes(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _scanned_axes(eqn: Equation, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Returns the axes that a loop runs along."""
     first = sum(scan_parts(eqn))
     if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
@@ -80,7 +78,7 @@ def _scanned_axes(eqn: Any, ragged: list[tuple[int, int]]) -> list[tuple[int, in
     return ragged or [(0, 0)]
 
 
-def _random_bits(eqn: Any) -> list[tuple[int, int]]:
+def _random_bits(eqn: Equation) -> list[tuple[int, int]]:
     """Returns a mark for random bits, which begin alike however many there are."""
     shape = eqn.params["shape"]
     (axis, *further_axes) = ragged_axes(shape)
@@ -91,7 +89,7 @@ def _random_bits(eqn: Any) -> list[tuple[int, int]]:
     return [(0, 0)]
 
 
-def is_elementwise(eqn: Any) -> bool:
+def is_elementwise(eqn: Equation) -> bool:
     """Returns whether a call consists of operations on single elements."""
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params), None)
     if inner is None:
@@ -173,7 +171,7 @@ _RULES = {
 }
 
 
-def is_look_up(eqn: Any) -> bool:
+def is_look_up(eqn: Equation) -> bool:
     """Returns whether as many rows as an extent says are taken of a value without ragged axes."""
     looks = eqn.primitive.name in LOOK_UPS
     out = eqn.outvars[0].aval.shape

@@ -23,6 +23,7 @@ from jedbatch._jaxpr.derivatives import with_replaced
 from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
+from jedbatch._jaxpr.versions import Atom
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
 from jedbatch._ragged.packing import PackedBatch, ragged_axis
@@ -82,7 +83,7 @@ class InstanceGroup:
             lengths = {s: take(x, calls) for s, x in batch.lengths().items()}
         return InstanceGroup(batch, capacity, calls, alive, lengths, tiles, offset)
 
-    def rows(self, variable: Any) -> tuple[jax.Array, jax.Array]:
+    def rows(self, variable: Atom) -> tuple[jax.Array, jax.Array]:
         """Returns (int32[G, rows], bool[G, rows]): packed rows of a variable, which exist."""
         batch = self.batch
         extent = variable.aval.shape[ragged_axis(variable)]
@@ -99,13 +100,13 @@ class InstanceGroup:
         exist = (index < counts) & self.alive[:, None]
         return jnp.clip(rows, 0, jnp.maximum(batch.total(e) - 1, 0)), exist
 
-    def read(self, variable: Any, x: jax.Array) -> jax.Array:
+    def read(self, variable: Atom, x: jax.Array) -> jax.Array:
         """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it."""
         if ragged_axis(variable) is None:
             return take(x, self.calls)
         return take(x, self.rows(variable)[0])
 
-    def write(self, variable: Any, x: jax.Array, new: jax.Array, add: bool = False) -> jax.Array:
+    def write(self, variable: Atom, x: jax.Array, new: jax.Array, add: bool = False) -> jax.Array:
         """Returns x, a variable of all calls, with the rows of the group set, or added to."""
         if ragged_axis(variable) is None:
             rows, exist = self.calls, self.alive
@@ -114,7 +115,7 @@ class InstanceGroup:
         at = x.at[jnp.where(exist, rows, len(x))]
         return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
 
-    def cotangents(self, variable: Any, x: jax.Array) -> jax.Array:
+    def cotangents(self, variable: Atom, x: jax.Array) -> jax.Array:
         """Returns cotangents of a variable; zeros for rows that do not exist."""
         exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
         x = self.read(variable, x)
@@ -290,7 +291,7 @@ class InstancePhase:
 
 
 def _from_slots(
-    batch: PackedBatch, variable: Any, parts: Sequence[jax.Array], rest: float | None = None
+    batch: PackedBatch, variable: Atom, parts: Sequence[jax.Array], rest: float | None = None
 ) -> jax.Array:
     """Returns a variable of all calls, [R, ...] or [K, ...], from the slots of every group.
 

@@ -18,6 +18,7 @@ from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import has_gradient, run_equation, run_equations, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import CPU
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
@@ -156,7 +157,7 @@ class PackedProgram:
         for phase in self._phases:
             env.update(zip(phase.phase.writes, phase.run(batch, env), strict=True))
 
-        def returned(atom: Any) -> Any:
+        def returned(atom: Atom) -> Any:
             value = value_of(atom, env)
             if isinstance(atom, Var) and atom not in defined:
                 return value

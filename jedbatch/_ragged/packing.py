@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
+from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import row, take
@@ -161,7 +162,7 @@ class PackedBatch:
         rows = jnp.arange(self.capacity.rows[e], dtype=jnp.int32)
         return jnp.minimum(rows, jnp.maximum(self.total(e) - 1, 0)) - starts
 
-    def empty(self, variable: Any) -> jax.Array:
+    def empty(self, variable: Atom) -> jax.Array:
         """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
         axis = ragged_axis(variable)
         lead = self.capacity.calls
@@ -170,13 +171,13 @@ class PackedBatch:
         return jnp.zeros((lead, *row_shape(variable)), variable.aval.dtype)
 
 
-def ragged_axis(variable: Any) -> int | None:
+def ragged_axis(variable: Atom) -> int | None:
     """Returns the ragged axis of a variable that is kept; None if it has none."""
     axes = ragged_axes(variable.aval.shape)
     return axes[0] if axes else None
 
 
-def row_shape(variable: Any) -> tuple[int, ...]:
+def row_shape(variable: Atom) -> tuple[int, ...]:
     """Returns the shape of a variable without its ragged axis."""
     axis = ragged_axis(variable)
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
-from jedbatch._jaxpr.versions import scan_parts
+from jedbatch._jaxpr.versions import Equation, scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE_OPERATIONS,
     ELEMENTWISE_OPERATIONS,
@@ -73,7 +73,7 @@ class Padded:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
-    def run(self, eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
+    def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
         if name == "dim_as_value":
@@ -91,7 +91,7 @@ class Padded:
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
 
-    def _tile(self, eqn: Any, values: Sequence[jax.Array]) -> list[Any]:
+    def _tile(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
         """Returns the results of an equation for a tile."""
         name, params = eqn.primitive.name, dict(eqn.params)
         (axis,) = self.tiles[eqn.outvars[0]]
@@ -115,7 +115,7 @@ class Padded:
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
 
-    def _look_up(self, eqn: Any, values: Sequence[jax.Array]) -> Any:
+    def _look_up(self, eqn: Equation, values: Sequence[jax.Array]) -> Any:
         (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
         extent = eqn.outvars[0].aval.shape[axis]
         last = jnp.maximum(self.length(extent) - 1, 0)
@@ -123,7 +123,7 @@ class Padded:
         rows = jax.vmap(lambda position: look_up(eqn, values, position))(positions)
         return jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)
 
-    def _reduce(self, eqn: Any, values: Sequence[jax.Array], axes: Sequence[int]) -> list[Any]:
+    def _reduce(self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]) -> list[Any]:
         name, (x, *initial_values) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))

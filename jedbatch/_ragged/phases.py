@@ -27,6 +27,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.interpret import body_of, inlined, reads, used_variables
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram
 from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
 
 EXTREMES = {
@@ -79,7 +80,7 @@ class PhasedProgram:
       nonempty: extents that must not be 0, each with the operation that says so.
     """
 
-    jaxpr: Any
+    jaxpr: OpenProgram
     consts: tuple[Any, ...]
     num_shared: int
     before: tuple[Any, ...]
@@ -107,13 +108,13 @@ class PhasedProgram:
         return "\n".join(map(str, self.phases))
 
 
-def extents_of(variable: Any) -> list[Any]:
+def extents_of(variable: Atom) -> list[Any]:
     """Returns the ragged extents of a variable."""
     shape = variable.aval.shape
     return [shape[a] for a in ragged_axes(shape)]
 
 
-def flattened(closed: Any) -> Any:
+def flattened(closed: ClosedProgram) -> Any:
     """Returns a program without calls, but for elementwise functions with derivative rules."""
     return inlined(closed, _body)
 
@@ -121,7 +122,7 @@ def flattened(closed: Any) -> Any:
 _called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 
-def _body(eqn: Any) -> Any:
+def _body(eqn: Equation) -> Any:
     """Returns the program that is called; None for operations."""
     own_rule = eqn.primitive.name == "custom_jvp_call"
     if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
@@ -132,7 +133,7 @@ def _body(eqn: Any) -> Any:
     return inner
 
 
-def _is_softmax(closed: Any) -> bool:
+def _is_softmax(closed: ClosedProgram) -> bool:
     """Returns whether a function with a derivative rule has the derivative that JAX would find.
 
     The rule of `jax.nn.softmax` saves memory, no more.
@@ -142,11 +143,11 @@ def _is_softmax(closed: Any) -> bool:
     return sums and set(names) <= SOFTMAX
 
 
-def _is_ragged(eqn: Any) -> bool:
+def _is_ragged(eqn: Equation) -> bool:
     return any(is_ragged(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
 
 
-def find_phases(closed: Any, num_shared: int) -> PhasedProgram:
+def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
     """Cuts a program of symbolic shapes into phases; its first arguments are shared.
 
     Raises `CannotMergeError` if instances of different lengths cannot run it together.
@@ -182,16 +183,16 @@ def find_phases(closed: Any, num_shared: int) -> PhasedProgram:
     )
 
 
-def _variables(jaxpr: Any) -> list[Any]:
+def _variables(jaxpr: OpenProgram) -> list[Any]:
     return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
 
 
-def _relates(variable: Any) -> bool:
+def _relates(variable: Atom) -> bool:
     """Returns whether a value has a number for every pair of rows."""
     return len(ragged_axes(variable.aval.shape)) > 1
 
 
-def _shown(variable: Any) -> str:
+def _shown(variable: Atom) -> str:
     return f"[{', '.join(map(str, variable.aval.shape))}]"
 
 
@@ -207,7 +208,7 @@ class _PhaseFinder:
       rematerialized: equations that are computed again wherever they are read, by result.
     """
 
-    def __init__(self, jaxpr: Any, num_shared: int):
+    def __init__(self, jaxpr: OpenProgram, num_shared: int):
         self.jaxpr = jaxpr
         self.before: list[Any] = []
         self.known = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
@@ -220,7 +221,7 @@ class _PhaseFinder:
         self._relating: set[int] = set()  # phases with values that have two ragged axes
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
 
-    def place(self, eqn: Any) -> None:
+    def place(self, eqn: Equation) -> None:
         """Puts an equation into the first phase it can be in."""
         new_reads = [v for v in reads(eqn) if v not in self.known]
         ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
@@ -250,7 +251,7 @@ class _PhaseFinder:
         self.equations[phase].append(eqn)
         self.where.update((v, phase) for v in eqn.outvars)
 
-    def _kinds_for(self, eqn: Any, shares: bool) -> list[Any]:
+    def _kinds_for(self, eqn: Equation, shares: bool) -> list[Any]:
         """Returns the kinds of phases that an equation on single rows can be in, the best first."""
         variables = (*eqn.invars, *eqn.outvars)
         extents = list(dict.fromkeys(e for v in variables for e in extents_of(v)))
@@ -307,7 +308,7 @@ class _PhaseFinder:
             )
         return phases
 
-    def _with_rematerialized(self, equations: Sequence[Any]) -> list[Any]:
+    def _with_rematerialized(self, equations: Sequence[Equation]) -> list[Any]:
         """Returns the equations of a phase with those that it rematerializes."""
         by_id = {id(eqn): eqn for eqn in equations}
         stack = list(equations)
@@ -320,7 +321,7 @@ class _PhaseFinder:
         return sorted(by_id.values(), key=lambda eqn: self._order[id(eqn)])
 
 
-def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
+def _nonempty(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
     """Returns extents that must not be 0, each with what is taken of so many rows.
 
     Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
@@ -344,7 +345,7 @@ def _nonempty(equations: Sequence[Any]) -> list[tuple[Any, str]]:
     return extents
 
 
-def _starts(equations: Sequence[Any]) -> bool:
+def _starts(equations: Sequence[Equation]) -> bool:
     """Returns whether an extreme is read only together with a number that it starts from."""
     return bool(equations) and all(
         eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)

@@ -22,7 +22,7 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import run_equation, value_of
 from jedbatch._jaxpr.symbolic_dims import Base, numbered_extent
-from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
+from jedbatch._jaxpr.versions import Equation, OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.registry import Registry
 
 
@@ -47,7 +47,7 @@ class Renaming:
             return tuple([self.written(x) for x in value])
         return value
 
-    def program(self, jaxpr: Any) -> Hashable:
+    def program(self, jaxpr: OpenProgram) -> Hashable:
         """Returns a program as a key, with variables numbered by first appearance."""
         assert self.registry is not None
         inner = without_consts(jaxpr)
@@ -81,7 +81,7 @@ class Renaming:
             return self.written(value)
         return self.registry.keys.params_key(value)
 
-    def _rule(self, jaxpr: Any, eqn: Any) -> Hashable:
+    def _rule(self, jaxpr: OpenProgram, eqn: Equation) -> Hashable:
         """Returns a call of a function with a derivative rule as a key: both, as JAX traces them.
 
         JAX makes another function of the rule whenever it traces such a call. Most rules call what
@@ -104,7 +104,7 @@ class Renaming:
         return body_key, rule
 
 
-def _has_rule(eqn: Any) -> bool:
+def _has_rule(eqn: Equation) -> bool:
     inexact = all(jax.numpy.issubdtype(v.aval.dtype, jax.numpy.inexact) for v in eqn.invars)
     return eqn.primitive.name == "custom_jvp_call" and inexact
 

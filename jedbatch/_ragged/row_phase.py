@@ -19,6 +19,7 @@ from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
+from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
@@ -69,7 +70,7 @@ class RowPhase:
         extents = iter(operands[len(phase.reads) :])
         position = operands[-1] if self._placed else None
 
-        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
             if eqn.primitive.name == "dim_as_value":
                 return [next(extents).astype(eqn.outvars[0].aval.dtype)]
             return run_row(eqn, values, position)

@@ -15,6 +15,7 @@ from jax import lax
 
 from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
+from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._ragged.axis_rules import (
     ELEMENTWISE_OPERATIONS,
     REDUCTIONS,
@@ -30,7 +31,7 @@ def one(extent: Any) -> int:
     return 1
 
 
-def bind_rows(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
+def bind_rows(eqn: Equation, values: Sequence[Any], number: Number) -> list[Any]:
     """Returns the results of an equation on values whose ragged axes have these extents."""
     if eqn.primitive.name == "custom_jvp_call":
         return list(_with_rule(eqn, number)(*values))
@@ -43,13 +44,13 @@ def bind_rows(eqn: Any, values: Sequence[Any], number: Number) -> list[Any]:
 
 
 def evaluate_rows(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], number: Number
+    jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any], number: Number
 ) -> list[Any]:
     """Returns the results of a program on values whose ragged axes have these extents."""
     return interpret(jaxpr, consts, args, lambda eqn, values: bind_rows(eqn, values, number))
 
 
-def _with_rule(eqn: Any, number: Number) -> Callable:
+def _with_rule(eqn: Equation, number: Number) -> Callable:
     """Returns a function with a derivative rule, for other extents."""
     closed, rule_of = eqn.params["call_jaxpr"], eqn.params["jvp_jaxpr_fun"]
 
@@ -72,7 +73,7 @@ def _with_rule(eqn: Any, number: Number) -> Callable:
     return call
 
 
-def run_row(eqn: Any, values: Sequence[Any], position: Any) -> list[Any]:
+def run_row(eqn: Equation, values: Sequence[Any], position: Any) -> list[Any]:
     """Returns the results of a row-wise equation for one row, which comes without its axis."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
@@ -110,7 +111,7 @@ def _flat(x: Any, axes: Sequence[int], axis: int) -> Any:
     return x if axes or not jnp.ndim(x) else lax.squeeze(x, (axis,))
 
 
-def look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
+def look_up(eqn: Equation, values: Sequence[Any], position: Any) -> Any:
     """Returns row `position` of a slice of a table, or of rows gathered from it."""
     name, params = eqn.primitive.name, eqn.params
     if name == "gather":
@@ -142,7 +143,7 @@ def look_up(eqn: Any, values: Sequence[Any], position: Any) -> Any:
     return lax.slice(row, starts, limits, [1 if a == axis else s for a, s in enumerate(strides)])
 
 
-def _product_of_row(eqn: Any, values: Sequence[Any], axes: Sequence[Sequence[int]]) -> Any:
+def _product_of_row(eqn: Equation, values: Sequence[Any], axes: Sequence[Sequence[int]]) -> Any:
     """Returns a matrix product of a row, which comes without its axis."""
     dimension_numbers = [
         tuple(

@@ -13,6 +13,7 @@ from typing import Any
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import reads
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.versions import Equation
 from jedbatch._ragged.axis_rules import ELEMENTWISE_OPERATIONS, REDUCTIONS, is_look_up, mixed_axes
 from jedbatch._ragged.phases import Phase
 
@@ -61,7 +62,7 @@ def find_tiles(phase: Phase) -> Axes:
     return {v: axes for v, axes in tiles.items() if axes}
 
 
-def _follow(eqn: Any, i: int, a: int) -> int | None:
+def _follow(eqn: Equation, i: int, a: int) -> int | None:
     """Returns the axis of the first result that axis a of operand i becomes, if it is known."""
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE_OPERATIONS or name == "custom_jvp_call":

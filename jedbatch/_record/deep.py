@@ -31,6 +31,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -111,7 +112,7 @@ def deeply(work: Callable[[], T]) -> T:
 
 def _worth_it(error: RecursionError) -> bool:
     """Returns whether what recursed too deep was mostly functions of Python, other than JAX's."""
-    frame: Any = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     depth = 0
     while frame is not None:
         depth, frame = depth + 1, frame.f_back

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import PyTreeDef
 
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell
@@ -215,7 +216,7 @@ class Watched:
 
     __slots__ = ("container", "keys", "leaves", "structure", "token")
 
-    def __init__(self, container: Any, leaves: list, structure: Any, token: Hashable):
+    def __init__(self, container: Any, leaves: list, structure: PyTreeDef, token: Hashable):
         self.container = container
         self.leaves = leaves
         self.structure = tree_key(structure)

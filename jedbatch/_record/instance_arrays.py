@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
@@ -196,7 +197,7 @@ def _dataclass_attributes(x: Any) -> list[str]:
     return [*names, *(name for name in attribute_names(x) if name not in names)]
 
 
-def _beside(x: Any, parts: list[Any], structure: Any) -> list[Hashable]:
+def _beside(x: Any, parts: list[Any], structure: PyTreeDef) -> list[Hashable]:
     """Attributes of a container of a pytree that are neither its parts nor what it carries.
 
     Raises `TypeError` if one of them may change.

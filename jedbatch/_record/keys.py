@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.symbolic_dims import symbols_in
-from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
+from jedbatch._jaxpr.versions import OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.closures import function_identity
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
@@ -83,7 +83,7 @@ class Keys:
             return function_identity(value, self.reached)
         return typed_or_same(value)
 
-    def jaxpr_key(self, jaxpr: Any) -> Hashable:
+    def jaxpr_key(self, jaxpr: OpenProgram) -> Hashable:
         """Equal for programs that are equal up to the names of their variables."""
         same = Same(jaxpr)
         key = self._jaxprs.get(same)
@@ -92,7 +92,7 @@ class Keys:
             key = self._jaxprs[same] = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
         return key
 
-    def _write(self, jaxpr: Any) -> Hashable:
+    def _write(self, jaxpr: OpenProgram) -> Hashable:
         """A jaxpr as nested tuples, variables numbered by first appearance."""
         inner = without_consts(jaxpr)
         numbers: dict[Any, int] = {}

@@ -29,7 +29,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,38 @@ from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
 
+class Columns(Protocol):
+    """Nodes of a minibatch, as lists."""
+
+    def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
+        """Returns (what `Recorder.written` has, outputs, ends)."""
+        ...
+
+
+class Grouping(Protocol):
+    """Merges nodes or takes them apart (see `_record.granularity`), as a recorder sees it."""
+
+    @property
+    def here(self) -> Callable[[], tuple[int, bool]] | None:
+        """Returns the call site of what is being recorded (see `Sites.here`)."""
+        ...
+
+    @property
+    def met(self) -> Callable[[Hashable, CallSpec, Callable], None] | None:
+        """Notes that a cell was called in a certain way."""
+        ...
+
+    def again(self) -> bool:
+        """Returns whether to record once more."""
+        ...
+
+    def group(
+        self, recorder: "Recorder", outputs: list[int], ends: list[tuple[int, ...]]
+    ) -> Columns:
+        """Returns the recorded nodes as other nodes."""
+        ...
+
+
 class Recorder(Trace):
     """Records instances, one after the other, into flat lists.
 
@@ -86,7 +118,7 @@ class Recorder(Trace):
 
     result: type[Value] = Value
 
-    def __init__(self, registry: Registry, caller: Any, grouping: Any = None):
+    def __init__(self, registry: Registry, caller: Any, grouping: Grouping | None = None):
         super().__init__()
         self.registry = registry
         self.caller = caller

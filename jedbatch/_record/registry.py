@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, Operation
@@ -30,6 +31,7 @@ from jedbatch._jaxpr.symbolic_dims import (
     symbols_in,
 )
 from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._jaxpr.versions import ClosedProgram, OpenProgram
 from jedbatch._record.cell import pause
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
@@ -74,7 +76,7 @@ class Registry:
       operations, operators: how operations and Python's operators on symbols were recorded.
     """
 
-    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: Any):
+    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef):
         self.structure = structure
         self.num_leaves = len(leaf_avals)
         self.node_types: list[NodeType] = []
@@ -215,7 +217,7 @@ class Registry:
         ]
         return ("like", self._number, key, shared, *numbered_types), tuple(numbers)
 
-    def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: Any) -> None:
+    def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: OpenProgram) -> None:
         """Calls like two that were traced need not be, if these differ in the names of symbols.
 
         The second one is traced to make sure: a static argument may hold an extent, too.
@@ -270,8 +272,8 @@ class Registry:
         """Returns whether everything that a call reads was found where changes are seen."""
         return call_spec.id not in self._unproven
 
-    def _is_proven(self, key: Hashable, jaxpr: Any) -> bool:
-        consts = {id(c) for c in jaxpr.consts if isinstance(c, jax.Array)}
+    def _is_proven(self, key: Hashable, closed: ClosedProgram) -> bool:
+        consts = {id(c) for c in closed.consts if isinstance(c, jax.Array)}
         stack = [key]
         while stack and consts:
             part = stack.pop()

@@ -20,7 +20,7 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._record.recorder import Recorder
+from jedbatch._record.recorder import Grouping, Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._support.restored import Restored, collector
 
@@ -33,7 +33,7 @@ def trace(
     instances: Sequence[Sequence[Any]],
     arrays: Sequence[Sequence[Any]],
     arrange: Callable,
-    grouping: Any = None,
+    grouping: Grouping | None = None,
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:

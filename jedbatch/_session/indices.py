@@ -17,6 +17,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.versions import Equation
 from jedbatch._program.lower import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._record.registry import Registry
@@ -56,7 +57,7 @@ def table_rows(node_type: NodeType) -> dict[int, int]:
     return {k: n for k, n in rows_by_index.items() if k not in ambiguous}
 
 
-def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
+def _next(eqn: Equation, read: Sequence[State | None]) -> State | None:
     """Returns the state after a step from an integer to an index; None for any other equation."""
     name, first = eqn.primitive.name, read[0]
     if name in SAME_VALUE_OPERATIONS:
@@ -77,7 +78,7 @@ def _next(eqn: Any, read: Sequence[State | None]) -> State | None:
     return None
 
 
-def _looked_up(eqn: Any, read: Sequence[State | None]) -> dict[int, int]:
+def _looked_up(eqn: Equation, read: Sequence[State | None]) -> dict[int, int]:
     """Rows of the table that an equation reads, by the operand that names the row."""
     shape = eqn.invars[0].aval.shape
     if eqn.primitive.name == "dynamic_slice":

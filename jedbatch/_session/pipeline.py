@@ -32,7 +32,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instance_arrays import is_array
-from jedbatch._schedule.policy import schedule
+from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
@@ -50,7 +50,7 @@ def make_plan(
     records: Sequence[Record],
     arrays: Sequence[Sequence[Any]],
     returned: Returned,
-    policy: Any,
+    policy: Policy,
     options: Options,
     *,
     gradient: bool,

@@ -2,9 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.core import ShapedArray
+from jax.tree_util import PyTreeDef
 
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
@@ -36,7 +36,7 @@ class Session:
     def empty(
         cls,
         avals: Sequence[ShapedArray],
-        structure: Any,
+        structure: PyTreeDef,
         options: Options,
         target: Target,
         environment: Environment | None = None,
