@@ -57,6 +57,7 @@ def case(request):
     return request.param, instances, params, expected
 
 
+@pytest.mark.slow
 def test_jedbatch_is_the_loop(case):
     name, instances, params, expected = case
     batched = jedbatch.batch(WORKLOADS[name].loss)

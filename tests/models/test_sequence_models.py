@@ -23,6 +23,7 @@ def words_of(sentences):
 # --- taggers ---
 
 
+@pytest.mark.slow
 def test_tagger():
     cells = tagger.flax_cells(6, 3, 4)
     check(tagger.scorer(cells), cells.init(jax.random.key(0)), SENTENCES, rtol=3e-5)

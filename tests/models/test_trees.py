@@ -5,7 +5,7 @@ import gzip
 import jax
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check, mostly_slow
+from cases.helpers import assert_close, check
 
 import jedbatch
 from jedbatch.data import (
@@ -105,7 +105,8 @@ def test_synthetic_treebank_is_shaped_like_a_real_one():
 # --- the model ---
 
 
-@pytest.mark.parametrize("make", mostly_slow([tree.flax_cells, tree.plain_cells], "plain_cells"))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [tree.flax_cells, tree.plain_cells])
 def test_tree_lstm(make):
     cells = make(20, 5, 6)
     params = cells.init(jax.random.key(0))

@@ -65,7 +65,7 @@ TRANSFORMED = {
 }
 
 
-FAST = ("forward", "linearize", "reverse over reverse", "twice a checkpoint")
+FAST = ("forward", "linearize", "reverse over reverse", "hessian")
 
 
 @pytest.mark.parametrize("name", mostly_slow(TRANSFORMED, *FAST))

@@ -84,6 +84,7 @@ def test_vjp_and_jacrev(case):
     assert_close(pull(value), pull_loop(expected), 1e-5)
 
 
+@pytest.mark.slow
 def test_hessian(case):
     """Forward over reverse, and reverse over reverse."""
     fn, params, instances, batched = case

@@ -216,7 +216,7 @@ NAMES = [m.__name__ for m in MODELS]
 NAMES[6] = "many_children_cell"
 
 
-FAST = [("raw_tree", "auto"), ("helpers_everywhere", "op"), ("many_children", "auto")]
+FAST = [("raw_tree", "auto"), ("helpers_everywhere", "op")]
 CASES = [
     pytest.param(make, mode, marks=[] if (name, mode) in FAST else pytest.mark.slow)
     for make, name in zip(MODELS, NAMES, strict=True)

@@ -27,8 +27,8 @@ def each_way(**functions):
     """The functions as cells and as they are: two tests each."""
     ways = {"cell": lambda f: cell(f), "operations": lambda f: f}
     cases = [
-        pytest.param(make, f, marks=[] if way == "cell" else pytest.mark.slow)
-        for f in functions.values()
+        pytest.param(make, f, marks=[] if (k, way) == (0, "cell") else pytest.mark.slow)
+        for k, f in enumerate(functions.values())
         for way, make in ways.items()
     ]
     names = [f"{name}-{way}" for name in functions for way in ways]
@@ -77,6 +77,7 @@ def test_floats_of_instances():
 # --- wrong gradients ---
 
 
+@pytest.mark.slow
 @each_way(score=lambda w, h, i: -jax.nn.log_softmax(w @ h)[i])
 def test_cross_entropies_of_different_sizes(way, f):
     """DyNet #584, #622: scores are single numbers, and were put together by that."""
@@ -206,6 +207,7 @@ def test_lookups_are_one_batch():
     assert len(lookups) == len(set(lookups))
 
 
+@pytest.mark.slow
 @each_way(drop=lambda key, h: jnp.where(jax.random.bernoulli(key, 0.5, h.shape), 2 * h, 0))
 def test_dropout_is_batched(way, f):
     """DyNet #1330: a node with random numbers of its own could not be batched."""
@@ -227,6 +229,7 @@ def test_dropout_is_batched(way, f):
 # --- reading values ---
 
 
+@pytest.mark.slow
 def test_reading_a_value_does_not_end_batching():
     """DyNet #1407 and #719: a parser that looks at its values ran node by node."""
     fn, params, instances = values.shift_reduce(40, seed=2)
