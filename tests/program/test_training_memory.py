@@ -1,6 +1,6 @@
 """Memory of training: rows of cotangents that are used again, and nothing stored twice."""
 
-import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -144,8 +144,7 @@ def test_a_row_that_is_alive_twice_is_found(sharing):
     plan, _, _ = sent(lstm, chains(4, 8))
     reverse = plan.static.reverse
     names = list(kernels(plan))
-    spoiled = copy.copy(plan)
-    spoiled.reverse_table = plan.reverse_table.copy()
+    spoiled = dataclasses.replace(plan, reverse_table=plan.reverse_table.copy())
     rows = reverse.form.view(spoiled.reverse_table, "sent", names.index("gated"))
     rows[0] = rows[1]  # h and c of a step in the same rows
     with pytest.raises(AssertionError):
