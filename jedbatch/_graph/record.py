@@ -1,8 +1,7 @@
 """`Record`: what recording an instance gave."""
 
 from dataclasses import dataclass
-
-from jax.tree_util import PyTreeDef
+from typing import Any
 
 from jedbatch._graph.graph import Graph
 
@@ -19,5 +18,5 @@ class Record:
 
     whole: Graph
     index: int
-    structure: PyTreeDef
+    structure: Any
     types: tuple[tuple, ...]
