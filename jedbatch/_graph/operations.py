@@ -32,13 +32,19 @@ class PrimitiveKey:
     Attributes:
       written: the primitive and what its parameters are told apart by.
       is_ragged: whether they name extents that differ from instance to instance.
+      numbers: in the bodies of an operation (see `_jaxpr.numbers`).
+      skeleton: as `written`, without the values of numbers.
     """
 
-    __slots__ = ("is_ragged", "written")
+    __slots__ = ("is_ragged", "numbers", "skeleton", "written")
 
-    def __init__(self, written: Hashable, is_ragged: bool):
+    def __init__(
+        self, written: Hashable, is_ragged: bool, numbers: tuple = (), skeleton: Hashable = None
+    ):
         self.written = written
         self.is_ragged = is_ragged
+        self.numbers = numbers
+        self.skeleton = skeleton
 
 
 class CallSpec:

@@ -9,12 +9,13 @@ Read in this order:
 2. `versions`: Differences between versions of JAX: 0.10, 0.11 and 0.12.
 3. `interpret`: Handling programs of JAX equation by equation, with public names only.
 4. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-5. `storage`: Storage of values: each is a row of an array that holds values of one shape and
+5. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
+6. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
-6. `identity`: Identity of values: the keys of everything that is remembered.
-7. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
-8. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+7. `identity`: Identity of values: the keys of everything that is remembered.
+8. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
+9. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-9. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-10. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+10. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+11. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
 """

@@ -18,7 +18,7 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from jax.core import Tracer
 
 from jedbatch._graph.prune import cut_apart, without_unread
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._record.cell import Cell, pause, recording
@@ -213,10 +214,12 @@ class LazyRecorder(Recorder):
 
     # --- operations ---
 
-    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> Any:
+    def cell_call_spec(
+        self, cell: Cell, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+    ) -> Any:
         """Returns how to record a call of a cell."""
         self._reader = cell.name
-        return super().cell_call_spec(cell, args, static)
+        return super().cell_call_spec(cell, args, static, lifted)
 
     def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
         for x in args:

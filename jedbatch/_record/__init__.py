@@ -13,20 +13,22 @@ Read in this order:
    libraries.
 7. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-8. `shared_values`: Values that do not depend on the instance, and how they are computed before
+8. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+9. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-9. `registry`: Types, shared values and calls seen while recording, interned.
-10. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-11. `operators`: Indexing symbols, and Python's operators on them.
-12. `fast_path`: Recording calls of cells the second time: by a short description of their
+10. `registry`: Types, shared values and calls seen while recording, interned.
+11. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+12. `operators`: Indexing symbols, and Python's operators on them.
+13. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-13. `recorder`: A recorder of what a function does to symbolic values.
-14. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-15. `deep`: Recursion deeper than Python's limit.
-16. `trace`: Recording a minibatch: every instance of it as a graph.
-17. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+14. `slow_path`: Recording calls of cells the first time, and those without a short description.
+15. `recorder`: A recorder of what a function does to symbolic values.
+16. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+17. `deep`: Recursion deeper than Python's limit.
+18. `trace`: Recording a minibatch: every instance of it as a graph.
+19. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-18. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-19. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
+20. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+21. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
    become one node.
 """

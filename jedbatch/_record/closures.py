@@ -9,7 +9,7 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -112,14 +112,25 @@ def _identity(
     return typed_or_same(value)
 
 
-def with_free_values(fn: Any, captured: Iterator[Any]) -> Any:
-    """The function with the tracers it closes over replaced, in order."""
-    if not any(isinstance(x, Tracer) for x in free_values(fn)):
+def with_free_values(fn: Any, values: Mapping[int, Any]) -> Any:
+    """The function with some of the values it closes over replaced, by position."""
+    if not values:
         return fn
+    assigned = iter(range(len(fn.__closure__)))
     cells = tuple(
-        types.CellType(next(captured)) if isinstance(c.cell_contents, Tracer) else c
+        types.CellType(values[k]) if _is_assigned(c) and (k := next(assigned)) in values else c
         for c in fn.__closure__
     )
     copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
+
+
+def _is_assigned(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name not assigned yet
+        return False
+
+
+NUMBER = object()  # stands for a number that a function takes as an operand

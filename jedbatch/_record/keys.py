@@ -5,28 +5,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
+from jedbatch._jaxpr.numbers import (
+    BODIES,
+    Number,
+    bodies_of,
+    is_literal,
+    is_number,
+    numbers_of,
+    reads_numbers,
+)
 from jedbatch._jaxpr.symbolic_dims import symbols_in
 from jedbatch._jaxpr.versions import OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.closures import function_identity
-from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
 
 MANY_JAXPRS = 1024  # programs known by identity
-MANY_ELEMENTS = 4096  # of a constant, before it is told apart by identity
-
-
-def _const_key(const: Any) -> Hashable:
-    """A constant by what is in it, if it is small; nobody can change it (see `owned`)."""
-    if not is_array(const) or isinstance(const, Tracer) or const.size > MANY_ELEMENTS:
-        return Same(const)
-    if jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended):  # random keys
-        return Same(const)
-    return "const", str(jax.typeof(const)), np.asarray(const).tobytes()
 
 
 class Keys:
@@ -39,7 +36,7 @@ class Keys:
     def __init__(self) -> None:
         self.reached: Mapping[int, Hashable] = {}
         self._ids: dict[Hashable, Any] = {}
-        self._jaxprs: dict[Hashable, Hashable] = Memory(MANY_JAXPRS)
+        self._jaxprs: dict[Hashable, tuple[Hashable, tuple[Number, ...]]] = Memory(MANY_JAXPRS)
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
 
     def __len__(self) -> int:
@@ -57,14 +54,31 @@ class Keys:
             entry = self._by_identity.get(same)
             if entry is not None:
                 return entry[0]
-        content = primitive, self.params_key(params)
+        skeleton, numbers = self._without_numbers(primitive, params)
+        content = (*skeleton, *(x.key for x in numbers)) if numbers else skeleton
         key = self._ids.get(("primitive", content))
         if key is None:
             is_ragged = bool(symbols_in(params))
-            key = self._ids["primitive", content] = PrimitiveKey(content, is_ragged)
+            key = PrimitiveKey(content, is_ragged, numbers, skeleton)
+            self._ids["primitive", content] = key
         if same is not None:
             self._by_identity[same] = key, params  # ids are good while this is alive
         return key
+
+    def _without_numbers(self, primitive: Any, params: dict[str, Any]) -> tuple[tuple, tuple]:
+        """(a primitive and its parameters without the numbers in its bodies, these numbers)."""
+        bodies = bodies_of(primitive.name, params)
+        if not bodies:
+            return (primitive, self.params_key(params)), ()
+        names = BODIES[primitive.name]
+        others = {name: value for name, value in params.items() if name not in names}
+        parts: list[Hashable] = [primitive, self.params_key(others)]
+        numbers: list[Number] = []
+        for body in bodies:
+            skeleton, inside = self._skeleton(body)
+            parts.append(skeleton)
+            numbers += inside
+        return tuple(parts), tuple(numbers)
 
     def params_key(self, value: Any) -> Hashable:
         """The parameters of a primitive as something hashable; unequal if in doubt."""
@@ -85,26 +99,38 @@ class Keys:
 
     def jaxpr_key(self, jaxpr: OpenProgram) -> Hashable:
         """Equal for programs that are equal up to the names of their variables."""
-        same = Same(jaxpr)
-        key = self._jaxprs.get(same)
-        if key is None:
-            content = ("written", self._write(jaxpr))
-            key = self._jaxprs[same] = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
-        return key
+        skeleton, numbers = self._skeleton(jaxpr)
+        return (skeleton, *(x.key for x in numbers)) if numbers else skeleton
 
-    def _write(self, jaxpr: OpenProgram) -> Hashable:
-        """A jaxpr as nested tuples, variables numbered by first appearance."""
-        inner = without_consts(jaxpr)
-        numbers: dict[Any, int] = {}
+    def _skeleton(self, program: OpenProgram) -> tuple[Hashable, tuple[Number, ...]]:
+        """(a program without its numbers, its numbers)."""
+        same = Same(program)
+        entry = self._jaxprs.get(same)
+        if entry is None:
+            content = ("written", self._write(program))
+            key = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
+            entry = self._jaxprs[same] = key, tuple(numbers_of(program))
+        return entry
 
-        def atom(x: Any) -> Hashable:
+    def _write(self, program: OpenProgram) -> Hashable:
+        """A program as nested tuples, variables numbered by first appearance."""
+        inner = without_consts(program)
+        names: dict[Any, int] = {}
+
+        def atom(x: Any, reads_numbers: bool = True) -> Hashable:
             if isinstance(x, Literal):
-                return "literal", np.asarray(x.val).tobytes(), str(x.aval)
-            return numbers.setdefault(x, len(numbers)), str(x.aval)
+                value = b"" if reads_numbers and is_literal(x) else np.asarray(x.val).tobytes()
+                return "literal", value, str(x.aval)
+            return names.setdefault(x, len(names)), str(x.aval)
 
-        parts: list[Hashable] = [_const_key(c) for c in consts_of(jaxpr)]
+        parts: list[Hashable] = [
+            ("number", str(jax.typeof(c))) if is_number(c) else Same(c) for c in consts_of(program)
+        ]
         parts += map(atom, (*inner.constvars, *inner.invars))
         for eqn in inner.eqns:
-            parts += eqn.primitive, self.params_key(eqn.params)
-            parts += map(atom, (*eqn.invars, *eqn.outvars))
+            skeleton, _ = self._without_numbers(eqn.primitive, eqn.params)
+            parts += skeleton
+            are_numbers = reads_numbers(eqn)
+            parts += [atom(x, are_numbers) for x in eqn.invars]
+            parts += map(atom, eqn.outvars)
         return (*parts, *map(atom, inner.outvars))

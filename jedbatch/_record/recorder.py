@@ -28,7 +28,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -38,21 +38,22 @@ from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch import checks
-from jedbatch._jaxpr.identity import Same, tree_key, typed_or_same
+from jedbatch._graph.operations import PrimitiveKey
+from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.cell import Cell, pause, spelled, static_options
-from jedbatch._record.closures import free_values, function_identity, with_free_values
-from jedbatch._record.fast_path import Watched, describe_call, fast_path, reference_widths
+from jedbatch._jaxpr.numbers import Number
+from jedbatch._jaxpr.symbolic_dims import as_number, is_ragged
+from jedbatch._record.cell import Cell, pause
+from jedbatch._record.closures import function_identity
+from jedbatch._record.fast_path import Watched, describe_call, fast_path
 from jedbatch._record.instance_arrays import (
     array_type,
-    flatten,
     is_array,
     owned_arrays,
     parts_of,
     replace_arrays,
 )
-from jedbatch._record.instance_key import is_constant
+from jedbatch._record.lifting import with_operands
 from jedbatch._record.operators import (
     index_shared,
     index_value,
@@ -61,6 +62,7 @@ from jedbatch._record.operators import (
     remember_operation,
 )
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
+from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
 
@@ -185,6 +187,11 @@ class Recorder(Trace):
         self.caching = True
         self.turn_to(instance)
         return self.symbolic(instance, arrays, types)
+
+    @property
+    def computed(self) -> Collection[int]:
+        """Ids of the arrays that were computed from numbers and constants."""
+        return self._made.keys()
 
     def turn_to(self, instance: Any) -> None:
         """Records into an instance from now on, begun now or before."""
@@ -347,93 +354,16 @@ class Recorder(Trace):
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Records a call of a cell: any pytrees of anything."""
-        recorded = self.cell_call_spec(cell, args, static)
-        if recorded is None:  # inside another transformation: not ours to record
-            return cell.fn(*args, **static)
-        call_spec, references = recorded
-        way = self.description(cell, args, static)
-        if way is not None and self.registry.is_proven(call_spec):
-            self.registry.remember(
-                way,
-                call_spec,
-                reference_widths(self, args),
-                keep=[c.cell_contents for c in cell.closure],
-            )
-        self.references += references
-        return self.record(call_spec)
+        return slow_path(self, cell, args, static)
 
-    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> tuple[CallSpec, list] | None:
-        """(how to record a call of a cell, its references); None if it is not ours to record."""
-        fn = cell.fn
-        options = static_options(cell, static)
-        captured = [x for x in free_values(fn) if isinstance(x, Tracer)]
-        leaves, tree = flatten((args, captured), f"an argument of cell `{cell.name}`")
-        leaves = [as_number(leaf) for leaf in leaves]
-        if self._foreign(leaves):
-            return None
-        slots: list[Hashable] = []
-        operands: list[Value] = []
-        shared: list[int] = []
-        fixed: list[Any] = []
-        for leaf in leaves:
-            if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
-                symbol = self.symbol(leaf)
-                if isinstance(symbol, Value):
-                    slots.append("value")
-                    operands.append(symbol)
-                else:
-                    slots.append("shared")
-                    shared.append(symbol.index)
-                continue
-            if not is_constant(leaf):
-                raise TypeError(
-                    f"cell `{cell.name}` got {checks.shown(leaf)} as a "
-                    "positional argument; expected arrays, numbers or pytrees of them. Pass it "
-                    "by keyword if it is hashable, or close over it."
-                )
-            slots.append(("fixed", typed_or_same(leaf)))
-            fixed.append(leaf)
-        identity = function_identity(fn, self.registry.reached)
-        if hasattr(fn, "__code__"):
-            self.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+    def cell_call_spec(
+        self, cell: Cell, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+    ) -> tuple[CallSpec, list] | None:
+        """(how to record a call of a cell, its references); None if it is not ours to record.
 
-        def call(shared_values, operand_values):
-            sources = {"shared": iter(shared_values), "value": iter(operand_values)}
-            constants = iter(fixed)
-            filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
-            args, captured = jax.tree.unflatten(tree, filled)
-            return with_free_values(fn, iter(captured))(*args, **static)
-
-        key = ("cell", identity, options, tree_key(tree), tuple(slots))
-        kinds = tuple(v.type for v in operands)
-        try:
-            call_spec = self.registry.call_spec(
-                cell.name,
-                key,
-                call,
-                tuple(shared),
-                kinds,
-                user_code=True,
-                static=spelled(static),
-            )
-        except jax.errors.ConcretizationTypeError as error:
-            error.add_note(
-                f"This happened inside cell `{cell.name}`, whose positional arguments are "
-                "values, Python numbers too. If Python must decide on one, pass it by keyword: "
-                "keyword arguments are static."
-            )
-            raise
-        self.caching &= self.registry.is_proven(call_spec)
-        if self.grouping is not None and self.grouping.met is not None:
-            self.grouping.met((identity, options, *shared), call_spec, call)
-        return call_spec, [v.index for v in operands]
-
-    def _foreign(self, leaves: Sequence[Any]) -> bool:
-        """True if a leaf belongs to a transformation that is running inside the function."""
-        if not any(isinstance(x, Tracer) and x._trace is not self for x in leaves):
-            return False
-        with take_current_trace() as current:
-            return current is not self
+        See `_record.slow_path`.
+        """
+        return cell_call_spec(self, cell, args, static, lifted or {})
 
     # --- jit-ted functions and other primitives ---
 
@@ -443,7 +373,13 @@ class Recorder(Trace):
 
     def process_primitive(self, primitive, tracers, params, /):
         key = self.registry.keys.primitive_key(primitive, params)
-        recorded = known_operation(self, key, tracers)
+        lifted = self._lifted(key, tracers) if key.numbers else ()
+        operation: Hashable = key
+        if lifted:
+            constant = (x.key for k, x in enumerate(key.numbers) if k not in lifted)
+            operation = (key.skeleton, lifted, *constant)
+            tracers = [*(self.number(key.numbers[k]) for k in lifted), *tracers]
+        recorded = known_operation(self, operation, tracers)
         if recorded is not None:
             out = self.record(recorded)
             return out if primitive.multiple_results else out[0]
@@ -454,10 +390,32 @@ class Recorder(Trace):
 
         name = params["name"] if primitive.name == "jit" else primitive.name
         before = len(self.input_group), len(self.call_specs)
-        out = self._operation(name, key.written, call, tracers, is_ragged=key.is_ragged)
+        out = self._operation(
+            name,
+            operation if lifted else key.written,
+            with_operands(call, lifted) if lifted else call,
+            tracers,
+            is_ragged=key.is_ragged,
+        )
         if before == (len(self.input_group), len(self.call_specs) - 1):
-            remember_operation(self, key, tracers)
+            remember_operation(self, operation, tracers)
         return out if primitive.multiple_results else out[0]
+
+    def _lifted(self, key: PrimitiveKey, args: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of the numbers in the bodies of an operation that are operands.
+
+        None are where nothing is symbolic, or where an extent differs from instance to instance.
+        """
+        symbols = [x for x in args if isinstance(x, Symbol)]
+        if not symbols or key.is_ragged or any(is_ragged(x.aval.shape) for x in symbols):
+            return ()
+        return self.registry.lifting.lifted(key.skeleton, key.numbers)
+
+    def number(self, number: Number) -> Value:
+        """A number in the body of an operation as an input of the instance."""
+        value = number.value
+        kind = self.registry.value_type(value.shape, value.dtype, number.weak)
+        return Value(self, self.new_input(self.registry.group("value", kind), value), kind)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
         def call(*values):

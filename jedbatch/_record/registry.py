@@ -37,11 +37,12 @@ from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
+from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
-# Numbers that an operation on shared values meets, or repetitions, that are constants.
+# Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
 MANY_VARIANTS = 32  # variants of one cell, or closed-over arrays, before we warn
 
@@ -70,6 +71,7 @@ class Registry:
       calls: call specs by the description of a call, a tree of dictionaries (see `Recorder`).
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
+      lifting: which numbers that operations hold are operands.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
       keys: what operations are told apart by.
@@ -109,6 +111,7 @@ class Registry:
         self._number = 0
         self._unproven: set[int] = set()
         self.num_varying = 0
+        self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
 

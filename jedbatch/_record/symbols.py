@@ -5,13 +5,14 @@ Their recorder knows which instance they belong to and records operations on the
 
 import operator
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.operations import CallSpec
+from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._record.registry import Registry
 from jedbatch.errors import SymbolicValueError
@@ -26,6 +27,8 @@ class RecorderLike(Protocol):
     registry: Registry
     active: bool
     locates: bool
+    caching: bool
+    grouping: Any
     call_specs: list[int]
     references: list[int]
     num_values: int
@@ -45,7 +48,14 @@ class RecorderLike(Protocol):
 
     def is_valid(self) -> bool: ...
 
+    @property
+    def computed(self) -> Collection[int]: ...
+
+    def symbol(self, x: Any) -> Any: ...
+
     def input(self, x: Any) -> "Value": ...
+
+    def number(self, number: Number) -> "Value": ...
 
     def new_input(self, group: int, value: Any) -> int: ...
 
@@ -59,6 +69,12 @@ class RecorderLike(Protocol):
         shared: tuple[int, ...],
         operands: Sequence["Value"],
     ) -> Any: ...
+
+    def cell_call_spec(
+        self, cell: Any, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+    ) -> tuple[CallSpec, list] | None: ...
+
+    def description(self, cell: Any, args: tuple, static: dict) -> list[Hashable] | None: ...
 
     def record(self, call_spec: CallSpec) -> Any: ...
 

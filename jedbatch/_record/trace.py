@@ -58,11 +58,13 @@ def trace(
         _record, fn, registry, instances, arrays, arrange, grouping, read, types
     )
     while True:
-        num_varying = registry.num_varying
+        num_varying, num_lifted = registry.num_varying, registry.lifting.num_lifted
         recorder, outputs, forms, caching, ends = deeply(record)
         # Whoever looks for what recurs must not see the same thing recorded in two ways.
         news = grouping is not None and grouping.again()
-        if grouping is None or not (news or registry.num_varying != num_varying):
+        if grouping is not None and registry.num_varying != num_varying:
+            news = True
+        if not news and registry.lifting.num_lifted == num_lifted:
             break
     columns = recorder.written
     if grouping is not None:

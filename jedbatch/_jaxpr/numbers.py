@@ -1,0 +1,214 @@
+"""Numbers in the bodies of loops, branches and calls, as operands.
+
+A body that reads a number of the instance, as in `lax.scan(lambda c, _: (c * rate, None), x)`,
+holds it as a literal of its program, or as a constant if it is an array. Programs that differ in
+such numbers only can be one program that takes them as operands. Parameters of operations with
+bodies differ between versions of JAX, so these are traced again with the public functions that
+make them.
+
+Numbers are counted in one order: of a program its constants; of each of its equations the literals
+it reads and then the numbers of its bodies; at last the literals among the results.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from jedbatch._jaxpr.interpret import has_gradient, inner_programs, run_equation, value_of
+from jedbatch._jaxpr.versions import consts_of, scan_parts, without_consts
+
+MAX_ELEMENTS = 4096  # of a constant that may become an operand
+
+# Operations with bodies that can be traced again, and the names of their bodies.
+BODIES: Mapping[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),  # its name in JAX 0.10
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
+
+
+class Number(NamedTuple):
+    """A number in the body of an operation.
+
+    Attributes:
+      value: the number, or a small array.
+      weak: whether its dtype gives way to that of others.
+    """
+
+    value: np.ndarray
+    weak: bool
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal numbers of one type."""
+        return self.value.tobytes()
+
+
+def bodies_of(name: str, params: Mapping[str, Any]) -> list[Any]:
+    """Returns the programs in which an operation may hold numbers, in order."""
+    if params.get("differentiated"):  # the second half of a `jax.checkpoint`
+        return []
+    bodies: list[Any] = []
+    for param in BODIES.get(name, ()):
+        value = params[param]
+        bodies += value if isinstance(value, tuple | list) else [value]
+    return bodies
+
+
+def is_number(const: Any) -> bool:
+    """True of constants of a program that may become operands: arrays that are small."""
+    if isinstance(const, Tracer) or not isinstance(const, np.ndarray | np.generic | jax.Array):
+        return False
+    return const.size <= MAX_ELEMENTS and _is_plain(const.dtype)
+
+
+def _is_plain(dtype: Any) -> bool:
+    """True of booleans and numbers; False of random keys and of the zeros of integers."""
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
+
+
+def reads_numbers(eqn: Any) -> bool:
+    """Whether literals that an equation reads may become operands: not if it has other bodies."""
+    return eqn.primitive.name in BODIES or not inner_programs(eqn)
+
+
+def is_literal(atom: Any) -> bool:
+    """True of literals that may become operands."""
+    if not isinstance(atom, Literal):
+        return False
+    aval: Any = atom.aval
+    return not aval.shape and _is_plain(aval.dtype)
+
+
+def numbers_of(program: Any) -> Iterator[Number]:
+    """Yields the numbers of a program, in order."""
+    for const in consts_of(program):
+        if is_number(const):
+            yield Number(np.asarray(const), bool(jax.typeof(const).weak_type))
+    jaxpr = without_consts(program)
+    for eqn in jaxpr.eqns:
+        if reads_numbers(eqn):
+            yield from map(_number, filter(is_literal, eqn.invars))
+        for body in bodies_of(eqn.primitive.name, eqn.params):
+            yield from numbers_of(body)
+    yield from map(_number, filter(is_literal, jaxpr.outvars))
+
+
+def _number(literal: Literal) -> Number:
+    aval: Any = literal.aval
+    return Number(np.asarray(literal.val, aval.dtype), bool(aval.weak_type))
+
+
+def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a program of one equation, some of whose numbers are replaced.
+
+    Args:
+      program: the program; it has no constants, and its equation reads no literals.
+      numbers: values for numbers, by position among the numbers of its bodies.
+      args: the arguments.
+    """
+    constant = {
+        k: jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x for k, x in numbers.items()
+    }
+    return _run(constant, program, 0, *args)
+
+
+def _run(numbers: Mapping[int, Any], program: Any, position: int, *args: Any) -> list[Any]:
+    """Runs a program whose first number has this position."""
+
+    def next_number(value: Any) -> Any:
+        nonlocal position
+        position += 1
+        return numbers.get(position - 1, value)
+
+    jaxpr = without_consts(program)
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    for var, const in zip(jaxpr.constvars, consts_of(program), strict=True):
+        env[var] = next_number(const) if is_number(const) else const
+    for eqn in jaxpr.eqns:
+        first = position
+        literals = reads_numbers(eqn)
+        values = [
+            next_number(x.val) if literals and is_literal(x) else value_of(x, env)
+            for x in eqn.invars
+        ]
+        starts = []
+        for body in bodies_of(eqn.primitive.name, eqn.params):
+            starts.append(position)
+            position += sum(1 for _ in numbers_of(body))
+        if starts and any(starts[0] <= k < position for k in numbers):
+            bodies = bodies_of(eqn.primitive.name, eqn.params)
+            functions = [
+                functools.partial(_run, numbers, body, start)
+                for body, start in zip(bodies, starts, strict=True)
+            ]
+            results = _CALLS[eqn.primitive.name](eqn, functions, values)
+        elif any(first <= k < position for k in numbers):
+            out = eqn.primitive.bind(*values, **eqn.params)
+            results = out if eqn.primitive.multiple_results else [out]
+        else:
+            results = run_equation(jaxpr, eqn, values)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [next_number(x.val) if is_literal(x) else value_of(x, env) for x in jaxpr.outvars]
+
+
+Run = Callable[..., list[Any]]
+
+
+def _jit(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+    return bodies[0](*values)
+
+
+def _checkpoint(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
+
+
+def _scan(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+    num_consts, num_carried = scan_parts(eqn)
+    first_scanned = num_consts + num_carried
+
+    def body(carried: list[Any], scanned: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = bodies[0](*values[:num_consts], *carried, *scanned)
+        return out[:num_carried], out[num_carried:]
+
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carried, scanned = list(values[num_consts:first_scanned]), list(values[first_scanned:])
+    return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
+
+
+def _while(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+    num_carried = len(eqn.outvars)
+    num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
+    first = len(values) - num_carried
+    condition = functools.partial(bodies[0], *values[:num_read])
+    body = functools.partial(bodies[1], *values[num_read:first])
+    return list(
+        jax.lax.while_loop(
+            lambda carried: condition(*carried)[0],
+            lambda carried: body(*carried),
+            list(values[first:]),
+        )
+    )
+
+
+def _cond(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+    return list(jax.lax.switch(values[0], bodies, *values[1:]))
+
+
+_CALLS: Mapping[str, Callable[..., list[Any]]] = {
+    "jit": _jit,
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,138 @@
+"""Numbers of instances in the bodies and closures of operations, as operands.
+
+An operation that holds another number for every instance would be another type for every instance:
+a loop whose body reads a Python float, or a cell that closes over one. As long as few sets of such
+numbers have been met they are constants, which XLA computes with best; then those that differ
+become operands.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
+from jedbatch._record.closures import NUMBER, free_values, function_identity, with_free_values
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._support.caches import Memory
+
+MAX_OPERATIONS = 10_000  # of which numbers are kept
+
+
+class NumbersMet:
+    """The numbers that one operation held.
+
+    Attributes:
+      first: those of the first call.
+      varying: positions of those that differed, once there were more than a few sets of them.
+      fixed: positions of those that are part of the type however many there are.
+    """
+
+    def __init__(self, first: tuple[Number, ...]):
+        self.first = first
+        self.varying: tuple[int, ...] = ()
+        self.fixed: frozenset[int] = frozenset()
+        self._sets: set[tuple[bytes, ...]] = set()
+
+    def add(self, numbers: tuple[Number, ...], max_constant: int) -> None:
+        """Compares the numbers of another call with those that were met."""
+        keys = tuple([x.key for x in numbers])
+        if not self.varying and not self.fixed:
+            self._sets.add(keys)
+            if len(self._sets) <= max_constant:
+                return
+        differ = {
+            k
+            for other in (keys, *self._sets)
+            for k, (a, b) in enumerate(zip(other, self.first, strict=True))
+            if a != b.key
+        }
+        if not differ.issubset({*self.varying, *self.fixed}):
+            self.varying = tuple(sorted(differ.union(self.varying) - self.fixed))
+        self._sets.clear()
+
+
+class Lifting:
+    """Which numbers that operations hold are operands.
+
+    Attributes:
+      max_constant: sets of numbers of one operation that are constants.
+      num_lifted: numbers that turned out to be operands.
+    """
+
+    def __init__(self, max_constant: int):
+        self.max_constant = max_constant
+        self.num_lifted = 0
+        self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
+
+    def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
+        """Returns the numbers of an operation that are operands, by position.
+
+        Args:
+          skeleton: the operation without its numbers.
+          numbers: all of them.
+        """
+        met = self._met.setdefault(skeleton, NumbersMet(numbers))
+        before = len(met.varying)
+        met.add(numbers, self.max_constant)
+        self.num_lifted += len(met.varying) - before
+        return met.varying
+
+    def fix(self, skeleton: Hashable) -> None:
+        """Makes the operands of an operation part of its type: integers first, then all of them.
+
+        For numbers that Python must know, such as lengths.
+        """
+        met = self._met[skeleton]
+        integers = [k for k in met.varying if met.first[k].value.dtype.kind in "iu"]
+        met.fixed = met.fixed.union(integers or met.varying)
+        met.varying = tuple([k for k in met.varying if k not in met.fixed])
+
+    def of_closure(
+        self, fn: Callable, reached: Mapping[int, Hashable], computed: Collection[int]
+    ) -> tuple[Hashable, dict[int, Number]]:
+        """Returns a function without the numbers it closes over, and those that are operands.
+
+        Args:
+          fn: the function.
+          reached: names of arrays by which they are known, by their ids.
+          computed: ids of arrays that were computed from numbers while recording.
+
+        Returns:
+          What `fix` knows the function by, and numbers by position among `free_values`.
+        """
+        numbers = {
+            k: number
+            for k, x in enumerate(free_values(fn))
+            if (number := _number_of(x, computed)) is not None
+        }
+        if not numbers:
+            return None, {}
+        without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
+        types = tuple((x.value.shape, x.value.dtype, x.weak) for x in numbers.values())
+        skeleton = ("closure", function_identity(without, reached), types)
+        lifted = self.lifted(skeleton, tuple(numbers.values()))
+        positions = list(numbers)
+        return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
+
+
+def _number_of(x: Any, computed: Collection[int]) -> Number | None:
+    """Returns a number or small array that a function closes over; None of anything else."""
+    if type(x) not in (int, float, complex) and not is_number(x):
+        return None
+    if isinstance(x, jax.Array) and id(x) not in computed:
+        return None
+    shape, dtype, weak = array_type(x)
+    return Number(np.asarray(x, dtype).reshape(shape), weak)
+
+
+def with_operands(call: Callable, lifted: Sequence[int]) -> Callable:
+    """The operation that takes some numbers in its bodies as leading operands, by position."""
+
+    def with_numbers_first(*values: Any) -> list[Any]:
+        numbers, args = values[: len(lifted)], values[len(lifted) :]
+        program = jax.make_jaxpr(call)(*map(jax.typeof, args))
+        return with_numbers(program, dict(zip(lifted, numbers, strict=True)), args)
+
+    return with_numbers_first

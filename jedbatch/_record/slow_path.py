@@ -1,0 +1,153 @@
+"""Recording calls of cells the first time, and those without a short description.
+
+The arguments of a call are flattened. Arrays and numbers are operands, whether they are symbolic or
+not, and so are symbolic values that the function closes over directly, and numbers it closes over
+that differ from call to call (see `lifting`). Everything else is part of the type.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import take_current_trace
+
+from jedbatch import checks
+from jedbatch._graph.operations import CallSpec
+from jedbatch._jaxpr.identity import tree_key, typed_or_same
+from jedbatch._jaxpr.numbers import Number
+from jedbatch._jaxpr.symbolic_dims import as_number
+from jedbatch._record.cell import Cell, spelled, static_options
+from jedbatch._record.closures import (
+    NUMBER,
+    free_values,
+    function_identity,
+    with_free_values,
+)
+from jedbatch._record.fast_path import reference_widths
+from jedbatch._record.instance_arrays import flatten, is_array
+from jedbatch._record.instance_key import is_constant
+from jedbatch._record.registry import NUMBER_TYPES
+from jedbatch._record.symbols import RecorderLike, Value
+
+
+def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> Any:
+    """Records a call of a cell: any pytrees of anything."""
+    registry = recorder.registry
+    while True:
+        skeleton, lifted = registry.lifting.of_closure(cell.fn, registry.reached, recorder.computed)
+        try:
+            recorded = recorder.cell_call_spec(cell, args, static, lifted)
+            break
+        except Exception:
+            if not lifted:
+                raise
+            registry.lifting.fix(skeleton)  # perhaps Python reads a number
+    if recorded is None:  # inside another transformation: not ours to record
+        return cell.fn(*args, **static)
+    call_spec, references = recorded
+    way = None if lifted else recorder.description(cell, args, static)
+    if way is not None and recorder.registry.is_proven(call_spec):
+        recorder.registry.remember(
+            way,
+            call_spec,
+            reference_widths(recorder, args),
+            keep=[c.cell_contents for c in cell.closure],
+        )
+    recorder.references += references
+    return recorder.record(call_spec)
+
+
+def cell_call_spec(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Mapping[int, Number],
+) -> tuple[CallSpec, list] | None:
+    """(how to record a call of a cell, its references); None if it is not ours to record.
+
+    Args:
+      recorder: the recorder.
+      cell: the cell.
+      args: its positional arguments.
+      static: its keyword arguments.
+      lifted: numbers it closes over that are operands, by position among `free_values`.
+    """
+    fn = cell.fn
+    options = static_options(cell, static)
+    captured = {k: x for k, x in enumerate(free_values(fn)) if isinstance(x, Tracer)}
+    numbers = {k: recorder.number(x) for k, x in lifted.items()}
+    captured |= numbers
+    from_closure = list(captured.values())
+    leaves, tree = flatten((args, from_closure), f"an argument of cell `{cell.name}`")
+    leaves = [as_number(leaf) for leaf in leaves]
+    if _is_foreign(recorder, leaves):
+        return None
+    slots: list[Hashable] = []
+    operands: list[Value] = []
+    shared: list[int] = []
+    fixed: list[Any] = []
+    for leaf in leaves:
+        if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
+            symbol = recorder.symbol(leaf)
+            if isinstance(symbol, Value):
+                slots.append("value")
+                operands.append(symbol)
+            else:
+                slots.append("shared")
+                shared.append(symbol.index)
+            continue
+        if not is_constant(leaf):
+            raise TypeError(
+                f"cell `{cell.name}` got {checks.shown(leaf)} as a "
+                "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                "by keyword if it is hashable, or close over it."
+            )
+        slots.append(("fixed", typed_or_same(leaf)))
+        fixed.append(leaf)
+    without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
+    identity = function_identity(without, recorder.registry.reached)
+    if hasattr(fn, "__code__"):
+        recorder.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+
+    places = tuple(captured)
+
+    def call(shared_values, operand_values):
+        sources = {"shared": iter(shared_values), "value": iter(operand_values)}
+        constants = iter(fixed)
+        filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
+        args, values = jax.tree.unflatten(tree, filled)
+        return with_free_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+
+    key = ("cell", identity, options, tree_key(tree), tuple(slots))
+    kinds = tuple(v.type for v in operands)
+    try:
+        call_spec = recorder.registry.call_spec(
+            cell.name,
+            key,
+            call,
+            tuple(shared),
+            kinds,
+            user_code=True,
+            static=spelled(static),
+        )
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f"This happened inside cell `{cell.name}`, whose positional arguments are "
+            "values, Python numbers too. If Python must decide on one, pass it by keyword: "
+            "keyword arguments are static."
+        )
+        raise
+    recorder.caching &= recorder.registry.is_proven(call_spec)
+    if recorder.grouping is not None and recorder.grouping.met is not None:
+        recorder.grouping.met((identity, options, *shared), call_spec, call)
+    return call_spec, [v.index for v in operands]
+
+
+def _is_foreign(recorder: RecorderLike, leaves: Sequence[Any]) -> bool:
+    """True if a leaf belongs to a transformation that is running inside the function."""
+    if not any(isinstance(x, Tracer) and x._trace is not recorder for x in leaves):
+        return False
+    with take_current_trace() as current:
+        return current is not recorder

@@ -1,0 +1,144 @@
+"""Numbers in the bodies of operations and in closures of cells: data, not types."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import check
+
+import jedbatch
+from jedbatch._jaxpr.numbers import numbers_of, with_numbers
+
+W = jnp.array([0.3, -0.7])
+
+
+def scan(w, x, rate, n):
+    return jax.lax.scan(lambda c, _: (c * rate * w, None), x, None, length=3)[0]
+
+
+def branch(w, x, rate, n):
+    return jax.lax.cond(x[0] > 2, lambda y: (y * w, rate), lambda y: (y * rate, 1.5), x)
+
+
+def loop(w, x, rate, n):
+    return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, s[1] * rate), (0, x))[1] * w
+
+
+def remat(w, x, rate, n):
+    return jax.checkpoint(lambda y: jnp.sin(y * rate) * w)(x)
+
+
+def jitted(w, x, rate, n):
+    table = np.array([rate, n], np.float32)
+    return jax.jit(lambda y: jnp.sin(y * rate) * w + table)(x)
+
+
+def nested(w, x, rate, n):
+    def body(c, _):
+        halved = jax.checkpoint(lambda y: y * rate + n)
+        return jax.lax.cond(c.sum() > rate, halved, lambda y: jnp.full(2, rate), c), None
+
+    return jax.lax.scan(body, x, None, length=2)[0] * w
+
+
+def on_parameters(w, x, rate, n):
+    return jax.lax.scan(lambda c, _: (c * rate, None), w, None, length=2)[0] + x
+
+
+def cell(w, x, rate, n):
+    table = np.array([rate, n], np.float32)
+    bias = jnp.full(2, rate)  # not of the instance, but computed from it
+    return jedbatch.cell(lambda w, y: jnp.tanh(y * rate) * w + table + bias)(w, x)
+
+
+FUNCTIONS = [scan, branch, loop, remat, jitted, nested, on_parameters, cell]
+
+
+def instances(number=float, count=12):
+    return [(np.full(2, k + 1, np.float32), number(k / 10), k % 7) for k in range(count)]
+
+
+@pytest.mark.parametrize("number", [float, np.float32])
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_numbers_of_instances_make_no_types(fn, number):
+    batched = jedbatch.batch(lambda w, i: fn(w, *i))
+    batched.plan(W, instances(number), gradient=False)
+    graph = batched.plan(W, instances(number, 30), gradient=False).graph
+    assert len(set(graph.node_type.tolist())) <= 3
+
+
+def test_values_and_gradients():
+    def every(w, i):
+        return [fn(w, *i) for fn in (branch, nested, on_parameters, cell)]
+
+    check(every, W, instances(count=6), rtol=1e-4)
+
+
+def test_few_numbers_are_constants():
+    def fn(w, i):
+        x, _, n = i
+        return scan(w, x, (0.5, 2.0)[n % 2], n)
+
+    graph = jedbatch.batch(fn).plan(W, instances(), gradient=False).graph
+    assert len(set(graph.node_type.tolist())) == 2  # types with constants are faster
+    assert np.all(np.diff(graph.operand_ptr) == 1)
+
+
+def test_lengths_in_closures_are_static():
+    """Python reads `n`; the other number is an operand all the same."""
+
+    def fn(w, i):
+        x, rate, n = i
+        return jedbatch.cell(lambda w, y: sum([jnp.tanh(y * rate)] * (n + 1)) * w)(w, x)
+
+    batched = jedbatch.batch(fn)
+    numbers = instances(count=14)
+    found = batched(W, numbers)
+    np.testing.assert_allclose(found, [fn(W, i) for i in numbers], rtol=1e-5)
+    graph = jedbatch.batch(fn).plan(W, instances(count=30), gradient=False).graph
+    assert len(set(graph.node_type.tolist())) == 7
+
+
+def test_errors_of_cells_are_theirs():
+    def fn(w, i):
+        x, rate, _ = i
+        return jedbatch.cell(lambda w, y: y @ jnp.ones((3, 3)) * rate)(w, x)
+
+    with pytest.raises(TypeError, match="dot_general requires contracting"):
+        jedbatch.batch(fn)(W, instances())
+
+
+def test_each_number_alone():
+    """Numbers are counted in one order: each is replaced by itself, and by no other."""
+
+    def program(a, b, c, d, e):
+        def body(y, _):
+            y = jax.lax.cond(y.sum() < a, lambda y: y * b, lambda y: (y + c) * c, y)
+            return y, jax.jit(lambda y: y - np.array([d, d], np.float32))(y)
+
+        def fn(x):
+            y, rows = jax.lax.scan(body, x, None, length=2)
+            y = jax.lax.while_loop(lambda y: y.sum() < e, lambda y: y * 1.5, y)
+            return y, rows, jax.checkpoint(lambda y: y / b)(y)
+
+        return fn
+
+    first, other = (0.5, 2.0, 3.0, 4.0, 60.0), (30.0, 0.25, 0.125, 7.0, 90.0)
+    x = jnp.array([1.0, 2.0])
+    traced = jax.make_jaxpr(jax.jit(program(*first)))(x)
+    (body,) = (eqn.params["jaxpr"] for eqn in traced.eqns)
+    values = [float(n.value.ravel()[0]) for n in numbers_of(body)]
+    assert {*first}.issubset(values)
+    for k, (a, b) in itertools.product(range(5), [(first, other)]):
+        mixed = [b[j] if j == k else a[j] for j in range(5)]
+        numbers = {
+            place: jnp.full(number.value.shape, b[k], number.value.dtype)
+            for place, number in enumerate(numbers_of(body))
+            if values[place] == a[k]
+        }
+        out = with_numbers(traced, numbers, [x])
+        expected = jax.tree.leaves(program(*mixed)(x))
+        for found, right in zip(out, expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-6)
