@@ -19,13 +19,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
-from jedbatch._control_flow.rounds import (
-    Round,
-    Rounds,
-    Stepwise,
-    Unexpected,
-    ValueNeeded,
-)
+from jedbatch._control_flow.rounds import Round, Rounds, Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
@@ -58,6 +52,7 @@ from jedbatch._session.pipeline import (
 from jedbatch._session.recording import Recording, keyed
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
+from jedbatch._support.guards import GuardFailed, until_guards_hold
 
 DECIDES = (
     "it decides on values, which Python reads while they are computed: that has reverse mode only"
@@ -172,20 +167,29 @@ class Batched:
         if recording.recorder is not None:
             return self._part_of_another(shared, instances)
         session, leaves = self._session(shared)
-        if not session.decides:
-            decision = Unexpected()
-            try:
-                plan = self._plan(session, instances, gradient=False, leaves=leaves, read=decision)
-            except (Exception, ValueNeeded):  # whatever the function makes of it
-                if not decision.met:
-                    raise
-            if not decision.met:
-                assert plan.host is not None
-                took = sum(plan.host.seconds.values())
-                self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
-                return self._run(plan, leaves, plan.inputs)
-            session.decides = True
-        return self._run_stepwise(session, leaves, instances)
+        plan = until_guards_hold(
+            lambda: self._plan_whole(session, instances, leaves), lambda: session.decides
+        )
+        if plan is None:
+            return self._run_stepwise(session, leaves, instances)
+        assert plan.host is not None
+        took = sum(plan.host.seconds.values())
+        self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
+        return self._run(plan, leaves, plan.inputs)
+
+    def _plan_whole(
+        self, session: Session, instances: list[tuple], leaves: Sequence[Any]
+    ) -> Plan | None:
+        """A plan for all that is computed; None if the function decides on values on the way."""
+        if session.decides:
+            return None
+        read = functools.partial(note_decision, session)
+        try:
+            return self._plan(session, instances, gradient=False, leaves=leaves, read=read)
+        except Exception:
+            if session.decides:  # whatever the function makes of it
+                raise GuardFailed from None
+            raise
 
     def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
         """A call inside of a batched function: part of what that one computes for its instance.

@@ -25,7 +25,7 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -56,6 +56,7 @@ from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.session import Session
+from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
 from jedbatch.errors import SymbolicValueError
 
@@ -113,28 +114,11 @@ class Rounds(tuple[Round, ...]):
     __repr__ = __str__
 
 
-class ValueNeeded(BaseException):
-    """A function decides on a value where nobody expected it; not an error to catch."""
-
-
-class Unexpected:
-    """Notes that a function decides on values, and stops it.
-
-    Attributes:
-      met: whether it does. The function may have caught what stopped it.
-    """
-
-    def __init__(self) -> None:
-        self.met = False
-
-    def __call__(self, symbol: Symbol) -> np.ndarray:
-        self.met = True
-        symbol._trace.caching = False
-        raise ValueNeeded
-
-
-class TracersMet(BaseException):
-    """Tracers of an outer transformation that were not known; all so far."""
+def note_decision(session: Session, symbol: Symbol) -> NoReturn:
+    """Notes that a function decides on values, and stops it."""
+    session.decides = True
+    symbol._trace.caching = False
+    raise GuardFailed
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +140,7 @@ class Stepwise:
 
     Attributes:
       rounds: what ran so far.
+      tracers: of an outer transformation, met while recording.
       fn, session, instances, join, policy, results: what it was made of.
     """
 
@@ -185,7 +170,7 @@ class Stepwise:
         self.join = join
         self.policy = policy
         self.results = results
-        self._tracers: Sequence[Any] = ()  # of an outer transformation, met while recording
+        self.tracers: Sequence[Any] = ()
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
 
@@ -196,16 +181,14 @@ class Stepwise:
         reads beside may be traced.
         """
         self._names = reached.names
-        while True:
-            try:
-                return self._run(leaves, arrays, reached.arrays)
-            except TracersMet as met:
-                self._tracers = met.args[0]
+        return until_guards_hold(
+            lambda: self._run(leaves, arrays, reached.arrays), lambda: len(self.tracers)
+        )
 
     def _run(
         self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Sequence[Any]
     ) -> Any:
-        arguments = list(leaves), [list(x) for x in arrays], list(self._tracers), list(reached)
+        arguments = list(leaves), [list(x) for x in arrays], list(self.tracers), list(reached)
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
             outputs = self._compute(*arguments, saving=False)
         else:
@@ -330,7 +313,7 @@ class Attempt:
         """
         session = call.session
         self.recorder = Recorder(session.registry, trace_of_caller())
-        self.recorder.tracers = list(call._tracers)
+        self.recorder.tracers = list(call.tracers)
         self.workspace = Workspace(
             session.programs,
             self.recorder,
@@ -364,7 +347,8 @@ class Attempt:
                 for instance in fibers.turns():
                     self.workspace.note_turn(instance)
                 if len(recorder.tracers) > self._num_tracers:
-                    raise TracersMet(recorder.tracers)
+                    self._call.tracers = recorder.tracers
+                    raise GuardFailed
                 if not fibers.waiting:
                     return begun
                 self._round(begun)

@@ -121,12 +121,14 @@ class Lengths:
       off: why lengths are not told apart from shapes; None as long as they are.
       longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
+      revision: how often it has changed under which lengths instances are recorded.
     """
 
     def __init__(self, off: str | None, families: dict[Hashable, LengthFamily]):
         self.off = off
         self.longest = 0
         self.bound: int | None = None
+        self.revision = 0
         self._families = families
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
         self._relations: dict[tuple, None] = {}  # (kind, places further on, kind) of pairs
@@ -254,6 +256,7 @@ class Lengths:
                 self._relations[_kind(family, a), b - a, _kind(family, b)] = None
         if new:
             family.add(new)
+            self.revision += 1
         return any(error is None or lengths[a] == lengths[b] for a, b in new)
 
     def _related(self, family: LengthFamily) -> list[Pair]:
@@ -271,6 +274,7 @@ class Lengths:
 
         Those of one family only, where lengths differ that have been compared.
         """
+        self.revision += 1
         reason = _reason(error)
         if recorded is not None:
             (equal,) = recorded.family.equal([recorded.lengths])
@@ -288,6 +292,7 @@ class Lengths:
         if not bounds or min(bounds) == self.bound:
             return False
         self.bound = min(bounds)
+        self.revision += 1
         return True
 
     def _scope(self) -> tuple[int | None, int]:

@@ -109,7 +109,7 @@ class Regions:
     (the divisor of a score, an epsilon). Those are constants of a region, until they differ.
 
     Attributes:
-      changed: whether a number has been found to differ since this was last set to False.
+      revision: how many numbers have been found to differ that were taken to be constants.
     """
 
     def __init__(self, registry: Registry):
@@ -120,7 +120,7 @@ class Regions:
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
-        self.changed = False
+        self.revision = 0
 
     def is_ragged(self, type_id: int) -> bool:
         """Returns whether nodes of a type read or give ragged values, or ask for an extent."""
@@ -162,7 +162,7 @@ class Regions:
             value = number.tobytes()
             if self._numbers.setdefault((subgraph.key, k), value) not in (value, None):
                 self._numbers[subgraph.key, k] = None
-                self.changed = True
+                self.revision += 1
 
     def fixed(self, subgraph: "_Subgraph") -> dict[int, np.ndarray]:
         """Returns the numbers among the operands of a call that were the same in all calls."""

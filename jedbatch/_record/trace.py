@@ -22,6 +22,7 @@ from jedbatch._record.deep import deeply
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Grouping, Recorder
 from jedbatch._record.registry import Registry
+from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.restored import Restored, collector
 
 RECORDS_CALLS = True  # see `_support.frames`
@@ -57,15 +58,13 @@ def trace(
     record = functools.partial(
         _record, fn, registry, instances, arrays, arrange, grouping, read, types
     )
-    while True:
-        num_varying, num_lifted = registry.num_varying, registry.lifting.num_lifted
-        recorder, outputs, forms, caching, ends = deeply(record)
-        # Whoever looks for what recurs must not see the same thing recorded in two ways.
-        news = grouping is not None and grouping.again()
-        if grouping is not None and registry.num_varying != num_varying:
-            news = True
-        if not news and registry.lifting.num_lifted == num_lifted:
-            break
+
+    def assumed() -> object:
+        """Which numbers are operands; what recurs, or the same is recorded in two ways."""
+        lifted = registry.lifting.num_lifted
+        return lifted, grouping and (registry.num_varying, grouping.revision)
+
+    recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
     columns = recorder.written
     if grouping is not None:
         nodes = grouping.group(recorder, outputs, ends)

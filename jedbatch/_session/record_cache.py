@@ -12,6 +12,7 @@ from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
+from jedbatch._support.guards import GuardFailed
 
 BYTES_PER_NODE = 100  # of an instance, estimated
 
@@ -68,30 +69,26 @@ class RecordCache:
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
     ) -> list[RaggedTypes | None]:
-        """Returns how instances are recorded (see `Lengths.look`)."""
+        """Returns how instances are recorded (see `Lengths.look`).
+
+        Raises `GuardFailed` where there is another bound from now on.
+        """
         given = self.lengths.look(keys, arrays)
         bound = self.lengths.bound
         if bound is None or self.lengths.longest <= bound:
             return given
         if self.bind():
-            return self.look(keys, arrays)
+            raise GuardFailed
         return [  # what is longer than any table is the function's to refuse
             None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
             for g, mine in zip(given, arrays, strict=True)
         ]
 
-    def numbers_differ(self) -> bool:
-        """Returns whether a number has been found to differ that records take to be a constant.
-
-        If so, they are forgotten.
-        """
-        if not self.regions.changed:
-            return False
-        self.regions.changed = False
+    def forget_regions(self) -> None:
+        """Forgets records that may take a number to be a constant that has been found to differ."""
         old = [key for key, record in self.by_key.items() if isinstance(record, RaggedRecord)]
         for key in old:
             del self.by_key[key]
-        return True
 
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""

@@ -18,10 +18,7 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import immutable, instance_key
 from jedbatch._record.trace import trace
 from jedbatch._session.record_cache import RecordCache
-
-
-class LengthsMatterError(Exception):
-    """Instances must be recorded again, since their lengths are looked at in another way."""
+from jedbatch._support.guards import GuardFailed, until_guards_hold
 
 
 def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
@@ -49,6 +46,15 @@ class Recording:
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
+
+        def assumed() -> object:
+            """How lengths are looked at, and which numbers are constants."""
+            return cache.lengths.revision, cache.regions.revision
+
+        return until_guards_hold(lambda: self._find(cache, instances, read), assumed)
+
+    def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
+        """Does the same under what is assumed now; may raise `GuardFailed`."""
         records: list[Any] = [None] * len(instances)
         keys: list[Hashable] = [None] * len(instances)
         arrays: list[Sequence[Any]] = [()] * len(instances)
@@ -76,10 +82,7 @@ class Recording:
         if not new:
             return records, arrays, [], len(instances)
         mine: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
-        try:
-            made, keep, tracers = self._record(cache, mine[0], mine[1], mine[2], read)
-        except LengthsMatterError:
-            return self.find(cache, instances, read)
+        made, keep, tracers = self._record(cache, mine[0], mine[1], mine[2], read)
         fresh = dict(zip(new, made, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
@@ -99,22 +102,19 @@ class Recording:
         Arrays that differ in length are recorded for every length. What cannot be, is recorded as
         it is, and from then on arrays are told apart by their shapes.
 
-        Raises `LengthsMatterError` if they must be looked at again.
+        Raises `GuardFailed` if they must be looked at again.
         """
         record = functools.partial(trace, self.fn, cache.registry, instances, arrays, self.join)
         if not any(given):
             return record(cache.grouping, read)
         attempt = RaggedRecording(cache, arrays, given)
         try:
-            made, keep, tracers = attempt.record(record)
-        except LengthsMatterError:
-            raise
+            return attempt.record(record)
         except Exception as error:
             if not attempt.relate(error) and not cache.bind():
                 record(cache.grouping, read)  # complains if lengths are not the reason
                 cache.lengths.give_up(error, attempt.given[attempt.number])
-            raise LengthsMatterError from None
-        return made, keep, tracers
+            raise GuardFailed from None
 
 
 class RaggedRecording:
@@ -139,7 +139,7 @@ class RaggedRecording:
     def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
         """Returns the result of `record`, with ragged parts cut out of the graphs.
 
-        Raises `LengthsMatterError` if instances must be looked at again, and other errors if the
+        Raises `GuardFailed` if instances must be looked at again, and other errors if the
         instance at hand cannot be recorded for all lengths.
         """
         cache = self.cache
@@ -157,18 +157,20 @@ class RaggedRecording:
             self.number = i
             self.asked[i].check()
             cuts.append(given and cache.regions.cut(made[i], len(mine), given.symbols))
+        before = cache.regions.revision
         for cut in cuts:
             if cut is not None:
                 cut.note()
-        if cache.numbers_differ():
-            raise LengthsMatterError
+        if cache.regions.revision != before:
+            cache.forget_regions()
+            raise GuardFailed
         for i, cut in enumerate(cuts):
             self.number = i
             if cut is not None:
                 made[i] = cut.result()
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
-            raise LengthsMatterError
+            raise GuardFailed
         return made, keep, tracers
 
     def relate(self, error: Exception) -> bool:

@@ -31,7 +31,11 @@ _OUTSIDE, _OWN, _LIBRARY, _USER, _RECURSIVE = range(5)
 
 
 class Sites:
-    """Call sites met so far, as small integers."""
+    """Call sites met so far, as small integers.
+
+    Attributes:
+      revision: how many functions have been found to recur.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[int, int] = {}  # by the id of the code: comparing codes is slow
@@ -41,7 +45,7 @@ class Sites:
         self._ids: dict[tuple[int, ...], int] = {}
         self._onward: dict[tuple[int, int], bool] = {}
         self._last: FrameType | None = None
-        self._news = False
+        self.revision = 0
 
     def here(self) -> tuple[int, bool]:
         """(site of the caller, whether the same call of a function was the outermost before)."""
@@ -67,7 +71,7 @@ class Sites:
             if kind == _USER:
                 if code in users:
                     kinds[code] = _RECURSIVE
-                    self._news = True
+                    self.revision += 1
                     break
                 users.append(code)
             frame = frame.f_back
@@ -75,11 +79,9 @@ class Sites:
         self._last = last  # kept, or another frame might get its place in memory
         return self._site(tuple(path)), same
 
-    def news(self) -> bool:
-        """Returns whether a function was found to recur since the last time; forgets frames."""
-        news, self._news = self._news, False
+    def release(self) -> None:
+        """Lets go of the frame of the last call."""
         self._last = None
-        return news
 
     def _site(self, path: tuple[int, ...]) -> int:
         site = self._ids.get(path)

@@ -121,15 +121,16 @@ class Blocks:
         self.here = self._sites.here
         self.met = self._variants.met
 
-    def again(self) -> bool:
-        """Returns whether to record once more: the first records would now be others."""
-        news = self._sites.news()
-        return self._variants.again() or news
+    @property
+    def revision(self) -> int:
+        """How often it was found that what was recorded first would now be recorded else."""
+        return self._sites.revision + self._variants.revision
 
     def group(
         self, recorder: Recorder, outputs: Sequence[int], ends: Sequence[tuple[int, ...]]
     ) -> Nodes:
         """Returns the recorded nodes as nodes of blocks."""
+        self._sites.release()
         nodes = apart(self._registry, recorder, outputs, ends, self._variants.template)
         tokens = self._learn(nodes)
         maker = nodes.makers(self._registry)
@@ -421,7 +422,11 @@ def _program(
 
 
 class Variants:
-    """Cells that were met with operands of several types, and what they are made of."""
+    """Cells that were met with operands of several types, and what they are made of.
+
+    Attributes:
+      revision: how many cells have turned out to have variants, the first ones without a template.
+    """
 
     def __init__(self, registry: Registry, blocks: Blocks):
         self._registry = registry
@@ -430,7 +435,7 @@ class Variants:
         self._templates: dict[Hashable, dict[int, Template | None]] = {}
         self._products: dict[Hashable, set[int]] = {}
         self._apart: set[Hashable] = set()
-        self._incomplete = False
+        self.revision = 0
 
     def met(self, cell: Hashable, call_spec: CallSpec, call: Callable) -> None:
         """Notes that a cell was called in a certain way."""
@@ -441,7 +446,7 @@ class Variants:
         if variant_id is not None or len(variants) < MANY_VARIANTS:
             return
         if cell not in self._products:  # the first ones have no template yet
-            self._incomplete = True
+            self.revision += 1
             self._registry.calls.clear()  # so that they come by here
             self._products[cell] = set()
         types = self._registry.node_types
@@ -458,11 +463,6 @@ class Variants:
         if products & self._products[cell]:
             self._apart.add(cell)
         self._products[cell] |= products
-
-    def again(self) -> bool:
-        """Returns whether to record once more, since a cell turned out to have variants."""
-        again, self._incomplete = self._incomplete, False
-        return again
 
     def template(self, call_spec: CallSpec) -> Template | None:
         """Returns the replacement of a call, or None."""

@@ -226,14 +226,11 @@ class Primitives:
     """Takes all cells and jit-ted functions apart: `granularity="op"`."""
 
     here = met = None  # nothing to learn while recording
+    revision = 0
 
     def __init__(self, registry: Registry):
         self._registry = registry
         self._templates: dict[int, Template | None] = {}
-
-    def again(self) -> bool:
-        """Returns whether to record once more."""
-        return False
 
     def group(self, recorder: Recorder, outputs: list[int], ends: list[tuple[int, ...]]) -> Nodes:
         """Returns the recorded nodes as nodes of primitives."""
