@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
-from jedbatch._control_flow.rounds import Round, Rounds, Stepwise, note_decision
+from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
@@ -50,6 +50,7 @@ from jedbatch._session.pipeline import (
     run_plan,
 )
 from jedbatch._session.recording import Recording, keyed
+from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed, until_guards_hold

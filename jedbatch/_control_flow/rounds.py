@@ -36,11 +36,9 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.workspace import Workspace
-from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.configuration import configuration
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
 from jedbatch._program.lower import lower
 from jedbatch._program.output_spec import OutputSpec
@@ -55,63 +53,11 @@ from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
+from jedbatch._session.round import Round
 from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
 from jedbatch.errors import SymbolicValueError
-
-
-@dataclass(frozen=True)
-class Round:
-    """The nodes that ran between two decisions.
-
-    Attributes:
-      instances: how many instances waited for values; 0 in the last round.
-      nodes: how many nodes ran.
-      batches: in how many batches.
-      lanes: rows computed, padding included.
-      ran: (type, batches, nodes) for every type that ran.
-      seconds: from the first instance that recorded to the values in hand; in the last round, to
-        the work handed to the device.
-    """
-
-    instances: int
-    nodes: int
-    batches: int
-    lanes: int
-    ran: tuple[tuple[NodeType, int, int], ...]
-    seconds: float
-
-    @staticmethod
-    def of(layout: Layout, instances: int, seconds: float) -> "Round":
-        """The round that ran a layout."""
-        graph, schedule = layout.graph, layout.schedule
-        nodes = np.bincount(graph.node_type)
-        batches = np.bincount(schedule.batch_type)
-        ran = tuple(
-            (graph.types[t], int(batches[t]), int(nodes[t])) for t in np.flatnonzero(nodes).tolist()
-        )
-        lanes = int(layout.lanes.sum())
-        return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds)
-
-    def __str__(self) -> str:
-        who = f"{self.instances} waited" if self.instances else "the rest"
-        content = f"{self.nodes} nodes in {self.batches} batches"
-        lines = [f"{who}: {content}, {1e3 * self.seconds:.1f} ms"]
-        lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
-        return "\n".join(lines)
-
-
-class Rounds(tuple[Round, ...]):
-    """The rounds of a call, in order; printed one after the other."""
-
-    def __str__(self) -> str:
-        nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
-        plural = "" if len(self) == 1 else "s"
-        head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
-        return "\n".join([head, *(f"{i}. {r}" for i, r in enumerate(self, 1))])
-
-    __repr__ = __str__
 
 
 def note_decision(session: Session, symbol: Symbol) -> NoReturn:
@@ -312,8 +258,10 @@ class Attempt:
           saving: whether everything is kept that the reverse would read.
         """
         session = call.session
-        self.recorder = Recorder(session.registry, trace_of_caller())
-        self.recorder.tracers = list(call.tracers)
+        self.recorder = Recorder(
+            session.registry, trace_of_caller(), read=self._read, together=self._together
+        )
+        self.recorder.tracers += call.tracers
         self.workspace = Workspace(
             session.programs,
             self.recorder,
@@ -333,8 +281,6 @@ class Attempt:
         self._known: dict[tuple[bool, int], np.ndarray] = {}
         self._results: list[Any] = [None] * len(call.instances)
         self._fibers = Fibers(self._record, len(call.instances))
-        self.recorder.read = self._read
-        self.recorder.together = self._together
 
     def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""

@@ -15,12 +15,10 @@ array, or a tracer of `jax.grad`, `jax.jit` or `jax.vmap` around the scope:
 Rows are taken out of what a batch of futures was computed into when somebody wants them.
 """
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from jax.core import ShapedArray, Trace, Tracer
 from jax.extend.core import set_current_trace
@@ -31,8 +29,8 @@ from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
-from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
-from jedbatch.errors import EscapedValueError, SymbolicValueError
+from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value, by_value
+from jedbatch.errors import EscapedValueError
 
 
 class Returned:
@@ -104,7 +102,7 @@ class Settled(Trace):
             return True
         raise EscapedValueError(self.problem)
 
-    def value_of(self, future: Any) -> None:
+    def value_of(self, symbol: Symbol) -> None:
         """Says why there is no value."""
         self.is_valid()
 
@@ -115,24 +113,6 @@ LOST = Settled(
     "nothing of it has been computed. Compute what you need before the exception can happen, for "
     "instance by `jax.block_until_ready(future)` inside of the scope, or repeat the scope."
 )
-
-
-def _by_computed_value(what: str, convert: Callable) -> Callable:
-    """A method that needs the value, and has everything computed if need be."""
-
-    def method(self: "Awaited", *args: Any, **kwargs: Any) -> Any:
-        value = self.value
-        try:
-            return convert(value, *args, **kwargs)
-        except jax.errors.JAXTypeError as error:
-            raise SymbolicValueError(
-                f"{what} needs the value of a future of type {self.aval.str_short()}, which was "
-                f"computed under a transformation of JAX that knows no values here "
-                f"({type(value).__name__}). `help(jedbatch.errors.SymbolicValueError)` says where "
-                "Python may decide on values, and what to write elsewhere."
-            ) from error
-
-    return method
 
 
 def _as_array(value: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -160,17 +140,10 @@ class Awaited(Symbol):
     __slots__ = ()
     outcome: Outcome | None
 
-    __bool__ = _by_computed_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
-    __int__ = _by_computed_value("`int()`", int)
-    __float__ = _by_computed_value("`float()`", float)
-    __complex__ = _by_computed_value("`complex()`", complex)
-    __index__ = _by_computed_value("`range()` or indexing a Python list", operator.index)
-    __reduce__ = _by_computed_value("pickling or copying", lambda value: value.__reduce__())
-    item = _by_computed_value("`.item()`", lambda value, *args: value.item(*args))
-    tolist = _by_computed_value("`.tolist()`", lambda value: value.tolist())
-    tobytes = _by_computed_value("`.tobytes()`", lambda value, *args: value.tobytes(*args))
-    __format__ = _by_computed_value("formatting", format)
-    _numpy = _by_computed_value("`numpy.asarray`", _as_array)
+    __reduce__ = by_value("pickling or copying", lambda value: value.__reduce__())
+    tobytes = by_value("`.tobytes()`", lambda value, *args: value.tobytes(*args))
+    __format__ = by_value("formatting", format)
+    _numpy = by_value("`numpy.asarray`", _as_array)
 
     sharding = _of_value("sharding")
     committed = _of_value("committed")
@@ -191,10 +164,11 @@ class Awaited(Symbol):
     @property
     def value(self) -> Any:
         """Returns the value; computes everything recorded so far if it still waits."""
-        if self.outcome is None:
-            self._trace.value_of(self)
-            assert self.outcome is not None
-        return self.outcome.value
+        return self._trace.value_of(self) if self.outcome is None else self.outcome.value
+
+    def value_for(self, what: str) -> Any:
+        """Returns the value, a tracer perhaps."""
+        return self.value
 
     def settle(self, outcome: Outcome) -> None:
         """Becomes the value it stands for."""

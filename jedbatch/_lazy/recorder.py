@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,28 +38,13 @@ from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import finish
+from jedbatch._session.round import Round
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
 ROUNDS_PER_COLLECTION = 16  # rounds of one scope between collections of garbage
 FEW_FUTURES = 64  # that wait: not worth a look whether they are garbage
 NODES_PER_FUTURE = 16  # nodes per future that waits, in a scope that lets go of most
-
-
-class LazyRound(NamedTuple):
-    """The nodes that were computed together.
-
-    Attributes:
-      nodes: how many were run.
-      batches: how many batches they were run in.
-      futures: how many became values.
-      seconds: host time; the device may still be at it.
-    """
-
-    nodes: int
-    batches: int
-    futures: int
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -70,7 +55,7 @@ class Scope:
       rounds: what was computed together, in order.
     """
 
-    rounds: list[LazyRound] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
     def __str__(self) -> str:
         noun = "round" if len(self.rounds) == 1 else "rounds"
@@ -282,16 +267,20 @@ class LazyRecorder(Recorder):
 
     # --- rounds ---
 
-    def value_of(self, future: Awaited) -> None:
-        """Computes a future, and everything else."""
+    def value_of(self, symbol: Symbol) -> Any:
+        """Returns the value of a future; computes it, and everything else."""
+        if not isinstance(symbol, Awaited):
+            return super().value_of(symbol)
         if recording.recorder is not self:
             raise SymbolicValueError(
-                f"the value of a future of type {future.aval.str_short()} is wanted inside of a "
+                f"the value of a future of type {symbol.aval.str_short()} is wanted inside of a "
                 "cell or another function that is being recorded, or in another thread than "
                 "that of its lazy scope; expected it to be wanted in the scope itself. Pass it "
                 "to the cell as an argument, or ask for the value before."
             )
         self.compute()
+        assert symbol.outcome is not None
+        return symbol.outcome.value
 
     def compute(self) -> None:
         """Computes what waits, and starts to record again."""
@@ -344,14 +333,12 @@ class LazyRecorder(Recorder):
             places.append(len(rows_of_kind))
             rows_of_kind.append(output)
         held = {name: _lowered(x) for name, x in self._held.items()}
-        num_batches, arenas = self._compute(cut_apart(graph), rows, held, self._traced)
+        layout, arenas = self._compute(cut_apart(graph), rows, held, self._traced)
         returned = {kind: Returned(arena) for kind, arena in arenas.items()}
         for future, aval, kind, row in zip(futures, avals, kinds, places, strict=True):
             future.settle(Outcome(aval, returned[stored_kind(kind)], row))
         seconds = time.perf_counter() - start
-        self.scope.rounds.append(
-            LazyRound(len(graph.node_type), num_batches, len(futures), seconds)
-        )
+        self.scope.rounds.append(Round.of(layout, 0, seconds, len(futures)))
 
     def _output(self, future: Any) -> int:
         if isinstance(future, Future):

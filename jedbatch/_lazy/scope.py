@@ -38,6 +38,7 @@ from jax.extend.core import set_current_trace
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
 from jedbatch._kernel.target import target_of
+from jedbatch._layout.layout import Layout
 from jedbatch._lazy.recorder import LazyRecorder, Scope
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.output_spec import OutputSpec
@@ -197,8 +198,8 @@ class Lazy:
     def _compute_with(self, kept: "Kept") -> Callable:
         """Returns the function by which a recorder has a graph computed."""
 
-        def compute(graph, rows, held, traced) -> tuple[int, dict[Any, Any]]:
-            """(number of batches, the rows returned from each arena)."""
+        def compute(graph, rows, held, traced) -> tuple[Layout, dict[Any, Any]]:
+            """(what ran, the rows returned from each arena)."""
             plan = make_plan(
                 kept.session,
                 graph,
@@ -216,7 +217,7 @@ class Lazy:
             outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope", whole=True)
             outputs = [x[0] if isinstance(x, list) else x for x in outputs]
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)
-            return len(plan.host.placed.schedule), dict(arenas)
+            return plan.host.placed.layout, dict(arenas)
 
         return compute
 

@@ -88,8 +88,9 @@ class Grouping(Protocol):
         """Notes that a cell was called in a certain way."""
         ...
 
-    def again(self) -> bool:
-        """Returns whether to record once more."""
+    @property
+    def revision(self) -> int:
+        """How often it was found that what was recorded first would now be recorded else."""
         ...
 
     def group(
@@ -97,6 +98,11 @@ class Grouping(Protocol):
     ) -> Columns:
         """Returns the recorded nodes as other nodes."""
         ...
+
+
+def in_order(parts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results of functions, called one after the other."""
+    return [part() for part in parts]
 
 
 class Recorder(Trace):
@@ -120,14 +126,21 @@ class Recorder(Trace):
 
     result: type[Value] = Value
 
-    def __init__(self, registry: Registry, caller: Any, grouping: Grouping | None = None):
+    def __init__(
+        self,
+        registry: Registry,
+        caller: Any,
+        grouping: Grouping | None = None,
+        read: Callable[[Symbol], np.ndarray] | None = None,
+        together: Callable[[Sequence[Callable[[], Any]]], list[Any]] = in_order,
+    ):
         super().__init__()
         self.registry = registry
         self.caller = caller
         self.active = True
         self.caching = True
-        self.read: Callable | None = None
-        self.together: Callable = lambda parts: [part() for part in parts]
+        self.read = read
+        self.together = together
         self.call_specs: list[int] = []
         self.references: list[int] = []
         self.num_values = 0
@@ -284,7 +297,12 @@ class Recorder(Trace):
             return False
         return x.ndim > 0 and has_gradient(x.dtype) and not self._is_owned(x)
 
-    def value_reached(self, symbol: Symbol) -> np.ndarray | None:
+    def value_of(self, symbol: Symbol) -> np.ndarray | None:
+        """The value of a symbol; None if values are not to be had."""
+        value = self._value_reached(symbol)
+        return self.read(symbol) if value is None and self.read is not None else value
+
+    def _value_reached(self, symbol: Symbol) -> np.ndarray | None:
         """The value of a symbol that depends on arrays which the function reaches and no more."""
         registry = self.registry
         if not isinstance(symbol, Shared) or not registry.is_reached(symbol.index):

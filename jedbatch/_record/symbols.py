@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -84,23 +85,26 @@ class RecorderLike(Protocol):
 
     def mark_again(self) -> None: ...
 
+    def value_of(self, symbol: "Symbol") -> Any: ...
 
-def _by_reached_value(what: str, convert: Callable) -> Callable:
-    """A method that needs the value: the recorder's to give, or else an error."""
+
+def by_value(what: str, convert: Callable) -> Callable:
+    """A method that converts the value of a symbol, as far as there is one.
+
+    Raises `SymbolicValueError`, which begins with `what`, where there is none.
+    """
 
     def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
-        value = self._trace.value_reached(self)
-        if value is not None:
+        value = self.value_for(what)
+        try:
             return convert(value, *args, **kwargs)
-        read = self._trace.read
-        if read is None:
+        except jax.errors.JAXTypeError as error:  # of a tracer, which a future may stand for
             raise SymbolicValueError(
-                f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, "
-                "which has not been computed: values are unknown while this is recorded. "
-                "`help(jedbatch.errors.SymbolicValueError)` says where Python may decide on "
-                "values, and what to write elsewhere."
-            )
-        return convert(read(self), *args, **kwargs)
+                f"{what} needs the value of a future of type {self.aval.str_short()}, which was "
+                f"computed under a transformation of JAX that knows no values here "
+                f"({type(value).__name__}). `help(jedbatch.errors.SymbolicValueError)` says where "
+                "Python may decide on values, and what to write elsewhere."
+            ) from error
 
     return method
 
@@ -122,14 +126,14 @@ class Symbol(Tracer):
 
     __slots__ = ("index",)
 
-    __bool__ = _by_reached_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
-    __int__ = _by_reached_value("`int()`", int)
-    __float__ = _by_reached_value("`float()`", float)
-    __complex__ = _by_reached_value("`complex()`", complex)
-    __index__ = _by_reached_value("`range()` or indexing a Python list", operator.index)
-    __array__ = _by_reached_value("`numpy.asarray`", np.asarray)
-    item = _by_reached_value("`.item()`", np.ndarray.item)
-    tolist = _by_reached_value("`.tolist()`", np.ndarray.tolist)
+    __bool__ = by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
+    __int__ = by_value("`int()`", int)
+    __float__ = by_value("`float()`", float)
+    __complex__ = by_value("`complex()`", complex)
+    __index__ = by_value("`range()` or indexing a Python list", operator.index)
+    __array__ = by_value("`numpy.asarray`", np.asarray)
+    item = by_value("`.item()`", lambda value, *args: value.item(*args))
+    tolist = by_value("`.tolist()`", lambda value: value.tolist())
 
     __add__, __radd__ = _remembering("__add__"), _remembering("__radd__")
     __sub__, __rsub__ = _remembering("__sub__"), _remembering("__rsub__")
@@ -138,6 +142,21 @@ class Symbol(Tracer):
     __matmul__, __rmatmul__ = _remembering("__matmul__"), _remembering("__rmatmul__")
     __lt__, __le__ = _remembering("__lt__"), _remembering("__le__")
     __gt__, __ge__ = _remembering("__gt__"), _remembering("__ge__")
+
+    def value_for(self, what: str) -> Any:
+        """Returns the value, which is the recorder's to give, for something that needs it.
+
+        Raises `SymbolicValueError` if there is none.
+        """
+        value = self._trace.value_of(self)
+        if value is None:
+            raise SymbolicValueError(
+                f"{what} needs the value of a symbolic array of type {self.aval.str_short()}, "
+                "which has not been computed: values are unknown while this is recorded. "
+                "`help(jedbatch.errors.SymbolicValueError)` says where Python may decide on "
+                "values, and what to write elsewhere."
+            )
+        return value
 
     def full_lower(self):
         return self

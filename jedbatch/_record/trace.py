@@ -77,8 +77,7 @@ def trace(
 def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
-    recorder = Recorder(registry, caller, grouping)
-    recorder.read = read
+    recorder = Recorder(registry, caller, grouping, read)
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)

@@ -10,11 +10,12 @@ Read in this order:
    returns.
 4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
    such a row.
-5. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
-6. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-7. `session`: `Session`: what a batched function keeps between minibatches.
-8. `recording`: The records of a minibatch: those that are known, and new ones.
-9. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+5. `round`: Rounds: the nodes that are computed together while a function or a lazy scope goes on.
+6. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
+7. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+8. `session`: `Session`: what a batched function keeps between minibatches.
+9. `recording`: The records of a minibatch: those that are known, and new ones.
+10. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-10. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+11. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 """

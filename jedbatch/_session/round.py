@@ -1,0 +1,65 @@
+"""Rounds: the nodes that are computed together while a function or a lazy scope goes on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._graph.types import NodeType
+from jedbatch._layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Round:
+    """The nodes that ran between two decisions, or between two times that values were needed.
+
+    Attributes:
+      instances: how many instances waited for values; 0 in the last round, and in lazy scopes.
+      nodes: how many nodes ran.
+      batches: in how many batches.
+      lanes: rows computed, padding included.
+      ran: (type, batches, nodes) for every type that ran.
+      seconds: from the first instance that recorded to the values in hand; in the last round, to
+        the work handed to the device. In lazy scopes, from the first thing that is done about a
+        round to the work handed to the device.
+      futures: how many futures of a lazy scope became values.
+    """
+
+    instances: int
+    nodes: int
+    batches: int
+    lanes: int
+    ran: tuple[tuple[NodeType, int, int], ...]
+    seconds: float
+    futures: int = 0
+
+    @staticmethod
+    def of(layout: Layout, instances: int, seconds: float, futures: int = 0) -> "Round":
+        """The round that ran a layout."""
+        graph, schedule = layout.graph, layout.schedule
+        nodes = np.bincount(graph.node_type)
+        batches = np.bincount(schedule.batch_type)
+        ran = tuple(
+            (graph.types[t], int(batches[t]), int(nodes[t])) for t in np.flatnonzero(nodes).tolist()
+        )
+        lanes = int(layout.lanes.sum())
+        return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds, futures)
+
+    def __str__(self) -> str:
+        who = f"{self.instances} waited" if self.instances else "the rest"
+        who = f"{self.futures} futures" if self.futures else who
+        what = f"{self.nodes} nodes in {self.batches} batches"
+        lines = [f"{who}: {what}, {1e3 * self.seconds:.1f} ms"]
+        lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
+        return "\n".join(lines)
+
+
+class Rounds(tuple[Round, ...]):
+    """The rounds of a call, in order; printed one after the other."""
+
+    def __str__(self) -> str:
+        nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
+        plural = "" if len(self) == 1 else "s"
+        head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
+        return "\n".join([head, *(f"{i}. {r}" for i, r in enumerate(self, 1))])
+
+    __repr__ = __str__
