@@ -297,7 +297,7 @@ def _scheduled(source: Any, schedule: Schedule | None, name: str) -> tuple[Graph
 
 def _size_of_graph(graph: Graph) -> str:
     """Returns how much is in a graph, for a title."""
-    types = len(np.unique(graph.node_type))
+    types = len(graph.present_types)
     return f"{counted(len(graph.node_type), 'node')} of {counted(types, 'type')}"
 
 

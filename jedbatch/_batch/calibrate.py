@@ -225,7 +225,7 @@ def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
     session, leaves = probe._session(shared)
     per_byte = gather_cost(repeat)
     types: dict[str, TypeCost] = {}
-    for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
+    for t in graph.present_types:
         node_type = graph.types[t]
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue

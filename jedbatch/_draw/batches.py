@@ -115,7 +115,7 @@ def _draw_boxes(
     for i in range(len(schedule)):
         _draw_box(canvas, boxes, i, int(schedule.batch_type[i]), styles)
     radius = 0.4 * boxes.pitch
-    instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr)).tolist()
+    instance = graph.node_instance.tolist()
     hints = described_nodes(graph, styles)
     for n, k in enumerate(styles.of_type[graph.node_type].tolist()):
         marks: dict[str, Any] = {"title": hints[n], "data_kind": "node"}

@@ -54,7 +54,7 @@ def draw_graph(graph: Graph, styles: TypeStyles, title: str, instance: int = 0) 
 
 def described_nodes(graph: Graph, styles: TypeStyles, instance: int = 0) -> list[str]:
     """Returns a description of each node, numbered within its instance."""
-    of = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
+    of = graph.node_instance
     within = np.arange(len(of)) - graph.node_ptr[of]
     return [
         f"node {n} of instance {instance + i}: {styles.explained[t]}"
@@ -120,7 +120,7 @@ def place_nodes(graph: Graph) -> Plane:
         heights[i] = row[part].max(initial=-1) + 1
     levels = int(graph.depth.max(initial=0)) + 1
     bands = max((Bands.cut(heights, levels, c) for c in range(1, 13)), key=lambda b: b.pitch)
-    instance = np.repeat(np.arange(graph.num_instances), np.diff(graph.node_ptr))
+    instance = graph.node_instance
     level = graph.depth + bands.column[instance] * (levels + 0.5)
     return Plane(level, row + bands.first[instance], levels, bands)
 

@@ -120,7 +120,7 @@ def arenas_of(plan: Plan) -> dict[str, Arena]:
     )
     read_arena, step, row, gathered = _reads(plan, begin)
     is_input = graph.operand < 0
-    reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))[is_input]
+    reader = graph.operand_reader[is_input]
     read_by, of = schedule.batch[reader], placed.input_arena[-1 - graph.operand[is_input]]
     capacity = dict(zip(plan.static.signature.arenas, plan.static.signature.rows, strict=True))
     arenas = {}

@@ -47,8 +47,7 @@ class TypeStyles:
     @staticmethod
     def of(graph: Graph) -> "TypeStyles":
         """Returns the styles of a graph, by type id."""
-        counts = np.bincount(graph.node_type, minlength=len(graph.types))
-        present = np.flatnonzero(counts)
+        counts, present = graph.nodes_per_type, np.array(graph.present_types, np.int64)
         drawn = present
         if len(present) > MAX_LANES:
             drawn = np.sort(present[np.argsort(-counts[present], kind="stable")[: MAX_LANES - 1]])

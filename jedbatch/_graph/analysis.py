@@ -105,12 +105,12 @@ def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.n
     return of_all_types
 
 
-def strong_components(reach: np.ndarray, present: np.ndarray) -> list[list[int]]:
+def strong_components(reach: np.ndarray, present: Sequence[int]) -> list[list[int]]:
     """Returns the strongly connected components of the types present, makers before readers.
 
     Args:
       reach: bool[T, T], from `reachable_types`.
-      present: int[...], the types that have nodes.
+      present: the types that have nodes.
     """
     mutual = (reach & reach.T) | np.eye(len(reach), dtype=bool)
     before = (reach & ~mutual).sum(0)

@@ -293,17 +293,36 @@ class Graph:
         return sum(map(len, self.inputs))
 
     @functools.cached_property
+    def operand_reader(self) -> Int64[np.ndarray, " E"]:
+        """int64[E], the node that reads each operand."""
+        return np.repeat(np.arange(len(self.node_type)), np.diff(self.operand_ptr))
+
+    @functools.cached_property
+    def node_instance(self) -> Int64[np.ndarray, " N"]:
+        """int64[N], the instance of each node."""
+        return np.repeat(np.arange(self.num_instances), np.diff(self.node_ptr))
+
+    @functools.cached_property
+    def nodes_per_type(self) -> Int64[np.ndarray, " T"]:
+        """int64[T], nodes of each type."""
+        return np.bincount(self.node_type, minlength=len(self.types))
+
+    @functools.cached_property
+    def present_types(self) -> list[int]:
+        """The types that have nodes, in order."""
+        return np.flatnonzero(self.nodes_per_type).tolist()
+
+    @functools.cached_property
     def preds(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
         """(int64[N + 1], int32[M]): the nodes each node reads, most repeats left out."""
-        num_nodes = len(self.node_type)
-        reader = np.repeat(np.arange(num_nodes), np.diff(self.operand_ptr))
         internal = np.flatnonzero(self.operand >= 0)
-        reader = reader[internal]
+        reader = self.operand_reader[internal]
         maker = self.value_node[self.operand[internal]]
         fresh = np.ones(len(maker), bool)  # reading two results of one node is one edge
         fresh[1:] = (maker[1:] != maker[:-1]) | (reader[1:] != reader[:-1])
         reader, maker = reader[fresh], maker[fresh]
-        return pointers(np.bincount(reader, minlength=num_nodes)), maker.astype(np.int32)
+        num_read = np.bincount(reader, minlength=len(self.node_type))
+        return pointers(num_read), maker.astype(np.int32)
 
     @functools.cached_property
     def edges(self) -> tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]:
@@ -384,8 +403,7 @@ class Graph:
 
         A group comes after those it reads from.
         """
-        present = np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types)))
-        return analysis.strong_components(self._reach, present)
+        return analysis.strong_components(self._reach, self.present_types)
 
     @functools.cached_property
     def cyclic_components(self) -> list[list[int]]:
@@ -482,7 +500,7 @@ class Graph:
             require(
                 rising and ptr[0] == 0 and ptr[-1] == end, f"`{name}` must rise from 0 to {end}"
             )
-        for t in np.flatnonzero(np.bincount(self.node_type, minlength=len(self.types))):
+        for t in self.present_types:
             node_type = self.types[t]
             if node_type.operation is not None:
                 arity = counts[self.node_type == t]
@@ -493,7 +511,7 @@ class Graph:
                 )
 
     def __str__(self) -> str:
-        counts = np.bincount(self.node_type, minlength=len(self.types))
+        counts = self.nodes_per_type
         noun = "instance" if self.num_instances == 1 else "instances"
         lines = [
             f"Graph of {self.num_instances} {noun}: {len(self.node_type)} nodes, "

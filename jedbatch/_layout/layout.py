@@ -245,8 +245,8 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
     instead = "`jedbatch.schedule(graph, policy)` makes one."
     checks.of_type("layout", schedule, Schedule, "a schedule of the graph", instead)
     schedule.check(graph)
-    present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
-    lanes = assign_lanes(graph, schedule, [FINE_BUCKETS if p else None for p in present], order)
+    buckets = [FINE_BUCKETS if n else None for n in graph.nodes_per_type]
+    lanes = assign_lanes(graph, schedule, buckets, order)
     if not reuse:
         return lanes
     kinds: dict[Any, int] = {}

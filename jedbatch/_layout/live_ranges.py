@@ -34,9 +34,8 @@ def last_reads(graph: Graph, schedule: Schedule) -> np.ndarray:
     """
     batch = schedule.batch
     last = batch[graph.value_node]
-    reader = np.repeat(np.arange(len(batch)), np.diff(graph.operand_ptr))
     read = np.flatnonzero(graph.operand >= 0)
-    np.maximum.at(last, graph.operand[read], batch[reader[read]])
+    np.maximum.at(last, graph.operand[read], batch[graph.operand_reader[read]])
     last[graph.outputs[graph.outputs >= 0]] = len(schedule)
     return last
 

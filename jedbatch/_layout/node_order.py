@@ -74,7 +74,7 @@ def by_reader(graph: Graph, schedule: Schedule) -> np.ndarray:
     Goes through the batches backwards. Those read as an earlier operand come before those read as
     a later one, and what no batch reads comes last.
     """
-    reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))
+    reader = graph.operand_reader
     position = np.arange(len(graph.operand)) - graph.operand_ptr[reader]
     read = np.flatnonzero(graph.operand >= 0)
     maker = graph.value_node[graph.operand[read]]

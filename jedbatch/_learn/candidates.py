@@ -282,7 +282,7 @@ class _Candidates:
         self.weights = weights_of(self.whole, objective)
         self.bound = self._bound(self.whole), self._bound(self.held_back)
 
-        self.present = np.flatnonzero(np.bincount(self.whole.node_type)).tolist()
+        self.present = self.whole.present_types
         self.labels = [self.whole.labels[t] for t in self.present]
         self.entries: list[Entry] = []
         self.machines: dict[str, FSM] = {}
@@ -385,7 +385,7 @@ class _Candidates:
         begun: dict[Code, int] = {}
         if f"FSM {encoding} after {self.fallback}" in self.machines:
             begun = self.machines[self.best(f"FSM {encoding} ")].table
-        instance = np.repeat(np.arange(self.whole.num_instances), np.diff(self.whole.node_ptr))
+        instance = self.whole.node_instance
         learned: list[tuple[list[int], QTable]] = []
         points: list[tuple[int, float]] = []
         for x in self.components[0]:

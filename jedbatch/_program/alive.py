@@ -41,7 +41,7 @@ class Alive:
         """Computes what is alive; `wanted`, bool[outputs] by arena, has what is differentiated."""
         graph = placed.graph
         needs = _needs(placed)
-        reader = np.repeat(np.arange(len(graph.node_type)), np.diff(graph.operand_ptr))
+        reader = graph.operand_reader
         position = np.arange(len(graph.operand)) - graph.operand_ptr[reader]
         need = needs[graph.node_type[reader], position]
         results = _inexact(placed)

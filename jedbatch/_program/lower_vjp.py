@@ -317,9 +317,7 @@ def _sum_up(target, row, arena, placed, columns, num_arenas):
     Returns the rows each sum adds up, by arena, and int64[..., 4 + NUM_WIDTHS]: (batch whose values
     need them or -1 for inputs, level, kind, first lane, trips) of the steps that compute them.
     """
-    graph, schedule = placed.graph, placed.schedule
-    when = np.empty(len(graph.node_type), np.int64)
-    when[schedule.node] = np.repeat(np.arange(len(schedule)), np.diff(schedule.node_ptr))
+    graph, when = placed.graph, placed.schedule.batch
     order = np.argsort(target, kind="stable")
     target, row, arena = target[order], row[order], arena[order]
     made = []  # (target, arena, level, members) of every sum

@@ -4,6 +4,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import row_bytes, stored
+from jedbatch._layout.allocator import live_bound
 from jedbatch._layout.live_ranges import last_reads
 from jedbatch._program.placement import Placement
 from jedbatch._schedule.schedule import Schedule
@@ -28,19 +29,15 @@ def live_bytes(graph: Graph, schedule: Schedule) -> int:
     A result is alive from the batch that computes it to the last that reads it, or to the end if
     it is returned. No allocation can do with less.
     """
-    present = np.bincount(graph.node_type, minlength=len(graph.types)) > 0
     per_result = [
-        row_bytes(stored(t)) if has_nodes else 0
-        for node_type, has_nodes in zip(graph.types, present, strict=True)
+        row_bytes(stored(t)) if count else 0
+        for node_type, count in zip(graph.types, graph.nodes_per_type, strict=True)
         for t in node_type.results
     ]
     first = np.cumsum([0] + [len(t.results) for t in graph.types])[graph.node_type]
     weight = np.array(per_result, np.int64)[first[graph.value_node] + graph.value_slot]
     born = schedule.batch[graph.value_node]
-    dies = np.minimum(last_reads(graph, schedule), len(schedule) - 1)
-    change = np.bincount(born, weight, len(schedule) + 1)
-    change -= np.bincount(dies + 1, weight, len(schedule) + 1)
-    return int(change.cumsum().max(initial=0))
+    return live_bound(weight, born, last_reads(graph, schedule))
 
 
 def size(num_bytes: float) -> str:

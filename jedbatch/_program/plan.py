@@ -185,7 +185,7 @@ def summarize(plan: Plan) -> str:
     assert plan.host is not None
     host, placed, static = plan.host, plan.host.placed, plan.static
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
-    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    counts = graph.nodes_per_type
     by_policy = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
     bound = lower_bound(graph)
     certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"

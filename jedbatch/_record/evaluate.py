@@ -144,7 +144,7 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
             "one made by `Graph.from_dag`, which holds its inputs. To compute what was recorded, "
             "write `batched.apply(params, plan)`."
         )
-    for t in np.flatnonzero(np.bincount(graph.node_type, minlength=len(graph.types))):
+    for t in graph.present_types:
         if graph.types[t].name not in cells:
             raise ValueError(
                 f"`evaluate` got a graph with nodes of type {graph.types[t].name!r} and cells "

@@ -55,7 +55,7 @@ class Frontier:
         self._tallest = [(-1, 0, 0)] * len(graph.types)
         self._longest = [-1] * len(graph.types)  # rows of the longest chains of nodes looked at
         self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
-        self.num_left = np.bincount(graph.node_type, minlength=len(graph.types)).tolist()
+        self.num_left = graph.nodes_per_type.tolist()
         self._admit(np.flatnonzero(self._waiting == 0))
 
     @property

@@ -108,11 +108,9 @@ class Schedule:
         num_nodes = len(checked_graph("Schedule.check", graph).node_type)
         if not np.array_equal(np.sort(self.node), np.arange(num_nodes)):
             raise ValueError("not a valid schedule: some node runs never or twice")
-        batch = np.repeat(np.arange(len(self)), np.diff(self.node_ptr))
-        if (graph.node_type[self.node] != self.batch_type[batch]).any():
+        when = self.batch
+        if (graph.node_type != self.batch_type[when]).any():
             raise ValueError("not a valid schedule: a batch mixes node types")
-        when = np.empty(num_nodes, np.int64)
-        when[self.node] = batch
         maker, reader = graph.edges
         early = np.flatnonzero(when[maker] >= when[reader])
         if len(early):

@@ -36,10 +36,10 @@ class Round:
     def of(layout: Layout, instances: int, seconds: float, futures: int = 0) -> "Round":
         """The round that ran a layout."""
         graph, schedule = layout.graph, layout.schedule
-        nodes = np.bincount(graph.node_type)
         batches = np.bincount(schedule.batch_type)
         ran = tuple(
-            (graph.types[t], int(batches[t]), int(nodes[t])) for t in np.flatnonzero(nodes).tolist()
+            (graph.types[t], int(batches[t]), int(graph.nodes_per_type[t]))
+            for t in graph.present_types
         )
         lanes = int(layout.lanes.sum())
         return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds, futures)

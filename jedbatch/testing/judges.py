@@ -374,7 +374,7 @@ def assert_merged(plan: Plan) -> None:
         )
     graph, schedule = host.placed.graph, host.placed.schedule
     alike: dict[Any, list[str]] = {}
-    for t in np.flatnonzero(np.bincount(graph.node_type)).tolist():
+    for t in graph.present_types:
         kind: Any = graph.types[t]
         text = str(kind.operation.jaxpr)
         key = kind.label, kind.operands, kind.shared, kind.results, NUMBER.sub("#", text)
