@@ -64,12 +64,11 @@ def test_levels_of_a_recursion_share_sites(depth):
     sites, found = sites_of(recursive, depth)
     assert len(found) == 2 ** (depth + 1) - 1
     assert len(set(found)) > 1
-    assert sites.news()
-    assert not sites.news()
+    assert sites.revision == 1
     found.clear()
     OUTER["outermost"](recursive, lambda: found.append(sites.here()[0]), depth)
     assert len(set(found)) == 1
-    assert not sites.news()
+    assert sites.revision == 1
 
 
 def test_paths_end_somewhere(monkeypatch):
@@ -118,7 +117,7 @@ def test_functions_of_libraries_do_not_recur_for_the_user():
     _, found = sites_of(lambda note, n: library.call(note, n), 3)
     sites, more = sites_of(lambda note, n: library.call(note, n), 5)
     assert len(found) == len(more) == 1
-    assert not sites.news()
+    assert sites.revision == 0
 
 
 def test_instructions_are_known_by_their_beginning():
