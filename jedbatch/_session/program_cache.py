@@ -116,7 +116,7 @@ class ProgramCache:
         reuse: bool | None,
     ) -> Placement:
         """Returns a scheduled graph laid out; see `assign_lanes` and `Placement.find`."""
-        type_ids = tuple(np.flatnonzero(np.bincount(graph.node_type)).tolist())
+        type_ids = tuple(graph.present_types)
         kernels = tuple(map(self.kernel, type_ids))
         buckets: list[Buckets | None] = [None] * len(graph.types)
         for t, kernel in zip(type_ids, kernels, strict=True):
