@@ -16,7 +16,6 @@ Rows are taken out of what a batch of futures was computed into when somebody wa
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np

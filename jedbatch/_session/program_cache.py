@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._graph.graph import Graph
