@@ -1,4 +1,9 @@
-"""Strict settings for every test; warnings are errors, see `pyproject.toml`."""
+"""Strict settings for every test; warnings are errors, see `pyproject.toml`.
+
+The tests of a package lie in the folder of its name, programs and helpers that several of them use
+in `cases`, texts that must not change by accident in `golden`. Tests marked as slow are the rest of
+a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
+"""
 
 import gc
 import os
