@@ -76,7 +76,7 @@ def _is_plain(dtype: Any) -> bool:
 
 
 def reads_numbers(eqn: Any) -> bool:
-    """Whether literals that an equation reads may become operands: not if it has other bodies."""
+    """Returns whether literals of an equation may become operands: not if it has other bodies."""
     return eqn.primitive.name in BODIES or not inner_programs(eqn)
 
 

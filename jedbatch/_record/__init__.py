@@ -22,13 +22,14 @@ Read in this order:
 13. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
 14. `slow_path`: Recording calls of cells the first time, and those without a short description.
-15. `recorder`: A recorder of what a function does to symbolic values.
-16. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-17. `deep`: Recursion deeper than Python's limit.
-18. `trace`: Recording a minibatch: every instance of it as a graph.
-19. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+15. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+16. `recorder`: A recorder of what a function does to symbolic values.
+17. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+18. `deep`: Recursion deeper than Python's limit.
+19. `trace`: Recording a minibatch: every instance of it as a graph.
+20. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-20. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-21. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
+21. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+22. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
    become one node.
 """

@@ -54,7 +54,7 @@ class NumbersMet:
 
 
 class Lifting:
-    """Which numbers that operations hold are operands.
+    """The numbers held by operations that are operands.
 
     Attributes:
       max_constant: sets of numbers of one operation that are constants.

@@ -29,7 +29,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from jedbatch._jaxpr.symbolic_dims import as_number, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
 from jedbatch._record.fast_path import Watched, describe_call, fast_path
+from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import (
     array_type,
     is_array,
@@ -65,39 +66,6 @@ from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch.errors import EscapedValueError
-
-
-class Columns(Protocol):
-    """Nodes of a minibatch, as lists."""
-
-    def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
-        """Returns (what `Recorder.written` has, outputs, ends)."""
-        ...
-
-
-class Grouping(Protocol):
-    """Merges nodes or takes them apart (see `_record.granularity`), as a recorder sees it."""
-
-    @property
-    def here(self) -> Callable[[], tuple[int, bool]] | None:
-        """Returns the call site of what is being recorded (see `Sites.here`)."""
-        ...
-
-    @property
-    def met(self) -> Callable[[Hashable, CallSpec, Callable], None] | None:
-        """Notes that a cell was called in a certain way."""
-        ...
-
-    @property
-    def revision(self) -> int:
-        """How often it was found that what was recorded first would now be recorded else."""
-        ...
-
-    def group(
-        self, recorder: "Recorder", outputs: list[int], ends: list[tuple[int, ...]]
-    ) -> Columns:
-        """Returns the recorded nodes as other nodes."""
-        ...
 
 
 def in_order(parts: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -19,8 +19,9 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
+from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._record.recorder import Grouping, Recorder
+from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.restored import Restored, collector

@@ -123,7 +123,7 @@ class Blocks:
 
     @property
     def revision(self) -> int:
-        """How often it was found that what was recorded first would now be recorded else."""
+        """The number of times that what was recorded first would now be recorded otherwise."""
         return self._sites.revision + self._variants.revision
 
     def group(

@@ -22,7 +22,8 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.interpret import inlined, performs
 from jedbatch._record.cell import recording
-from jedbatch._record.recorder import Grouping, Recorder
+from jedbatch._record.grouping import Grouping
+from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._record.symbols import Shared
 

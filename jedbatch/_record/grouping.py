@@ -1,0 +1,40 @@
+"""`Grouping`: merges nodes or takes them apart, as a recorder sees it.
+
+`_record.granularity` has groupings: of primitives, and of blocks that always run together.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+from jedbatch._record.registry import CallSpec
+
+
+class Columns(Protocol):
+    """Nodes of a minibatch, as lists."""
+
+    def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
+        """Returns (what `Recorder.written` has, outputs, ends)."""
+        ...
+
+
+class Grouping(Protocol):
+    """Merges nodes or takes them apart (see `_record.granularity`), as a recorder sees it."""
+
+    @property
+    def here(self) -> Callable[[], tuple[int, bool]] | None:
+        """Returns the call site of what is being recorded (see `Sites.here`)."""
+        ...
+
+    @property
+    def met(self) -> Callable[[Hashable, CallSpec, Callable], None] | None:
+        """Notes that a cell was called in a certain way."""
+        ...
+
+    @property
+    def revision(self) -> int:
+        """The number of times that what was recorded first would now be recorded otherwise."""
+        ...
+
+    def group(self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]) -> Columns:
+        """Returns the recorded nodes as other nodes."""
+        ...
