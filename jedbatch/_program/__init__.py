@@ -24,11 +24,12 @@ Read in this order:
    apart.
 17. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
    device.
-18. `execute`: Running a program: one XLA program for every topology.
-19. `executors`: Executors of programs.
-20. `differentiable`: Batched programs as differentiable functions.
-21. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
-22. `verify`: Verifying plans: tables are run on symbols in place of values.
-23. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+18. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+19. `execute`: Running a program: one XLA program for every topology.
+20. `executors`: Executors of programs.
+21. `differentiable`: Batched programs as differentiable functions.
+22. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
+23. `verify`: Verifying plans: tables are run on symbols in place of values.
+24. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

@@ -21,10 +21,9 @@ Source: ED-Batch for batches over contiguous arenas; the forms of the loop were 
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,9 +32,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
-from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.access import GATHER, Reading, extent
-from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import (
     broadcast_flags,
     empty,
@@ -47,6 +44,7 @@ from jedbatch._program.arenas import (
     take,
 )
 from jedbatch._program.interpreter import bodies_of, sweep
+from jedbatch._program.lanes import Lanes, put_all, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 
@@ -151,15 +149,11 @@ class Forward:
         def write(lane, read, state):
             operands, places = read
             arenas, saved = list(state[0]), list(state[1])
+            results, rows = run_lanes(kernel, consts[k], operands, width, self.saving)
             if self.saving:
-                save = jax.vmap(kernel.reverse.save, in_axes=(None, 0), axis_size=width)
-                results, rows = save(consts[k], operands)
                 saved[k] = tuple(
                     put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True)
                 )
-            else:
-                run = jax.vmap(kernel.forward, in_axes=(None, 0), axis_size=width)
-                results = run(consts[k], operands)
             for t, first, rows in zip(kernel.results, places, results, strict=True):
                 a = signature.arena(t)
                 arenas[a] = put(arenas[a], rows, first)
@@ -286,8 +280,10 @@ class Backward:
         def write(lane, read, state):
             operands, results, kept, given, places = read
             cotangents, rooms = list(state[0]), list(state[1])
-            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(*consts[k], operands, results, kept, given, alive)
+            const_values, prepared = consts[k]
+            sent, rows = reverse_lanes(
+                back, const_values, prepared, operands, results, kept, given, alive, width
+            )
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
                 if signature.tells and back.flow[j]:  # else nobody reads what is not alive
@@ -297,10 +293,7 @@ class Backward:
                     )
                 a = forward.arena(kernel.operands[j])
                 cotangents[a] = put(cotangents[a], out, places[j])
-            mine = list(rooms[k])
-            for room, x in zip(back.rooms, rows, strict=True):
-                mine[room] = put(mine[room], x, lane)
-            rooms[k] = tuple(mine)
+            rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
             return tuple(cotangents), tuple(rooms)
 
         read = operands, results, kept, given, places
@@ -351,8 +344,10 @@ class Backward:
                     sources.setdefault(c, set()).update(*tap.sources)
             kinds = enumerate(kernel.const_kinds)
             total = [jnp.zeros(*kind) if c in sources else None for c, kind in kinds]
+            if taps:
+                lanes = self._lanes(k, consts[k], tables, arenas, state)
             for tap in taps:
-                total = self._tap(k, tap, consts[k], tables, arenas, state, total)
+                total = lanes.add_gradient(tap, total)
             gradients.append(total)
             flags = [
                 self.alive_by(k, tables, sources[c], 0, 0).any() if c in sources else None
@@ -361,105 +356,30 @@ class Backward:
             alive.append(flags)
         return gradients, alive
 
-    def _tap(self, k, tap, consts, tables, arenas, state, total):
-        """Adds what one tapped operation contributes to the gradients of its consts."""
-        forward, form = self.signature.forward, self.signature.form
-        back, rooms = forward.kernels[k].reverse, state[1][k]
-        saved = rooms[: len(back.saved)]
+    def _lanes(self, k: int, consts: Any, tables: Any, arenas: Any, state: Any) -> Lanes:
+        """Returns the lanes of kernel k, of which the sweep left rows behind."""
+        forward = self.signature.forward
+        kernel = forward.kernels[k]
 
-        def rows_of(lane, width):
-            operands = self.forward.operands(k, tables[0], arenas, lane, width)
-            kept = [slice_rows(rows, lane, width) for rows in saved]
-            return jax.vmap(tap.rows, axis_size=width)(operands, kept)
-
-        def cotangents_of(lane, width):
-            if not back.is_leaf:
-                return [slice_rows(rooms[back.rooms[c]], lane, width) for c in tap.cotangents]
-            results = [back.echoed[c] for c in tap.cotangents]
-            result_arenas = [(s, forward.arena(forward.kernels[k].results[s])) for s in results]
+        def echoed(tap, lane, width):
+            results = [kernel.reverse.echoed[c] for c in tap.cotangents]
+            result_arenas = [(s, forward.arena(kernel.results[s])) for s in results]
             return [
                 self.gather(("readers", k, s), tables[1], state[0][a], lane, width)
                 for s, a in result_arenas
             ]
 
-        def alive_of(lane, width):
-            return [self.alive_by(k, tables, source_ids, lane, width) for source_ids in tap.sources]
-
-        trips = row(form, tables[1], ("blocks", k))
-        blocks, lanes = forward.target.blocks, forward.lanes[k]
-        return tap_gradient(
-            tap, consts, rows_of, cotangents_of, alive_of, blocks, lanes, trips, total
+        return Lanes(
+            kernel,
+            consts,
+            state[1][k],
+            lambda lane, width: self.forward.operands(k, tables[0], arenas, lane, width),
+            lambda sources, lane, width: self.alive_by(k, tables, sources, lane, width),
+            forward.target.blocks,
+            forward.lanes[k],
+            row(self.signature.form, tables[1], ("blocks", k)),
+            echoed if kernel.reverse.is_leaf else None,
         )
-
-
-def tap_gradient(
-    tap: Tap,
-    consts: Sequence[Any],
-    rows_of: Callable,
-    cotangents_of: Callable,
-    alive_of: Callable,
-    blocks: Buckets | None,
-    lanes: int,
-    trips: Any,
-    total: Sequence[Any],
-) -> list[Any]:
-    """Adds what a tapped operation contributes to the gradients of its consts.
-
-    `rows_of(lane, width)` and `cotangents_of(lane, width)` are what it met and what came back, in
-    `blocks` of which there are so many `trips`; `alive_of(lane, width)` says in which lanes each
-    cotangent exists. Where it does not, rows and cotangents may be anything.
-    """
-    everywhere = None
-    if not tap.linear:  # a row of zeros might not give zero; that of a lane that is alive will do
-        everywhere = functools.reduce(jnp.logical_or, alive_of(0, lanes))
-        first = rows_of(jnp.argmax(everywhere), 1)
-
-    def block(width, lane, total):
-        alive = alive_of(lane, width)
-        triples = zip(alive, cotangents_of(lane, width), tap.shapes, strict=True)
-        cotangent_rows = [
-            where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
-            for flags, x, shape in triples
-        ]
-        live = functools.reduce(jnp.logical_or, alive)
-        rows = rows_of(lane, width)
-        other_rows = [jnp.zeros_like(x) for x in rows] if tap.linear else first
-        rows = [
-            jnp.where(broadcast_flags(live, x), x, y) for x, y in zip(rows, other_rows, strict=True)
-        ]
-        total = list(total)
-        if tap.linear:
-            gradients = tap.added([total[c] for c in tap.consts], consts, rows, cotangent_rows)
-        else:
-            pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
-            assert everywhere is not None
-            gradients = [
-                total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs
-            ]
-        for c, x in zip(tap.consts, gradients, strict=True):
-            total[c] = x
-        return total
-
-    return each_block(blocks, lanes, trips, block, list(total))
-
-
-def each_block(buckets: Buckets | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
-    """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
-
-    `trips` says how many there are of each width; `lanes` is their capacity. Without buckets all
-    lanes are one block.
-    """
-    if buckets is None:
-        return block(lanes, 0, state)
-    carry = (state, jnp.int32(0))
-    for i, width in reversed([(i, w) for i, w in enumerate(buckets.widths) if w <= lanes]):
-        carry = lax.fori_loop(
-            0,
-            trips[i],
-            lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
-            carry,
-        )
-    return carry[0]
 
 
 # --- all of it as one program --------------------------------------------------------------

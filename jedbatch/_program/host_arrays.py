@@ -33,17 +33,28 @@ def assemble(
             parts[stored(chunk.type)].append(rows)
     inputs: dict[str, Any] = {}
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
-        shape, dtype = kind
-        chunks = parts[kind]
-        if any(isinstance(x, Tracer) for x in chunks):
-            rows = jnp.concatenate([jnp.asarray(x, dtype) for x in chunks])
-            rows = jnp.pad(rows, [(0, room - len(rows)), *[(0, 0)] * len(shape)])
-        else:
-            rows = np.zeros((room, *shape), dtype)
-            if chunks:
-                np.concatenate(chunks, out=rows[: sum(map(len, chunks))], casting="unsafe")
-        inputs[input_name(kind)] = rows
+        inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)
     return inputs
+
+
+def pack_rows(kind: Kind, parts: Sequence[Any], capacity: int, repeats_last: bool = False) -> Any:
+    """Returns parts [k, *shape], traced or not, as one array [capacity, *shape].
+
+    Rows beyond them are zeros, or the last one again if there is any and it `repeats_last`.
+    """
+    shape, dtype = kind
+    count = sum(map(len, parts))
+    repeats_last = repeats_last and count > 0
+    if any(isinstance(x, Tracer) for x in parts):
+        packed = jnp.concatenate([jnp.asarray(x, dtype) for x in parts])
+        mode = "edge" if repeats_last else "constant"
+        return jnp.pad(packed, [(0, capacity - count), *[(0, 0)] * len(shape)], mode=mode)
+    rows = np.zeros((capacity, *shape), dtype)
+    if parts:
+        np.concatenate(parts, out=rows[:count], casting="unsafe")
+    if repeats_last:
+        rows[count:] = rows[count - 1]
+    return rows
 
 
 def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
@@ -19,7 +18,7 @@ from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
 from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, Capacity, round_up
-from jedbatch._program.host_arrays import rows_of_inputs
+from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
 from jedbatch._program.output_spec import Slice
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
@@ -332,17 +331,12 @@ def _packed(
 
     Rows beyond the last repeat it, if there is any, where they are not cut into blocks.
     """
-    mode = "constant"
-    xp = jnp if any(isinstance(x, Tracer) for x in values) else np
-    if is_ragged(value_type.shape):
-        rows = xp.concatenate([xp.asarray(x, value_type.dtype) for x in values])
-        missing = capacity.rows[packed.extents.index(value_type.shape[0])] - len(rows)
-        if capacity.blocks is None and len(rows):
-            mode = "edge"
-    else:
-        rows = xp.stack([xp.asarray(x, stored(value_type)[1]) for x in values])
-        missing = capacity.calls - len(rows)
-    return xp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)], mode=mode)
+    if not is_ragged(value_type.shape):
+        return pack_rows(stored(value_type), [x[None] for x in values], capacity.calls)
+    extent, *shape = value_type.shape
+    rows = capacity.rows[packed.extents.index(extent)]
+    kind = tuple(shape), value_type.dtype
+    return pack_rows(kind, values, rows, repeats_last=capacity.blocks is None)
 
 
 def run_regions(

@@ -25,7 +25,7 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, put, slice_rows, take
-from jedbatch._program.execute import each_block, tap_gradient
+from jedbatch._program.lanes import Lanes, each_block, put_all, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
@@ -174,13 +174,11 @@ class RowFunction:
         kernel = self.kernel
         row_types = [(t.shape, t.dtype) for t in kernel.results]
         row_types += kernel.reverse.saved if keep_residuals else ()
-        run = kernel.reverse.save if keep_residuals else kernel.forward
 
         def block(width, lane, state):
             operands = self.operands_at(arguments, lane, width)
-            out = jax.vmap(run, in_axes=(None, 0), axis_size=width)(arguments.consts, operands)
-            rows = [*out[0], *out[1]] if keep_residuals else out
-            return [put(x, y, lane) for x, y in zip(state, rows, strict=True)]
+            out = run_lanes(kernel, arguments.consts, operands, width, keep_residuals)
+            return [put(x, y, lane) for x, y in zip(state, [*out[0], *out[1]], strict=True)]
 
         empty = [jnp.zeros((self.capacity, *shape), dtype) for shape, dtype in row_types]
         state = each_block(self.buckets, self.capacity, arguments.trips, block, empty)
@@ -253,15 +251,15 @@ class RowReverse:
         prepared = back.prepare(arguments.consts)
 
         def block(width, lane, state):
-            sums, slots = list(state[0]), list(state[1])
+            sums, slots = list(state[0]), state[1]
             exists = self._exists(lane, width)
             operands = function.operands_at(arguments, lane, width)
             results = [slice_rows(x, lane, width) for x in self.results]
             saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
             cotangents, alive = self._cotangents_at(exists, lane, width)
-            run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
-            sent, rows = run(
-                arguments.consts, prepared, operands, results, saved, cotangents, alive
+            consts = arguments.consts
+            sent, rows = reverse_lanes(
+                back, consts, prepared, operands, results, saved, cotangents, alive, width
             )
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
                 if not any(map(self.has_cotangent, back.flow[j])):
@@ -271,9 +269,7 @@ class RowReverse:
                     sums[k] = put(sums[k], x, lane)
                 else:
                     sums[k] = sums[k].at[slice_rows(arguments.call, lane, width)].add(x)
-            for slot, x in zip(back.rooms, rows, strict=True):
-                slots[slot] = put(slots[slot], x, lane)
-            return sums, slots
+            return sums, put_all(slots, back.rooms, rows, lane)
 
         capacity = function.capacity
         sums = [jnp.zeros_like(arguments.operands[j]) for j in moving]
@@ -284,36 +280,24 @@ class RowReverse:
         """Returns the cotangents of the consts of the kernel."""
         function, arguments = self.function, self.arguments
         kernel = function.kernel
-        back = kernel.reverse
+        lanes = Lanes(
+            kernel,
+            arguments.consts,
+            slots,
+            functools.partial(function.operands_at, arguments),
+            lambda sources, lane, width: (
+                self._exists(lane, width) & any(map(self.has_cotangent, sources))
+            ),
+            function.buckets,
+            function.capacity,
+            arguments.trips,
+        )
         gradients: list[Any] = [None] * kernel.num_consts
-        for tap in back.taps:
+        for tap in kernel.reverse.taps:
             if not any(self.has_cotangent(s) for sources in tap.sources for s in sources):
                 continue
             for c in tap.consts:
                 if gradients[c] is None:
                     gradients[c] = jnp.zeros(*kernel.const_kinds[c])
-
-            def rows_of(lane, width, tap=tap):
-                operands = function.operands_at(arguments, lane, width)
-                saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
-                return jax.vmap(tap.rows, axis_size=width)(operands, saved)
-
-            def cotangents_of(lane, width, tap=tap):
-                return [slice_rows(slots[back.rooms[c]], lane, width) for c in tap.cotangents]
-
-            def alive_of(lane, width, tap=tap):
-                exists = self._exists(lane, width)
-                return [exists & any(map(self.has_cotangent, sources)) for sources in tap.sources]
-
-            gradients = tap_gradient(
-                tap,
-                arguments.consts,
-                rows_of,
-                cotangents_of,
-                alive_of,
-                function.buckets,
-                function.capacity,
-                arguments.trips,
-                gradients,
-            )
+            gradients = lanes.add_gradient(tap, gradients)
         return gradients

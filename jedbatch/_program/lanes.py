@@ -1,0 +1,156 @@
+"""Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+
+Lanes are nodes (see `_program.execute`) or rows of packed arrays (see `_ragged.row_phase`). They
+differ in where operands and cotangents come from, and in where results go.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jedbatch._jaxpr.zeros import Sources, where_alive
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.vjp import KernelVjp
+from jedbatch._kernel.weight_gradients import Tap
+from jedbatch._layout.bucketing import Buckets
+from jedbatch._program.arenas import broadcast_flags, put, slice_rows
+
+
+def run_lanes(
+    kernel: Kernel, consts: Any, operands: Sequence[Any], width: int, keep_residuals: bool
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns (results, residuals) of some lanes; residuals only if they are kept."""
+    over_lanes = functools.partial(jax.vmap, in_axes=(None, 0), axis_size=width)
+    if keep_residuals:
+        return over_lanes(kernel.reverse.save)(consts, operands)
+    return over_lanes(kernel.forward)(consts, operands), ()
+
+
+def reverse_lanes(
+    back: KernelVjp,
+    consts: Any,
+    prepared: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    saved: Sequence[Any],
+    cotangents: Sequence[Any],
+    alive: Mapping[int, Any],
+    width: int,
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns (cotangents of operands, rows for the taps) of some lanes; see `backward`."""
+    run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
+    return run(consts, prepared, operands, results, saved, cotangents, alive)
+
+
+def put_all(slots: Sequence[Any], places: Sequence[int], rows: Sequence[Any], lane: Any) -> list:
+    """Returns slots, to some of which rows have been written from a lane on."""
+    written = list(slots)
+    for place, x in zip(places, rows, strict=True):
+        written[place] = put(written[place], x, lane)
+    return written
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Lanes that a kernel ran over, from which the gradients of its weights are computed.
+
+    Attributes:
+      kernel: that ran.
+      consts: it ran with.
+      slots: what was saved of every lane, and what the sweep has put in its place.
+      operands: from a lane and a width to the operands of lanes.
+      alive: from some results, a lane and a width to bool[width]: where one has a cotangent.
+      blocks: the widths by which lanes are run over; None for all at once.
+      capacity: of lanes.
+      trips: how many blocks of each width there are.
+      cotangents: from a tap, a lane and a width to its cotangents, if not from the slots.
+    """
+
+    kernel: Kernel
+    consts: Sequence[Any]
+    slots: Sequence[Any]
+    operands: Callable[[Any, int], Sequence[Any]]
+    alive: Callable[[Sources, Any, int], Any]
+    blocks: Buckets | None
+    capacity: int
+    trips: Any
+    cotangents: Callable[[Tap, Any, int], Sequence[Any]] | None = None
+
+    def add_gradient(self, tap: Tap, total: Sequence[Any]) -> list[Any]:
+        """Returns gradients of consts, to which what a tapped operation contributes is added.
+
+        In lanes where a cotangent does not exist, it and the rows may be anything.
+        """
+        everywhere = None
+        if not tap.linear:  # a row of zeros might not give zero; that of an alive lane will do
+            everywhere = functools.reduce(jnp.logical_or, self._alive(tap, 0, self.capacity))
+            first = self._rows(tap, jnp.argmax(everywhere), 1)
+
+        def block(width, lane, total):
+            alive = self._alive(tap, lane, width)
+            triples = zip(alive, self._cotangents(tap, lane, width), tap.shapes, strict=True)
+            cotangent_rows = [
+                where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
+                for flags, x, shape in triples
+            ]
+            live = functools.reduce(jnp.logical_or, alive)
+            rows = self._rows(tap, lane, width)
+            other_rows = [jnp.zeros_like(x) for x in rows] if tap.linear else first
+            rows = [
+                jnp.where(broadcast_flags(live, x), x, y)
+                for x, y in zip(rows, other_rows, strict=True)
+            ]
+            total, consts = list(total), self.consts
+            if tap.linear:
+                gradients = tap.added([total[c] for c in tap.consts], consts, rows, cotangent_rows)
+            else:
+                pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
+                assert everywhere is not None
+                gradients = [
+                    total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs
+                ]
+            for c, x in zip(tap.consts, gradients, strict=True):
+                total[c] = x
+            return total
+
+        return each_block(self.blocks, self.capacity, self.trips, block, list(total))
+
+    def _alive(self, tap: Tap, lane: Any, width: int) -> list[Any]:
+        return [self.alive(sources, lane, width) for sources in tap.sources]
+
+    def _rows(self, tap: Tap, lane: Any, width: int) -> list[Any]:
+        """Returns the rows that the tapped operation met."""
+        num_saved = len(self.kernel.reverse.saved)
+        saved = [slice_rows(x, lane, width) for x in self.slots[:num_saved]]
+        return jax.vmap(tap.rows, axis_size=width)(self.operands(lane, width), saved)
+
+    def _cotangents(self, tap: Tap, lane: Any, width: int) -> Sequence[Any]:
+        """Returns the rows that came back to the tapped operation."""
+        if self.cotangents is not None:
+            return self.cotangents(tap, lane, width)
+        places = [self.kernel.reverse.rooms[c] for c in tap.cotangents]
+        return [slice_rows(self.slots[place], lane, width) for place in places]
+
+
+def each_block(buckets: Buckets | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+    """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
+
+    `trips` says how many there are of each width; `lanes` is their capacity. Without buckets all
+    lanes are one block.
+    """
+    if buckets is None:
+        return block(lanes, 0, state)
+    carry = (state, jnp.int32(0))
+    for i, width in reversed([(i, w) for i, w in enumerate(buckets.widths) if w <= lanes]):
+        carry = lax.fori_loop(
+            0,
+            trips[i],
+            lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
+            carry,
+        )
+    return carry[0]
