@@ -113,29 +113,29 @@ def add_command(
     commands: Any, run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]
 ) -> argparse.ArgumentParser:
     """Adds a command with the options that all have, and sizes: (default, meaning) by name."""
-    made = commands.add_parser(run.__name__, help=help)
-    made.set_defaults(run=run, sizes=tuple(sizes))
+    parser = commands.add_parser(run.__name__, help=help)
+    parser.set_defaults(run=run, sizes=tuple(sizes))
     if run is demo:
-        made.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
+        parser.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
     elif run is not fuzz:
-        made.add_argument(
+        parser.add_argument(
             "model",
             help=f"one of {', '.join(WORKLOADS)}; or your own `jedbatch.models.Workload`, "
             "as module:attribute",
         )
-        made.add_argument(
+        parser.add_argument(
             "--data",
             nargs="+",
             default=[],
             metavar="FILE",
             help="instances, one a line (may be .gz); tags of lattices in a file of their own",
         )
-    made.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
-    made.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    for name, (default, what) in sizes.items():
-        help = f"{what} (default {default})"
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
-    return made
+    parser.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
+    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    for name, (default, explanation) in sizes.items():
+        help = f"{explanation} (default {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
+    return parser
 
 
 # --- models by name ---
@@ -181,7 +181,7 @@ def find(name: str) -> Workload:
     module, _, attribute = name.partition(":")
     sys.path.insert(0, "")  # modules of the folder that the user is in
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        workload = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name} cannot be imported: {error}; expected module:attribute, with a module as in "
@@ -189,11 +189,11 @@ def find(name: str) -> Workload:
         ) from None
     finally:
         sys.path.remove("")
-    if not isinstance(found, Workload):
+    if not isinstance(workload, Workload):
         raise ValueError(
-            f"{name} is of type {type(found).__name__}; expected a `jedbatch.models.Workload`"
+            f"{name} is of type {type(workload).__name__}; expected a `jedbatch.models.Workload`"
         )
-    return found
+    return workload
 
 
 def show(args: argparse.Namespace) -> None:
@@ -273,8 +273,8 @@ def speeds(
     def loss_of_one(params: Any, instance: Any) -> jax.Array:
         return one(params, instance)[0]
 
-    both: list[Callable[..., Any]] = [loss, loss_of_one]
-    run, run_one = map(jax.value_and_grad, both) if training else both
+    losses: list[Callable[..., Any]] = [loss, loss_of_one]
+    run, run_one = map(jax.value_and_grad, losses) if training else losses
     run = jax.jit(run)
 
     def whole(instances: list[Any]) -> Any:
@@ -393,23 +393,25 @@ def compare(score: Any, cells: tree.Cells, params: Any, trees: list, batch_size:
     few = trees[: min(16, batch_size)]
     looped = rate(lambda: jnp.stack([one(params, t) for t in few]), len(few))
     minibatch = trees[:batch_size]
-    known = rate(lambda: score(params, minibatch), batch_size)
+    planned_rate = rate(lambda: score(params, minibatch), batch_size)
     plan = score.plan(params, minibatch, gradient=False)
     device = rate(lambda: score.apply(params, plan), batch_size)
     print("inference, trees per second")
     print(f"  one by one, jit-compiled cells   {looped:9.0f}")
-    print(f"  batched, planning included       {known:9.0f}   {known / looped:5.1f} x")
+    print(
+        f"  batched, planning included       {planned_rate:9.0f}   {planned_rate / looped:5.1f} x"
+    )
     print(f"  batched, planned beforehand      {device:9.0f}   {device / looped:5.1f} x")
 
 
 def rate(run: Callable[[], Any], count: int, times: int = 5, warm: int = 2) -> float:
     """Instances per second: the median of some runs after others to warm up."""
-    found = []
+    seconds = []
     for _ in range(warm + times):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - start)
-    return count / float(np.median(found[warm:]))
+        seconds.append(time.perf_counter() - start)
+    return count / float(np.median(seconds[warm:]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ and the next begins. Attention is the most important of them:
 
 Written for one instance it needs no mask: nothing is padded, so there is nothing to hide. The
 functions here are ordinary functions of arrays, which work anywhere in JAX; in what JAX traces they
-keep their name, so that whoever runs many instances together can tell what is meant. Numbers of
+keep their name, so that code which runs many instances together can tell what is meant. Numbers of
 rows may be symbolic dimensions of `jax.export.symbolic_shape`, other sizes may not.
 
 References:

@@ -517,7 +517,7 @@ def batch(
       layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
         what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
         in `jedbatch.layout`.
-      reuse: whether inference uses memory again that nobody will read. None does for minibatches
+      reuse: whether inference uses memory again after its last read. None does for minibatches
         with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
         can be differentiated keeps everything in any case.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one

@@ -2,8 +2,7 @@
 
 Read in this order:
 
-1. `fibers`: Instances that take turns: each runs until it needs a value that nobody has computed
-   yet.
+1. `fibers`: Instances that take turns: each runs until it needs a value that is not computed yet.
 2. `growth`: The capacity of the programs of rounds, and how it grows.
 3. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
 4. `rounds`: Control flow on values: compute what is recorded, decide, record on.

@@ -1,11 +1,11 @@
-"""Instances that take turns: each runs until it needs a value that nobody has computed yet.
+"""Instances that take turns: each runs until it needs a value that is not computed yet.
 
 Python decides on the value of an array in the middle of a function: in an `if`, a `while`, an
 `int()`. The function must stop right there, let the other instances go on, and continue later as
 if nothing had happened. Greenlets do that: each instance is one, with a Python stack of its own,
 and switching takes less than a microsecond.
 
-JAX keeps the trace that operations go to per thread, not per greenlet, so whoever switches takes
+JAX keeps the trace that operations go to per thread, not per greenlet, so a switch takes
 it along; each instance begins in the caller's context variables. Other state of the thread, such as
 that of `with jax.default_matmul_precision(...)`, is the same for all: an instance must not wait
 inside of such a block (see `_control_flow.rounds`, which says so where it can tell).

@@ -1,7 +1,7 @@
 """Control flow on values: compute what is recorded, decide, record on.
 
 Under `if`, `while`, `int()` and their like an instance needs a value that has not been computed.
-It waits; the others go on (see `_control_flow.fibers`). When nobody can go on, a *round* computes
+It waits; the others go on (see `_control_flow.fibers`). When none can go on, a *round* computes
 what the waiting instances wait for, in batches across all of them, and they resume:
 
     instance 0    record ─ if a > 0?        ─ record ─ if b > 0?     ─ record ─ done
@@ -9,7 +9,7 @@ what the waiting instances wait for, in batches across all of them, and they res
     instance 2    record ─ while e > tol?   ─ record ─ done          .
                          round 1: a, e               round 2: b              round 3: the rest
 
-A round computes what is waited for and nothing else; what nobody decides on is put off until the
+A round computes what is waited for and nothing else; what no decision needs is put off until the
 end, where batches are largest. Nothing is computed for a branch that was not taken, or twice.
 
 Which branches are taken depends on the parameters, so nothing of this can be planned ahead, and

@@ -443,9 +443,9 @@ class Workspace:
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
-        nodes = np.concatenate([mine for mine, _ in self._rounds])
+        nodes = np.concatenate([round_nodes for round_nodes, _ in self._rounds])
         nodes = nodes[np.lexsort((nodes, self._node_owner.array[nodes]))]
-        order = [mine for _, _, mine in self._chunks]
+        order = [numbers for _, _, numbers in self._chunks]
         place = np.full(len(self._input_row.array), -1)
         inputs = np.concatenate(order) if order else np.zeros(0, np.int64)
         place[inputs] = np.arange(len(inputs))
@@ -473,7 +473,10 @@ class Workspace:
             np.concatenate([s.batch_type for s in schedules]),
             pointers(sizes),
             np.concatenate(
-                [local_node[mine[layout.schedule.node]] for mine, layout in self._rounds]
+                [
+                    local_node[round_nodes[layout.schedule.node]]
+                    for round_nodes, layout in self._rounds
+                ]
             ).astype(np.int32),
         )
         outputs = {kind: moved(np.array(values)).tolist() for kind, values in returned.items()}

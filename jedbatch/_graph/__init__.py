@@ -14,6 +14,6 @@ Read in this order:
 7. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
 8. `graph`: Dataflow graphs of instances, as data.
 9. `record`: `Record`: what recording an instance gave.
-10. `prune`: Graphs of imperative code: without what nobody wants, and cut where nothing leads
-   across.
+10. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+   leads across.
 """

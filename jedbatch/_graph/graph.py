@@ -114,7 +114,7 @@ class Graph:
           names: name of each type id; `type 0`, `type 1`, … by default.
           inputs: arrays whose rows are the inputs, numbered through: input `i` is row `i`
             of their concatenation along the first axis.
-          outputs: nodes the graph returns; by default those nobody reads.
+          outputs: nodes the graph returns; by default those that are not read.
 
         Returns:
           The graph.
@@ -383,7 +383,7 @@ class Graph:
 
     @functools.cached_property
     def height(self) -> Int32[np.ndarray, " N"]:
-        """int32[N], edges on the longest path that begins in each node; 0 if nobody reads it."""
+        """int32[N], edges on the longest path that begins in each node; 0 if it is not read."""
         maker, reader = self.edges
         return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
 

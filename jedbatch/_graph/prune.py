@@ -1,4 +1,4 @@
-"""Graphs of imperative code: without what nobody wants, and cut where nothing leads across.
+"""Graphs of imperative code: without nodes that are not read, and cut where no edge leads across.
 
 A lazy scope records one long graph. Some of it was computed in vain, and mostly it is one instance
 after the other, which the code does not say; how many there are says how much minibatches vary.

@@ -13,7 +13,7 @@ Read in this order:
 6. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
 7. `identity`: Identity of values: the keys of everything that is remembered.
-8. `zeros`: Symbolic zeros: what nobody differentiates is not pulled back.
+8. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
 9. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
 10. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.

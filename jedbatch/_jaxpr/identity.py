@@ -60,7 +60,7 @@ class Same:
 
 
 def typed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
-    """The value written out: equal for values that nobody can tell apart.
+    """The value written out: equal for values that cannot be told apart.
 
     `above` has the ids of the objects that it is an attribute of. Raises `TypeError` if the value
     cannot be hashed.
@@ -145,7 +145,7 @@ def is_frozen(value: Any) -> bool:
 
 
 def tree_key(structure: PyTreeDef) -> Hashable:
-    """Equal for structures of pytrees that nobody can tell apart.
+    """Equal for structures of pytrees that cannot be told apart.
 
     Tuples, lists and dicts with strings for keys are compared by JAX, and nothing else: what other
     containers carry, JAX compares by `==`.

@@ -90,7 +90,7 @@ def inner_programs(eqn: Equation) -> list[Any]:
 
 
 def cares_for_padding(eqn: Equation) -> bool:
-    """True of what must not run on arbitrary values, even where nobody reads its results.
+    """True of what must not run on arbitrary values, even where its results are not read.
 
     Loops whose length depends on what they compute, calls of Python, and what contains one.
     """

@@ -1,4 +1,4 @@
-"""Symbolic zeros: what nobody differentiates is not pulled back.
+"""Symbolic zeros: results that are not differentiated are not pulled back.
 
 A cotangent that does not exist is not the same as a cotangent of zeros: `0 * inf` is NaN, and a
 backward rule of the user's may not be linear. JAX knows at trace time which cotangents exist. In a

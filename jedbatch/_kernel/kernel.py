@@ -55,7 +55,7 @@ class Kernel:
       transposed: positions of consts that are the transpose of a shared matrix.
       buckets: the widths it is compiled in.
       result_bytes: of the results of one lane.
-      loose: for each operand, whether lanes whose results nobody reads may have any value for it:
+      loose: for each operand, whether lanes whose results are not read may have any value for it:
         no index, and in no loop that might not end or call of Python.
     """
 

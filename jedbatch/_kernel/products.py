@@ -3,7 +3,7 @@
 A cell's program is a jaxpr. A *product* in it has a value that depends on the instance, its row
 value, on one side, a matrix that depends on shared values only on the other, and sums over one
 axis of each. What looks like a product but is unusual (integers, batched axes, weights of more
-dimensions, weak types) is not taken for one, so that whoever handles products leaves it alone.
+dimensions, weak types) is not taken for one, so that code for products leaves it alone.
 
 A product may be packed already: `[a, b] W` is `a W1 + b W2`, and the pieces of a split of a sum of
 products are sums of products themselves. `taken_apart` writes the program so.

@@ -12,7 +12,7 @@ its lanes.
 
 For training every block has rows of its own, which the reverse sweep reads: all results of one
 type follow one another in a *space* of theirs, and the row is the lane. In inference, where it
-saves much, rows are used again once nobody reads them any more (see `_layout.allocator`): all
+saves much, rows are used again once they are not read any more (see `_layout.allocator`): all
 results of one shape and dtype share a space.
 """
 
@@ -188,7 +188,7 @@ def assign_lanes(
 def share_rows(
     layout: Layout, arena: np.ndarray, num_arenas: int, slack: float = ROW_TOLERANCE
 ) -> Layout:
-    """The layout with rows used again once nobody reads them.
+    """Returns the layout with rows used again after their last read.
 
     `arena`, int32[T, R], is where the results of each type may be kept; blocks in one arena share
     its rows. Peaks may be above what is alive at a time by `slack`, a share of it.
@@ -217,7 +217,7 @@ def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool
       order: of the nodes inside of batches: "append", as they were recorded; "longest", those with
         the longest way to go first; "reader", as they are read; "pq", as a PQ-tree plans them;
         or "auto", which is "longest" where types make chains and "append" elsewhere.
-      reuse: whether rows are used again once nobody reads them, as in inference.
+      reuse: whether rows are used again after their last read, as in inference.
 
     Returns:
       The layout; print its `explain()`.

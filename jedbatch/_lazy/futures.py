@@ -12,7 +12,7 @@ array, or a tracer of `jax.grad`, `jax.jit` or `jax.vmap` around the scope:
                 the trace and all attributes of the tracer it stands for. Tracers are plain
                 Python objects, and JAX has no way to tell.
 
-Rows are taken out of what a batch of futures was computed into when somebody wants them.
+Rows are taken out of the results of a batch of futures when they are read.
 """
 
 import weakref

@@ -7,7 +7,7 @@ decides on what it has computed. Inside of a lazy scope such code runs as it sta
 The scope is a recorder like that of `batch`, installed for as long as the scope lasts. Operations
 on what is lazy return futures (see `_lazy.futures`). When Python needs a value, or at the end, the
 nodes recorded so far are planned and run like a minibatch, and futures become values: a *round*.
-Only what futures still held by somebody depend on is computed, for futures are known to the
+Only values that futures still in use depend on are computed, for futures are known to the
 scope by weak references; and nothing is computed twice, since the values of a round are inputs of
 the next.
 
@@ -60,11 +60,11 @@ class Lazy:
     """A scope in which Python code on single instances is batched as it runs.
 
     Inside of the scope, calls of cells and operations of JAX on what is lazy are not computed. They
-    return futures: arrays with a shape and a dtype, and a value once somebody needs it. At the end
+    return futures: arrays with a shape and a dtype, and a value once it is needed. At the end
     of the scope, or when Python needs a value, all that has been recorded is computed in batches.
     `float`, `int`, `bool`, `if`, `print`, `numpy.asarray`, `.item()` and `jax.block_until_ready`
-    need values; most code needs them rarely. A future that nobody holds any more is not computed.
-    After that, a future is the array it stands for.
+    need values; most code needs them rarely. A future without references is not
+    computed. After that, a future is the array it stands for.
 
         with jedbatch.lazy():
             losses = [loss(params, tree) for tree in trees]

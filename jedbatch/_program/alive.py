@@ -2,7 +2,7 @@
 
 A value is *alive* if it is returned, or if a node reads it that has a result which is alive and
 sends a cotangent to that operand (see `KernelVjp.flow`). We begin with all alive and take away what
-is not: values that nobody reads, then what was read for their sake, and so on. That is quick,
+is not: values that are not read, then what was read for their sake, and so on. That is quick,
 since nearly everything is alive nearly always.
 """
 

@@ -1,6 +1,6 @@
 """Rows of arenas in JAX: reading them, writing them in place, and keeping the two apart.
 
-An arena is updated in place as long as XLA sees that nobody reads it afterwards, and does not fuse
+An arena is updated in place as long as XLA sees that it is not read afterwards, and does not fuse
 reading some of its rows with writing others.
 """
 

@@ -245,8 +245,8 @@ class Backward:
     def alive_by(self, k: int, tables: Any, sources: Collection[int], start: Any, size: int) -> Any:
         """bool[size]: whether any of some results has a cotangent."""
         flags = [self.alive(k, s, tables, start, size) for s in sorted(sources)]
-        nobody = jnp.zeros(size or self.signature.forward.lanes[k], bool)
-        return functools.reduce(jnp.logical_or, flags, nobody)
+        none_alive = jnp.zeros(size or self.signature.forward.lanes[k], bool)
+        return functools.reduce(jnp.logical_or, flags, none_alive)
 
     def chunk(self, k, width, consts, tables, arenas, state, lane):
         """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
@@ -286,7 +286,7 @@ class Backward:
             )
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
-                if signature.tells and back.flow[j]:  # else nobody reads what is not alive
+                if signature.tells and back.flow[j]:  # else what is not alive is not read
                     flags = [alive[s] for s in sorted(back.flow[j])]
                     out = where_alive(
                         broadcast_flags(functools.reduce(jnp.logical_or, flags), out), out

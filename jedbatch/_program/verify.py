@@ -30,7 +30,7 @@ from jedbatch._layout.access import BROADCAST, GATHER, SLICE, STRIDE, STRIDED
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.signature import Signature
 
-NOTHING = -1  # what a row holds that has not been written, or that nobody may rely on
+NOTHING = -1  # what a row holds that has not been written, or that must not be relied on
 
 
 def is_wanted() -> bool:

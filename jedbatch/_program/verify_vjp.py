@@ -68,7 +68,7 @@ class ReverseTrial:
             check_apart(spans, signature.zero[a] + 1, subject)
 
     def run(self, tables: Sequence[np.ndarray], outputs: Sequence[Sequence[int]]) -> None:
-        """Obeys a reverse table; `outputs` are positions, by arena, that somebody reads."""
+        """Obeys a reverse table; `outputs` are positions, by arena, that are read."""
         signature, forward = self.signature, self.signature.forward
         table = np.asarray(tables[1])
         require(table.shape == (signature.form.size,), "a reverse table of another size")
@@ -193,7 +193,7 @@ class ReverseTrial:
     ) -> None:
         """Raises unless exactly the operands that get a cotangent from an alive result send one.
 
-        A result is alive if it is returned, or if such an operand reads it. Lanes that nobody reads
+        A result is alive if it is returned, or if such an operand reads it. Lanes that are not read
         for this, padding among them, send nothing.
         """
         forward, signature = self.forward, self.signature.forward

@@ -2,7 +2,7 @@
 
 Such a phase is a kernel whose lanes are rows (see `_kernel.kernel`), so that its weights' gradients
 are taken from all rows at once. It runs in blocks of a few widths (`Target.blocks`: 512, 64 and 8
-rows on a CPU); how many of each there are is data, so few rows are computed that nobody reads.
+rows on a CPU); how many of each there are is data, so few rows are computed that are not read.
 """
 
 import functools

@@ -30,6 +30,6 @@ Read in this order:
 20. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
 21. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-22. `granularity.fuse`: Finding the cells that nobody marked: operations that always run together
-   become one node.
+22. `granularity.fuse`: Finding cells without marks: operations that always run together become
+   one node.
 """

@@ -44,8 +44,8 @@ class NumbersMet:
                 return
         differ = {
             k
-            for other in (keys, *self._sets)
-            for k, (a, b) in enumerate(zip(other, self.first, strict=True))
+            for keys_met in (keys, *self._sets)
+            for k, (a, b) in enumerate(zip(keys_met, self.first, strict=True))
             if a != b.key
         }
         if not differ.issubset({*self.varying, *self.fixed}):
@@ -73,21 +73,21 @@ class Lifting:
           skeleton: the operation without its numbers.
           numbers: all of them.
         """
-        met = self._met.setdefault(skeleton, NumbersMet(numbers))
-        before = len(met.varying)
-        met.add(numbers, self.max_constant)
-        self.num_lifted += len(met.varying) - before
-        return met.varying
+        numbers_met = self._met.setdefault(skeleton, NumbersMet(numbers))
+        before = len(numbers_met.varying)
+        numbers_met.add(numbers, self.max_constant)
+        self.num_lifted += len(numbers_met.varying) - before
+        return numbers_met.varying
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
 
         For numbers that Python must know, such as lengths.
         """
-        met = self._met[skeleton]
-        integers = [k for k in met.varying if met.first[k].value.dtype.kind in "iu"]
-        met.fixed = met.fixed.union(integers or met.varying)
-        met.varying = tuple([k for k in met.varying if k not in met.fixed])
+        numbers_met = self._met[skeleton]
+        integers = [k for k in numbers_met.varying if numbers_met.first[k].value.dtype.kind in "iu"]
+        numbers_met.fixed = numbers_met.fixed.union(integers or numbers_met.varying)
+        numbers_met.varying = tuple([k for k in numbers_met.varying if k not in numbers_met.fixed])
 
     def of_closure(
         self, fn: Callable, reached: Mapping[int, Hashable], computed: Collection[int]

@@ -30,7 +30,7 @@ from jedbatch._record.symbols import (
     row_index,
 )
 
-PICK = "pick"  # the operation `value[i]`, if whoever groups nodes decides whether i is a value
+PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a value
 
 
 # --- indexing ---

@@ -88,7 +88,7 @@ class Recorder(Trace):
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       together: what some functions return, which may wait for values each on its own.
-      grouping: who merges nodes later or takes them apart; None if nobody does.
+      grouping: merges nodes later or takes them apart; None to keep nodes as they are.
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
     """
 
@@ -301,7 +301,7 @@ class Recorder(Trace):
         return call
 
     def mark(self) -> None:
-        """Notes the call site of what was recorded last, for whoever groups nodes by it."""
+        """Notes the call site of what was recorded last, for groupings of nodes."""
         if self._here is not None and len(self.sites) != len(self.call_specs):
             self.sites += [self._here()] * (len(self.call_specs) - len(self.sites))
 
@@ -451,7 +451,7 @@ class Recorder(Trace):
         return out
 
     def stage_value(self, val):
-        """A number or array of NumPy as an array of JAX that nobody can change."""
+        """A number or array of NumPy as an immutable array of JAX."""
         if isinstance(val, jax.Array):
             return val
         shape, dtype, weak = array_type(val)

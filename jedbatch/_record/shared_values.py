@@ -29,7 +29,7 @@ class SharedValue:
 
 
 def owned(const: Any) -> Any:
-    """A constant that nobody else can change."""
+    """A constant that no other code can change."""
     return const.copy() if isinstance(const, np.ndarray) else const
 
 

@@ -151,7 +151,7 @@ def finish(
     recorded, references, input_group, input_value = columns
     node_type, arity, operand = find_operands(registry, recorded, references)
 
-    # Inputs: drop what nobody reads, and group what is read the same way, by instance.
+    # Inputs: drop those that are not read, and group what is read the same way, by instance.
     result = np.array(outputs, np.int64)
     group = np.array(input_group, np.int64)
     used = np.zeros(len(group), bool)

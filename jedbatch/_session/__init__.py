@@ -4,8 +4,8 @@ Read in this order:
 
 1. `options`: The options of `jedbatch.batch` and `jedbatch.Lazy`, checked once and passed on as
    one value.
-2. `arguments`: The arguments of a batched function: those that all instances share, and those
-   of each.
+2. `arguments`: The arguments of a batched function: those that all instances share, and those of
+   each.
 3. `outputs`: The form of a result: which rows of which arenas make up what a batched function
    returns.
 4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is

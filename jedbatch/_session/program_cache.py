@@ -133,8 +133,8 @@ class ProgramCache:
 
     def static(self, *parts: Any) -> Static:
         """The static part of a plan, one object for equal parts."""
-        made = Static(self, *parts)
-        return self._statics.setdefault(made, made)
+        static = Static(self, *parts)
+        return self._statics.setdefault(static, static)
 
     def lower(self, placed: Placement, brought: Collection[Hashable] | None = None) -> Lowered:
         """A minibatch for a program in use if it fits one, or for a new one.
@@ -202,45 +202,45 @@ class ProgramCache:
 
     def program(self, signature: Signature) -> tuple[Callable, list[int]]:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
-        found = self._programs.get(signature)
-        if found is None:
-            wanted = [kernel.node_type.shared for kernel in signature.kernels]
-            compute, closed_over = self.registry.prologue(wanted)
+        program = self._programs.get(signature)
+        if program is None:
+            shared_ids = [kernel.node_type.shared for kernel in signature.kernels]
+            compute, closed_over = self.registry.prologue(shared_ids)
 
             def prepare(shared: Sequence[Any]) -> list[list[Any]]:
                 values = compute(shared)
                 return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
 
-            found = self._programs[signature] = prepare, closed_over
-        return found
+            program = self._programs[signature] = prepare, closed_over
+        return program
 
     def executor(self, signature: Signature, values: Any) -> Fused | Dispatch:
         """Returns the executor of a program on values; on traced ones always the fused one."""
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
         key = signature, name
-        found = self._executors.get(key)
-        if found is None:
+        executor = self._executors.get(key)
+        if executor is None:
             prepare, _ = self.program(signature)
-            for other in list(self._executors.values()):  # they may never be used again
-                other.release()
-            found = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
-        return found
+            for another in list(self._executors.values()):  # they may never be used again
+                another.release()
+            executor = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+        return executor
 
     def run_regions(
         self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
     ) -> Any:
         """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
-        found = self._region_programs.get(stages)
-        if found is None:
+        region_program = self._region_programs.get(stages)
+        if region_program is None:
             compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
 
             def run(shared, tables, targets, inputs):
                 self._count("ragged")
                 return run_regions(stages, compute(shared), tables, targets, inputs)
 
-            found = self._region_programs[stages] = jax.jit(run), closed_over
-        run, closed_over = found
+            region_program = self._region_programs[stages] = jax.jit(run), closed_over
+        run, closed_over = region_program
         shared = self.shared_values(closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
 
@@ -253,30 +253,30 @@ class ProgramCache:
         self, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
     ) -> list[Any]:
         """Returns leaves of shared arguments, and closed-over values (see `SharedValue`)."""
-        found = list(leaves)
+        values = list(leaves)
         for index in closed_over:
             value = self.registry.shared[index]
             if value.tracer is None:
-                found.append(value.array)
+                values.append(value.array)
             elif isinstance(value.tracer, AccessPath) and not isinstance(tracers, dict):
-                found.append(self.reach(index))
+                values.append(self.reach(index))
             else:
-                found.append(tracers[value.tracer])
-        return found
+                values.append(tracers[value.tracer])
+        return values
 
     def reach(self, index: int) -> Any:
         """The array that the function closes over and that is a shared value.
 
         Raises `ValueError` if it is not where it was, or another one.
         """
-        found, aval = self._found(index), self.registry.shared[index].aval
-        if not _fits(found, aval):
+        array, aval = self._found(index), self.registry.shared[index].aval
+        if not _fits(array, aval):
             raise ValueError(
                 f"a plan reads an array {aval.str_short()} that the function closes over, "
-                f"and found {found!r} in its place; make a new plan when such arrays change in "
+                f"and found {array!r} in its place; make a new plan when such arrays change in "
                 "shape or are moved, or pass them as shared arguments."
             )
-        return found
+        return array
 
     def reads_tracers(self, signature: Signature) -> bool:
         """Returns whether a program reads values of an outer transformation, which are reached."""
@@ -298,8 +298,8 @@ class ProgramCache:
     def _has(self, kernel: Kernel) -> bool:
         shared = self.registry.shared
         reads = self.registry.prologue([kernel.node_type.shared])[1]
-        found = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
-        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in found)
+        arrays = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
+        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in arrays)
 
     def _found(self, index: int) -> Any:
         """Returns the object now at the end of a shared value's way; None if there is none."""

@@ -57,10 +57,10 @@ class RecordCache:
         self._number = reached.number
         self.by_key, self.by_id = self._known[reached.number]
         while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
-            others = [number for number in self._known if number != reached.number]
-            if not others:
+            other_numbers = [number for number in self._known if number != reached.number]
+            if not other_numbers:
                 break
-            del self._known[others[0]]
+            del self._known[other_numbers[0]]
 
     def nothing_to_read(self) -> None:
         """Makes recordings from now on read their arguments alone; releases the arrays."""
@@ -73,15 +73,17 @@ class RecordCache:
 
         Raises `GuardFailed` where there is another bound from now on.
         """
-        given = self.lengths.look(keys, arrays)
+        types = self.lengths.look(keys, arrays)
         bound = self.lengths.bound
         if bound is None or self.lengths.longest <= bound:
-            return given
+            return types
         if self.bind():
             raise GuardFailed
         return [  # what is longer than any table is the function's to refuse
-            None if g and any(len(mine[i]) > bound for s in g.symbols.values() for i in s) else g
-            for g, mine in zip(given, arrays, strict=True)
+            None
+            if g and any(len(instance_arrays[i]) > bound for s in g.symbols.values() for i in s)
+            else g
+            for g, instance_arrays in zip(types, arrays, strict=True)
         ]
 
     def forget_regions(self) -> None:
@@ -97,13 +99,13 @@ class RecordCache:
 
 def _bytes_of_record(key: Any, record: Record) -> int:
     """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
-    whole = record.whole
-    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(whole, whole.nbytes)
+    graph = record.whole
+    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(graph, graph.nbytes)
 
 
 def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
-    whole = known[1].whole
-    return _share(whole, BYTES_PER_NODE * len(whole.node_type))
+    graph = known[1].whole
+    return _share(graph, BYTES_PER_NODE * len(graph.node_type))
 
 
 def _share(graph: Graph, total: int) -> int:

@@ -59,8 +59,8 @@ class Recording:
         keys: list[Hashable] = [None] * len(instances)
         arrays: list[Sequence[Any]] = [()] * len(instances)
         for i, instance in enumerate(instances):
-            what = instance[0] if len(instance) == 1 else instance
-            if (same := cache.by_id.get(id(what))) is not None:
+            subject = instance[0] if len(instance) == 1 else instance
+            if (same := cache.by_id.get(id(subject))) is not None:
                 records[i] = same[1]
                 continue
             keys[i], arrays[i] = keyed(i, instance)
@@ -81,19 +81,19 @@ class Recording:
         ]
         if not new:
             return records, arrays, [], len(instances)
-        mine: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
-        made, keep, tracers = self._record(cache, mine[0], mine[1], mine[2], read)
-        fresh = dict(zip(new, made, strict=True))
+        new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
+        graphs, keep, tracers = self._record(cache, new_parts[0], new_parts[1], new_parts[2], read)
+        fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
                 records[i] = fresh[i if k is None else first[k]]
-        for i, kept in zip(new, keep, strict=True):
-            if not kept or keys[i] is None:
+        for i, values_kept in zip(new, keep, strict=True):
+            if not values_kept or keys[i] is None:
                 continue
             cache.by_key[keys[i]] = records[i]
-            what = instances[i][0] if len(instances[i]) == 1 else instances[i]
-            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(what):
-                cache.by_id[id(what)] = what, records[i]
+            subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
+            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(subject):
+                cache.by_id[id(subject)] = subject, records[i]
         return records, arrays, tracers, len(instances) - len(new)
 
     def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:
@@ -151,12 +151,12 @@ class RaggedRecording:
                 given = self.given[i]
                 return given and given.types
 
-            made, keep, tracers = record(types=types)
+            graphs, keep, tracers = record(types=types)
         cuts: list[Cut | None] = []
-        for i, (given, mine) in enumerate(zip(self.given, self.arrays, strict=True)):
+        for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
             self.number = i
             self.asked[i].check()
-            cuts.append(given and cache.regions.cut(made[i], len(mine), given.symbols))
+            cuts.append(given and cache.regions.cut(graphs[i], len(instance_arrays), given.symbols))
         before = cache.regions.revision
         for cut in cuts:
             if cut is not None:
@@ -167,11 +167,11 @@ class RaggedRecording:
         for i, cut in enumerate(cuts):
             self.number = i
             if cut is not None:
-                made[i] = cut.result()
+                graphs[i] = cut.result()
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed
-        return made, keep, tracers
+        return graphs, keep, tracers
 
     def relate(self, error: Exception) -> bool:
         """Returns whether to record again: the error was that lengths are not known to be equal."""

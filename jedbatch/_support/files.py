@@ -41,7 +41,7 @@ def replacing(who: str, path: Any) -> Iterator[IO[bytes]]:
     try:
         try:
             file = open(beside, "xb")  # noqa: SIM115
-        except OSError as error:  # which should not name a file nobody asked for
+        except OSError as error:  # which should not name a file that the user did not
             error.filename = os.fspath(path)
             raise
         with file:

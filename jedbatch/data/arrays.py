@@ -30,15 +30,15 @@ def as_arrays(records: Iterable[tuple[Any, ...]]) -> list[tuple[np.ndarray, ...]
       >>> as_arrays([((3, 1), (0, 0)), ((5,), (2,))])[1]
       (array([5], dtype=int32), array([2], dtype=int32))
     """
-    found = []
+    converted = []
     for number, record in enumerate(checks.items("as_arrays", "records", records, "records")):
         if not isinstance(record, (tuple, list)):
             raise TypeError(
                 f"`as_arrays` got record {number}, {checks.shown(record)}; expected a tuple of "
                 "parts, such as `(words, tags)`. A single part is `(words,)`."
             )
-        found.append(tuple(_as_array(part, f"record {number}") for part in record))
-    return found
+        converted.append(tuple(_as_array(part, f"record {number}") for part in record))
+    return converted
 
 
 def _as_array(part: Any, where: str) -> np.ndarray:
@@ -48,8 +48,8 @@ def _as_array(part: Any, where: str) -> np.ndarray:
     except ValueError:
         array = np.array(None)  # tuples of several lengths
     kind = array.dtype.kind
-    whole = kind in "bui" or (kind == "O" and all(type(x) is int for x in array.flat))
-    if whole or not array.size:
+    is_whole = kind in "bui" or (kind == "O" and all(type(x) is int for x in array.flat))
+    if is_whole or not array.size:
         bounds = np.iinfo(np.int32)
         if array.size and not (bounds.min <= array.min() and array.max() <= bounds.max):
             big = max((int(array.min()), int(array.max())), key=abs)

@@ -210,13 +210,13 @@ def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> l
     pairs = []
     for _ in range(num_pairs):
         words, children = sentence()
-        others, their_children = sentence()
+        second, their_children = sentence()
         if rng.random() < 0.5:
             keep = rng.random(len(words)) < rng.random()
             new = draws.words(rng, frequency, len(words))
-            others, their_children = np.where(keep, words, new).tolist(), children
-        common = len(set(words) & set(others)) / len(set(words) | set(others))
+            second, their_children = np.where(keep, words, new).tolist(), children
+        common = len(set(words) & set(second)) / len(set(words) | set(second))
         pairs.append(
-            (grow(words, children), grow(others, their_children), round(1 + 4 * common, 1))
+            (grow(words, children), grow(second, their_children), round(1 + 4 * common, 1))
         )
     return pairs

@@ -18,16 +18,16 @@ def each(who: str, records: Any, make: Callable[..., Made], expected: str) -> li
       make: is given a record.
       expected: says what a record should be.
     """
-    found = []
+    results = []
     for number, record in enumerate(checks.items(who, "records", records, "a list of records")):
         try:
-            found.append(make(record))
+            results.append(make(record))
         except (TypeError, ValueError, IndexError) as error:
             raise TypeError(
                 f"`{who}` got record {number}, {checks.brief(record)}, and says "
                 f"{checks.cut(error)!r}; expected {expected}."
             ) from error
-    return found
+    return results
 
 
 def vocabularies(who: str, **given: Any) -> None:

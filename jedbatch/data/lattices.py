@@ -77,12 +77,12 @@ def build_lattice(characters: Sequence[str], lexicon: Iterable[str]) -> list[Wor
 
 def _words_in(text: Any, lexicon: Lexicon) -> list[Word]:
     """The words found, which are pieces of the text: strings of a string, tuples of a tuple."""
-    found = []
+    matches = []
     for start in range(len(text)):
         for end in range(start + 2, min(start + lexicon.longest, len(text)) + 1):
             if text[start:end] in lexicon:
-                found.append((start, end, text[start:end]))
-    return found
+                matches.append((start, end, text[start:end]))
+    return matches
 
 
 def read_lexicon(path: str | os.PathLike) -> Lexicon:
@@ -129,10 +129,12 @@ def read_lattices(
         words = _checked_words(record, characters)
         if tagged is None and "tags" not in record:
             raise ValueError('there is no "tags"; `read_lattices` reads them from a file `tags=`')
-        own = strings(record, "tags") if tagged is None else _tags_of(characters, tagged, tags)
-        if len(own) != len(characters):
-            raise ValueError(f"there are {len(characters)} characters and {len(own)} tags")
-        return characters, words, own
+        word_tags = (
+            strings(record, "tags") if tagged is None else _tags_of(characters, tagged, tags)
+        )
+        if len(word_tags) != len(characters):
+            raise ValueError(f"there are {len(characters)} characters and {len(word_tags)} tags")
+        return characters, words, word_tags
 
     yield from read_lines(path, limit, parse, expected)
     if tagged is not None and limit is None and next(tagged, None) is not None:
@@ -145,24 +147,24 @@ def _checked_words(record: dict[str, Any], characters: tuple[str, ...]) -> tuple
     for word in entry(record, "words", list, "a list"):
         if not isinstance(word, list) or list(map(type, word)) != [int, int, str]:
             raise ValueError(f'{word!r} is no word, such as [0, 2, "ab"]')
-        start, end, spelled = word
+        start, end, spelling = word
         if not 0 <= start <= end - 2 <= len(characters) - 2:
             raise ValueError(
                 f"the word {word!r} is not made of two or more of the {len(characters)} characters"
             )
-        found = "".join(characters[start:end])
-        if found != spelled:
-            raise ValueError(f"the characters of the word {word!r} are {found!r}")
-        words.append((start, end, spelled))
+        between = "".join(characters[start:end])
+        if between != spelling:
+            raise ValueError(f"the characters of the word {word!r} are {between!r}")
+        words.append((start, end, spelling))
     return tuple(sorted(words))
 
 
 def _tags_of(characters: tuple[str, ...], tagged: Iterator[Tagged], name: Any) -> tuple[str, ...]:
     """The tags of a text, from the next line of another file."""
-    others, tags = next(tagged, ((), ()))
-    if others != characters:
-        what = "has other characters there" if others else "ends before it"
-        raise ValueError(f"{os.fspath(name)} {what}")
+    tagged_characters, tags = next(tagged, ((), ()))
+    if tagged_characters != characters:
+        difference = "has other characters there" if tagged_characters else "ends before it"
+        raise ValueError(f"{os.fspath(name)} {difference}")
     return tags
 
 
@@ -173,11 +175,11 @@ def index_lattices(
     vocabularies("index_lattices", characters=characters, words=words, tags=tags)
 
     def index(lattice: Lattice) -> Lattice:
-        text, found, own = lattice
+        text, matches, word_tags = lattice
         return (
             tuple(characters[character] for character in text),
-            tuple((start, end, words[word]) for start, end, word in found),
-            tuple(tags[tag] for tag in own),
+            tuple((start, end, words[word]) for start, end, word in matches),
+            tuple(tags[tag] for tag in word_tags),
         )
 
     return each("index_lattices", lattices, index, "(characters, words, tags)")

@@ -36,12 +36,12 @@ def reader(records: Callable[Options, Iterator[Record]]) -> Reader[Options, Reco
 
     @functools.wraps(records)
     def stream(*args: Options.args, **kwargs: Options.kwargs) -> Iterator[Record]:
-        given = signature.bind(*args, **kwargs).arguments
-        checks.path(who, given["path"])
-        if given.get("tags") is not None:
-            checks.path(who, given["tags"])
-        if given.get("limit") is not None:
-            checks.whole(who, "limit", given["limit"], instead="None reads all records.")
+        arguments = signature.bind(*args, **kwargs).arguments
+        checks.path(who, arguments["path"])
+        if arguments.get("tags") is not None:
+            checks.path(who, arguments["tags"])
+        if arguments.get("limit") is not None:
+            checks.whole(who, "limit", arguments["limit"], instead="None reads all records.")
         return records(*args, **kwargs)
 
     @functools.wraps(records)

@@ -95,8 +95,8 @@ def _drawn(
             return
         if rng is not None:  # those to yield go to the front
             for k in range(min(size, len(held))):
-                other = int(rng.integers(k, len(held)))
-                held[k], held[other] = held[other], held[k]
+                swapped = int(rng.integers(k, len(held)))
+                held[k], held[swapped] = held[swapped], held[k]
         batch, held = held[:size], held[size:]
         yield batch
         del batch  # whoever got it may let go of it

@@ -82,22 +82,25 @@ def index_tagged(
       >>> index_tagged(sentences, words, tags, characters, rare=2)
       [(((0, 1, 1, 2), 0, (3, 2, 1, 1, 2), 0), (0, 1, 0, 1))]
     """
-    who, what = "index_tagged", "(words, tags), two lists"
+    who, expected = "index_tagged", "(words, tags), two lists"
     vocabularies(who, words=words, tags=tags)
     if characters is not None:
         vocabularies(who, characters=characters)
     rare = checks.whole(who, "rare", rare)
-    sentences = each(who, sentences, lambda sentence: (tuple(sentence[0]), sentence[1]), what)
-    seen = Counter(word for sentence, _ in sentences for word in sentence)
+    sentences = each(who, sentences, lambda sentence: (tuple(sentence[0]), sentence[1]), expected)
+    counts = Counter(word for sentence, _ in sentences for word in sentence)
 
     def number(word: str) -> int | tuple[int, ...]:
-        known = word in words or (seen[word] >= rare and not words.frozen)
-        if characters is None or known:
+        is_known = word in words or (counts[word] >= rare and not words.frozen)
+        if characters is None or is_known:
             return words[word]
         return tuple(characters[character] for character in word)
 
     return each(
-        who, sentences, lambda x: (tuple(map(number, x[0])), tuple(tags[tag] for tag in x[1])), what
+        who,
+        sentences,
+        lambda x: (tuple(map(number, x[0])), tuple(tags[tag] for tag in x[1])),
+        expected,
     )
 
 

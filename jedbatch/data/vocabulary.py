@@ -70,11 +70,11 @@ class Vocabulary:
         Raises:
           ValueError: if there is no such number.
         """
-        known = list(self._numbers)
+        in_order = list(self._numbers)
         words = []
         for number in checks.items("Vocabulary.words", "numbers", numbers, "a list of numbers"):
             number = checks.whole("Vocabulary.words", "number", number, -(2**63))
-            if not 0 <= number < len(known):
-                raise ValueError(f"there is no word {number}; the last is {len(known) - 1}")
-            words.append(known[number])
+            if not 0 <= number < len(in_order):
+                raise ValueError(f"there is no word {number}; the last is {len(in_order) - 1}")
+            words.append(in_order[number])
         return words

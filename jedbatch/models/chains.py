@@ -52,8 +52,8 @@ def embedding(num: int, features: int) -> Pure:
 
 def states(step: Step, params: Params, state: State, inputs: Sequence[tuple]) -> list[State]:
     """The states after each of the inputs, which are tuples of what `step` reads besides."""
-    found = []
+    all_states = []
     for xs in inputs:
         state = step(params, *state, *xs)
-        found.append(state)
-    return found
+        all_states.append(state)
+    return all_states

@@ -39,8 +39,8 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (q, k, v))  # [heads, n, d]
     fit = q @ jnp.swapaxes(k, 1, 2) / q.shape[-1] ** 0.5
     if causal:
-        seen = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])[None]
-        fit = jnp.where(seen[None], fit, -jnp.inf)
+        is_seen = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])[None]
+        fit = jnp.where(is_seen[None], fit, -jnp.inf)
     return jnp.swapaxes(jax.nn.softmax(fit) @ v, 0, 1)
 
 

@@ -101,9 +101,9 @@ def total(scores: Sequence[jax.Array]) -> jax.Array:
     scores = list(scores)
     while len(scores) > 1:
         width = 8 if len(scores) >= 8 else 2
-        whole = len(scores) - len(scores) % width
-        sums = [_plus(*scores[i : i + width]) for i in range(0, whole, width)]
-        scores = sums + scores[whole:]
+        in_blocks = len(scores) - len(scores) % width
+        sums = [_plus(*scores[i : i + width]) for i in range(0, in_blocks, width)]
+        scores = sums + scores[in_blocks:]
     return scores[0]
 
 

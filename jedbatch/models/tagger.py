@@ -181,8 +181,8 @@ def _embedding(cells: Cells, params: Params, word: Any) -> jax.Array:
         )
     spelling = cells.spelling
     characters = [(spelling.character(params, c),) for c in word]
-    both = _both_ways(spelling.forward, spelling.backward, params, cells.start, characters)
-    return spelling.join(params, both[-1][0], both[0][1])
+    directions = _both_ways(spelling.forward, spelling.backward, params, cells.start, characters)
+    return spelling.join(params, directions[-1][0], directions[0][1])
 
 
 def _encode(cells: Cells, params: Params, words: Sequence[Any]) -> list[Both]:
@@ -205,7 +205,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
         words, tags = sentence
         encoded = _encode(cells, params, words)
         pairs = zip(encoded, tags, strict=True)
-        return total([cells.score(params, *both, tag) for both, tag in pairs])
+        return total([cells.score(params, *directions, tag) for directions, tag in pairs])
 
     return score
 
@@ -218,5 +218,5 @@ def tagger(cells: Cells) -> Callable[[Params, Any], list[jax.Array]]:
     [words, tags] because arrays of every length would be a type each, to be compiled.
     """
     return lambda params, words: [
-        cells.output(params, *both) for both in _encode(cells, params, words)
+        cells.output(params, *directions) for directions in _encode(cells, params, words)
     ]

@@ -134,12 +134,12 @@ def translator(cells: Cells, most: int = 100) -> Callable[[Params, Sequence[int]
 
     def translate(params: Params, source: Sequence[int]) -> list[int]:
         state = _encode(cells, params, source)
-        written: list[int] = []
+        words: list[int] = []
         word = BEGIN
-        while word != END and len(written) < most:
+        while word != END and len(words) < most:
             state = cells.decode(params, *state, cells.target(params, word))
             word = int(cells.best(params, state[0]))
-            written.append(word)
-        return written
+            words.append(word)
+        return words
 
     return translate

@@ -1,4 +1,4 @@
-"""Finding the cells that nobody marked: operations that always run together become one node.
+"""Finding cells without marks: operations that always run together become one node.
 
 A model in plain `jax.numpy` is recorded operation by operation, and a node per operation costs
 an order of magnitude more batches than a node per cell. Which operations make a cell can be read
@@ -329,7 +329,7 @@ class Blocks:
                     call_spec = self._registry.call_specs[nodes.call_specs[n]]
                     first = merged.add(call_spec, nodes.sites[n], placed(nodes.operands[n]))
                     place[starts[n] : starts[n + 1]] = range(first, merged.num_values)
-                elif leaving := self._leaving[block.pattern]:  # else nobody ever reads it
+                elif leaving := self._leaving[block.pattern]:  # else it is never read
                     call_spec = self._call_spec(block, leaving, nodes)
                     v = merged.add(call_spec, nodes.sites[block.nodes[0]], placed(block.operands))
                     for k, value in enumerate(block.values):

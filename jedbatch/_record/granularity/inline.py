@@ -1,6 +1,6 @@
 """Taking calls apart: the nodes inside of a node.
 
-A cell is one node because somebody said so. With `granularity="op"` nobody is listened to: every
+A cell is one node because the user marked it. With `granularity="op"` marks are ignored: every
 cell and every jit-ted function is replaced by the primitives it performs, which is the
 granularity of DyNet. Running the cell's Python for that at every call would cost tens of
 microseconds a primitive, so each type of node is recorded from the inside once, on stand-ins for
