@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cases.helpers import mostly_slow
 
 import jedbatch
 
@@ -17,9 +18,11 @@ MODULES = [
     for m in pkgutil.walk_packages(jedbatch.__path__, "jedbatch.")
     if not m.name.endswith("__main__")
 ]
+MODELS = [name for name in MODULES if name.startswith("jedbatch.models.")]
+FAST = [name for name in MODULES if name not in MODELS or name == "jedbatch.models.tree"]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", mostly_slow(MODULES, *FAST))
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0

@@ -384,6 +384,7 @@ def test_a_future_of_another_thread():
     assert "another thread" in caught[0]
 
 
+@pytest.mark.slow
 def test_options():
     for options in (
         {"executor": "dispatch"},

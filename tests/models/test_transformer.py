@@ -215,6 +215,7 @@ def test_traced_for_all_lengths_at_once(name):
     assert [x.shape for x in traced.out_avals] == [x.shape for x in jax.tree.leaves(params)]
 
 
+@pytest.mark.slow
 def test_compiled_for_all_lengths_at_once():
     model = encoder()
     params = parameters(model)

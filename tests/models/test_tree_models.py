@@ -36,7 +36,8 @@ ALL = [treegru, mvrnn, twotypes]
 MODELS = pytest.mark.parametrize("model", ALL, ids=lambda m: m.__name__[len("jedbatch.models.") :])
 
 
-@pytest.mark.parametrize("model", mostly_slow(ALL, mvrnn.__name__))
+@pytest.mark.slow
+@MODELS
 def test_values_and_gradients(model):
     cells = model.flax_cells(WORDS, LABELS, HIDDEN)
     params = shaken(cells.init(jax.random.key(0)))

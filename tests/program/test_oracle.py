@@ -25,7 +25,7 @@ FAST = {
         programs.custom_rules,
         programs.values_and_options,
     ],
-    "lazy": [programs.dag, programs.custom_rules],
+    "lazy": [programs.custom_rules],
     "auto": [programs.tree_linen, programs.values_and_options],
     "op": [programs.dag],
 }
@@ -77,7 +77,6 @@ def test_numbers_of_instances(make, num):
     "make",
     mostly_slow(
         [programs.tree_cells, programs.tree_jit, programs.several_results, programs.dag],
-        "tree_cells",
     ),
 )
 def test_all_ways_to_run(make):
@@ -315,7 +314,7 @@ def random_programs(seed, count):
     return fn, params, instances
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(11), 1))
+@pytest.mark.parametrize("seed", mostly_slow(range(11)))
 def test_random_programs(seed):
     """11 times 20 programs."""
     check(*random_programs(seed, 20), rtol=3e-5)

@@ -64,6 +64,7 @@ def related(weight, pair):
     }
 
 
+@pytest.mark.slow
 def test_lengths_equal_by_chance():
     batched = agree(related, arrays(*CHANCE[0]))
     for lengths in CHANCE[1:]:

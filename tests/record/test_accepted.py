@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import check
+from cases.helpers import check, mostly_slow
 
 import jedbatch
 
@@ -90,7 +90,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("name", mostly_slow(GUARDED, "plan", "decisions on ragged arrays"))
 def test_transfers_of_ours_pass_a_guard(name):
     """Calls and gradients, whose cotangents the caller has on the device."""
     fn, ragged = GUARDED[name], "ragged" in name

@@ -197,6 +197,7 @@ def test_rules_on_shared_values():
     check(lambda p, x: f(p["a"]) * x + jax.nn.silu(p["b"]), P, XS)
 
 
+@pytest.mark.slow
 def test_a_batched_function_inside():
     inner = jedbatch.batch(lambda p, t: p["m"][t] * p["a"])
     check(lambda p, n: inner(p, [0] * n).sum(0), P, [1, 2])

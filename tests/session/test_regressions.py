@@ -51,6 +51,7 @@ def test_a_matrix_computed_in_the_middle_of_a_batch(way, f):
     check(fn, P, XS)
 
 
+@pytest.mark.slow
 def test_a_float_is_part_of_what_is_computed():
     """DyNet #555: constants 1.1, 1.2, 1.3 that were added became one of them."""
     add = cell(lambda x, c: x + c)
@@ -165,6 +166,7 @@ def test_one_batch_for_every_layer():
         assert len(plan.graph.node_type) == 2 * num
 
 
+@pytest.mark.slow
 def test_both_directions_share_their_batches():
     """DyNet #1222: tagging by two LSTMs, batches of 50. As many batches as the longest is long."""
 
