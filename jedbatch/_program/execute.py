@@ -149,10 +149,10 @@ class Forward:
         def write(lane, read, state):
             operands, places = read
             arenas, saved = list(state[0]), list(state[1])
-            results, rows = run_lanes(kernel, consts[k], operands, width, self.saving)
+            results, residuals = run_lanes(kernel, consts[k], operands, width, self.saving)
             if self.saving:
                 saved[k] = tuple(
-                    put(arena, x, lane) for arena, x in zip(saved[k], rows, strict=True)
+                    put(arena, x, lane) for arena, x in zip(saved[k], residuals, strict=True)
                 )
             for t, first, rows in zip(kernel.results, places, results, strict=True):
                 a = signature.arena(t)

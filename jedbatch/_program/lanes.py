@@ -20,10 +20,13 @@ from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, put, slice_rows
 
+Lane = int | jax.Array  # the first of some lanes
+Values = Sequence[jax.Array | None]  # None for what there is none of, or nobody reads
+
 
 def run_lanes(
-    kernel: Kernel, consts: Any, operands: Sequence[Any], width: int, keep_residuals: bool
-) -> tuple[Sequence[Any], Sequence[Any]]:
+    kernel: Kernel, consts: Values, operands: Values, width: int, keep_residuals: bool
+) -> tuple[Values, Values]:
     """Returns (results, residuals) of some lanes; residuals only if they are kept."""
     over_lanes = functools.partial(jax.vmap, in_axes=(None, 0), axis_size=width)
     if keep_residuals:
@@ -33,21 +36,23 @@ def run_lanes(
 
 def reverse_lanes(
     back: KernelVjp,
-    consts: Any,
-    prepared: Any,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    saved: Sequence[Any],
-    cotangents: Sequence[Any],
-    alive: Mapping[int, Any],
+    consts: Values,
+    prepared: tuple[Values, Values],
+    operands: Values,
+    results: Values,
+    saved: Values,
+    cotangents: Values,
+    alive: Mapping[int, jax.Array],
     width: int,
-) -> tuple[Sequence[Any], Sequence[Any]]:
+) -> tuple[Values, Values]:
     """Returns (cotangents of operands, rows for the taps) of some lanes; see `backward`."""
     run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
     return run(consts, prepared, operands, results, saved, cotangents, alive)
 
 
-def put_all(slots: Sequence[Any], places: Sequence[int], rows: Sequence[Any], lane: Any) -> list:
+def put_all(
+    slots: Values, places: Sequence[int], rows: Values, lane: Lane
+) -> list[jax.Array | None]:
     """Returns slots, to some of which rows have been written from a lane on."""
     written = list(slots)
     for place, x in zip(places, rows, strict=True):
@@ -72,16 +77,16 @@ class Lanes:
     """
 
     kernel: Kernel
-    consts: Sequence[Any]
-    slots: Sequence[Any]
-    operands: Callable[[Any, int], Sequence[Any]]
-    alive: Callable[[Sources, Any, int], Any]
+    consts: Values
+    slots: Values
+    operands: Callable[[Lane, int], Values]
+    alive: Callable[[Sources, Lane, int], jax.Array]
     blocks: Buckets | None
     capacity: int
-    trips: Any
-    cotangents: Callable[[Tap, Any, int], Sequence[Any]] | None = None
+    trips: jax.Array | None
+    cotangents: Callable[[Tap, Lane, int], Sequence[jax.Array]] | None = None
 
-    def add_gradient(self, tap: Tap, total: Sequence[Any]) -> list[Any]:
+    def add_gradient(self, tap: Tap, total: Values) -> list[jax.Array | None]:
         """Returns gradients of consts, to which what a tapped operation contributes is added.
 
         In lanes where a cotangent does not exist, it and the rows may be anything.
@@ -120,16 +125,16 @@ class Lanes:
 
         return each_block(self.blocks, self.capacity, self.trips, block, list(total))
 
-    def _alive(self, tap: Tap, lane: Any, width: int) -> list[Any]:
+    def _alive(self, tap: Tap, lane: Lane, width: int) -> list[jax.Array]:
         return [self.alive(sources, lane, width) for sources in tap.sources]
 
-    def _rows(self, tap: Tap, lane: Any, width: int) -> list[Any]:
+    def _rows(self, tap: Tap, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the rows that the tapped operation met."""
         num_saved = len(self.kernel.reverse.saved)
         saved = [slice_rows(x, lane, width) for x in self.slots[:num_saved]]
         return jax.vmap(tap.rows, axis_size=width)(self.operands(lane, width), saved)
 
-    def _cotangents(self, tap: Tap, lane: Any, width: int) -> Sequence[Any]:
+    def _cotangents(self, tap: Tap, lane: Lane, width: int) -> Sequence[jax.Array]:
         """Returns the rows that came back to the tapped operation."""
         if self.cotangents is not None:
             return self.cotangents(tap, lane, width)

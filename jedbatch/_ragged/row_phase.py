@@ -25,13 +25,11 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, put, slice_rows, take
-from jedbatch._program.lanes import Lanes, each_block, put_all, reverse_lanes, run_lanes
+from jedbatch._program.lanes import Lane, Lanes, each_block, put_all, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
-
-Lane = int | jax.Array  # the first of some rows
 
 
 class RowPhase:
