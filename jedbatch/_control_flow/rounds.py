@@ -36,7 +36,7 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.workspace import Workspace
-from jedbatch._jaxpr.configuration import configuration
+from jedbatch._jaxpr.configuration import EAGER, configuration
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_of_inputs
@@ -218,7 +218,9 @@ class Stepwise:
     def _compute_alone(self, given: Any, saving: bool) -> Any:
         """Does the same, with recursion as deep as this thread allows."""
         leaves, arrays, tracers, reached = given
-        with set_current_trace(trace_of_caller()), jax.ensure_compile_time_eval():
+        # `ensure_compile_time_eval` would also fold constants of cells while these are traced, into
+        # arrays that may change for all we know: such cells are traced at every call.
+        with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
             self.rounds.clear()
             outside = self._outside(tracers, reached)
             self._attempt = attempt = Attempt(self, leaves, arrays, tracers, outside, saving)

@@ -52,6 +52,28 @@ def test_numbers_of_instances(num):
     check(*values.mixed_with_none(num, seed=3), rtol=3e-5, plans=False)
 
 
+def test_constants_of_cells_stay_in_them(monkeypatch):
+    """Cells that are first met after a decision are traced once, as others are."""
+    traced = []
+    make_jaxpr = jax.make_jaxpr
+    monkeypatch.setattr(jax, "make_jaxpr", lambda f: traced.append(f) or make_jaxpr(f))
+    read = cell(lambda w, h: w @ h)
+    step = cell(lambda w, h: jnp.tanh((w + jnp.eye(3)) @ h))
+
+    def encode(w, n):
+        h = read(w, jnp.ones(3))
+        if h.sum() > -1e9:
+            for _ in range(n):
+                h = step(w, h)
+        return h
+
+    batched = jedbatch.batch(encode)
+    batched(W, [2, 3])
+    once = len(traced)
+    assert_close(batched(W, [4, 5]), jnp.stack([encode(W, n) for n in (4, 5)]), 1e-6)
+    assert len(traced) == once
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_decisions_while_an_arena_has_no_rows(sign):
     """A type is known that has not run, and nothing of the shape that it reads is computed."""
