@@ -28,7 +28,7 @@ from jedbatch._graph.graph import Graph, InputRows, checked_graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds
-from jedbatch._schedule.fsm import numbers_of
+from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.files import write_text
 
@@ -79,7 +79,7 @@ class Calibration:
             float(np.median([c.per_node for c in self.types.values()])),
             0,
         )
-        numbers = numbers_of(labels, graph.labels)
+        numbers = match_labels(labels, graph.labels)
         return [self.types[labels[n]] if n >= 0 else middle for n in numbers]
 
     def __call__(self, graph: Graph) -> np.ndarray:

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import has_gradient, inner_programs, run_equation, value_of
-from jedbatch._jaxpr.versions import consts_of, scan_parts, without_consts
+from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
 
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
 
@@ -75,7 +75,7 @@ def _is_plain(dtype: Any) -> bool:
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
 
 
-def reads_numbers(eqn: Any) -> bool:
+def reads_numbers(eqn: Equation) -> bool:
     """Returns whether literals of an equation may become operands: not if it has other bodies."""
     return eqn.primitive.name in BODIES or not inner_programs(eqn)
 
@@ -163,16 +163,16 @@ def _run(numbers: Mapping[int, Any], program: Any, position: int, *args: Any) ->
 Run = Callable[..., list[Any]]
 
 
-def _jit(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     return bodies[0](*values)
 
 
-def _checkpoint(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
 
 
-def _scan(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     num_consts, num_carried = scan_parts(eqn)
     first_scanned = num_consts + num_carried
 
@@ -185,7 +185,7 @@ def _scan(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
 
 
-def _while(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     num_carried = len(eqn.outvars)
     num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
     first = len(values) - num_carried
@@ -200,7 +200,7 @@ def _while(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     )
 
 
-def _cond(eqn: Any, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
     return list(jax.lax.switch(values[0], bodies, *values[1:]))
 
 

@@ -61,7 +61,7 @@ def trace(
     )
 
     def assumed() -> object:
-        """Which numbers are operands; what recurs, or the same is recorded in two ways."""
+        """The numbers that are operands, and what recurs: else the same is recorded in two ways."""
         lifted = registry.lifting.num_lifted
         return lifted, grouping and (registry.num_varying, grouping.revision)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import pointers
-from jedbatch._schedule.schedule import Schedule, cost, in_order, longest_by_type
+from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, nodes_in_order
 
 
 def by_component(
@@ -58,7 +58,7 @@ def by_component(
         unseen += batches.unseen
     sizes = np.bincount(when, minlength=start)
     batch_type = np.concatenate(batch_types)
-    return Schedule(batch_type, pointers(sizes), in_order(when), name, bound, unseen)
+    return Schedule(batch_type, pointers(sizes), nodes_in_order(when), name, bound, unseen)
 
 
 def by_rank(graph: Graph) -> Schedule | None:
@@ -83,7 +83,7 @@ def by_rank(graph: Graph) -> Schedule | None:
     when = place[group]
     sizes = np.bincount(when, minlength=num_groups)
     types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
-    return Schedule(types[order], pointers(sizes), in_order(when), "by rank", num_groups)
+    return Schedule(types[order], pointers(sizes), nodes_in_order(when), "by rank", num_groups)
 
 
 def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:

@@ -181,7 +181,7 @@ class FSM:
         Returns:
           A position in `types` for each, or a negative number.
         """
-        return numbers_of(self.types, labels)
+        return match_labels(self.types, labels)
 
     def schedule(self, graph: Graph) -> Schedule:
         """Schedules a graph; `unseen` of the result counts the batches left to the fallback.
@@ -377,7 +377,7 @@ class FSM:
         return FSM.from_json(text, repr(name))
 
 
-def numbers_of(known_labels: Sequence[str], labels: Sequence[str]) -> list[int]:
+def match_labels(known_labels: Sequence[str], labels: Sequence[str]) -> list[int]:
     """The place of each label among those that are known; a negative number of its own if none.
 
     Labels that differ in sizes only are taken to be the same if there are equally many of them on

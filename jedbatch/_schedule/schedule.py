@@ -79,7 +79,7 @@ class Schedule:
         node = np.fromiter(itertools.chain.from_iterable(batches), np.int32, int(ptr[-1]))
         when = np.empty(len(node), np.int32)
         when[node] = np.repeat(np.arange(len(batches), dtype=np.int32), sizes)
-        return Schedule(np.array(batch_type, np.int32), ptr, in_order(when), policy, **found)
+        return Schedule(np.array(batch_type, np.int32), ptr, nodes_in_order(when), policy, **found)
 
     def __len__(self) -> int:
         return len(self.batch_type)
@@ -136,7 +136,7 @@ def cost(schedule: Schedule, weights: np.ndarray) -> float:
     return float(weights[schedule.batch_type].sum())
 
 
-def in_order(when: np.ndarray) -> np.ndarray:
+def nodes_in_order(when: np.ndarray) -> np.ndarray:
     """int32[N], the nodes by the batch they run in, ascending in each."""
     if len(when) and when.max() < 1 << 15:
         when = when.astype(np.int16)  # sorted by radix

@@ -48,7 +48,7 @@ class Recording:
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
 
         def assumed() -> object:
-            """How lengths are looked at, and which numbers are constants."""
+            """Assumptions about lengths, and the numbers that are constants."""
             return cache.lengths.revision, cache.regions.revision
 
         return until_guards_hold(lambda: self._find(cache, instances, read), assumed)

@@ -8,7 +8,7 @@ from cases.helpers import random_dag
 
 from jedbatch import Graph, policies, schedule
 from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, encode
-from jedbatch._schedule.fsm import numbers_of
+from jedbatch._schedule.fsm import match_labels
 from jedbatch.policies import FSM, Frontier
 
 
@@ -189,16 +189,16 @@ def test_a_missing_file():
 
 def test_types_are_found_by_label():
     known = ["cell(f32[64])", "word(f32[64])", "add(f32[])"]
-    assert numbers_of(known, known[::-1]) == [2, 1, 0]
-    assert numbers_of(known, ["cell(f32[256])", "word(f32[256])"]) == [0, 1]
-    assert numbers_of(known, ["cell(f32[2])", "cell(f32[3])"]) == [-1, -2]  # which is it?
+    assert match_labels(known, known[::-1]) == [2, 1, 0]
+    assert match_labels(known, ["cell(f32[256])", "word(f32[256])"]) == [0, 1]
+    assert match_labels(known, ["cell(f32[2])", "cell(f32[3])"]) == [-1, -2]  # which is it?
     sizes = ["sum(f32[3,64])", "sum(f32[10,64])"]
-    assert numbers_of(sizes, ["sum(f32[10,8])", "sum(f32[3,8])"]) == [1, 0]
-    assert numbers_of(known, ["other(f32[])", "add(f32[])"]) == [-1, 2]
+    assert match_labels(sizes, ["sum(f32[10,8])", "sum(f32[3,8])"]) == [1, 0]
+    assert match_labels(known, ["other(f32[])", "add(f32[])"]) == [-1, 2]
     static = ["f[a=0.5](f32[64])", "f[a=0.05](f32[64])"]
-    assert numbers_of(static, ["f[a=0.05](f32[8])", "f[a=0.5](f32[8])"]) == [1, 0]
+    assert match_labels(static, ["f[a=0.05](f32[8])", "f[a=0.5](f32[8])"]) == [1, 0]
     layers = ["f(f32[64]) @ [0][0]", "f(f32[64]) @ [0][1]"]
-    assert numbers_of(layers, ["f(f32[8]) @ [0][1]"]) == [1]
+    assert match_labels(layers, ["f(f32[8]) @ [0][1]"]) == [1]
 
 
 def test_labels_of_a_graph_are_different():
