@@ -29,7 +29,9 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-MOST_MAPPINGS = 30_000  # Linux allows 65,530 to a process, of which a program of XLA takes ten
+MOST_MAPPINGS = (
+    15_000  # or some 4 GB: Linux allows 65,530 to a process, of which a program of XLA takes ten
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,7 @@
 """Recursion: as deep as instances are nested, and an error, not a crash, where it has no end."""
 
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -73,6 +74,15 @@ def test_an_error_far_down():
     assert gc.isenabled()
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """Also where the shell that started the tests in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_stops_what_recurses_deep():
     went_on = []
 
