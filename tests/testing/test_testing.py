@@ -1,5 +1,6 @@
 """The judges of `jedbatch.testing`: what is right passes, and whatever is wrong does not."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -203,7 +204,7 @@ def test_what_is_wrong_in_a_table_is_found_or_without_effect(which):
             wrong[rng.integers(first, end)] = right[rng.integers(first, end)]
             if (wrong == right).all():
                 continue
-            setattr(plan, which, wrong)
+            plan = dataclasses.replace(plan, **{which: wrong})
             try:
                 testing.check_plan(plan)
             except AssertionError as error:
@@ -321,15 +322,15 @@ def test_rounds_are_checked_if_wanted(monkeypatch):
     batched = jedbatch.batch(fn)
     total = lambda p: batched(p, instances)[0].sum()  # noqa: E731
     jax.grad(total)(params)
-    table = jedbatch._control_flow.workspace.Workspace._table
+    run = jedbatch._control_flow.workspace.Workspace._run
 
-    def wrong(self, *args):
-        made = table(self, *args)
-        view = self.signature.form.view(made, "operands", 0)
+    def wrong(self, table, *args):
+        table = table.copy()
+        view = self.signature.form.view(table, "operands", 0)
         view[:] = view[:, ::-1]
-        return made
+        return run(self, table, *args)
 
-    monkeypatch.setattr("jedbatch._control_flow.workspace.Workspace._table", wrong)
+    monkeypatch.setattr("jedbatch._control_flow.workspace.Workspace._run", wrong)
     with pytest.raises(AssertionError, match="not a valid plan"):
         jax.grad(total)(params)
 
