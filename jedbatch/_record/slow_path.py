@@ -84,28 +84,7 @@ def cell_call_spec(
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    slots: list[Hashable] = []
-    operands: list[Value] = []
-    shared: list[int] = []
-    fixed: list[Any] = []
-    for leaf in leaves:
-        if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
-            symbol = recorder.symbol(leaf)
-            if isinstance(symbol, Value):
-                slots.append("value")
-                operands.append(symbol)
-            else:
-                slots.append("shared")
-                shared.append(symbol.index)
-            continue
-        if not is_constant(leaf):
-            raise TypeError(
-                f"cell `{cell.name}` got {checks.shown(leaf)} as a "
-                "positional argument; expected arrays, numbers or pytrees of them. Pass it "
-                "by keyword if it is hashable, or close over it."
-            )
-        slots.append(("fixed", typed_or_same(leaf)))
-        fixed.append(leaf)
+    slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
     identity = function_identity(without, recorder.registry.reached)
     if hasattr(fn, "__code__"):
@@ -143,6 +122,38 @@ def cell_call_spec(
     if recorder.grouping is not None and recorder.grouping.met is not None:
         recorder.grouping.met((identity, options, *shared), call_spec, call)
     return call_spec, [v.index for v in operands]
+
+
+def _sorted_out(
+    recorder: RecorderLike, cell: Cell, leaves: Sequence[Any]
+) -> tuple[list[Hashable], list[Value], list[int], list[Any]]:
+    """Returns the kind of each leaf of the arguments, and the leaves by kind.
+
+    Operands are values, ids of shared values, and constants, which are part of the type.
+    """
+    slots: list[Hashable] = []
+    operands: list[Value] = []
+    shared: list[int] = []
+    fixed: list[Any] = []
+    for leaf in leaves:
+        if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
+            symbol = recorder.symbol(leaf)
+            if isinstance(symbol, Value):
+                slots.append("value")
+                operands.append(symbol)
+            else:
+                slots.append("shared")
+                shared.append(symbol.index)
+            continue
+        if not is_constant(leaf):
+            raise TypeError(
+                f"cell `{cell.name}` got {checks.shown(leaf)} as a "
+                "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                "by keyword if it is hashable, or close over it."
+            )
+        slots.append(("fixed", typed_or_same(leaf)))
+        fixed.append(leaf)
+    return slots, operands, shared, fixed
 
 
 def _is_foreign(recorder: RecorderLike, leaves: Sequence[Any]) -> bool:
