@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int32
 
 
+MAX_NAMES = 1024  # of arenas that are kept; names of dtypes take long to write
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
 
@@ -174,6 +176,7 @@ class Plan:
     __repr__ = __str__
 
 
+@functools.lru_cache(maxsize=MAX_NAMES)
 def input_name(kind: Kind) -> str:
     """The name of an arena among a plan's inputs."""
     shape, dtype = kind
