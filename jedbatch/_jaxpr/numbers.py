@@ -11,6 +11,7 @@ it reads and then the numbers of its bodies; at last the literals among the resu
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -161,6 +162,7 @@ def _run(numbers: Mapping[int, Any], program: Any, position: int, *args: Any) ->
 
 
 Run = Callable[..., list[Any]]
+KeyOf = Callable[[Any], Any]
 
 
 def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
@@ -212,3 +214,63 @@ _CALLS: Mapping[str, Callable[..., list[Any]]] = {
     "while": _while,
     "cond": _cond,
 }
+
+
+def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+    """Returns whether a program computes what another does that holds some numbers as constants.
+
+    Python may have taken another way where a number was no number but an operand. Programs count
+    as the same if their equations are, once those that depend on constants alone are evaluated.
+
+    Args:
+      numbers: the values of the last arguments of `program`.
+      program: takes the numbers as operands.
+      constant: the same function, traced with these numbers.
+      key: equal for equal parameters of operations.
+    """
+    known = [jax.numpy.asarray(x.value) for x in numbers]
+    ours = _folded(program, known, key)
+    theirs = _folded(constant, [], key)
+    return len(ours) == len(theirs) and all(
+        a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _folded(program: Any, known: Sequence[Any], key: KeyOf) -> list[tuple]:
+    """The equations of a program and its results, what is constant evaluated.
+
+    Each as (operation, its parameters, names of what it reads, constants that it reads).
+    """
+    jaxpr = without_consts(program)
+    first_known = len(jaxpr.invars) - len(known)
+    values = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    values.update(zip(jaxpr.invars[first_known:], known, strict=True))
+    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars[:first_known])}
+
+    def entry(operation: Any, atoms: Sequence[Any]) -> tuple:
+        read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
+        constants = [value_of(x, values) for x, n in zip(atoms, read, strict=True) if n is None]
+        return operation, read, constants
+
+    entries = []
+    for eqn in jaxpr.eqns:
+        atoms = eqn.invars
+        if not eqn.effects and all(isinstance(x, Literal) or x in values for x in atoms):
+            constants = [value_of(x, values) for x in atoms]
+            values.update(zip(eqn.outvars, run_equation(jaxpr, eqn, constants), strict=True))
+            continue
+        entries.append(entry((eqn.primitive, key(eqn.params)), atoms))
+        names.update(zip(eqn.outvars, itertools.count(len(names)), strict=False))
+    return [*entries, entry("results", jaxpr.outvars)]
+
+
+def _all_close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Returns whether constants are equal but for the last bits; random keys must be the same."""
+    for a, b in zip(ours, theirs, strict=True):
+        if a is b:
+            continue
+        if not (is_number(a) or np.ndim(a) == 0) or np.shape(a) != np.shape(b):
+            return False
+        if not np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=0, equal_nan=True):
+            return False
+    return True

@@ -65,6 +65,7 @@ class Lifting:
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
+        self._compared: dict[int, None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -78,6 +79,14 @@ class Lifting:
         numbers_met.add(numbers, self.max_constant)
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
+
+    def is_new(self, call_spec: int) -> bool:
+        """Returns whether calls of this id have not been compared with those that hold numbers."""
+        return call_spec not in self._compared
+
+    def note_compared(self, call_spec: int) -> None:
+        """Notes that calls of this id compute the same with numbers as operands."""
+        self._compared[call_spec] = None
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.

@@ -14,10 +14,11 @@ from jax.extend.core import take_current_trace
 
 from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
-from jedbatch._jaxpr.numbers import Number
+from jedbatch._jaxpr.numbers import Number, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.cell import Cell, spelled, static_options
+from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import (
     NUMBER,
     free_values,
@@ -38,11 +39,17 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         skeleton, lifted = registry.lifting.of_closure(cell.fn, registry.reached, recorder.computed)
         try:
             recorded = recorder.cell_call_spec(cell, args, static, lifted)
-            break
         except Exception:
             if not lifted:
                 raise
-            registry.lifting.fix(skeleton)  # perhaps Python reads a number
+        else:
+            if (
+                not lifted
+                or recorded is None
+                or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
+            ):
+                break
+        registry.lifting.fix(skeleton)  # Python reads a number
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
     call_spec, references = recorded
@@ -56,6 +63,33 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         )
     recorder.references += references
     return recorder.record(call_spec)
+
+
+def _reads_no_number(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Mapping[int, Number],
+    call_spec: CallSpec,
+) -> bool:
+    """Returns whether a cell computes the same whether some numbers are operands or constants.
+
+    It does not where Python asks what the numbers are, as `isinstance` does.
+    """
+    registry = recorder.registry
+    if not registry.lifting.is_new(call_spec.id):
+        return True
+    constant = recorder.cell_call_spec(cell, args, static)
+    assert constant is not None
+    program, other = (
+        operation_of(registry.node_types[spec.node_type]).jaxpr for spec in (call_spec, constant[0])
+    )
+    with pause(), jax.ensure_compile_time_eval():
+        same = is_same_with(list(lifted.values()), program, other, registry.keys.params_key)
+    if same:
+        registry.lifting.note_compared(call_spec.id)
+    return same
 
 
 def cell_call_spec(

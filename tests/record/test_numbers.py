@@ -101,6 +101,30 @@ def test_lengths_in_closures_are_static():
     assert len(set(graph.node_type.tolist())) == 7
 
 
+def doubled_if_whole(n, y):
+    return y * 2 if isinstance(n, int) else y * 3
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        doubled_if_whole,
+        lambda n, y: y * (2 * n if isinstance(n, int) else n),
+        lambda n, y: y + len(f"{n}"),
+    ],
+)
+def test_cells_that_ask_what_a_number_is(scale):
+    """As an operand it would be something else, without an error."""
+
+    def fn(w, i):
+        x, _, n = i
+        return jedbatch.cell(lambda w, y: scale(n, y) * w + n)(w, x)
+
+    numbers = instances()
+    found = jedbatch.batch(fn)(W, numbers)
+    np.testing.assert_allclose(found, [fn(W, i) for i in numbers], rtol=1e-5)
+
+
 def test_errors_of_cells_are_theirs():
     def fn(w, i):
         x, rate, _ = i
