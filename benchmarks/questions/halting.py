@@ -1,4 +1,4 @@
-"""What is saved when every instance stops by itself?
+"""How much is saved when every instance stops by itself?
 
 Two functions of one instance that repeat a step until a computed value says stop:
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jedbatch._draw.graph import MAX_NODES, PLOT_HEIGHT, Bundles, described_nodes, draw_edges, span
-from jedbatch._draw.styles import Lanes, TypeStyles, binned
+from jedbatch._draw.styles import StyleField, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._schedule.schedule import Schedule, lower_bound
 from jedbatch._support.canvas import (
@@ -162,9 +162,9 @@ def _draw_steps(
         title,
         f"{schedule_in_words(graph, schedule)} Height: the root of how many nodes. "
         + (bundles.caption if edges else ""),
-        width=Lanes.fit(styles, columns)[2],
+        width=StyleField.fit(styles, columns)[2],
     )
-    lanes = Lanes.draw(canvas, styles, first, "batch")
+    lanes = StyleField.draw(canvas, styles, first, "batch")
     sizes = np.diff(schedule.node_ptr)
     count = np.bincount(place, sizes, columns * len(styles)).astype(int)
     batches = np.bincount(place, minlength=columns * len(styles))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._draw.styles import Lanes, TypeStyles, binned
+from jedbatch._draw.styles import StyleField, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._support.canvas import (
     GREY,
@@ -271,9 +271,9 @@ def _draw_levels(graph: Graph, styles: TypeStyles, title: str) -> Picture:
         title,
         "Left to right: levels, the longest path from the inputs. Area: how many nodes. "
         f"{bundles.caption}",
-        width=Lanes.fit(styles, columns)[2],
+        width=StyleField.fit(styles, columns)[2],
     )
-    lanes = Lanes.draw(canvas, styles, first, "level")
+    lanes = StyleField.draw(canvas, styles, first, "level")
     count = np.bincount(place, minlength=columns * len(styles))
     largest = 0.46 * min(lanes.pitch, lanes.tall)
     radius = np.where(count, np.maximum(2, largest * np.sqrt(count / max(1, count.max()))), 0)

@@ -122,7 +122,7 @@ def binned(
 
 
 @dataclass(frozen=True)
-class Lanes:
+class StyleField:
     """A field with a lane for every style of nodes, in columns from left to right.
 
     Attributes:
@@ -147,13 +147,13 @@ class Lanes:
         return left, pitch, max(SLIM_WIDTH, left + pitch * columns + MARGIN)
 
     @staticmethod
-    def draw(canvas: Canvas, styles: TypeStyles, first: Sequence[int], axis: str) -> "Lanes":
+    def draw(canvas: Canvas, styles: TypeStyles, first: Sequence[int], axis: str) -> "StyleField":
         """Draws lanes, their names and an axis; columns begin as `binned` says."""
         columns, steps = len(first) - 1, first[-1]
-        left, pitch, width = Lanes.fit(styles, columns)
+        left, pitch, width = StyleField.fit(styles, columns)
         tall = min(72.0, (HEIGHT - 66 - canvas.top) / max(1, len(styles)))
         end = canvas.top + tall * len(styles)
-        lanes = Lanes(left, canvas.top, pitch, tall, end + 34)
+        lanes = StyleField(left, canvas.top, pitch, tall, end + 34)
         for k, (colour, text, hint) in enumerate(styles.legend()):
             y = lanes.middle(k)
             if k % 2 == 0:

@@ -53,7 +53,7 @@ class Number(NamedTuple):
         return self.value.tobytes()
 
 
-def bodies_of(name: str, params: Mapping[str, Any]) -> list[Any]:
+def traced_bodies(name: str, params: Mapping[str, Any]) -> list[Any]:
     """Returns the programs in which an operation may hold numbers, in order."""
     if params.get("differentiated"):  # the second half of a `jax.checkpoint`
         return []
@@ -68,10 +68,10 @@ def is_number(const: Any) -> bool:
     """True of constants of a program that may become operands: arrays that are small."""
     if isinstance(const, Tracer) or not isinstance(const, np.ndarray | np.generic | jax.Array):
         return False
-    return const.size <= MAX_ELEMENTS and _is_plain(const.dtype)
+    return const.size <= MAX_ELEMENTS and _is_numeric(const.dtype)
 
 
-def _is_plain(dtype: Any) -> bool:
+def _is_numeric(dtype: Any) -> bool:
     """True of booleans and numbers; False of random keys and of the zeros of integers."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
 
@@ -86,7 +86,7 @@ def is_literal(atom: Any) -> bool:
     if not isinstance(atom, Literal):
         return False
     aval: Any = atom.aval
-    return not aval.shape and _is_plain(aval.dtype)
+    return not aval.shape and _is_numeric(aval.dtype)
 
 
 def numbers_of(program: Any) -> Iterator[Number]:
@@ -98,7 +98,7 @@ def numbers_of(program: Any) -> Iterator[Number]:
     for eqn in jaxpr.eqns:
         if reads_numbers(eqn):
             yield from map(_number, filter(is_literal, eqn.invars))
-        for body in bodies_of(eqn.primitive.name, eqn.params):
+        for body in traced_bodies(eqn.primitive.name, eqn.params):
             yield from numbers_of(body)
     yield from map(_number, filter(is_literal, jaxpr.outvars))
 
@@ -142,11 +142,11 @@ def _run(numbers: Mapping[int, Any], program: Any, position: int, *args: Any) ->
             for x in eqn.invars
         ]
         starts = []
-        for body in bodies_of(eqn.primitive.name, eqn.params):
+        bodies = traced_bodies(eqn.primitive.name, eqn.params)
+        for body in bodies:
             starts.append(position)
             position += sum(1 for _ in numbers_of(body))
         if starts and any(starts[0] <= k < position for k in numbers):
-            bodies = bodies_of(eqn.primitive.name, eqn.params)
             functions = [
                 functools.partial(_run, numbers, body, start)
                 for body, start in zip(bodies, starts, strict=True)

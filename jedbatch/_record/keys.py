@@ -12,11 +12,11 @@ from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.numbers import (
     BODIES,
     Number,
-    bodies_of,
     is_literal,
     is_number,
     numbers_of,
     reads_numbers,
+    traced_bodies,
 )
 from jedbatch._jaxpr.symbolic_dims import symbols_in
 from jedbatch._jaxpr.versions import OpenProgram, consts_of, is_program, without_consts
@@ -67,7 +67,7 @@ class Keys:
 
     def _without_numbers(self, primitive: Any, params: dict[str, Any]) -> tuple[tuple, tuple]:
         """(a primitive and its parameters without the numbers in its bodies, these numbers)."""
-        bodies = bodies_of(primitive.name, params)
+        bodies = traced_bodies(primitive.name, params)
         if not bodies:
             return (primitive, self.params_key(params)), ()
         names = BODIES[primitive.name]

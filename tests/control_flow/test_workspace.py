@@ -1,4 +1,4 @@
-"""What rounds are kept in: arrays that grow, and programs with room for more."""
+"""Workspaces of rounds: arrays that grow, and programs with room for more."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def kernels():
 
 
 def need_of(lanes):
-    """What a round needs that runs some lanes of each kernel, one width of each."""
+    """Returns the need of a round that runs some lanes of each kernel, one width of each."""
     parts = {"lanes": lanes, "widest": dict.fromkeys(lanes, 1), "inputs": {}, "outputs": {}}
     return Capacity({**parts, "num_instructions": {None: len(lanes)}})
 

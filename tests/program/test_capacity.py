@@ -11,7 +11,7 @@ SMALL = Capacity({"lanes": {"a": 4}, "inputs": {"x": 2}})
     ("lanes", "fits"), [({}, True), ({"a": 4}, True), ({"a": 5}, False), ({"b": 0}, False)]
 )
 def test_holds(lanes, fits):
-    """What a program does not know it has no room for, not even for none of it."""
+    """A program has no room for sizes it does not know, not even for a size of 0."""
     assert SMALL.holds(Capacity({"lanes": lanes})) == fits
 
 
