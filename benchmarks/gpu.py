@@ -57,6 +57,7 @@ from jedbatch._program.lower import space_begins, value_rows  # noqa: E402
 
 GPU = jedbatch.Target.named("gpu")
 PARTS = ("checks", "throughput", "variants", "profile")
+MODES = ("inference", "training")
 PRECISIONS = {"f32": "highest", "tf32": "tensorfloat32", "bf16": "default"}
 NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 STREAM = 10  # runs that follow each other without waiting
@@ -138,12 +139,13 @@ def cases(part: str, tiny: bool) -> list[Case]:
         ]
         return list(dict.fromkeys(chosen))
     if part == "variants":
-        modes = ("inference", "training")
-        rows = [Case(part, "transformer", 64, 512, "tf32", m, v) for v in OF_ROWS for m in modes]
+        rows = [Case(part, "transformer", 64, 512, "tf32", m, v) for v in OF_ROWS for m in MODES]
         one = [Case(part, "treelstm", 256, 512, "tf32", "inference", v) for v in OF_CELLS]
-        two = [Case(part, "lattice_lstm", 64, 256, "tf32", "inference", v) for v in OF_CELLS]
-        return rows[:4] + one + rows[4:] + two
-    return list(_grid(part, [*trees, *others, "transformer"], [(256, 512)], ["tf32"]))
+        two = [Case(part, "bilstm", 256, 512, "tf32", "inference", v) for v in OF_CELLS]
+        three = [Case(part, "lattice_lstm", 64, 256, "tf32", "inference", v) for v in OF_CELLS]
+        return rows[:4] + one + rows[4:] + two + three
+    several = _grid(part, [*trees, *others, "transformer"], [(256, 512)], ["tf32"])
+    return [*several, *_grid(part, ["transformer"], [(64, 512)], ["tf32"], MODES)]
 
 
 def _grid(
@@ -151,9 +153,9 @@ def _grid(
     workloads: Sequence[str],
     sizes: Sequence[tuple[int, int]],
     precisions: Sequence[str],
-    modes: Sequence[str] = ("inference", "training"),
+    modes: Sequence[str] = (),
 ) -> Iterator[Case]:
-    modes = modes if part == "throughput" else modes[:1]
+    modes = modes or (MODES if part == "throughput" else MODES[:1])
     for precision, name, size, mode in itertools.product(precisions, workloads, sizes, modes):
         yield Case(part, name, *size, precision, mode)
 
