@@ -146,8 +146,7 @@ class Forward:
         operands = self.operands(k, table, state[0], lane, width, reading)
         places = self.results(k, table, lane)
 
-        def write(lane, read, state):
-            operands, places = read
+        def write(lane, operands, state):
             arenas, saved = list(state[0]), list(state[1])
             results, residuals = run_lanes(kernel, consts[k], operands, width, self.saving)
             if self.saving:
@@ -159,7 +158,7 @@ class Forward:
                 arenas[a] = put(arenas[a], rows, first)
             return tuple(arenas), tuple(saved)
 
-        return isolated(signature.target, lane, (operands, places), write, state)
+        return isolated(signature.target, lane, operands, write, state)
 
     def results(self, k: int, table: Any, lane: Any) -> list[Any]:
         """The first row of each result of the chunk of kernel k that begins in a lane."""
@@ -278,7 +277,7 @@ class Backward:
         }
 
         def write(lane, read, state):
-            operands, results, kept, given, places = read
+            operands, results, kept, given = read
             cotangents, rooms = list(state[0]), list(state[1])
             const_values, prepared = consts[k]
             sent, rows = reverse_lanes(
@@ -296,7 +295,7 @@ class Backward:
             rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
             return tuple(cotangents), tuple(rooms)
 
-        read = operands, results, kept, given, places
+        read = operands, results, kept, given
         return isolated(forward.target, lane, read, write, state)
 
     def sent(self, k: int, table: Any, lane: Any) -> list[Any]:
