@@ -5,7 +5,7 @@ reading some of its rows with writing others.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,6 +40,26 @@ def put(arena: Any, rows: Any, start: Any) -> Any:
     """The arena with consecutive rows replaced."""
     rows = rows.astype(arena.dtype)
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
+
+
+def put_at(target: Target, arenas: list[Any], writes: Sequence[tuple[int, Any, Any]]) -> None:
+    """Replaces rows of arenas, for each (arena, rows, first); no two write the same row.
+
+    On a GPU all rows of an arena are written by one kernel.
+    """
+    by_arena: dict[int, list[tuple[Any, Any]]] = {}
+    for a, rows, first in writes:
+        by_arena.setdefault(a, []).append((rows, first))
+    for a, several in by_arena.items():
+        if target.control != "switch" or len(several) == 1:
+            for rows, first in several:
+                arenas[a] = put(arenas[a], rows, first)
+            continue
+        place = jnp.concatenate([first + jnp.arange(len(rows)) for rows, first in several])
+        rows = jnp.concatenate([rows.astype(arenas[a].dtype) for rows, _ in several])
+        arenas[a] = arenas[a].at[place].set(
+            rows, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False
+        )
 
 
 def broadcast_flags(flags: Any, x: Any) -> Any:

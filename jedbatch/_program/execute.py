@@ -38,6 +38,7 @@ from jedbatch._program.arenas import (
     empty,
     isolated,
     put,
+    put_at,
     read,
     row,
     slice_rows,
@@ -153,9 +154,8 @@ class Forward:
                 saved[k] = tuple(
                     put(arena, x, lane) for arena, x in zip(saved[k], residuals, strict=True)
                 )
-            for t, first, rows in zip(kernel.results, places, results, strict=True):
-                a = signature.arena(t)
-                arenas[a] = put(arenas[a], rows, first)
+            ids = map(signature.arena, kernel.results)
+            put_at(signature.target, arenas, list(zip(ids, results, places, strict=True)))
             return tuple(arenas), tuple(saved)
 
         return isolated(signature.target, lane, operands, write, state)
@@ -283,6 +283,7 @@ class Backward:
             sent, rows = reverse_lanes(
                 back, const_values, prepared, operands, results, kept, given, alive, width
             )
+            writes = []
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
                 if signature.tells and back.flow[j]:  # else what is not alive is not read
@@ -290,8 +291,8 @@ class Backward:
                     out = where_alive(
                         broadcast_flags(functools.reduce(jnp.logical_or, flags), out), out
                     )
-                a = forward.arena(kernel.operands[j])
-                cotangents[a] = put(cotangents[a], out, places[j])
+                writes.append((forward.arena(kernel.operands[j]), out, places[j]))
+            put_at(forward.target, cotangents, writes)
             rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
             return tuple(cotangents), tuple(rooms)
 

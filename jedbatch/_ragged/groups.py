@@ -21,7 +21,7 @@ import numpy as np
 LENGTH_STEP = 16  # lengths are multiples of it
 SLOT_STEP = 8  # numbers of slots are
 GROUP_HEADROOM = 1.25  # slots by the calls there are, and longest slots by the longest of them
-START_PAIRS = 400_000  # pairs of rows that could be computed while a group is started; estimated
+START_PAIRS = 100_000  # pairs of rows computed while a group is started, on an H100
 MAX_PAIRS_PER_ROW = 128  # pairs of rows for each row that may be computed together
 
 Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of each, ascending
