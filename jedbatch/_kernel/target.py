@@ -58,7 +58,7 @@ class Target:
       together: no more of the ragged instances than one in so many run at the same time.
       shortest: the least room for the rows of a ragged instance.
       straight_rows: packed rows up to which ragged regions run without loops (see
-        `_ragged.groups`).
+        `_ragged.groups`), and lanes up to which weight gradients are computed together.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -139,10 +139,11 @@ def _buckets_of(target: Target, work: int, row_bytes: int) -> Buckets:
 CPU = Target("cpu")
 GPU = Target(
     "gpu",
-    heavy=(32, 128, 512, 2048, 8192),
+    heavy=(32, 128, 256, 512, 2048),
     light=(32, 128, 512, 2048, 8192),
     chunk_work=2e9,
     longest_start=8192,
+    heavy_start=512,
     chunk_bytes=1 << 30,
     sums=Buckets((256, 2048), 1024),
     blocks=Buckets((512, 2048), 512),

@@ -359,7 +359,7 @@ class Backward:
     def _lanes(self, k: int, consts: Any, tables: Any, arenas: Any, state: Any) -> Lanes:
         """Returns the lanes of kernel k, of which the sweep left rows behind."""
         forward = self.signature.forward
-        kernel = forward.kernels[k]
+        kernel, target = forward.kernels[k], forward.target
 
         def echoed(tap, lane, width):
             results = [kernel.reverse.echoed[c] for c in tap.cotangents]
@@ -375,7 +375,7 @@ class Backward:
             state[1][k],
             lambda lane, width: self.forward.operands(k, tables[0], arenas, lane, width),
             lambda sources, lane, width: self.alive_by(k, tables, sources, lane, width),
-            forward.target.blocks,
+            target.blocks if forward.lanes[k] > target.straight_rows else None,
             forward.lanes[k],
             row(self.signature.form, tables[1], ("blocks", k)),
             echoed if kernel.reverse.is_leaf else None,
