@@ -57,8 +57,10 @@ def put_at(target: Target, arenas: list[Any], writes: Sequence[tuple[int, Any, A
             continue
         place = jnp.concatenate([first + jnp.arange(len(rows)) for rows, first in several])
         rows = jnp.concatenate([rows.astype(arenas[a].dtype) for rows, _ in several])
-        arenas[a] = arenas[a].at[place].set(
-            rows, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False
+        arenas[a] = (
+            arenas[a]
+            .at[place]
+            .set(rows, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False)
         )
 
 

@@ -107,6 +107,30 @@ def test_no_arena_is_copied(params):
         assert not re.search(rf"\w+\[{dims}\]\S* copy\(", text)
 
 
+def test_a_chunk_writes_all_its_rows_of_an_arena_at_once(params):
+    target = dataclasses.replace(GPU, superinstruction=0)  # no branches but single opcodes
+    batched = jedbatch.batch(encode, target=target)
+    plan = batched.plan(params, trees(0, 12))
+    text = jax.jit(lambda p, plan: batched.apply(p, plan)).lower(params, plan).as_text()
+    opcodes = sum(map(len, plan.static.signature.widths))  # of cells that have two results each
+    assert (
+        text.count('"stablehlo.scatter"(')
+        == opcodes
+        == len(plan.static.signature.instructions.branches)
+    )
+
+
+def test_weight_gradients_need_no_loops(params):
+    def loops(target):
+        batched = jedbatch.batch(encode, target=target)
+        plan = batched.plan(params, trees(0, 12))
+        grad = jax.jit(jax.grad(lambda p, plan: batched.apply(p, plan)[0].sum()))
+        return grad.lower(params, plan).as_text().count("stablehlo.while")
+
+    single = dataclasses.replace(GPU, superinstruction=0)
+    assert loops(single) == 2 < loops(dataclasses.replace(single, straight_rows=0))
+
+
 def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
     batched = jedbatch.batch(encode, target="gpu")
     batched.plan(params, trees(0, 4), gradient=True)
