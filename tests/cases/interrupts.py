@@ -180,6 +180,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help="all by default")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for each program")
+    parser.add_argument("--skip", type=int, default=0, help="points that an earlier run has tried")
     options = parser.parse_args()
     for name in options.programs:
         points = points_of(name)
@@ -187,7 +188,7 @@ def main():
         call = PROGRAMS[name]()
         expected = call()
         tried, bad, end = 0, [], time.monotonic() + options.seconds
-        for line, hit in points:
+        for line, hit in points[options.skip :]:
             if time.monotonic() > end:
                 break
             tried += 1
