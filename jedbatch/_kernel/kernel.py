@@ -171,4 +171,4 @@ class Kernel:
     @functools.cached_property
     def reverse(self) -> KernelVjp:
         """The reverse of the lane; traced when it is first needed."""
-        return KernelVjp(self)
+        return KernelVjp.of(self)

@@ -7,10 +7,10 @@ computed again, once per program; everything else is saved, a row for each lane.
 import enum
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import dependents, reads
-from jedbatch._jaxpr.versions import Atom
+from jedbatch._jaxpr.versions import Atom, Equation
 
 
 class Source(enum.Enum):
@@ -24,6 +24,22 @@ class Source(enum.Enum):
     LITERAL = enum.auto()
     UNREAD = enum.auto()  # zeros will do
 
+
+# Only move or convert elements: cheaper to do again than to keep.
+STRUCTURAL_OPERATIONS = frozenset(
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
 
 Sourced = tuple[Source, Any]  # a source, and which of it; a value if it is a literal
 
@@ -73,3 +89,18 @@ class Residuals:
         jaxpr, varying = self._forward.jaxpr, self._varying
         fixed = [e for e in jaxpr.eqns if not varying.intersection((*reads(e), *e.outvars))]
         return jaxpr.replace(invars=self._consts, outvars=list(self.derived), eqns=fixed)
+
+
+def recomputable(kernel: Any) -> dict[Var, list[Equation]]:
+    """Variables that structural operations make from operands, with those operations."""
+    again: dict[Var, list[Equation]] = {v: [] for v in kernel.operand_vars}
+    for eqn in kernel.body:
+        if (
+            eqn.primitive.name in STRUCTURAL_OPERATIONS
+            and reads(eqn)
+            and again.keys() >= set(reads(eqn))
+        ):
+            steps = [step for v in reads(eqn) for step in again[v]]
+            steps = list({id(step): step for step in [*steps, eqn]}.values())
+            again.update((v, steps) for v in eqn.outvars)
+    return again

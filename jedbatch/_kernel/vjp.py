@@ -15,12 +15,12 @@ memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import (
@@ -38,7 +38,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
-from jedbatch._kernel.residuals import Residuals, Source
+from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
 from jedbatch._kernel.weight_gradients import Tap
 
 # The derivative with respect to a const does not depend on the rows at all.
@@ -51,23 +51,7 @@ LOOK_UPS = frozenset({"gather", "dynamic_slice"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # What runs a program of its own is not run again.
 LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
-# Only move or convert elements: cheaper to do again than to keep.
-STRUCTURAL_OPERATIONS = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-    }
-)
-
-# Of these, those that keep every element in its place, unless they repeat some.
+# Keep every element in its place, unless they repeat some.
 RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 
 CONSTS = -1  # in place of an operand
@@ -92,6 +76,28 @@ def _tap_jvp(primals, tangents):
     return primals[0], tangents[0] + tangents[1]
 
 
+class _Traced(NamedTuple):
+    """A kernel traced forward and backward.
+
+    Attributes:
+      wanted: variables of rows that taps read, and `row_sources`, where they are found.
+      sources: where the backward program finds what it reads, its first arguments.
+      saved: (shape, dtype) of what is saved.
+      forward: from consts and operands to the results and what is saved.
+      derived: from consts to what the backward program reads of them.
+      backward: from what it reads and cotangents of results to those of operands and of places.
+    """
+
+    wanted: list[Var]
+    row_sources: list[Sourced]
+    sources: list[Sourced]
+    saved: tuple[Kind, ...]
+    forward: Jaxpr
+    forward_consts: Sequence[jax.Array]
+    derived: Jaxpr
+    backward: ClosedJaxpr
+
+
 class KernelVjp:
     """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
 
@@ -113,83 +119,97 @@ class KernelVjp:
     """
 
     def __init__(
-        self, kernel: Any, returned: list[int] | None = None, moving: list[int] | None = None
+        self,
+        kernel: Any,
+        returned: list[int],
+        moving: Sequence[int] | None = None,
+        refused: dict[int, frozenset[int]] | None = None,
     ):
-        """Finds the reverse of some results, or of all that can be differentiated.
+        """Finds the reverse of some results.
 
         With `moving`, with respect to these operands alone.
         """
         self.kernel = kernel
-        self._backward: Any = None
-        self._backward_consts: Sequence[Any] = ()
-        self._moving = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-        self._again = _recomputable(kernel)
-        self._is_tapping = moving is None or CONSTS in moving
-        if moving is not None:
-            self._moving = [j for j in self._moving if j in moving]
-        self.refused: dict[int, frozenset[int]] = {}
-        if returned is not None:
-            self._build(returned)
-            return
-        inexact = [s for s, t in enumerate(kernel.results) if differentiable(t)]
-        try:
-            self._build(inexact)
-        except Exception:
-            for s in inexact:
-                every = [CONSTS, *self._moving]
-                if not _can_differentiate(kernel, s, every):
-                    refused = [j for j in every if not _can_differentiate(kernel, s, [j])]
-                    self.refused[s] = frozenset(refused or every)
-            if not self.refused:
-                raise
-            self._build(inexact)
-
-    def _build(self, returned: list[int]) -> None:
-        """Finds the reverse of some results."""
-        kernel = self.kernel
         self.returned = returned
-        tapped: list[Any] = []
+        self.refused = refused or {}
+        self._moving = [j for j in _can_move(kernel) if moving is None or j in moving]
+        self._again = recomputable(kernel)
+        tapped: list[Equation] = []
         consts: list[int] = []
-        if returned and self._is_tapping:
+        if returned and (moving is None or CONSTS in moving):
             tapped = list(filter(self._is_tapped, kernel.body))
             consts = [s for s in returned if kernel.is_const(kernel.jaxpr.outvars[s])]
-        while True:
-            self._wanted = list(
-                dict.fromkeys(
-                    v for eqn in tapped for v in self._rows_read(eqn) if v not in self._again
-                )
-            )
-            places: list[Any] = [v for eqn in tapped for v in eqn.outvars if is_inexact(v)]
-            self._trace([*places, *consts])
-            sources = dict(
-                zip(places, self._sources_of_results()[len(self._moving) :], strict=False)
-            )
-            alive = [e for e in tapped if any(sources.get(v) for v in e.outvars)]
-            if len(alive) == len(tapped):
-                break
-            tapped = alive  # nothing comes back to the others
-        places += consts
-        self._share_cotangents(places)
+        tapped, traced = self._trace_tapped(tapped, consts)
+        self._wanted, self._row_sources = traced.wanted, traced.row_sources
+        self._sources = traced.sources
+        self.saved: tuple[Kind, ...] = traced.saved
+        self.operands_read = {i for source, i in self._sources if source is Source.OPERAND}
+        self.results_read = {i for source, i in self._sources if source is Source.RESULT}
+        self._forward, self._forward_consts = traced.forward, traced.forward_consts
+        self._derived = traced.derived
+        backward, self._backward_consts, self._turned = self._turn_weights(traced.backward)
+        sources = self._sources_of_results(backward, len(self._sources))
+        places = [*_places_of(tapped), *consts]
+        self.flow = self._flow(sources)
+        num_moving = len(self._moving)
+        self._sources_of = dict(zip(places, sources[num_moving:], strict=True))
+        backward, self._row_of = self._share_cotangents(backward, places)
+        kept: list[Any] = backward.outvars[num_moving:]
+        self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
+        self.rooms, self.extra = self._find_rooms()
         self.taps = tuple(map(self._make_tap, tapped)) + tuple(map(self._make_returned, consts))
-        self.flow = tuple(self._flow())
-        cotangent_of = dict(zip(self._given, self.returned, strict=True))
-        kept = self._backward.outvars
+        given = self._given(backward, len(self._sources))
+        cotangent_of = dict(zip(given, returned, strict=True))
         self.is_leaf = not self._moving and all(
             isinstance(v, Var) and v in cotangent_of for v in kept
         )
         self.echoed = tuple(cotangent_of[v] for v in kept) if self.is_leaf else ()
-        self._guard()
+        self.is_guarded = len(returned) > 1
+        self._backward = backward
+        if self.is_guarded:  # the program leaves out cotangents that are not alive
+            closed = guarded(backward, self._backward_consts, given)
+            self._backward, self._backward_consts = closed.jaxpr, closed.consts
 
-    def _sources_of_results(self) -> list[Sources]:
+    @classmethod
+    def of(cls, kernel: Any) -> "KernelVjp":
+        """Returns the reverse of all results that can be differentiated."""
+        inexact = [s for s, t in enumerate(kernel.results) if differentiable(t)]
+        try:
+            return cls(kernel, inexact)
+        except Exception:
+            refused: dict[int, frozenset[int]] = {}
+            for s in inexact:
+                every = [CONSTS, *_can_move(kernel)]
+                if not _can_differentiate(kernel, s, every):
+                    operands = [j for j in every if not _can_differentiate(kernel, s, [j])]
+                    refused[s] = frozenset(operands or every)
+            if not refused:
+                raise
+            return cls(kernel, inexact, refused=refused)
+
+    def _trace_tapped(
+        self, tapped: list[Equation], consts: list[int]
+    ) -> tuple[list[Equation], "_Traced"]:
+        """Returns (the tapped operations that something comes back to, the trace with these)."""
+        while True:
+            read = [v for eqn in tapped for v in self._rows_read(eqn) if v not in self._again]
+            places = _places_of(tapped)
+            traced = self._trace([*places, *consts], list(dict.fromkeys(read)))
+            of_results = self._sources_of_results(traced.backward.jaxpr, len(traced.sources))
+            sources = dict(zip(places, of_results[len(self._moving) :], strict=False))
+            alive = [e for e in tapped if any(sources.get(v) for v in e.outvars)]
+            if len(alive) == len(tapped):
+                return tapped, traced
+            tapped = alive
+
+    def _sources_of_results(self, backward: Jaxpr, num_read: int) -> list[Sources]:
         """For each result of the backward program the results of the kernel it comes from."""
-        per_operand = sources_of(self._backward, self._given)
+        per_operand = sources_of(backward, self._given(backward, num_read))
         return [frozenset(self.returned[i] for i in source_ids) for source_ids in per_operand]
 
-    @property
-    def _given(self) -> list[Any]:
-        """The arguments of the backward program that are cotangents."""
-        first = len(self._sources)
-        return self._backward.invars[first : first + len(self.returned)]
+    def _given(self, backward: Jaxpr, num_read: int) -> list[Var]:
+        """The arguments of the backward program that are cotangents, after what it reads."""
+        return backward.invars[num_read : num_read + len(self.returned)]
 
     @property
     def arity(self) -> int:
@@ -220,20 +240,11 @@ class KernelVjp:
             return True
         return any(s in source_ids for tap in self.taps for source_ids in tap.sources)
 
-    def _flow(self) -> list[Sources]:
+    def _flow(self, sources: list[Sources]) -> tuple[Sources, ...]:
         flow: list[Sources] = [frozenset()] * len(self.kernel.operands)
-        sources = self._sources_of_results()
         for j, source_ids in zip(self._moving, sources, strict=False):
             flow[j] = source_ids
-        return flow
-
-    def _guard(self) -> None:
-        """Lets the backward program leave out cotangents that are not alive."""
-        self.is_guarded = len(self.returned) > 1
-        if self.is_guarded:
-            jaxpr, consts = self._backward, self._backward_consts
-            closed = guarded(jaxpr, consts, self._given)
-            self._backward, self._backward_consts = closed.jaxpr, closed.consts
+        return tuple(flow)
 
     def _is_tapped(self, eqn: Equation) -> bool:
         meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
@@ -245,36 +256,38 @@ class KernelVjp:
             return []
         return [v for v in reads(eqn) if not self.kernel.is_const(v)]
 
-    def _trace(self, places: list[Any]) -> None:
+    def _trace(self, places: list[Any], wanted: list[Var]) -> "_Traced":
         """Traces forward and backward, and finds where the second gets what it reads."""
         kernel = self.kernel
-        forward, backward = self._trace_both(places)
+        forward, backward = self._trace_both(places, wanted)
         jaxpr = forward.jaxpr
-        cuts = len(kernel.results), len(kernel.results) + len(self._wanted)
+        cuts = len(kernel.results), len(kernel.results) + len(wanted)
         results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
         residuals_known = Residuals(forward, kernel.num_consts, results)
-        self._row_sources = [
+        row_sources = [
             residuals_known.find(v)
             if isinstance(v, Literal) or v in residuals_known.operands
             else residuals_known.save(v)
             for v in rows
         ]
         used = used_variables(backward.jaxpr)
-        self._sources = [
+        sources = [
             residuals_known.find(v) if argument in used else (Source.UNREAD, shape_of(v))
             for v, argument in zip(leaves, backward.jaxpr.invars, strict=False)
         ]
         saved = list(residuals_known.saved)
-        self.saved: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in saved)
-        self.operands_read = {i for source, i in self._sources if source is Source.OPERAND}
-        self.results_read = {i for source, i in self._sources if source is Source.RESULT}
-        self._forward = jaxpr.replace(outvars=[*results, *saved])
-        self._forward_consts = forward.consts
-        self._derived = residuals_known.program_of_derived()
-        self._backward, self._backward_consts = backward.jaxpr, backward.consts
-        self._turn_weights()
+        return _Traced(
+            wanted=wanted,
+            row_sources=row_sources,
+            sources=sources,
+            saved=tuple((v.aval.shape, v.aval.dtype) for v in saved),
+            forward=jaxpr.replace(outvars=[*results, *saved]),
+            forward_consts=forward.consts,
+            derived=residuals_known.program_of_derived(),
+            backward=backward,
+        )
 
-    def _trace_both(self, places: list[Any]) -> tuple[Any, Any]:
+    def _trace_both(self, places: list[Any], wanted: list[Var]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         """Returns (the forward program, the backward program).
 
         The first takes consts and operands; it returns the results, the rows that taps want and
@@ -302,10 +315,7 @@ class KernelVjp:
                     self._stopped(s, consts, full, moved) if s in self.refused else results[s]
                     for s in self.returned
                 ]
-                return out, (
-                    results,
-                    [env[v] for v in self._wanted],
-                )
+                return out, (results, [env[v] for v in wanted])
 
             if cheap:
                 run = jax.checkpoint(run, policy=keep_products, prevent_cse=False)
@@ -330,7 +340,7 @@ class KernelVjp:
             )
         )
         backward = jax.make_jaxpr(back)(
-            list(map(shape_of, forward.jaxpr.outvars[len(kernel.results) + len(self._wanted) :])),
+            list(map(shape_of, forward.jaxpr.outvars[len(kernel.results) + len(wanted) :])),
             [jax.ShapeDtypeStruct(*stored(kernel.results[s])) for s in self.returned],
         )
         if cheap:
@@ -348,14 +358,17 @@ class KernelVjp:
         deltas = {} if CONSTS in refused else deltas
         return self.kernel.evaluate(consts, operands, deltas)[0][s]
 
-    def _turn_weights(self) -> None:
+    def _turn_weights(
+        self, backward: ClosedJaxpr
+    ) -> tuple[Jaxpr, Sequence[jax.Array], tuple[int, ...]]:
         """Lets the backward program read weights that were transposed as they came.
 
         It sums over the axis of a weight that the forward program does not, and XLA:CPU takes up
         to twice as long for two to thirty rows if that is the last axis. To transpose a weight for
-        this alone costs more than it saves, in large ones.
+        this alone costs more than it saves, in large ones. Returns (the program, its constants,
+        the weights that it takes, transposed, as its last arguments).
         """
-        jaxpr = self._backward
+        jaxpr = backward.jaxpr
         sources = dict(zip(jaxpr.invars, self._sources, strict=False))
         turned: dict[int, int] = {}
 
@@ -374,9 +387,8 @@ class KernelVjp:
         for eqn in jaxpr.eqns:
             if (i := weight_of(eqn)) is not None:
                 turned.setdefault(i, len(turned))
-        self._turned = tuple(turned)
         if not turned:
-            return
+            return jaxpr, backward.consts, ()
 
         def evaluate(args: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
             def rule(eqn: Equation, values: list[Any]) -> list[Any]:
@@ -392,34 +404,32 @@ class KernelVjp:
                 )
                 return [product]
 
-            return interpret(jaxpr, self._backward_consts, args, rule)
+            return interpret(jaxpr, backward.consts, args, rule)
 
         kinds = (self.kernel.const_kinds[i] for i in turned)
         weights = [jax.ShapeDtypeStruct(shape[::-1], dtype) for shape, dtype in kinds]
         closed = jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), weights)
-        self._backward, self._backward_consts = closed.jaxpr, closed.consts
+        return closed.jaxpr, closed.consts, tuple(turned)
 
-    def _share_cotangents(self, places: list[Any]) -> None:
-        """Lets taps with one cotangent (a product and its bias) share a row, and finds it room."""
+    def _share_cotangents(self, backward: Jaxpr, places: list[Any]) -> tuple[Jaxpr, dict[Any, int]]:
+        """Lets taps with one cotangent (a product and its bias) share a row.
+
+        Returns (the backward program with these rows, the row of each place).
+        """
         num_moving = len(self._moving)
-        sent = self._backward.outvars[:num_moving]
-        of_places = self._sources_of_results()[num_moving:]
-        self._sources_of = dict(zip(places, of_places, strict=True))
+        outvars = backward.outvars[num_moving:]
         rows: dict[Any, int] = {}
-        self._row_of = {}
-        maker = {v: eqn for eqn in self._backward.eqns for v in eqn.outvars}
-        for k, (place, v) in enumerate(
-            zip(places, self._backward.outvars[num_moving:], strict=True)
-        ):
+        row_of = {}
+        maker = {v: eqn for eqn in backward.eqns for v in eqn.outvars}
+        for k, (place, v) in enumerate(zip(places, outvars, strict=True)):
             while isinstance(v, Var) and v in maker and _is_reshape(maker[v]):
                 v = maker[v].invars[0]
-            self._row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
-        kept: list[Any] = [
-            v if isinstance(v, Var) else self._backward.outvars[num_moving + v] for v in rows
-        ]
-        self.cotangents: tuple[Kind, ...] = tuple((v.aval.shape, v.aval.dtype) for v in kept)
-        self._backward = self._backward.replace(outvars=[*sent, *kept])
+            row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
+        kept = [v if isinstance(v, Var) else outvars[v] for v in rows]
+        return backward.replace(outvars=[*backward.outvars[:num_moving], *kept]), row_of
 
+    def _find_rooms(self) -> tuple[tuple[int, ...], tuple[Kind, ...]]:
+        """Returns (`rooms`, `extra`)."""
         saved_ids = {i for source, i in self._row_sources if source is Source.SAVED}
         free = {i: kind for i, kind in enumerate(self.saved) if i not in saved_ids}
         rooms: list[int] = []
@@ -432,7 +442,7 @@ class KernelVjp:
             else:
                 rooms.append(over)
                 del free[over]
-        self.rooms, self.extra = tuple(rooms), tuple(extra)
+        return tuple(rooms), tuple(extra)
 
     def _make_tap(self, eqn: Equation) -> Tap:
         kernel = self.kernel
@@ -527,6 +537,16 @@ class KernelVjp:
         return out[: len(self._moving)], out[len(self._moving) :]
 
 
+def _can_move(kernel: Any) -> list[int]:
+    """Returns the operands that can have a cotangent."""
+    return [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+
+
+def _places_of(tapped: Sequence[Equation]) -> list[Var]:
+    """Returns the results of tapped operations that have a cotangent."""
+    return [v for eqn in tapped for v in eqn.outvars if is_inexact(v)]
+
+
 def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     """Returns whether JAX can differentiate result s with respect to some operands."""
     try:
@@ -549,21 +569,6 @@ def _alike(*atoms: Any) -> bool:
     kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
     ((shape, dtype), *rest) = kinds
     return not rest and bool(shape) and dtype in (np.float32, np.float64)
-
-
-def _recomputable(kernel: Any) -> dict[Any, list[Any]]:
-    """Variables that structural operations make from operands, with those operations."""
-    again: dict[Any, list[Any]] = {v: [] for v in kernel.operand_vars}
-    for eqn in kernel.body:
-        if (
-            eqn.primitive.name in STRUCTURAL_OPERATIONS
-            and reads(eqn)
-            and again.keys() >= set(reads(eqn))
-        ):
-            steps = [step for v in reads(eqn) for step in again[v]]
-            steps = list({id(step): step for step in [*steps, eqn]}.values())
-            again.update((v, steps) for v in eqn.outvars)
-    return again
 
 
 def _cut_at(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
