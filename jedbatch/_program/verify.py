@@ -135,6 +135,7 @@ class Trial:
     arenas: list[np.ndarray] = field(default_factory=list)
     lanes: list[dict[int, Lane]] = field(default_factory=list)
     chunks: int = 0
+    _types: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         signature = self.signature

@@ -137,6 +137,7 @@ class _Thread:
         self._mesh = jax.sharding.get_abstract_mesh()
         self._caller = _state()
         self._outcome: tuple[Any, ...] = ()
+        self._thread: threading.Thread | None = None
         self._gate = threading.Lock()
         self._begun = self._stopped = False
         self._done = threading.Event()
@@ -156,12 +157,12 @@ class _Thread:
 
     def _start(self) -> bool:
         for size in STACK_BYTES:
-            self._thread = threading.Thread(target=self._main, args=(size // FRAME_BYTES,))
+            self._thread = thread = threading.Thread(target=self._main, args=(size // FRAME_BYTES,))
             restore = functools.partial(threading.stack_size, threading.stack_size())
             with contextlib.suppress(ValueError, RuntimeError):  # no such stack, or no room for it
                 with Restored(restore), Restored(restore):
                     threading.stack_size(size)
-                    self._thread.start()
+                    thread.start()
                 return True
         return False
 
@@ -170,8 +171,9 @@ class _Thread:
         with self._gate:
             self._stopped = True
         tell = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        while self._begun and self._thread.is_alive():
-            tell(ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Stopped))
+        thread = self._thread
+        while self._begun and thread is not None and thread.is_alive():
+            tell(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Stopped))
             with contextlib.suppress(KeyboardInterrupt):  # one more; the first is raised
                 self._done.wait(1)
 

@@ -28,16 +28,14 @@ class RecordCache:
       lengths, regions: of arrays whose length differs, and what is done to them.
     """
 
-    by_key: Memory
-    by_id: Memory
-
     def __init__(self, registry: Registry, options: Options):
         self.registry = registry
         self.grouping = GRANULARITIES[options.granularity](registry)
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
         self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
-        self._number = -1
-        self.read(NOWHERE)
+        self._number = NOWHERE.number
+        self.by_key, self.by_id = self._memories(NOWHERE.number)
+        registry.read(NOWHERE)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
         self.lengths = Lengths(apart, families)
@@ -48,19 +46,23 @@ class RecordCache:
         self.registry.read(reached)
         if reached.number == self._number:
             return
-        if reached.number not in self._known:
-            half = self._limit_bytes // 2
-            self._known[reached.number] = (
-                Memory(self._limit, half, _bytes_of_record),
-                Memory(self._limit, half, _bytes_of_seen),
-            )
         self._number = reached.number
-        self.by_key, self.by_id = self._known[reached.number]
+        self.by_key, self.by_id = self._memories(reached.number)
         while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
             other_numbers = [number for number in self._known if number != reached.number]
             if not other_numbers:
                 break
             del self._known[other_numbers[0]]
+
+    def _memories(self, number: int) -> tuple[Memory, Memory]:
+        """Returns `by_key` and `by_id` for what is read."""
+        if number not in self._known:
+            half = self._limit_bytes // 2
+            self._known[number] = (
+                Memory(self._limit, half, _bytes_of_record),
+                Memory(self._limit, half, _bytes_of_seen),
+            )
+        return self._known[number]
 
     def nothing_to_read(self) -> None:
         """Makes recordings from now on read their arguments alone; releases the arrays."""

@@ -332,14 +332,18 @@ class Run:
     def __init__(self, case: Case, fn: Callable, stacks: bool):
         self.case, self.fn, self.stacks = case, fn, stacks
         self.params = case.params
-        self.pick(case.picks)
+        self.columns = self._picked(case.picks)
         self.read = _reader(case.way.read, stacks)
         axes = case.program.in_axes
         self.batched = jedbatch.batch(fn, axes, 0 if stacks else None, **case.way.options)
 
     def pick(self, picks: Sequence[int]) -> None:
         """Chooses the instances that are given."""
-        self.columns = [[column[i] for i in picks] for column in self.case.columns]
+        self.columns = self._picked(picks)
+
+    def _picked(self, picks: Sequence[int]) -> list[list[Any]]:
+        """The mapped arguments of some instances."""
+        return [[column[i] for i in picks] for column in self.case.columns]
 
     def compare(self, expected: Expected) -> None:
         """Runs all instances, and again in another order with other parameters; compares both."""
