@@ -22,8 +22,12 @@ from jedbatch._record.symbols import Value, row_index
 
 def record_graph(
     recorder: Recorder, graph: Graph, cells: Sequence[Any], shared: tuple
-) -> "Results":
-    """Records a whole graph, whose type t is `cells[t]`."""
+) -> "Results | None":
+    """Records a whole graph, whose type t is `cells[t]`.
+
+    Returns None, and records nothing, where cells read more than shared values and operands: values
+    of the instance, or of a transformation that runs inside of the function.
+    """
     first_input = len(recorder.input_group)
     kinds: list[int] = []
     for chunk in graph.inputs:
@@ -60,9 +64,11 @@ def record_graph(
         t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
         args = [stand_in(what) for what in operands]
         recorded = recorder.cell_call_spec(cells[t], (*shared, *args), {})
-        assert recorded is not None
-        call_spec = recorded[0]
         widths = tuple(1 if w < 0 else len(made_by[w].results) for w in operands)
+        if recorded is None or len(recorded[1]) != sum(widths):
+            del recorder.input_group[first_input:], recorder.input_value[first_input:]
+            return None
+        call_spec = recorded[0]
         call_specs[d] = recorder.registry.add_call_spec(
             call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
         )
@@ -108,7 +114,8 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
     """Computes every node of a prepared graph with cells.
 
     Inside a batched function all nodes are recorded at once, without running Python per node.
-    Outside, the cells are called one by one.
+    Outside, or where cells read values of the instance besides their operands, or inside of a
+    transformation such as `jax.grad` or `jax.vmap`, the cells are called one by one.
 
     Args:
       graph: made by `Graph.from_dag` with `names`, or read by `Graph.load`.
@@ -165,7 +172,9 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
             getattr(c, "cell", None) or (c and Cell(c, getattr(c, "__name__", t.name)))
             for c, t in zip(by_type, graph.types, strict=True)
         ]
-        return record_graph(recording.recorder, graph, cells_of_types, shared)
+        recorded = record_graph(recording.recorder, graph, cells_of_types, shared)
+        if recorded is not None:
+            return recorded
     inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
     results: list[Any] = []
     for n, t in enumerate(graph.node_type.tolist()):

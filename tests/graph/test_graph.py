@@ -4,6 +4,7 @@ import dataclasses
 import json
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -352,6 +353,31 @@ def test_recording_a_prepared_graph_runs_no_python_per_node():
     fn = lambda params, g: jedbatch.evaluate(g, cells, params)[-1]  # noqa: E731
     jedbatch.batch(fn).plan(PARAMS, [prepared(rng, 50)])
     assert len(calls) == 1
+
+
+def chained(params, graph, x):
+    """The sum of what cells compute with something that differs between instances, if x does."""
+    cells = {
+        "leaf": lambda w, x, i: params["E"][i] * x + w,
+        "node": lambda w, x, a, b: jnp.tanh(a @ params["W"] + x * b),
+        "scale": lambda w, x, h, by: h * by * x,
+    }
+    return jedbatch.evaluate(graph, cells, params["W"][0], x)[-1].sum()
+
+
+WITH_MORE = {
+    "a value of the instance": chained,
+    "its gradient": lambda p, g, x: jax.grad(chained, 2)(p, g, x),
+    "a gradient of weights": lambda p, g, x: jax.grad(chained)(p, g, 2.0)["W"] * x,
+    "several at once": lambda p, g, x: jax.vmap(lambda x: chained(p, g, x))(x * jnp.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("fn", WITH_MORE.values(), ids=list(WITH_MORE))
+def test_cells_of_prepared_graphs_that_read_more(fn):
+    rng = np.random.default_rng(7)
+    instances = [(prepared(rng, n), jnp.float32(x)) for n, x in ((2, 0.5), (4, 2.0))]
+    check(lambda params, instance: fn(params, *instance), PARAMS, instances)
 
 
 def test_evaluate_needs_a_cell_for_every_type():
