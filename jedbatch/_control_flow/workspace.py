@@ -482,7 +482,11 @@ class Workspace:
         outputs = {kind: moved(np.array(values)).tolist() for kind, values in returned.items()}
         placed = self._place(graph, every, outputs, stacked)
         layout = placed.layout
-        assert (layout.lane == self._lane.array[nodes]).all(), "lanes are appended round by round"
+        if not np.array_equal(layout.lane, self._lane.array[nodes]):
+            raise RuntimeError(
+                "the rounds of a batched function and their reverse lay values out differently; "
+                "this is a mistake in jedbatch, please report it"
+            )
         rows = [len(returned.get(kind, ())) for kind in self.signature.arenas]
         switch = self.programs.target.control == "switch"  # which has an instruction for each chunk
         num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)

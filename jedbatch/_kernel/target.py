@@ -96,7 +96,8 @@ class Target:
           ValueError: there is no such target.
         """
         found = checked_target(name, "`Target.named`")
-        assert found is not None
+        if found is None:
+            raise TypeError(f"`Target.named` got None; expected one of {sorted(TARGETS)}.")
         return found
 
     def buckets(self, work: int, row_bytes: int) -> Buckets:

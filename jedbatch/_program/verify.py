@@ -244,7 +244,7 @@ class Trial:
         results_made = np.full(read.shape[1], NOTHING)
         for i, operands in enumerate(map(tuple, read.T.tolist())):
             if NOTHING in operands:
-                assert vague[i]
+                require(vague[i], f"lane {i} of {name} reads rows that nothing has written")
                 continue
             symbol = self.symbols("node", self._types[k], operands)
             if self.goal is None or symbol in self.goal.nodes:

@@ -163,5 +163,7 @@ def test_targets_that_do_not_exist():
         jedbatch.batch(encode, target="tpu")
     with pytest.raises(TypeError, match="expected one of"):
         jedbatch.batch(encode, target=3)
+    with pytest.raises(TypeError, match=r"`Target\.named` got None"):
+        jedbatch.Target.named(None)
     with pytest.raises(ValueError, match="`compiler_options` got target='cuda'"):
         jedbatch.compiler_options("cuda")
