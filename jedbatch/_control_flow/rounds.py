@@ -175,7 +175,7 @@ class Stepwise:
         lowered = lower(placed, signature)
         assert lowered is not None
         pieces = tuple([_cotangent(x) for x in of_leaf] for of_leaf in cotangents)
-        outputs, exist = joined(signature.arenas, signature.outputs, pieces, batch)
+        outputs, exist = joined(signature.arenas, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
         reverse, reverse_table = programs.reverse(placed, signature, wanted=wanted)
         refuse_derivative(reverse, None, -1, "a batched function")

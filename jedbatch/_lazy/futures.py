@@ -33,7 +33,11 @@ from jedbatch.errors import EscapedValueError
 
 
 class Returned:
-    """Rows that futures stand for, some of one arena."""
+    """Rows that futures stand for, some of one arena.
+
+    Attributes:
+      rows: an array, or a list of rows that may be traced one by one.
+    """
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -41,18 +45,22 @@ class Returned:
         self._host: np.ndarray | None = None
 
     def take(self, row: int) -> Any:
-        """One row, by a program that takes out many at a time."""
+        """One row, of an array by a program that takes out many at a time."""
+        if isinstance(self.rows, list):
+            return self.rows[row]
         block = min(ROWS_PER_BLOCK, len(self.rows))
         start = min(row // block * block, len(self.rows) - block)
         if start not in self._blocks:
             self._blocks[start] = some_rows(self.rows, handed_over(np.int32(start)), block)
         return self._blocks[start][row - start]
 
-    def host(self) -> np.ndarray:
-        """All rows as an array of NumPy."""
+    def host(self, row: int) -> np.ndarray:
+        """One row as an array of NumPy; those of an array are fetched together."""
+        if isinstance(self.rows, list):
+            return fetched(self.rows[row])
         if self._host is None:
             self._host = fetched(self.rows)
-        return self._host
+        return self._host[row]
 
 
 class Outcome:
@@ -71,8 +79,8 @@ class Outcome:
         self.returned = returned
         self.row = row
         self._value: Any = None
-        self.is_traced = isinstance(returned.rows, Tracer)
-        if self.is_traced:
+        self.is_traced = False
+        if isinstance(returned.rows, list):
             self._value = self._take()
             self.is_traced = isinstance(self._value, Tracer)
 
@@ -239,7 +247,7 @@ class Awaited(Symbol):
         outcome = self.outcome
         if outcome is None or outcome.is_traced or not isinstance(outcome.aval.dtype, np.dtype):
             return self._numpy(dtype, copy)
-        return np.array(outcome.returned.host()[outcome.row], dtype)
+        return np.array(outcome.returned.host(outcome.row), dtype)
 
     def __repr__(self) -> str:
         if self._trace is LOST:

@@ -199,7 +199,8 @@ class Lazy:
         """Returns the function by which a recorder has a graph computed."""
 
         def compute(graph, rows, held, traced) -> tuple[Layout, dict[Any, Any]]:
-            """(what ran, the rows returned from each arena)."""
+            """(what ran, the rows returned from each arena, one by one if they may be traced)."""
+            keeps = any(isinstance(x, Tracer) for x in jax.tree.leaves((held, traced)))
             plan = make_plan(
                 kept.session,
                 graph,
@@ -209,13 +210,12 @@ class Lazy:
                 kept.policy,
                 self._options,
                 gradient=False,
-                keeps=any(isinstance(x, Tracer) for x in (*held.values(), *traced)),
+                keeps=keeps,
                 brought=held.keys(),
                 tracers=held,
             )
             assert plan.host is not None
-            outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope", whole=True)
-            outputs = [x[0] if isinstance(x, list) else x for x in outputs]
+            outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope")
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)
             return plan.host.placed.layout, dict(arenas)
 

@@ -88,7 +88,7 @@ class Differentiable:
     ) -> list[Any]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
         pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
-        outputs, exist = joined(self.signature.arenas, self.signature.outputs, pieces, self.batch)
+        outputs, exist = joined(self.signature.arenas, pieces, self.batch)
         shared, inputs, table, reverse_table = self._given(args)
         origins = origins_of(*self._given(wanted)[:2])
         reverse, *tables = self.reverse_of(reverse_table, exist, origins)

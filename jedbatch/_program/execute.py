@@ -186,18 +186,23 @@ def rooms_for_more(kernel: Kernel) -> Sequence[Kind]:
 class Backward:
     """The reverse half of a program.
 
-    Its state is `(cotangents, rooms)`: for each arena the rows that operands send back; and for
+    Its state is `(cotangents, rooms, marks)`: for each arena the rows that operands send back; for
     each kernel what was saved, which the rows that weight gradients are made of replace as the
-    sweep goes. Its tables are that of the forward half, its own, and, if the program tells results
-    apart, int32[1]: which of them are differentiated, as bits.
+    sweep goes; and, if it marks what exists, for each arena bool[rows] and for each kernel
+    bool[lanes, results], else nothing. Its tables are that of the forward half, its own, and, if
+    the program tells results apart, int32[1]: which of them are differentiated, as bits; if it
+    marks what exists, for each arena bool[outputs].
     """
 
     def __init__(self, signature: ReverseSignature):
         self.signature = signature
         self.forward = Forward(signature.forward, saving=True)
 
-    def start(self, outputs: Sequence[Any], saved: Any) -> Any:
-        """The state before the first step; `outputs` are cotangents of the rows returned."""
+    def start(self, outputs: Sequence[Any], saved: Any, exist: Any = None) -> Any:
+        """The state before the first step; `outputs` are cotangents of the rows returned.
+
+        `exist` is the last table, if the program marks what exists.
+        """
         signature, forward = self.signature, self.signature.forward
         cotangents = []
         for a, (kind, output_rows) in enumerate(zip(forward.arenas, outputs, strict=True)):
@@ -212,7 +217,20 @@ class Backward:
             (*rows, *(empty(lanes, kind) for kind in rooms_for_more(kernel)))
             for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
         ]
-        return tuple(cotangents), tuple(rooms)
+        return tuple(cotangents), tuple(rooms), self._marks(exist) if signature.marks else ()
+
+    def _marks(self, exist: Any) -> Any:
+        """Marks of the cotangents that exist before the first step."""
+        signature, forward = self.signature, self.signature.forward
+        of_rows = []
+        for a, ((_, dtype), flags) in enumerate(zip(forward.arenas, exist, strict=True)):
+            fresh = jnp.zeros(signature.zero[a] + 1 - len(flags), bool)
+            of_rows.append(jnp.concatenate([flags, fresh]) if has_gradient(dtype) else None)
+        of_lanes = [
+            jnp.zeros((lanes, len(kernel.results)), bool)
+            for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True)
+        ]
+        return tuple(of_rows), tuple(of_lanes)
 
     def gather(self, name: tuple, table: Any, cotangents: Any, start: Any = 0, size: int = 0):
         """Sums of the cotangent rows listed in the columns of a table."""
@@ -232,26 +250,45 @@ class Backward:
         kernels = self.signature.forward.kernels
         return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
 
-    def alive(self, k: int, s: int, tables: Any, start: Any = 0, size: int = 0) -> Any:
+    def alive(self, k: int, s: int, tables: Any, state: Any, start: Any = 0, size: int = 0) -> Any:
         """bool[size]: whether result s of lanes of kernel k has a cotangent."""
         signature, form = self.signature, self.signature.form
+        a, name = (
+            signature.forward.arena(signature.forward.kernels[k].results[s]),
+            ("readers", k, s),
+        )
+        if signature.marks:
+            return self.marked(name, tables[1], state[2][0][a], start, size)
         if signature.tells:
             leads_to = row(form, tables[1], ("leads_to", k, s), start=start, size=size)
             return (leads_to & tables[2]) != 0
-        zero = signature.zero[signature.forward.arena(signature.forward.kernels[k].results[s])]
-        return row(form, tables[1], ("readers", k, s), 0, start=start, size=size) != zero
+        return row(form, tables[1], name, 0, start=start, size=size) != signature.zero[a]
 
-    def alive_by(self, k: int, tables: Any, sources: Collection[int], start: Any, size: int) -> Any:
-        """bool[size]: whether any of some results has a cotangent."""
-        flags = [self.alive(k, s, tables, start, size) for s in sorted(sources)]
-        none_alive = jnp.zeros(size or self.signature.forward.lanes[k], bool)
-        return functools.reduce(jnp.logical_or, flags, none_alive)
+    def marked(self, name: tuple, table: Any, marks: Any, start: Any = 0, size: int = 0) -> Any:
+        """Whether any of the rows listed in the columns of a table is marked."""
+        form = self.signature.form
+        columns = [
+            take(marks, row(form, table, name, i, start=start, size=size))
+            for i in range(form.places[name][1][0])
+        ]
+        return functools.reduce(jnp.logical_or, columns)
+
+    def alive_by(
+        self, k: int, tables: Any, state: Any, sources: Collection[int], start: Any, size: int
+    ) -> Any:
+        """bool[size]: whether any of some results had a cotangent, after the last step."""
+        size = size or self.signature.forward.lanes[k]
+        if self.signature.marks and not self.signature.forward.kernels[k].reverse.is_leaf:
+            marks = slice_rows(state[2][1][k], start, size)
+            return marks[:, jnp.array(sorted(sources), int)].any(axis=1)
+        flags = [self.alive(k, s, tables, state, start, size) for s in sorted(sources)]
+        return functools.reduce(jnp.logical_or, flags, jnp.zeros(size, bool))
 
     def chunk(self, k, width, consts, tables, arenas, state, lane):
         """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
         signature, forward = self.signature, self.signature.forward
         kernel = forward.kernels[k]
-        cotangents, rooms = state
+        cotangents, rooms, _ = state
         back = kernel.reverse
         operands = self.forward.operands(
             k, tables[0], arenas, lane, width, wanted=back.operands_read
@@ -271,32 +308,41 @@ class Backward:
         places = self.sent(k, tables[1], lane)
         kept = [slice_rows(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
         alive = {
-            s: self.alive(k, s, tables, lane, width)
+            s: self.alive(k, s, tables, state, lane, width)
             for s in back.returned
-            if back.is_guarded or signature.tells
+            if back.is_guarded or signature.tells or signature.marks
         }
 
         def write(lane, read, state):
-            operands, results, kept, given = read
+            operands, results, kept, given = read[:4]
             cotangents, rooms = list(state[0]), list(state[1])
             const_values, prepared = consts[k]
             sent, rows = reverse_lanes(
                 back, const_values, prepared, operands, results, kept, given, alive, width
             )
-            writes = []
+            writes, marked = [], []
             inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
             for j, out in zip(inexact, sent, strict=True):
-                if signature.tells and back.flow[j]:  # else what is not alive is not read
-                    flags = [alive[s] for s in sorted(back.flow[j])]
-                    out = where_alive(
-                        broadcast_flags(functools.reduce(jnp.logical_or, flags), out), out
-                    )
+                flags = functools.reduce(
+                    jnp.logical_or, [alive[s] for s in sorted(back.flow[j]) if s in alive], none
+                )
+                if (signature.tells or signature.marks) and back.flow[j]:
+                    out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
                 writes.append((forward.arena(kernel.operands[j]), out, places[j]))
+                marked.append((forward.arena(kernel.operands[j]), flags, places[j]))
             put_at(forward.target, cotangents, writes)
             rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
-            return tuple(cotangents), tuple(rooms)
+            marks = state[2]
+            if signature.marks:
+                of_rows, of_lanes = list(marks[0]), list(marks[1])
+                put_at(forward.target, of_rows, marked)
+                lanes = [alive.get(s, none) for s in range(len(kernel.results))]
+                of_lanes[k] = put(of_lanes[k], jnp.stack(lanes, axis=1), lane)
+                marks = tuple(of_rows), tuple(of_lanes)
+            return tuple(cotangents), tuple(rooms), marks
 
-        read = operands, results, kept, given
+        none = jnp.zeros(width, bool)
+        read = operands, results, kept, given, *([alive] if signature.marks else [])
         return isolated(forward.target, lane, read, write, state)
 
     def sent(self, k: int, table: Any, lane: Any) -> list[Any]:
@@ -318,8 +364,15 @@ class Backward:
         rows = self.gather(("sums", a), table, cotangents[a], lane, width)
         if self.signature.forward.target.control == "switch":
             rows = lax.optimization_barrier(rows)
-        cotangents[a] = put(cotangents[a], rows, self.signature.sum_bases[a] + lane)
-        return tuple(cotangents), state[1]
+        first = self.signature.sum_bases[a] + lane
+        cotangents[a] = put(cotangents[a], rows, first)
+        marks = state[2]
+        if self.signature.marks:
+            of_rows = list(marks[0])
+            flags = self.marked(("sums", a), table, of_rows[a], lane, width)
+            of_rows[a] = put(of_rows[a], flags, first)
+            marks = tuple(of_rows), marks[1]
+        return tuple(cotangents), state[1], marks
 
     def inputs(self, table: Any, state: Any) -> tuple[Any, ...]:
         """Cotangents of the input rows of each arena; None where there are none."""
@@ -350,7 +403,7 @@ class Backward:
                 total = lanes.add_gradient(tap, total)
             gradients.append(total)
             flags = [
-                self.alive_by(k, tables, sources[c], 0, 0).any() if c in sources else None
+                self.alive_by(k, tables, state, sources[c], 0, 0).any() if c in sources else None
                 for c in range(kernel.num_consts)
             ]
             alive.append(flags)
@@ -374,7 +427,7 @@ class Backward:
             consts,
             state[1][k],
             lambda lane, width: self.forward.operands(k, tables[0], arenas, lane, width),
-            lambda sources, lane, width: self.alive_by(k, tables, sources, lane, width),
+            lambda sources, lane, width: self.alive_by(k, tables, state, sources, lane, width),
             target.blocks if forward.lanes[k] > target.straight_rows else None,
             forward.lanes[k],
             row(self.signature.form, tables[1], ("blocks", k)),
@@ -430,7 +483,7 @@ def fused_reverse(reverse: Backward, consts: Any, tables: Any, values: Any, outp
         for kind, (widths, run) in enumerate(zip(signature.widths, runs, strict=True))
         for b in bodies_of(kind, widths, run, True)
     ]
-    start = reverse.start(outputs, saved)
+    start = reverse.start(outputs, saved, tables[-1])
     state = sweep(signature.form, tables[1], bodies, signature.instructions, start)
     gradients, alive = reverse.consts(consts, tables, arenas, state)
     return gradients, alive, reverse.inputs(tables[1], state)

@@ -276,7 +276,7 @@ class Dispatch:
         consts = self._call("prepare", self.prepare, shared)
         consts = self._call(("prepare", signature), reverse.prepare, consts)
         arenas, saved = values
-        state = self._call(("start", signature), reverse.start, outputs, saved)
+        state = self._call(("start", signature), reverse.start, outputs, saved, tables[-1])
         for k, width, lane in _host_chunks(signature, tables[1]):
             if k < kinds:
 

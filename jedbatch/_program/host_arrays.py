@@ -17,7 +17,7 @@ from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_ki
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.plan import input_name
-from jedbatch._program.returned import split_outputs
+from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
 
 
@@ -64,6 +64,8 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> An
     if chunk.leaf >= len(arrays):  # the result of a region, to be written there
         return np.zeros((1, *chunk.type.shape), chunk.type.dtype)
     array = arrays[chunk.leaf]
+    if isinstance(array, list):  # rows of an earlier round, traced one by one
+        return stacked([array[i] for i in (chunk.path if chunk.rows is None else chunk.rows)])
     if is_key(chunk.type.dtype):
         array = jax.random.key_data(array)
     if not isinstance(array, Tracer):

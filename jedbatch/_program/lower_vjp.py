@@ -50,6 +50,7 @@ class ReverseSignature:
       tells: whether the table says to which results values lead (see `Alive.leads_to`).
       refused: results of kernels that cannot be differentiated and would have to be.
       branches: of several opcodes, or in a loop (see `_program.instructions`).
+      marks: whether the sweep marks the cotangents that exist, one by one (see `Backward`).
     """
 
     forward: Signature
@@ -61,6 +62,7 @@ class ReverseSignature:
     tells: bool
     refused: tuple[Refused, ...]
     branches: tuple[Branch, ...] = ()
+    marks: bool = False
 
     @functools.cached_property
     def capacity(self) -> Capacity:

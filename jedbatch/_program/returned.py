@@ -2,7 +2,7 @@
 
 A program returns rows of each arena. A loss may read some results and not others, and JAX tells us
 which, as long as they reach it one by one: as pieces, which are a row for each instance, or single
-rows where there is a list of results. A lazy scope, which reads rows again, takes arenas whole.
+rows where there is a list of results, and in a lazy scope.
 """
 
 import functools
@@ -21,15 +21,12 @@ from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.placement import Placement
 
 ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
-ALL_ROWS = 0  # rows of a piece, where it is all there are
 
 Pieces = tuple[list[Any], ...]  # of each arena
 
 
 def split_outputs(outputs: Sequence[Any], batch: int | None) -> Pieces:
     """The rows returned from each arena, `batch` at a time or one by one."""
-    if batch == ALL_ROWS:
-        return tuple([rows] for rows in outputs)
     if batch is None:
         return tuple(map(unstacked, outputs))
     return tuple([_some(rows, i, batch) for i in range(0, len(rows), batch)] for rows in outputs)
@@ -43,24 +40,24 @@ def _some(rows: Any, first: int, count: int) -> Any:
 
 
 def joined(
-    arenas: Sequence[Kind], counts: Sequence[int], cotangents: Pieces, batch: int | None
+    arenas: Sequence[Kind], cotangents: Pieces, batch: int | None
 ) -> tuple[tuple[Any, ...], list[np.ndarray]]:
     """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
 
-    `counts` has the number of rows returned from each arena; pieces are None where there is none.
+    Pieces are None where there is none.
     """
     arrays: list[Any] = []
     exist = []
-    for (shape, dtype), count, pieces in zip(arenas, counts, cotangents, strict=True):
+    for (shape, dtype), pieces in zip(arenas, cotangents, strict=True):
         flags = np.array([x is not None for x in pieces], bool)
         exist.append(flags & has_gradient(dtype))
         if not has_gradient(dtype):
             arrays.append(None)
             continue
-        nothing = jnp.zeros(shape if batch is None else (batch or count, *shape), dtype)
+        nothing = jnp.zeros(shape if batch is None else (batch, *shape), dtype)
         pieces = [x if there else nothing for x, there in zip(pieces, flags, strict=True)]
         if batch is None:
-            arrays.append(_stacked(pieces, nothing))
+            arrays.append(stacked(pieces) if pieces else nothing[None][:0])
         else:
             arrays.append(pieces[0] if len(pieces) == 1 else _end_to_end(pieces, nothing))
     return tuple(arrays), exist
@@ -97,8 +94,7 @@ def rows_wanted(
     wanted_rows = []
     everything = True
     for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
-        size = len(outputs) if batch == ALL_ROWS else batch or 1
-        wanted_rows.append(np.repeat(flags[kind], size)[: len(outputs)])
+        wanted_rows.append(np.repeat(flags[kind], batch or 1)[: len(outputs)])
         everything &= bool(wanted_rows[-1].all()) or not has_gradient(kind[1])
     return None if everything else wanted_rows
 
@@ -112,22 +108,34 @@ def bits_of(numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> np.nd
     return np.array([bits], np.int32)
 
 
+def all_or_none_exist(
+    arenas: Sequence[Kind], numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]
+) -> bool:
+    """Returns whether of each result all pieces are differentiated, or none."""
+    states: dict[int, set[bool]] = {}
+    for (_, dtype), positions, flags in zip(arenas, numbers, exist, strict=True):
+        pieces = (
+            zip(positions.tolist(), flags.tolist(), strict=False) if has_gradient(dtype) else ()
+        )
+        for leaf, flag in pieces:
+            states.setdefault(min(leaf, MAX_RESULTS - 1), set()).add(flag)
+    return all(len(found) == 1 for found in states.values())
+
+
 @jax.jit
 def _put_on_top(*rows: Any) -> Any:
     return jnp.stack(rows)
 
 
-def _stacked(rows: Sequence[Any], nothing: Any) -> Any:
-    """Rows as an array, by programs that serve any number of them."""
+def stacked(rows: Sequence[Any]) -> Any:
+    """Rows, at least one, as an array, by programs that serve any number of them."""
     blocks = []
     for start in range(0, len(rows), ROWS_PER_BLOCK):
         piece = list(rows[start : start + ROWS_PER_BLOCK])
         count = len(piece)
         if len(rows) > ROWS_PER_BLOCK:
-            piece += [nothing] * (ROWS_PER_BLOCK - count)
+            piece += [piece[0]] * (ROWS_PER_BLOCK - count)
         blocks.append(_put_on_top(*piece)[:count])
-    if not blocks:
-        return nothing[None][:0]
     return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
 
 

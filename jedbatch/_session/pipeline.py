@@ -9,6 +9,7 @@ results are made of.
 import functools
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,7 +28,12 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, input_name
-from jedbatch._program.returned import ALL_ROWS, bits_of, leaf_numbers, rows_wanted
+from jedbatch._program.returned import (
+    all_or_none_exist,
+    bits_of,
+    leaf_numbers,
+    rows_wanted,
+)
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
@@ -141,7 +147,7 @@ def programs_of(plan: Plan) -> ProgramCache:
 
 
 def run_plan(
-    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str, whole: bool = False
+    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
 ) -> tuple[Any, Any]:
     """(rows returned from each arena, or pieces of them if traced; results of regions).
 
@@ -152,7 +158,6 @@ def run_plan(
       leaves: of the shared arguments.
       inputs: rows for the arenas, as `plan.inputs` has them.
       name: what is run, for messages.
-      whole: whether what an arena returns is one piece.
     """
     static, programs = plan.static, programs_of(plan)
     signature = static.signature
@@ -179,7 +184,7 @@ def run_plan(
 
     placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
 
-    batch = ALL_ROWS if whole else static.results.batch
+    batch = static.results.batch
 
     @functools.cache  # a trace asks for the types of a program, and then for the program
     def planned_for(*exist: bytes) -> Any:
@@ -190,11 +195,13 @@ def run_plan(
 
     def reverse_of(table, exist, moving):
         if static.reverse is not None:
-            bits = None
-            if static.reverse.tells:
-                bits = bits_of(leaf_numbers(static.results, signature.arenas), exist)
+            numbers = leaf_numbers(static.results, signature.arenas)
+            bits = bits_of(numbers, exist) if static.reverse.tells else None
             refuse_derivative(static.reverse, bits, moving, name)
-            return static.reverse, table, handed_over(bits)
+            if all_or_none_exist(signature.arenas, numbers, exist):
+                return static.reverse, table, handed_over(bits)
+            flags = [np.repeat(x, batch or 1) for x in exist]
+            return replace(static.reverse, marks=True), table, handed_over(flags)
         reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
         refuse_derivative(reverse, None, moving, name)
         return reverse, handed_over(table), None

@@ -145,6 +145,81 @@ def test_loss_reads_one_instance():
     assert_close(jax.grad(lambda p: batched(p, XS)[2])(PARAMS), expected, 1e-5)
 
 
+@jedbatch.cell
+def shifted_weight(w, x):
+    return w + x
+
+
+@jedbatch.cell
+def root(a, x):
+    return jnp.sqrt(a * x), jnp.tanh(a) * x  # with an infinite slope where x is 0
+
+
+def roots(w, xs):
+    """Many results of one value, each by a way of its own."""
+    shared = shifted_weight(w, sum(xs))
+    found = []
+    for x in xs:
+        a, b = root(shared, x)
+        found.append(root(w, a + b)[0] if len(xs) > 2 else a)
+    return found
+
+
+MANY = [(0.5, 0.0, 2.0, 0.0, 0.25, 1.0, 0.0), (0.0, 3.0), (1.0, 0.5, 0.0)]
+
+
+@pytest.mark.parametrize("how", ["eager", "argument", "closure", "dispatch", "gpu"])
+def test_loss_reads_some_of_many_results(how):
+    """Those whose slope is finite; others share what they are made of."""
+    options = {"executor": "dispatch"} if how == "dispatch" else {}
+    batched = jedbatch.batch(
+        roots, out_axes=None, **options, target="gpu" if how == "gpu" else None
+    )
+    w = jnp.float32(1.5)
+
+    def read(results):
+        flat = [
+            r
+            for xs, rs in zip(MANY, results, strict=True)
+            for x, r in zip(xs, rs, strict=True)
+            if x
+        ]
+        return sum((i + 1) * r for i, r in enumerate(flat))
+
+    plan = batched.plan(w, MANY)
+    step = jax.grad(lambda w, plan: read(batched.apply(w, plan)))
+    if how in ("argument", "gpu"):
+        step = jax.jit(step)
+    elif how == "closure":
+        step = jax.jit(lambda w, _, step=step: step(w, plan))
+    expected = jax.grad(lambda w: read([roots(w, xs) for xs in MANY]))(w)
+    assert jnp.isfinite(expected)
+    assert_close(step(w, plan), expected, 1e-5)
+    before = batched.compilations
+    assert_close(step(w, batched.plan(w, MANY)), expected, 1e-5)
+    assert batched.compilations == before
+
+
+def test_futures_that_are_held_and_not_read():
+    w = jnp.float32(1.5)
+
+    def lazily(w):
+        with jedbatch.lazy():
+            results = [roots(w, xs) for xs in MANY]
+        return sum(
+            r
+            for xs, rs in zip(MANY, results, strict=True)
+            for x, r in zip(xs, rs, strict=True)
+            if x
+        )
+
+    expected = jax.grad(
+        lambda w: sum(r for xs in MANY for x, r in zip(xs, roots(w, xs), strict=True) if x)
+    )(w)
+    assert_close(jax.grad(lazily)(w), expected, 1e-5)
+    assert_close(jax.jit(jax.grad(lazily))(w), expected, 1e-5)
+
+
 def test_a_function_that_decides_on_values():
     def fn(p, x):
         y, n = scaled_and_norm(p, x)
