@@ -200,3 +200,50 @@ def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
     run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert run.returncode == 1
     assert "pip install 'jedbatch[models]'" in run.stderr
+
+
+def attributes_set(function):
+    """Returns the attributes of its first argument that a method assigns to."""
+    if not function.args.args:
+        return set()
+    self = function.args.args[0].arg
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == self
+    }
+
+
+def is_setter(function):
+    return any(isinstance(x, ast.Attribute) and x.attr == "setter" for x in function.decorator_list)
+
+
+def known_attributes(name, classes):
+    """Returns fields, what has a setter and what `__init__` sets, of a class and its bases."""
+    if name not in classes:
+        return set()
+    known = set()
+    for statement in classes[name].body:
+        if isinstance(statement, ast.AnnAssign) and classes[name].decorator_list:
+            known.add(statement.target.id)
+        elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            known |= attributes_set(statement)
+        elif isinstance(statement, ast.FunctionDef) and is_setter(statement):
+            known.add(statement.name)
+    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
+    return known.union(*(known_attributes(base, classes) for base in bases))
+
+
+def test_attributes_are_set_in_init():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    classes = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.ClassDef)]
+    by_name = {x.name: x for x in classes}
+    for found in classes:
+        methods = [x for x in found.body if isinstance(x, ast.FunctionDef)]
+        known = known_attributes(found.name, {**by_name, found.name: found})
+        for method in methods:
+            unknown = attributes_set(method) - known
+            assert not unknown, f"{found.name}.{method.name} sets {sorted(unknown)}"

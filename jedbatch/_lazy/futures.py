@@ -147,6 +147,12 @@ class Awaited(Symbol):
     __slots__ = ()
     outcome: Outcome | None
 
+    def __init__(self, recorder: "KeepsFutures", index: int):
+        self._trace = recorder
+        self.index = index
+        self.outcome = None
+        recorder.futures.append(weakref.ref(self))
+
     __reduce__ = by_value("pickling or copying", lambda value: value.__reduce__())
     tobytes = by_value("`.tobytes()`", lambda value, *args: value.tobytes(*args))
     __format__ = by_value("formatting", format)
@@ -270,23 +276,14 @@ class Future(Awaited, Value):
     __slots__ = ("outcome",)
 
     def __init__(self, recorder: KeepsFutures, index: int, value_type: int):
-        self._trace = recorder
-        self.index = index
+        super().__init__(recorder, index)
         self.type = value_type
-        self.outcome = None
-        recorder.futures.append(weakref.ref(self))
 
 
 class SharedFuture(Awaited, Shared):
     """A value that depends on weights only: `registry.shared[index]`."""
 
     __slots__ = ("outcome",)
-
-    def __init__(self, recorder: KeepsFutures, index: int):
-        self._trace = recorder
-        self.index = index
-        self.outcome = None
-        recorder.futures.append(weakref.ref(self))
 
     @property
     def shared_index(self):

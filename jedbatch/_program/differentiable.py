@@ -54,6 +54,8 @@ class Differentiable:
         self.batch = batch
         self.permit = permit
         self.reverse_of = reverse_of
+        # of arguments, results and what is kept; known once it has run
+        self.tree = self.pieces = self.state = jax.tree.structure(None)
         refuse = functools.partial(refuse_rules_of, signature)
         self.program = Symmetric(self._run, self._known, self._pull_back, refuse)
 
