@@ -28,12 +28,12 @@ _reprs.maxstring = _reprs.maxother = _reprs.maxlong = 60
 _reprs.maxlevel = 3
 
 
-def shown(x: Any) -> str:
+def shown(x: object) -> str:
     """Returns a short description of a value and its type: `'adam' of type str`."""
     return f"{brief(x)} of type {type(x).__name__}"
 
 
-def brief(x: Any) -> str:
+def brief(x: object) -> str:
     """The value in at most some hundred characters."""
     try:
         text = _reprs.repr(x)
@@ -42,7 +42,7 @@ def brief(x: Any) -> str:
     return cut(text, 100)
 
 
-def cut(text: Any, length: int = LONGEST) -> str:
+def cut(text: object, length: int = LONGEST) -> str:
     """The text, or the beginning and the end of a long one."""
     text = str(text)
     return text if len(text) <= length else f"{text[: length - 43]}...{text[-40:]}"
@@ -73,7 +73,7 @@ def whole(
 def number(
     who: str,
     name: str,
-    value: Any,
+    value: object,
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
@@ -94,14 +94,16 @@ def number(
     return real
 
 
-def flag(who: str, name: str, value: Any, instead: str = "") -> bool:
+def flag(who: str, name: str, value: object, instead: str = "") -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(wrong(who, f"{name}={brief(value)}", "True or False", instead))
     return bool(value)
 
 
-def one_of(who: str, name: str, value: Any, choices: Collection[Any], instead: str = "") -> Any:
+def one_of(
+    who: str, name: str, value: object, choices: Collection[object], instead: str = ""
+) -> Any:
     """One of some choices."""
     if not isinstance(value, Hashable) or value not in tuple(choices):
         listed = ", ".join(map(repr, choices))
@@ -116,14 +118,14 @@ def of_type(who: str, value: Any, kind: Any, expected: str, instead: str = "") -
     return value
 
 
-def function(who: str, name: str, value: Any, expected: str, instead: str = "") -> Any:
+def function(who: str, name: str, value: object, expected: str, instead: str = "") -> Any:
     """Something that can be called."""
     if not callable(value):
         raise TypeError(wrong(who, f"{name}={brief(value)}", expected, instead))
     return value
 
 
-def items(who: str, name: str, value: Any, expected: str) -> list[Any]:
+def items(who: str, name: str, value: object, expected: str) -> list[Any]:
     """Returns an iterable as a list; raises `TypeError` for other values, str, bytes and dict."""
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
         raise TypeError(wrong(who, f"{name}={brief(value)}", expected))
@@ -164,7 +166,7 @@ def whole_array(who: str, name: str, values: Any, dtype: Any = np.int32) -> np.n
     return array.astype(dtype)
 
 
-def names(who: str, name: str, value: Any) -> list[str]:
+def names(who: str, name: str, value: object) -> list[str]:
     """A sequence of strings."""
     sequence = value if isinstance(value, Sequence) and not isinstance(value, str) else None
     bad = sequence is None or next((True for x in sequence if not isinstance(x, str)), False)

@@ -438,7 +438,7 @@ class Batched:
 
     # --- running ---
 
-    def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, Any]) -> Any:
+    def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, object]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
 

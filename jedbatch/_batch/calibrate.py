@@ -180,7 +180,7 @@ class Calibration:
             ) from error
 
 
-def _cost(content: Mapping[str, Any], name: str) -> float:
+def _cost(content: Mapping[str, object], name: str) -> float:
     return checks.number("Calibration.load", name, content[name], least=0)
 
 

@@ -6,7 +6,6 @@ what was expected and what to write instead.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ CALLER = "Graph.from_dag"
 MAX_UNUSED_TYPES = 1 << 20  # ids without nodes that a graph may have
 
 
-def checked_operands(preds: Any) -> tuple[np.ndarray, np.ndarray]:
+def checked_operands(preds: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns (int64[N + 1], int32[E]), the operands of each node, from lists or a CSR pair."""
     if isinstance(preds, tuple) and len(preds) == 2 and hasattr(preds[0], "dtype"):
         ptr = checks.whole_array(CALLER, "the pointers of `preds`", preds[0], np.int64)
@@ -53,7 +52,7 @@ def checked_names(names: Sequence[str] | None, node_type: np.ndarray) -> Sequenc
     return names
 
 
-def checked_rows(rows: Any) -> np.ndarray:
+def checked_rows(rows: object) -> np.ndarray:
     """Returns an array whose rows are inputs."""
     array = np.asarray(rows)
     not_numbers = (np.object_, np.character, np.datetime64, np.timedelta64, np.void)

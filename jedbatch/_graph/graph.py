@@ -571,7 +571,7 @@ class Graph:
             raise serialize.unreadable(path, error) from error
 
 
-def checked_graph(who: str, graph: Any) -> Graph:
+def checked_graph(who: str, graph: object) -> Graph:
     """The graph, or a `TypeError` if it is none."""
     return checks.of_type(
         who,

@@ -43,7 +43,7 @@ def save(
         np.savez_compressed(file, header=header, **members)  # type: ignore[arg-type]
 
 
-def load(path: Any, max_bytes: int | None) -> tuple[list[str], list[Any], list[Any]]:
+def load(path: object, max_bytes: int | None) -> tuple[list[str], list[Any], list[Any]]:
     """(names, arrays, inputs) of a file; raises `ValueError` if it was not written by `save`."""
     if max_bytes is not None:
         checks.whole("Graph.load", "max_bytes", max_bytes)

@@ -66,7 +66,7 @@ class WithTangents(DifferentiableProgram):
         self.num_args = len(which)
         self.flags: list[bool] = []
 
-    def note(self, results: Sequence[Any]) -> None:
+    def note(self, results: Sequence[jax.Array]) -> None:
         """Notes what the results of the program are."""
         self.flags = list(map(has_tangent, results))
 
@@ -78,7 +78,9 @@ class WithTangents(DifferentiableProgram):
         """The program without the results that are no tangents; to be used once it has run."""
         nothing = [None] * len(self.flags)
 
-        def pull_back(args: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+        def pull_back(
+            args: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
+        ) -> list[Any]:
             return self._pull_back(args, (), [*nothing, *cotangents], wanted)
 
         return DifferentiableProgram(lambda *args: self._run(*args)[len(nothing) :], pull_back)
@@ -125,7 +127,7 @@ class WithTangents(DifferentiableProgram):
 
 
 def pull_back_through(
-    program: DifferentiableProgram, args: Partial, cotangents: Partial, wanted: Any
+    program: DifferentiableProgram, args: Partial, cotangents: Partial, wanted: Sequence[bool]
 ) -> list[Any]:
     """Cotangents of the arguments of a program."""
     if all(c is None for c in cotangents):
@@ -167,10 +169,12 @@ def _batched(
             spmd_axis_name=axis.spmd_name,
         )
 
-    def pull_back(args: Partial, residuals: Partial, cotangents: Partial, wanted: Any) -> Any:
+    def pull_back(
+        args: Partial, residuals: Partial, cotangents: Partial, wanted: Sequence[bool]
+    ) -> Any:
         there: list[int] = []
 
-        def each(args: Any, residuals: Any, cotangents: Any) -> list[Any]:
+        def each(args: object, residuals: Any, cotangents: Any) -> list[Any]:
             back = program.pull_back(args, residuals, cotangents, wanted)
             there[:] = [i for i, x in enumerate(back) if x is not None]
             return [back[i] for i in there]
@@ -205,7 +209,7 @@ def spread_to(values: Sequence[Any], places: Sequence[int], like: Sequence[Any])
     return with_replaced([None] * len(like), places, values)
 
 
-def has_tangent(x: Any) -> bool:
+def has_tangent(x: object) -> bool:
     return has_gradient(jax.typeof(x).dtype)
 
 
@@ -271,7 +275,7 @@ def _push(
     ]
 
 
-def _tangent_type(x: Any) -> Any:
+def _tangent_type(x: object) -> Any:
     return jax.typeof(x).to_tangent_aval()
 
 
@@ -297,7 +301,7 @@ for _p in (program_p, with_tangents_p):
     mlir.register_lowering(_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
-def _split(trace: Any, *tracers: Any, program: WithTangents) -> list[Any]:
+def _split(trace: object, *tracers: Any, program: WithTangents) -> list[Any]:
     """Linearizes: what is known is computed, the tangents wait for theirs."""
     values = [t.pval.get_known() for t in tracers]
     args = values[: program.num_args]

@@ -49,7 +49,7 @@ class Same:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.value = value
 
     def __hash__(self) -> int:
@@ -59,7 +59,7 @@ class Same:
         return isinstance(other, Same) and self.value is other.value
 
 
-def typed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
+def typed(value: object, above: tuple[int, ...] = ()) -> Hashable:
     """The value written out: equal for values that cannot be told apart.
 
     `above` has the ids of the objects that it is an attribute of. Raises `TypeError` if the value
@@ -89,7 +89,7 @@ def typed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     return Same(value)
 
 
-def typed_or_same(value: Any, above: tuple[int, ...] = ()) -> Hashable:
+def typed_or_same(value: object, above: tuple[int, ...] = ()) -> Hashable:
     """The value written out if it can be hashed, and otherwise the object itself."""
     try:
         return typed(value, above)
@@ -119,7 +119,7 @@ def snapshot(value: Any) -> Hashable:
     return key
 
 
-def attributes(value: Any, above: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
+def attributes(value: object, above: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
     """The attributes of an object by name, written out; one that leads back by how far."""
     if id(value) in above:
         return ("around", len(above) - above.index(id(value)))
@@ -128,14 +128,14 @@ def attributes(value: Any, above: tuple[int, ...] = ()) -> tuple[Hashable, ...]:
     return tuple([(name, typed_or_same(getattr(value, name), above)) for name in names])
 
 
-def attribute_names(value: Any) -> list[str]:
+def attribute_names(value: object) -> list[str]:
     """Names of what an object has in slots and in its dict."""
     kind: Any = type(value)
     slots = [name for name in _slot_names(kind) if hasattr(value, name)]
     return [*slots, *getattr(value, "__dict__", ())]
 
 
-def is_frozen(value: Any) -> bool:
+def is_frozen(value: object) -> bool:
     """True of objects of frozen dataclasses, but not of such classes."""
     return (
         dataclasses.is_dataclass(value)

@@ -51,7 +51,7 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
 Rule = Callable[[Any, list[Any]], Sequence[Any]]  # an equation and its operands to its results
 
 
-def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
     """Returns the results of one equation of a jaxpr on some operands: JAX's own rule."""
     operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
     one = jaxpr.replace(constvars=[], invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn])
@@ -66,7 +66,7 @@ def run_equations(equations: Sequence[Equation], env: dict[Any, Any], rule: Rule
 
 
 def interpret(
-    jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any], rule: Rule
+    jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array], rule: Rule
 ) -> list[Any]:
     """Returns the results of a jaxpr whose equations are run by a rule.
 
@@ -179,7 +179,7 @@ def used_variables(jaxpr: OpenProgram) -> set[Any]:
     return used
 
 
-def dependents(jaxpr: OpenProgram, variables: Sequence[Any]) -> set[Any]:
+def dependents(jaxpr: OpenProgram, variables: Sequence[Atom]) -> set[Any]:
     """The variables themselves and all that depend on one of them."""
     reached = set(variables)
     for eqn in jaxpr.eqns:
@@ -203,8 +203,10 @@ def inlined(closed: ClosedProgram, body: Callable[[Any], Any] = jitted) -> Any:
     keeps, are left out.
     """
 
-    def evaluate(jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+    def evaluate(
+        jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array]
+    ) -> list[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
             inner = body(eqn)  # closed or open, by primitive and version
             if inner is not None:
                 return evaluate(without_consts(inner), consts_of(inner), values)

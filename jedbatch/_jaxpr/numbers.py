@@ -53,7 +53,7 @@ class Number(NamedTuple):
         return self.value.tobytes()
 
 
-def traced_bodies(name: str, params: Mapping[str, Any]) -> list[Any]:
+def traced_bodies(name: str, params: Mapping[str, object]) -> list[Any]:
     """Returns the programs in which an operation may hold numbers, in order."""
     if params.get("differentiated"):  # the second half of a `jax.checkpoint`
         return []
@@ -64,7 +64,7 @@ def traced_bodies(name: str, params: Mapping[str, Any]) -> list[Any]:
     return bodies
 
 
-def is_number(const: Any) -> bool:
+def is_number(const: object) -> bool:
     """True of constants of a program that may become operands: arrays that are small."""
     if isinstance(const, Tracer) or not isinstance(const, np.ndarray | np.generic | jax.Array):
         return False
@@ -81,7 +81,7 @@ def reads_numbers(eqn: Equation) -> bool:
     return eqn.primitive.name in BODIES or not inner_programs(eqn)
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: object) -> bool:
     """True of literals that may become operands."""
     if not isinstance(atom, Literal):
         return False
@@ -108,7 +108,7 @@ def _number(literal: Literal) -> Number:
     return Number(np.asarray(literal.val, aval.dtype), bool(aval.weak_type))
 
 
-def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[Any]) -> list[Any]:
+def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[jax.Array]) -> list[Any]:
     """Returns the results of a program of one equation, some of whose numbers are replaced.
 
     Args:
@@ -122,10 +122,10 @@ def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[Any]) 
     return _run(constant, program, 0, *args)
 
 
-def _run(numbers: Mapping[int, Any], program: Any, position: int, *args: Any) -> list[Any]:
+def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Any) -> list[Any]:
     """Runs a program whose first number has this position."""
 
-    def next_number(value: Any) -> Any:
+    def next_number(value: object) -> Any:
         nonlocal position
         position += 1
         return numbers.get(position - 1, value)
@@ -165,16 +165,16 @@ Run = Callable[..., list[Any]]
 KeyOf = Callable[[Any], Any]
 
 
-def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
     return bodies[0](*values)
 
 
-def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
 
 
-def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
     num_consts, num_carried = scan_parts(eqn)
     first_scanned = num_consts + num_carried
 
@@ -187,7 +187,7 @@ def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[A
     return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
 
 
-def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
     num_carried = len(eqn.outvars)
     num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
     first = len(values) - num_carried
@@ -202,7 +202,7 @@ def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[
     )
 
 
-def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[Any]) -> list[Any]:
+def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
     return list(jax.lax.switch(values[0], bodies, *values[1:]))
 
 
@@ -216,7 +216,7 @@ _CALLS: Mapping[str, Callable[..., list[Any]]] = {
 }
 
 
-def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key: KeyOf) -> bool:
     """Returns whether a program computes what another does that holds some numbers as constants.
 
     Python may have taken another way where a number was no number but an operand. Programs count
@@ -247,7 +247,7 @@ def _folded(program: Any, known: Sequence[Any], key: KeyOf) -> list[tuple]:
     values.update(zip(jaxpr.invars[first_known:], known, strict=True))
     names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars[:first_known])}
 
-    def entry(operation: Any, atoms: Sequence[Any]) -> tuple:
+    def entry(operation: object, atoms: Sequence[Any]) -> tuple:
         read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
         constants = [value_of(x, values) for x, n in zip(atoms, read, strict=True) if n is None]
         return operation, read, constants

@@ -173,7 +173,7 @@ def refuse_writing(frame: FrameType) -> None:
             refuse_decision("writes a number", frame)
 
 
-def _ask(a: Any, b: Any, frame: FrameType) -> None:
+def _ask(a: object, b: object, frame: FrameType) -> None:
     """Raises an error unless it is JAX that compares, in a way that holds for all lengths."""
     frame, role = _asker(frame)
     if role in OURS and isinstance(b, Base):
@@ -210,7 +210,7 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
     """A comparison that refuses to give answers which may not hold for all lengths."""
     symmetric = compare in (Base.__eq__, Base.__ne__)
 
-    def method(self: Any, other: Any) -> bool:
+    def method(self: Any, other: object) -> bool:
         left, right = self, other
         if symmetric and type(other) is Base:  # which knows nothing of us
             left, right = other, self
@@ -236,7 +236,7 @@ def _known_to_differ(extent: Any, other: Any) -> bool:
 def _writing(write: Callable) -> Callable:
     """A way of writing an extent, for JAX and for us."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> str:
+    def method(self: Any, *args: Any, **kwargs: object) -> str:
         if _asked.questions is not None:
             frame, role = _asker(sys._getframe(1))
             if role not in OURS:
@@ -395,7 +395,7 @@ def symbol_of(extent: Any, name: str) -> Any:
     return make_symbol(name, extent.scope)
 
 
-def as_number(x: Any) -> Any:
+def as_number(x: object) -> Any:
     """An extent as a value to compute with; anything else as it is."""
     return x.__jax_array__() if isinstance(x, Base) else x
 
@@ -410,14 +410,14 @@ def ragged_axes(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(shape) if type(d) is not int and is_symbolic_dim(d))
 
 
-def extent_at(extent: Any, values: Mapping[str, Any]) -> Any:
+def extent_at(extent: Any, values: Mapping[str, object]) -> Any:
     """An extent where its symbols have these values: numbers, or arrays of them."""
     if not is_symbolic_dim(extent):
         return extent
     return eval(_compiled(str(extent)), _FUNCTIONS, dict(values))
 
 
-def shape_at(shape: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
+def shape_at(shape: Sequence[Any], values: Mapping[str, object]) -> tuple[Any, ...]:
     """A shape where its symbols have these values."""
     return tuple(extent_at(d, values) for d in shape)
 
@@ -486,7 +486,7 @@ def symbols_in(value: Any) -> frozenset[str]:
     return frozenset(_compiled(str(value)).co_names) - _FUNCTIONS.keys()
 
 
-def extents_in(value: Any) -> Iterator[Any]:
+def extents_in(value: object) -> Iterator[Any]:
     """The extents that are somewhere inside of parameters of a primitive, or of a program."""
     if isinstance(value, dict):
         value = tuple(value.values())

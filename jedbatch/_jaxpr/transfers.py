@@ -37,7 +37,7 @@ def handed_over(values: Any) -> Any:
         )
 
 
-def fetched(array: Any) -> np.ndarray:
+def fetched(array: object) -> np.ndarray:
     """An array of JAX as one of NumPy; an explicit transfer if a guard is set."""
     return np.asarray(array) if _guards()[1] in (None, "allow") else jax.device_get(array)
 

@@ -79,7 +79,7 @@ class ClosedProgram(Protocol):
 _RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
 
 
-def is_program(value: Any) -> bool:
+def is_program(value: object) -> bool:
     """True of programs of JAX, with constants or without."""
     return isinstance(value, Jaxpr | ClosedJaxpr)
 

@@ -23,7 +23,7 @@ Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
 
 
-def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
+def find_sources(jaxpr: OpenProgram, known_sources: Mapping[object, Sources]) -> dict[Any, Sources]:
     """For each variable that depends on some given ones the union of what these depend on."""
     sources = dict(known_sources)
     for eqn in jaxpr.eqns:
@@ -87,7 +87,7 @@ def guarded(jaxpr: OpenProgram, consts: Sequence[Any], cotangents: Sequence[Any]
                 zeroed[v] = where_alive(jnp.stack(flags).any(), x)
             return zeroed[v]
 
-        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
             of_operands = [
                 NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
                 for v in eqn.invars

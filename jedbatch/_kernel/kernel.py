@@ -101,7 +101,7 @@ class Kernel:
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
-    def prologue(self, shared: Sequence[Any]) -> list[Any]:
+    def prologue(self, shared: Sequence[jax.Array]) -> list[Any]:
         """The consts, from the shared values the type reads; once per program."""
         return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
 
@@ -122,7 +122,7 @@ class Kernel:
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
 
-        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
             outs = self.run(eqn, values)
             if eqn.primitive.name in PRODUCTS:
                 outs = [checkpoint_name(x, PRODUCT) for x in outs]

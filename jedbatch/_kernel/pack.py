@@ -160,7 +160,7 @@ def _same(jaxpr: OpenProgram) -> dict[Any, Any]:
     return same
 
 
-def _is_told_by_its_text(parameter: Any) -> bool:
+def _is_told_by_its_text(parameter: object) -> bool:
     """False of programs, whose constants are not printed, and of arrays."""
     if isinstance(parameter, tuple | list):
         return all(map(_is_told_by_its_text, parameter))
@@ -295,7 +295,7 @@ def _equation_step(jaxpr: OpenProgram, eqn: Equation) -> Step:
     return Step(reads(eqn), eqn.outvars, lambda env: run_equations([eqn], env, rule))
 
 
-def _sum_step(v: Atom, terms: Sequence[Any]) -> Step:
+def _sum_step(v: Atom, terms: Sequence[object]) -> Step:
     return Step(terms, [v], lambda env: env.update({v: sum_of([env[x] for x in terms])}))
 
 
@@ -342,7 +342,7 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
     return Step(reads_needed, [(c, x) for x in group for c in x.columns], run)
 
 
-def _stack(values: Sequence[Any]) -> Any:
+def _stack(values: Sequence[jax.Array]) -> Any:
     """Several vectors as a matrix; one value as it is."""
     if len(values) == 1:
         return values[0]

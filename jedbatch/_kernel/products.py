@@ -139,7 +139,7 @@ class Product(NamedTuple):
         return lax.transpose(weight, (1, 0)) if self.weight_axis else weight
 
 
-def is_lopsided(precision: Any) -> bool:
+def is_lopsided(precision: object) -> bool:
     """True of a pair of different precisions for the two sides of a product."""
     return isinstance(precision, tuple) and len(set(precision)) > 1
 
@@ -207,7 +207,7 @@ def split_sizes(x: Any, sizes: Sequence[int], axis: int) -> Sequence[Any]:
     return lax.split(x, sizes, axis) if len(sizes) > 1 else [x]
 
 
-def sum_of(values: Sequence[Any]) -> Any:
+def sum_of(values: Sequence[jax.Array]) -> Any:
     """The sum, from left to right."""
     return functools.reduce(lax.add, values)
 
@@ -253,7 +253,7 @@ def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
         return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
 
     def run(env: dict[Any, Any]) -> None:
-        def rule(eqn: Equation, values: list[Any]) -> Sequence[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Any]:
             p = products.get(eqn.outvars[0])
             if splits(eqn):
                 return pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)

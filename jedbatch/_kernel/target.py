@@ -181,7 +181,7 @@ def checked_target(target: str | Target | None, name: str) -> Target | None:
     return TARGETS[target]
 
 
-def target_of(values: Iterable[Any]) -> Target:
+def target_of(values: Iterable[object]) -> Target:
     """The target of the device that some values are bound to, or else of JAX's default device."""
     for x in values:
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:

@@ -66,7 +66,7 @@ def differentiable(value_type: ValueType) -> bool:
 
 
 @jax.custom_jvp
-def tap(x: Any, delta: Any) -> Any:
+def tap(x: jax.Array, delta: jax.Array) -> jax.Array:
     """x; its derivative with respect to `delta` is as if delta were added."""
     return x
 
@@ -390,8 +390,8 @@ class KernelVjp:
         if not turned:
             return jaxpr, backward.consts, ()
 
-        def evaluate(args: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-            def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        def evaluate(args: Sequence[jax.Array], weights: Sequence[jax.Array]) -> list[Any]:
+            def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
                 if (i := weight_of(eqn)) is None:
                     return run_equation(jaxpr, eqn, values)
                 (summed, _), batched = eqn.params["dimension_numbers"]
@@ -502,7 +502,7 @@ class KernelVjp:
         out = jax.core.eval_jaxpr(self._forward, self._forward_consts, *consts, *operands)
         return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
 
-    def prepare(self, consts: Sequence[Any]) -> tuple[list, list]:
+    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list]:
         """Computes what `backward` reads and that depends on consts only; once per program."""
         derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
         return derived, [jnp.transpose(consts[i]) for i in self._turned]

@@ -73,7 +73,10 @@ class Tap:
 
 
 def _added(
-    jaxpr: OpenProgram, consts: Sequence[Any], given: Sequence[Any], total: Sequence[Any]
+    jaxpr: OpenProgram,
+    consts: Sequence[jax.Array],
+    given: Sequence[jax.Array],
+    total: Sequence[jax.Array],
 ) -> list[Any]:
     """`total` and the results of a program, added up.
 
@@ -87,7 +90,7 @@ def _added(
         if eqn is not None and eqn.primitive.name == "scatter-add":
             onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
 
-    def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+    def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
         return [onto[v] for v in eqn.outvars if v in onto] or run_equation(jaxpr, eqn, values)
 
     sums = []

@@ -112,7 +112,7 @@ class PackedProgram:
             order[first : first + len(calls)] = calls
             first += int(trips[c]) * together
 
-    def try_out(self, shared: Sequence[Any]) -> None:
+    def try_out(self, shared: Sequence[jax.Array]) -> None:
         """Traces a run and its reverse, so that what cannot be run raises its error now.
 
         `shared` are the shapes of what all calls share.

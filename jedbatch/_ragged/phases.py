@@ -259,7 +259,7 @@ class _PhaseFinder:
             return [None]
         return [extents[0]] if shares else [extents[0], None]
 
-    def _first(self, after: int, kinds: Sequence[Any]) -> int:
+    def _first(self, after: int, kinds: Sequence[object]) -> int:
         """Returns the phase `after` or the first behind it of these kinds, which may be new."""
         for phase in range(max(after, 0), len(self.kinds)):
             if self.kinds[phase] in kinds:

@@ -78,7 +78,7 @@ class Call:
     operands: tuple[InputRows, ...]
     leaves: tuple[int, ...]
 
-    def lengths(self, arrays: Sequence[Any]) -> list[int]:
+    def lengths(self, arrays: Sequence[jax.Array]) -> list[int]:
         """The value of every symbol, for the arrays of an instance."""
         return [len(arrays[leaf]) for leaf in self.leaves]
 

@@ -39,7 +39,7 @@ class Renaming:
         self.registry = registry
         self._in_rule = False
 
-    def written(self, value: Any) -> Hashable:
+    def written(self, value: object) -> Hashable:
         """Returns a key with numbers for symbols."""
         if isinstance(value, Base):
             return numbered_extent(value, self.numbers)

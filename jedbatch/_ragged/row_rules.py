@@ -31,7 +31,7 @@ def one(extent: Any) -> int:
     return 1
 
 
-def bind_rows(eqn: Equation, values: Sequence[Any], number: Number) -> list[Any]:
+def bind_rows(eqn: Equation, values: Sequence[jax.Array], number: Number) -> list[Any]:
     """Returns the results of an equation on values whose ragged axes have these extents."""
     if eqn.primitive.name == "custom_jvp_call":
         return list(_with_rule(eqn, number)(*values))
@@ -44,7 +44,7 @@ def bind_rows(eqn: Equation, values: Sequence[Any], number: Number) -> list[Any]
 
 
 def evaluate_rows(
-    jaxpr: OpenProgram, consts: Sequence[Any], args: Sequence[Any], number: Number
+    jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array], number: Number
 ) -> list[Any]:
     """Returns the results of a program on values whose ragged axes have these extents."""
     return interpret(jaxpr, consts, args, lambda eqn, values: bind_rows(eqn, values, number))
@@ -73,7 +73,7 @@ def _with_rule(eqn: Equation, number: Number) -> Callable:
     return call
 
 
-def run_row(eqn: Equation, values: Sequence[Any], position: Any) -> list[Any]:
+def run_row(eqn: Equation, values: Sequence[jax.Array], position: Any) -> list[Any]:
     """Returns the results of a row-wise equation for one row, which comes without its axis."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
@@ -143,7 +143,9 @@ def look_up(eqn: Equation, values: Sequence[Any], position: Any) -> Any:
     return lax.slice(row, starts, limits, [1 if a == axis else s for a, s in enumerate(strides)])
 
 
-def _product_of_row(eqn: Equation, values: Sequence[Any], axes: Sequence[Sequence[int]]) -> Any:
+def _product_of_row(
+    eqn: Equation, values: Sequence[jax.Array], axes: Sequence[Sequence[int]]
+) -> Any:
     """Returns a matrix product of a row, which comes without its axis."""
     dimension_numbers = [
         tuple(

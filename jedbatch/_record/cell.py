@@ -97,7 +97,7 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
     me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **static: Any) -> Any:
+    def call(*args: Any, **static: object) -> Any:
         recorder = recording.recorder
         if recorder is None:
             return fn(*args, **static)

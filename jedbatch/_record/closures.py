@@ -19,7 +19,7 @@ from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_
 from jedbatch._jaxpr.versions import wrapped_by_jax
 
 
-def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
+def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
     """The cells of a function's closure and of the closures of functions it leads to."""
     cells: dict[int, types.CellType] = {}
     stack = [fn]
@@ -39,7 +39,7 @@ def reachable_cells(fn: Any) -> tuple[types.CellType, ...]:
     return tuple(cells.values())
 
 
-def free_values(fn: Any) -> tuple[Any, ...]:
+def free_values(fn: object) -> tuple[Any, ...]:
     """Returns the values that a Python function closes over."""
     values = []
     for c in getattr(fn, "__closure__", None) or ():
@@ -49,7 +49,7 @@ def free_values(fn: Any) -> tuple[Any, ...]:
 
 
 def function_identity(
-    fn: Any, ways: Mapping[int, Hashable] = types.MappingProxyType({})
+    fn: object, ways: Mapping[int, Hashable] = types.MappingProxyType({})
 ) -> Hashable:
     """Equal for functions that compute the same: code, globals, defaults and closed-over values.
 
@@ -64,7 +64,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _identity(
-    value: Any, operands: Mapping[int, str], ways: Mapping[int, Hashable], path: list[int]
+    value: object, operands: Mapping[int, str], ways: Mapping[int, Hashable], path: list[int]
 ) -> Hashable:
     """Returns the key of a function or of something that it leads to.
 

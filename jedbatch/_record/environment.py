@@ -64,7 +64,7 @@ class _Weakly:
 
     __slots__ = ("hash", "ref")
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self.ref = weakref.ref(value)
         self.hash = id(value)
 
@@ -92,7 +92,7 @@ class _Guard(NamedTuple):
     weak: bool
 
     @staticmethod
-    def of(read: Callable, subject: Any) -> "_Guard":
+    def of(read: Callable, subject: object) -> "_Guard":
         values = tuple(read(subject))
         weak = list(map(_is_array, values))
         if any(weak):
@@ -143,7 +143,7 @@ NOWHERE = Reached(0, (), ())
 class Environment:
     """The values that a function reads besides its arguments, watched for changes."""
 
-    def __init__(self, fn: Any):
+    def __init__(self, fn: object):
         self._fn = fn
         self._guards: list[_Guard] = []
         self._arrays: list[weakref.ref] = []
@@ -239,7 +239,7 @@ class _Walk:
         self._cells: list[types.CellType] = []
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
 
-    def write(self, fn: Any) -> Hashable:
+    def write(self, fn: object) -> Hashable:
         """All that a function reaches, written out."""
         self._queue.append(_Thing(fn, None, frozenset()))
         while self._queue:
@@ -275,7 +275,7 @@ class _Walk:
         self._queue.extend([_Thing(x, (thing.way, how, key), names) for key, x in pairs])
         return True
 
-    def _visit(self, thing: _Thing, x: Any, kind: Any) -> None:
+    def _visit(self, thing: _Thing, x: object, kind: object) -> None:
         text = self._text
         if _is_array(x):
             text.append(_Weakly(x))
@@ -380,7 +380,7 @@ class _Walk:
             self.guards.append(_Guard(tuple, (), (None,), False))
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, Tracer | jax.Array)  # in this order: the second asks tracers for a type
 
 
@@ -396,7 +396,7 @@ def _steps(way: Any) -> AccessPath:
     return AccessPath(tuple(reversed(steps)))
 
 
-def _attribute(x: Any, name: str) -> Any:
+def _attribute(x: object, name: str) -> Any:
     attributes = getattr(x, "__dict__", {})
     return attributes[name] if name in attributes else getattr(x, name)
 
@@ -454,12 +454,12 @@ def _of_class(kind: type) -> tuple[Any, ...]:
     return tuple(vars(kind).values())
 
 
-def _of_object(x: Any) -> tuple[Any, ...]:
+def _of_object(x: object) -> tuple[Any, ...]:
     attributes = x.__dict__
     return *attributes, *attributes.values()
 
 
-def _of_attributes(x: Any) -> list[Any]:
+def _of_attributes(x: object) -> list[Any]:
     names = attribute_names(x)
     return [*names, *(_attribute(x, name) for name in names)]
 

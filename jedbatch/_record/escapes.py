@@ -50,15 +50,15 @@ def is_kept(tracers: Sequence[Any], before: set[int]) -> bool:
     return False
 
 
-def _is_cache(x: Any) -> bool:
+def _is_cache(x: object) -> bool:
     return type(x).__name__ in CACHES
 
 
-def _is_module(x: Any) -> bool:
+def _is_module(x: object) -> bool:
     return type(x) is dict and "__name__" in x and "__spec__" in x
 
 
-def _is_end(x: Any) -> bool:
+def _is_end(x: object) -> bool:
     """Returns whether who holds it does not matter."""
     return _is_module(x) or isinstance(x, types.FrameType | types.ModuleType)
 

@@ -157,7 +157,7 @@ def describe_call(
     return [*tokens, END]
 
 
-def is_referred(recorder: RecorderLike, x: Any) -> bool:
+def is_referred(recorder: RecorderLike, x: object) -> bool:
     """Returns whether something is a symbol, or a container that has a token of its own."""
     return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
 
@@ -216,7 +216,7 @@ class Watched:
 
     __slots__ = ("container", "keys", "leaves", "structure", "token")
 
-    def __init__(self, container: Any, leaves: list, structure: PyTreeDef, token: Hashable):
+    def __init__(self, container: object, leaves: list, structure: PyTreeDef, token: Hashable):
         self.container = container
         self.leaves = leaves
         self.structure = tree_key(structure)

@@ -32,7 +32,7 @@ _WIDE_DTYPES = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
 CONSTANT_TYPES = (*LEAF_TYPES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """True of NumPy arrays, JAX arrays and tracers, but not of NumPy scalars.
 
     Nor of arrays of NumPy that JAX cannot compute with: of strings, dates, objects and records.
@@ -104,13 +104,13 @@ def _find_circle(tree: Any, limit: int = 1_000_000) -> Any:
     return None
 
 
-def parts_of(x: Any) -> list[Any]:
+def parts_of(x: object) -> list[Any]:
     """The parts that a container of a pytree holds directly."""
     is_part = itertools.chain([False], itertools.repeat(True))  # JAX asks of the whole first
     return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
-def replace_arrays(instance: Any, arrays: Iterator[Any]) -> Any:
+def replace_arrays(instance: Any, arrays: Iterator[object]) -> Any:
     """The instance with its arrays replaced, in order; what was shared is shared again.
 
     Raises `ValueError` if an object holds itself.
@@ -197,7 +197,7 @@ def _dataclass_attributes(x: Any) -> list[str]:
     return [*names, *(name for name in attribute_names(x) if name not in names)]
 
 
-def _beside(x: Any, parts: list[Any], structure: PyTreeDef) -> list[Hashable]:
+def _beside(x: object, parts: list[Any], structure: PyTreeDef) -> list[Hashable]:
     """Attributes of a container of a pytree that are neither its parts nor what it carries.
 
     Raises `TypeError` if one of them may change.
@@ -210,7 +210,7 @@ def _beside(x: Any, parts: list[Any], structure: PyTreeDef) -> list[Hashable]:
     return [(name, snapshot(value)) for name, value in attributes if id(value) not in known_ids]
 
 
-def _rebuild(x: Any, parts: list[Any]) -> Any:
+def _rebuild(x: object, parts: list[Any]) -> Any:
     kind: Any = type(x)
     if isinstance(x, np.ndarray):
         array = np.empty(x.shape, object)

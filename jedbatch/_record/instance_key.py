@@ -113,7 +113,7 @@ def _is_plain_tree(instance: Any) -> bool:
     return True
 
 
-def is_constant(x: Any) -> bool:
+def is_constant(x: object) -> bool:
     """True of what cannot change: strings, functions, modules, frozen dataclasses of such."""
     if type(x) in PLAIN_TYPES or x is None or isinstance(x, CONSTANT_TYPES):
         return True
@@ -122,7 +122,7 @@ def is_constant(x: Any) -> bool:
     return is_frozen(x)
 
 
-def may_change(x: Any) -> bool:
+def may_change(x: object) -> bool:
     """True of containers that are compared by what is in them and may be changed."""
     if isinstance(x, tuple):
         return any(map(may_change, x))

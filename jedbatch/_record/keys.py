@@ -42,7 +42,7 @@ class Keys:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def primitive_key(self, primitive: Any, params: dict[str, Any]) -> PrimitiveKey:
+    def primitive_key(self, primitive: object, params: dict[str, Any]) -> PrimitiveKey:
         """A primitive and its parameters as one object.
 
         JAX hands us the same parameters whenever a jit-ted function meets the same types, so

@@ -126,7 +126,7 @@ class Lifting:
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
 
 
-def _number_of(x: Any, computed: Collection[int]) -> Number | None:
+def _number_of(x: object, computed: Collection[int]) -> Number | None:
     """Returns a number or small array that a function closes over; None of anything else."""
     if type(x) not in (int, float, complex) and not is_number(x):
         return None

@@ -61,7 +61,7 @@ def _pick(_: Any, operands: Sequence[Any]) -> Any:
     return jax.lax.dynamic_index_in_dim(*operands, keepdims=False)
 
 
-def index_shared(recorder: RecorderLike, value: Shared, item: Any) -> Any:
+def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Any:
     """`table[i]` with a Python int is a row look-up with i as a value."""
     first, further = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
     number = isinstance(first, int | np.integer) and not isinstance(first, bool)
@@ -119,7 +119,7 @@ class Known(NamedTuple):
     group: int | None
 
 
-def operate(recorder: RecorderLike, slow_path: Callable, a: Any, b: Any) -> Any:
+def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -> Any:
     """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
     way = (slow_path, _described(recorder, a), _described(recorder, b))
     if None in way or (type(a) is Shared and type(b) is not Value) or not recorder.active:
@@ -149,7 +149,7 @@ def _described(recorder: RecorderLike, x: Any) -> Any:
     return kind if kind is int or kind is float else None
 
 
-def _noted(recorder: RecorderLike, way: tuple, a: Any, b: Any) -> Any:
+def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Any:
     """Takes the slow path, and remembers where it led if that is one node with both sides."""
     num_nodes, num_inputs = len(recorder.call_specs), len(recorder.input_group)
     num_reads = len(recorder.references)

@@ -505,7 +505,7 @@ class Registry:
             ]
         return results
 
-    def closed_over(self, array: Any) -> int:
+    def closed_over(self, array: object) -> int:
         """The id of a concrete array that the function closes over."""
         key = ("array", Same(array))
         if key not in self._ids:

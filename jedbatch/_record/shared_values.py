@@ -28,7 +28,7 @@ class SharedValue:
     applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
 
 
-def owned(const: Any) -> Any:
+def owned(const: object) -> Any:
     """A constant that no other code can change."""
     return const.copy() if isinstance(const, np.ndarray) else const
 

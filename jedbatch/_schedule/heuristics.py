@@ -8,8 +8,6 @@ Deep learning with dynamic computation graphs, 2017 (`depth`); Chen et al., ED-B
 (`sufficient`). `height` and `critical` are ours.
 """
 
-from typing import Any
-
 import numpy as np
 
 from jedbatch import checks
@@ -18,7 +16,7 @@ from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.schedule import Schedule
 
 
-def _ready(who: str, frontier: Any) -> list[int]:
+def _ready(who: str, frontier: object) -> list[int]:
     """The types with ready nodes."""
     if not isinstance(frontier, Frontier):
         raise TypeError(

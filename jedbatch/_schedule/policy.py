@@ -9,7 +9,7 @@ Source: Chen et al., ED-Batch, ICML 2023, Algorithm 1.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
@@ -72,7 +72,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
     return Schedule.of(types, batches, getattr(policy, "__name__", type(policy).__name__))
 
 
-def checked_policy(policy: Any) -> Policy:
+def checked_policy(policy: object) -> Policy:
     """The policy, or a `TypeError` if it is none."""
     if (callable(policy) or hasattr(policy, "schedule")) and not isinstance(policy, type):
         return policy

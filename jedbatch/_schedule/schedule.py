@@ -172,7 +172,7 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
     return float(longest @ checked_weights("`lower_bound` got weights", weights, graph))
 
 
-def checked_weights(came: str, weights: Any, graph: Graph) -> np.ndarray:
+def checked_weights(came: str, weights: object, graph: Graph) -> np.ndarray:
     """float[T], the cost of a batch of each type; raises `ValueError` if it is no cost."""
     try:
         costs = np.asarray(weights, float)

@@ -71,7 +71,7 @@ def same_weights(graph: Graph) -> np.ndarray:
     return np.ones(len(graph.types))
 
 
-def checked_objective(who: str, objective: Any) -> Objective:
+def checked_objective(who: str, objective: object) -> Objective:
     """The objective, or a `TypeError` if it cannot be called."""
     return checks.function(
         who,

@@ -95,12 +95,12 @@ class Arguments:
         return leaves, structure
 
 
-def is_zero(axis: Any) -> bool:
+def is_zero(axis: object) -> bool:
     """True of 0, but not of False."""
     return isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) and axis == 0
 
 
-def checked_axes(fn: Callable, in_axes: Any, out_axes: Any) -> int | tuple[int | None, ...]:
+def checked_axes(fn: Callable, in_axes: object, out_axes: object) -> int | tuple[int | None, ...]:
     """Returns the axes of `Arguments` for what `jedbatch.batch` was given.
 
     Raises:

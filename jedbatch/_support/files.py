@@ -56,7 +56,7 @@ def replacing(who: str, path: Any) -> Iterator[IO[bytes]]:
             os.unlink(beside)
 
 
-def write_text(who: str, path: Any, text: str) -> None:
+def write_text(who: str, path: object, text: str) -> None:
     """Writes a text, in UTF-8, whole or not at all."""
     with replacing(who, path) as file:
         file.write(text.encode("utf-8"))

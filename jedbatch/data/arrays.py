@@ -1,14 +1,13 @@
 """Records as arrays, for models of whole sentences and sets."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
 from jedbatch import checks
 
 
-def as_arrays(records: Iterable[tuple[Any, ...]]) -> list[tuple[np.ndarray, ...]]:
+def as_arrays(records: Iterable[tuple[object, ...]]) -> list[tuple[np.ndarray, ...]]:
     """The records with an array for each of their parts.
 
     Models that go through a sentence word by word read tuples of numbers; models of whole sentences
@@ -41,7 +40,7 @@ def as_arrays(records: Iterable[tuple[Any, ...]]) -> list[tuple[np.ndarray, ...]
     return converted
 
 
-def _as_array(part: Any, where: str) -> np.ndarray:
+def _as_array(part: object, where: str) -> np.ndarray:
     """A part of a record as an array."""
     try:
         array = np.asarray(part)

@@ -27,7 +27,7 @@ Pair = tuple[Dependency, Dependency, float]
 _DRAWN = (52.9, 25.8, 8.6, 6.6, 4.3, 1.5, 0.3)
 
 
-def dependency_tree(words: Sequence[Any], heads: Sequence[int]) -> Dependency:
+def dependency_tree(words: Sequence[object], heads: Sequence[int]) -> Dependency:
     """The tree of a sentence.
 
     Args:

@@ -1,7 +1,7 @@
 """Helpers of functions of many records: errors that name the record, checks of vocabularies."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jedbatch import checks
 from jedbatch.data.vocabulary import Vocabulary
@@ -9,7 +9,7 @@ from jedbatch.data.vocabulary import Vocabulary
 Made = TypeVar("Made")
 
 
-def each(who: str, records: Any, make: Callable[..., Made], expected: str) -> list[Made]:
+def each(who: str, records: object, make: Callable[..., Made], expected: str) -> list[Made]:
     """Returns `make(record)` for every record; raises a `TypeError` that names an invalid one.
 
     Args:
@@ -30,7 +30,7 @@ def each(who: str, records: Any, make: Callable[..., Made], expected: str) -> li
     return results
 
 
-def vocabularies(who: str, **given: Any) -> None:
+def vocabularies(who: str, **given: object) -> None:
     """Raises a `TypeError` unless all of these are vocabularies."""
     for name, vocabulary in given.items():
         if not isinstance(vocabulary, Vocabulary):

@@ -28,7 +28,7 @@ class Lexicon(frozenset):
 
     longest: int
 
-    def __new__(cls, words: Iterable[Any] = ()) -> "Lexicon":
+    def __new__(cls, words: Iterable[object] = ()) -> "Lexicon":
         """The set, with its longest word measured."""
         if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
             came = f"words={checks.brief(words)}"

@@ -311,7 +311,7 @@ def _pulled(run: Callable, read: Callable[[Any], Any], *args: Any) -> tuple[Any,
     return found, pull(read(weights_for(found)))
 
 
-def _form(result: Any) -> Any:
+def _form(result: object) -> Any:
     leaves, structure = jax.tree.flatten(result)
     return structure, tuple((x.shape, x.dtype) for x in leaves)
 

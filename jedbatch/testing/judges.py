@@ -47,7 +47,7 @@ def has_gradient(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def weighted_sum(result: Any, instance: int | None = None) -> Any:
+def weighted_sum(result: object, instance: int | None = None) -> Any:
     """A sum of the real parts of a result under fixed random weights: all of it counts.
 
     Args:
@@ -68,7 +68,7 @@ def weighted_sum(result: Any, instance: int | None = None) -> Any:
     return total
 
 
-def weights_for(result: Any) -> Any:
+def weights_for(result: object) -> Any:
     """Cotangents for `jax.vjp` of a result: the weights of `weighted_sum`, made without JAX."""
 
     def weights(path: Any, x: Any) -> np.ndarray:
@@ -83,7 +83,7 @@ def _weight(path: Any, x: Any) -> np.ndarray:
 
 
 def assert_close(
-    got: Any, expected: Any, rtol: float, *, what: str = "", by_instance: bool = False
+    got: object, expected: object, rtol: float, *, what: str = "", by_instance: bool = False
 ) -> None:
     """Raises `AssertionError` unless pytrees agree in structure, shapes, dtypes and values.
 
@@ -277,10 +277,10 @@ def _blame(run, alone, params, instances, rtol, together) -> str:
     found = []
     for i in range(len(instances)):
 
-        def share(p: Any, i: int = i) -> Any:
+        def share(p: object, i: int = i) -> Any:
             return weighted_sum(run(p), i)
 
-        def share_of_loop(p: Any, i: int = i) -> Any:
+        def share_of_loop(p: object, i: int = i) -> Any:
             return weighted_sum(stacked([alone(p, instance) for instance in instances]), i)
 
         try:
