@@ -24,9 +24,10 @@ from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.versions import Atom
+from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.packing import PackedBatch, ragged_axis
+from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
@@ -40,7 +41,8 @@ class InstanceGroup:
       batch: the minibatch.
       capacity: of rows of each instance, where they are not tiles.
       calls: int32[G], their numbers.
-      alive: bool[G], whether there is such an instance; if not, another one takes its place.
+      alive: bool[G], whether there is such an instance, and in the reverse, whether something comes
+        back to it; if not, another one takes its place.
       lengths: int32[G] for every symbol.
       tiles: the axes of variables along which there is a tile only.
       offset: the first row of the tile.
@@ -55,11 +57,12 @@ class InstanceGroup:
     offset: jax.Array
 
     @staticmethod
-    def all(batch: PackedBatch) -> list["InstanceGroup"]:
+    def all(batch: PackedBatch, moves: jax.Array | None = None) -> list["InstanceGroup"]:
         """Returns all instances, where each has a slot (see `_ragged.groups`)."""
         groups, first = [], 0
         for capacity, size in zip(*batch.capacity.groups, strict=True):
-            groups.append(InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0)))
+            group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0), moves)
+            groups.append(group)
             first += size
         return groups
 
@@ -71,12 +74,20 @@ class InstanceGroup:
         capacity: int,
         tiles: Axes,
         offset: jax.Array,
+        moves: jax.Array | None = None,
     ) -> "InstanceGroup":
-        """Returns the instances from a place of the order on."""
+        """Returns the instances from a place of the order on.
+
+        `moves`, bool[K], says to which something comes back, if only these are to be run.
+        """
         calls = batch.get("order", start=first, size=size)
         alive = calls < batch.capacity.calls
-        if batch.capacity.slots:  # the first call exists, and may be longer than a slot
-            calls = jnp.where(alive, calls, 0)
+        if batch.capacity.slots or moves is not None:
+            stand_in = jnp.int32(0)  # the first call exists, and may be longer than a slot
+            if moves is not None:
+                alive &= moves[jnp.where(alive, calls, 0)]
+                stand_in = jnp.argmax(moves).astype(jnp.int32)
+            calls = jnp.where(alive, calls, stand_in)
             lengths = {s: jnp.minimum(take(x, calls), capacity) for s, x in batch.lengths().items()}
         else:
             calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
@@ -188,6 +199,7 @@ class InstancePhase:
         """Returns cotangents of the shared values and of the operands."""
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
         returned = [i for i in self._returned if cotangents[i] is not None]
+        moves = self._moving_calls(batch, [(phase.writes[i], cotangents[i]) for i in returned])
 
         def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
@@ -200,7 +212,14 @@ class InstancePhase:
             _, pull_back = jax.vjp(
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
             )
-            return pull_back([group.cotangents(phase.writes[i], cotangents[i]) for i in returned])
+            of_shared, of_blocks = pull_back(
+                [group.cotangents(phase.writes[i], cotangents[i]) for i in returned]
+            )
+            blocks_alive = [broadcast_flags(group.alive, x) for x in of_blocks]
+            return (
+                [where_alive(moves.any(), x) for x in of_shared],
+                [where_alive(there, x) for there, x in zip(blocks_alive, of_blocks, strict=True)],
+            )
 
         def body(group, sums):
             of_shared, of_blocks = pulled(group)
@@ -213,7 +232,7 @@ class InstancePhase:
             )
 
         if batch.capacity.slots:
-            parts_of_groups = list(map(pulled, InstanceGroup.all(batch)))
+            parts_of_groups = list(map(pulled, InstanceGroup.all(batch, moves)))
             of_shared = [
                 sum(x[1:], x[0])
                 for x in zip(*(group_parts for group_parts, _ in parts_of_groups), strict=True)
@@ -228,14 +247,33 @@ class InstancePhase:
                 [jnp.zeros_like(shared[i]) for i in moving_shared],
                 [jnp.zeros_like(operands[i]) for i in moving],
             )
-            of_shared, of_operands = self._each_group(batch, zeros, body)
+            of_shared, of_operands = self._each_group(batch, zeros, body, moves)
         nones = [None] * len(shared), [None] * len(operands)
         return (
             with_replaced(nones[0], moving_shared, of_shared),
             with_replaced(nones[1], moving, of_operands),
         )
 
-    def _each_group(self, batch: PackedBatch, state: Any, body: Callable) -> Any:
+    @staticmethod
+    def _moving_calls(
+        batch: PackedBatch, cotangents: Sequence[tuple[Atom, jax.Array]]
+    ) -> jax.Array:
+        """Returns bool[K]: the calls to which something comes back through some variables."""
+        num_calls = batch.capacity.calls
+        moves = jnp.zeros(num_calls, bool)
+        for variable, x in cotangents:
+            axis = ragged_axis(variable)
+            if axis is None:
+                call, exists = jnp.arange(num_calls), jnp.arange(num_calls) < batch.get("calls")[0]
+            else:
+                e = batch.index(variable.aval.shape[axis])
+                call, exists = batch.get("call", e), jnp.arange(len(x)) < batch.total(e)
+            moves |= moving_calls(call, [where_alive(broadcast_flags(exists, x), x)], num_calls)
+        return moves
+
+    def _each_group(
+        self, batch: PackedBatch, state: Any, body: Callable, moves: jax.Array | None = None
+    ) -> Any:
         """Runs `body(group, state)` for all instances, tile by tile where they are long."""
         trips = batch.get("trips")
         first = jnp.int32(0)
@@ -247,7 +285,7 @@ class InstancePhase:
             def step(_, carry, capacity=capacity, size=size, tiles=tiles):
                 state, first = carry
                 if not tiles:
-                    group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
+                    group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0), moves)
                     return body(group, state), first + size
                 group_call = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0))
                 extents = {v.aval.shape[ragged_axis(v)] for v in self.phase.writes}
@@ -256,8 +294,9 @@ class InstancePhase:
                     longest = jnp.maximum(longest, jnp.max(extent_at(extent, group_call.lengths)))
 
                 def tile(i, state):
+                    at = i * TILE_ROWS
                     return body(
-                        InstanceGroup.at(batch, first, size, capacity, tiles, i * TILE_ROWS), state
+                        InstanceGroup.at(batch, first, size, capacity, tiles, at, moves), state
                     )
 
                 return lax.fori_loop(0, -(-longest // TILE_ROWS), tile, state), first + size

@@ -181,3 +181,20 @@ def row_shape(variable: Atom) -> tuple[int, ...]:
     """Returns the shape of a variable without its ragged axis."""
     axis = ragged_axis(variable)
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
+
+
+def moving_calls(call: jax.Array, cotangents: Sequence[jax.Array], num_calls: int) -> jax.Array:
+    """Returns bool[K]: the calls some row of which has a cotangent other than 0.
+
+    Cotangents of packed rows are zeros where a loss does not read what an instance returns. Zeros
+    that it does send back for all rows of a call cannot be told from these.
+
+    Args:
+      call: int32[R], the call of every row.
+      cotangents: [R, ...] each.
+      num_calls: K.
+    """
+    moves = jnp.zeros(len(call), bool)
+    for x in cotangents:
+        moves |= (x != 0).reshape(len(x), -1).any(axis=1)
+    return jnp.zeros(num_calls, bool).at[call].max(moves)

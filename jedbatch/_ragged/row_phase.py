@@ -27,7 +27,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, put, slice_rows, take
 from jedbatch._program.lanes import Lane, Lanes, each_block, put_all, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
-from jedbatch._ragged.packing import PackedBatch, ragged_axis, row_shape
+from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 
@@ -89,7 +89,9 @@ class RowPhase:
             by_row.append(True)
         consts = self.kernel.prologue([env[v] for v in phase.shared])
         capacity = batch.capacity
-        function = RowFunction(self.kernel, capacity.rows[e], capacity.blocks, tuple(by_row))
+        function = RowFunction(
+            self.kernel, capacity.rows[e], capacity.calls, capacity.blocks, tuple(by_row)
+        )
         return function(
             RowArguments(consts, operands, batch.get("call", e), batch.total(e), batch.trips(e))
         )
@@ -123,12 +125,14 @@ class RowFunction:
     Attributes:
       kernel: its lanes are rows.
       capacity: of rows, R.
+      num_calls: K.
       buckets: how rows are cut into blocks; None if they are not.
       by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
     """
 
     kernel: Kernel
     capacity: int
+    num_calls: int
     buckets: Buckets | None
     by_row: tuple[bool, ...]
 
@@ -205,8 +209,9 @@ class RowReverse:
         back = kernel.reverse
         if any(map(self.has_cotangent, back.refused)):
             KernelVjp(kernel, list(back.refused))  # raises the error of JAX
-        sums, slots = self._sweep(residuals)
-        of_consts = self._weight_gradients(slots)
+        moves = self._moving_rows()
+        sums, slots = self._sweep(residuals, moves)
+        of_consts = self._weight_gradients(slots, moves)
         of_operands: list[Any] = [None] * len(self.arguments.operands)
         for j, x in zip(self._moving, sums, strict=True):
             of_operands[j] = x if any(map(self.has_cotangent, back.flow[j])) else None
@@ -221,12 +226,17 @@ class RowReverse:
         """The operands that have a cotangent."""
         return [j for j, t in enumerate(self.function.kernel.operands) if differentiable(t)]
 
-    def _exists(self, lane: Lane, width: int) -> jax.Array:
-        """Returns bool[width]: which rows from `lane` on exist."""
-        return lane + jnp.arange(width) < self.arguments.total
+    def _moving_rows(self) -> jax.Array:
+        """Returns bool[R]: which rows exist and belong to a call to which something comes back."""
+        call, function = self.arguments.call, self.function
+        exists = jnp.arange(function.capacity) < self.arguments.total
+        cotangents = [
+            where_alive(broadcast_flags(exists, x), x) for x in self.cotangents if x is not None
+        ]
+        return exists & moving_calls(call, cotangents, function.num_calls)[call]
 
     def _cotangents_at(
-        self, exists: jax.Array, lane: Lane, width: int
+        self, moves: jax.Array, lane: Lane, width: int
     ) -> tuple[list[jax.Array | None], dict[int, jax.Array]]:
         """Returns (cotangents of results, bool[width]: where they exist, by result) of rows."""
         kernel = self.function.kernel
@@ -234,7 +244,7 @@ class RowReverse:
         alive = {}
         for s in kernel.reverse.returned:
             has_cotangent, result = self.has_cotangent(s), kernel.results[s]
-            alive[s] = exists & has_cotangent
+            alive[s] = moves & has_cotangent
             if has_cotangent:
                 x = slice_rows(self.cotangents[s], lane, width)
             else:
@@ -242,7 +252,9 @@ class RowReverse:
             cotangents[s] = where_alive(broadcast_flags(alive[s], x), x)
         return cotangents, alive
 
-    def _sweep(self, residuals: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _sweep(
+        self, residuals: Sequence[jax.Array], moves: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (cotangents of the moving operands, slots for the rows that taps read)."""
         function, arguments = self.function, self.arguments
         back, moving = function.kernel.reverse, self._moving
@@ -250,11 +262,11 @@ class RowReverse:
 
         def block(width, lane, state):
             sums, slots = list(state[0]), state[1]
-            exists = self._exists(lane, width)
+            moves_here = slice_rows(moves, lane, width)
             operands = function.operands_at(arguments, lane, width)
             results = [slice_rows(x, lane, width) for x in self.results]
             saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
-            cotangents, alive = self._cotangents_at(exists, lane, width)
+            cotangents, alive = self._cotangents_at(moves_here, lane, width)
             consts = arguments.consts
             sent, rows = reverse_lanes(
                 back, consts, prepared, operands, results, saved, cotangents, alive, width
@@ -262,7 +274,7 @@ class RowReverse:
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
                 if not any(map(self.has_cotangent, back.flow[j])):
                     continue
-                x = where_alive(broadcast_flags(exists, x), x)
+                x = where_alive(broadcast_flags(moves_here, x), x)
                 if function.by_row[j]:
                     sums[k] = put(sums[k], x, lane)
                 else:
@@ -274,7 +286,7 @@ class RowReverse:
         slots = [*residuals, *(jnp.zeros((capacity, *shape), dtype) for shape, dtype in back.extra)]
         return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
 
-    def _weight_gradients(self, slots: Sequence[jax.Array]) -> list[Any]:
+    def _weight_gradients(self, slots: Sequence[jax.Array], moves: jax.Array) -> list[Any]:
         """Returns the cotangents of the consts of the kernel."""
         function, arguments = self.function, self.arguments
         kernel = function.kernel
@@ -284,7 +296,7 @@ class RowReverse:
             slots,
             functools.partial(function.operands_at, arguments),
             lambda sources, lane, width: (
-                self._exists(lane, width) & any(map(self.has_cotangent, sources))
+                slice_rows(moves, lane, width) & any(map(self.has_cotangent, sources))
             ),
             function.buckets,
             function.capacity,

@@ -251,6 +251,26 @@ def test_ragged_parts():
     assert_close(gradients(lambda p: batched(p, rows)[0]), expected, 1e-5)
 
 
+def of_rows(p, x):
+    """Row by row, then by instance; slopes are infinite where x is 0."""
+    y = jnp.sqrt(p["b"][None] * x)
+    return jnp.sqrt(jnp.cumsum(y, axis=0)).sum(), y, (p["b"][None] * x).sum(0)
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_ragged_instances_that_are_not_read(target):
+    def read(results):
+        return results[1][0] + results[1][1].sum() + results[0][2].sum()
+
+    rows = [np.zeros((4, 3), np.float32), np.ones((2, 3), np.float32), np.zeros((1, 3), np.float32)]
+    batched = jedbatch.batch(of_rows, out_axes=None, target=target)
+    expected = jax.grad(lambda p: read([of_rows(p, x) for x in rows]))(PARAMS)
+    assert jnp.isfinite(expected["b"]).all()
+    assert_close(jax.grad(lambda p: read(batched(p, rows)))(PARAMS), expected, 1e-5)
+    step = jax.jit(jax.grad(lambda p, plan: read(batched.apply(p, plan))))
+    assert_close(step(PARAMS, batched.plan(PARAMS, rows)), expected, 1e-5)
+
+
 def test_a_loop_that_must_be_differentiated_is_an_error():
     batched = jedbatch.batch(lambda p, x: p["b"] * grown(p["b"] * x))
     plan = batched.plan(PARAMS, XS)  # for inference it is fine
