@@ -54,6 +54,7 @@ from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed, until_guards_hold
+from jedbatch._support.types import Array, Leaf, PyTree
 
 DECIDES = (
     "it decides on values, which Python reads while they are computed: that has reverse mode only"
@@ -132,7 +133,7 @@ class Batched:
         """Returns the same function with empty caches, nothing to learn and a list of results."""
         return Batched(self._fn, self._arguments.axes, None, agenda, self._options)
 
-    def learn(self, *args: Any, **options: Any) -> FSM:
+    def learn(self, *args: PyTree, **options: Any) -> FSM:
         """Learns a policy from instances and uses it for the plans made from then on.
 
         Args:
@@ -151,7 +152,7 @@ class Batched:
         self.policy = policy = learn(graph, **options)
         return policy
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> Any:
         """Runs the function on all instances.
 
         Args:
@@ -179,7 +180,7 @@ class Batched:
         return self._run(plan, leaves, plan.inputs)
 
     def _plan_whole(
-        self, session: Session, instances: list[tuple], leaves: Sequence[Any]
+        self, session: Session, instances: list[tuple], leaves: Sequence[Leaf]
     ) -> Plan | None:
         """A plan for all that is computed; None if the function decides on values on the way."""
         if session.decides:
@@ -213,7 +214,7 @@ class Batched:
             check_stack(self._name, i, forms[0], form)
         return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
 
-    def _run_stepwise(self, session: Session, leaves: list[Any], instances: list[tuple]) -> Any:
+    def _run_stepwise(self, session: Session, leaves: list[Leaf], instances: list[tuple]) -> Any:
         """Runs the function where it decides on values."""
         arrays = [keyed(i, instance)[1] for i, instance in enumerate(instances)]
         call = Stepwise(
@@ -235,7 +236,7 @@ class Batched:
                 session.records.nothing_to_read()
                 self._environment.settle(reached)
 
-    def plan(self, *args: Any, gradient: bool = True) -> Plan:
+    def plan(self, *args: PyTree, gradient: bool = True) -> Plan:
         """Host work only: what to compute for these instances, and in what order.
 
         Args:
@@ -263,7 +264,7 @@ class Batched:
             )
         return plan
 
-    def apply(self, *args: Any, inputs: dict[str, Any] | None = None) -> Any:
+    def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Any:
         """Device work only: runs a plan. Differentiable, and can be compiled with `jax.jit`.
 
         Args:
@@ -300,7 +301,7 @@ class Batched:
             plan, leaves, checked_inputs(plan, plan.inputs if inputs is None else inputs)
         )
 
-    def profile(self, *args: Any, repeat: int = 5) -> Plan:
+    def profile(self, *args: PyTree, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run.
 
         Args:
@@ -354,7 +355,7 @@ class Batched:
         session: Session,
         instances: list[tuple],
         gradient: bool,
-        leaves: Sequence[Any] = (),
+        leaves: Sequence[Leaf] = (),
         read: Callable | None = None,
     ) -> Plan:
         """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
@@ -396,7 +397,7 @@ class Batched:
         self,
         session: Session,
         records: Sequence[Record],
-        arrays: Sequence[Sequence[Any]],
+        arrays: Sequence[Sequence[Array]],
         policy: Policy | Adaptive,
         *,
         gradient: bool = False,
@@ -438,7 +439,7 @@ class Batched:
 
     # --- running ---
 
-    def _run(self, plan: Plan, leaves: list[Any], inputs: Mapping[str, object]) -> Any:
+    def _run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
 

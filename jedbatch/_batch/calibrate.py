@@ -16,7 +16,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.files import write_text
+from jedbatch._support.types import PyTree
 
 FORMAT = "jedbatch calibration, version 1"
 COUNTS, WIDTHS = (16, 80), (8, 64)  # batches and nodes in each of the programs that are timed
@@ -184,7 +184,7 @@ def _cost(content: Mapping[str, object], name: str) -> float:
     return checks.number("Calibration.load", name, content[name], least=0)
 
 
-def calibrate(batched: Batched, *args: Any, repeat: int = 15) -> Calibration:
+def calibrate(batched: Batched, *args: PyTree, repeat: int = 15) -> Calibration:
     """Measures what batches of each node type cost on this machine.
 
     Compiles and times a small program for every type, some seconds each. Run it when the machine

@@ -20,6 +20,8 @@ from typing import Any
 import greenlet
 from jax.extend.core import take_current_trace
 
+from jedbatch._support.types import Array
+
 MAX_STOPS = 8  # times an instance is told to stop, in case it catches everything
 
 
@@ -93,7 +95,7 @@ class Fibers:
         If parts raise errors, the error of the first of them is raised when all are done.
         """
         whole = self._fiber
-        results: list[Any] = [None] * len(parts)
+        results: list[Array] = [None] * len(parts)
         errors: dict[int, Exception] = {}
 
         def run(i: int) -> None:

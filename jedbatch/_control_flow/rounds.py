@@ -57,6 +57,7 @@ from jedbatch._session.round import Round
 from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
+from jedbatch._support.types import Array, Leaf
 from jedbatch.errors import SymbolicValueError
 
 
@@ -120,7 +121,9 @@ class Stepwise:
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
 
-    def run(self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Reached) -> Any:
+    def run(
+        self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Reached
+    ) -> Any:
         """The results.
 
         The `leaves` of the shared arguments, the instances' arrays and those that the function
@@ -132,7 +135,7 @@ class Stepwise:
         )
 
     def _run(
-        self, leaves: Sequence[Any], arrays: Sequence[Sequence[Any]], reached: Sequence[Any]
+        self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Any]
     ) -> Any:
         arguments = list(leaves), [list(x) for x in arrays], list(self.tracers), list(reached)
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -243,8 +246,8 @@ class Attempt:
     def __init__(
         self,
         call: Stepwise,
-        leaves: Sequence[Any],
-        arrays: Sequence[Sequence[Any]],
+        leaves: Sequence[Leaf],
+        arrays: Sequence[Sequence[Array]],
         tracers: Sequence[Any],
         outside: dict[Hashable, Any],
         saving: bool,

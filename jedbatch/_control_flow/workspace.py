@@ -41,6 +41,7 @@ from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.verify import RoundsTrial
+from jedbatch._support.types import Array, Dtype
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
@@ -49,7 +50,7 @@ SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again althou
 class GrowingArray:
     """An array that grows at its end."""
 
-    def __init__(self, dtype: Any):
+    def __init__(self, dtype: Dtype):
         self._data = np.empty(256, dtype)
         self._size = 0
 
@@ -82,7 +83,7 @@ class Workspace:
         self,
         programs: ProgramCache,
         recorder: Recorder,
-        arrays: Sequence[Sequence[Any]],
+        arrays: Sequence[Sequence[Array]],
         policy: Policy | None,
         shared_of: Callable[[Sequence[int]], Sequence[Any]],
         saving: bool,

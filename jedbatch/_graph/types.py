@@ -6,9 +6,9 @@ rule once, for the whole package.
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 from jedbatch._graph.operations import Operation
+from jedbatch._support.types import Dtype
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ValueType:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: Dtype
     weak: bool = False
 
     def __str__(self) -> str:

@@ -29,8 +29,9 @@ from jax.interpreters import partial_eval as pe
 
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.versions import Equation
+from jedbatch._support.types import Array
 
-Partial = Sequence[Any]  # values, or None, which stands for zeros
+Partial = Sequence[Array]  # values, or None, which stands for zeros
 
 
 class DifferentiableProgram:
@@ -70,7 +71,7 @@ class WithTangents(DifferentiableProgram):
         """Notes what the results of the program are."""
         self.flags = list(map(has_tangent, results))
 
-    def spread(self, tangents: Sequence[Any]) -> list[Any]:
+    def spread(self, tangents: Sequence[Array]) -> list[Array]:
         """The tangents of the results, None where there is none."""
         return spread_to(tangents, [i for i, there in enumerate(self.flags) if there], self.flags)
 
@@ -80,15 +81,15 @@ class WithTangents(DifferentiableProgram):
 
         def pull_back(
             args: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
-        ) -> list[Any]:
+        ) -> list[Array]:
             return self._pull_back(args, (), [*nothing, *cotangents], wanted)
 
         return DifferentiableProgram(lambda *args: self._run(*args)[len(nothing) :], pull_back)
 
-    def _run(self, *operands: Any) -> list[Any]:
+    def _run(self, *operands: Array) -> list[Array]:
         args, tangents = operands[: self.num_args], operands[self.num_args :]
 
-        def run(*moved: Any) -> tuple[list[Any], list[Any]]:
+        def run(*moved: Array) -> tuple[list[Array], list[Array]]:
             results = list(self.of.run(*with_replaced(args, self.moving, moved)))
             return list(filter(has_tangent, results)), results
 
@@ -98,7 +99,9 @@ class WithTangents(DifferentiableProgram):
         self.note(results)
         return [*results, *pushed]
 
-    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+    def _pull_back(
+        self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
+    ) -> list[Array]:
         args, tangents = operands[: self.num_args], list(operands[self.num_args :])
         wanted = wanted[: self.num_args]
         of_results = list(cotangents[: len(self.flags)])
@@ -112,7 +115,7 @@ class WithTangents(DifferentiableProgram):
                 of_tangents[i] = jnp.zeros_like(of_results[i])
         there: list[int] = []
 
-        def transposed(moved: Partial, exchanged: Partial) -> list[Any]:
+        def transposed(moved: Partial, exchanged: Partial) -> list[Array]:
             full = with_replaced(args, self.moving, moved)
             back = pull_back_through(
                 self.of, full, with_replaced(of_tangents, moving_results, exchanged), wanted
@@ -137,12 +140,12 @@ def pull_back_through(
 
 
 def push_forward_through(
-    program: DifferentiableProgram, args: Sequence[Any], tangents: Partial
-) -> list[Any]:
+    program: DifferentiableProgram, args: Sequence[Array], tangents: Partial
+) -> list[Array]:
     """Tangents of the results of a program that are not numbers of a discrete kind."""
     moving = [i for i, t in enumerate(tangents) if t is not None]
 
-    def run(*moved: Any) -> list[Any]:
+    def run(*moved: Array) -> list[Array]:
         return list(filter(has_tangent, bind_program(program, with_replaced(args, moving, moved))))
 
     return jax.jvp(run, [args[i] for i in moving], [tangents[i] for i in moving])[1]
@@ -174,7 +177,7 @@ def _batched(
     ) -> Any:
         there: list[int] = []
 
-        def each(args: object, residuals: Any, cotangents: Any) -> list[Any]:
+        def each(args: object, residuals: Partial, cotangents: Partial) -> list[Array]:
             back = program.pull_back(args, residuals, cotangents, wanted)
             there[:] = [i for i, x in enumerate(back) if x is not None]
             return [back[i] for i in there]
@@ -187,25 +190,25 @@ def _batched(
     return DifferentiableProgram(mapped(program.run, axes), pull_back, mapped(program.known, axes))
 
 
-def _to(dim: int | None, x: Any) -> Any:
+def _to(dim: int | None, x: Array) -> Array:
     """The cotangent of what has its axis at a place, from one that has it at the front."""
     return x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
 
 
-def bind_program(program: DifferentiableProgram, args: Sequence[Any]) -> list[Any]:
+def bind_program(program: DifferentiableProgram, args: Sequence[Array]) -> list[Array]:
     """Runs a program, whatever transforms it."""
     primitive = with_tangents_p if isinstance(program, WithTangents) else program_p
     return primitive.bind(*args, program=program)
 
 
-def with_replaced(values: Sequence[Any], places: Sequence[int], by: Sequence[Any]) -> list[Any]:
+def with_replaced(values: Sequence[Array], places: Sequence[int], by: Sequence[Any]) -> list[Array]:
     replaced = list(values)
     for i, x in zip(places, by, strict=True):
         replaced[i] = x
     return replaced
 
 
-def spread_to(values: Sequence[Any], places: Sequence[int], like: Sequence[Any]) -> list[Any]:
+def spread_to(values: Sequence[Array], places: Sequence[int], like: Sequence[Any]) -> list[Array]:
     return with_replaced([None] * len(like), places, values)
 
 
@@ -246,7 +249,7 @@ with_tangents_p = _primitive("batched_program_with_tangents")
 tangents_p = _primitive("tangents_of_batched_program")
 
 
-def _run_program(*args: Any, program: DifferentiableProgram) -> list[Any]:
+def _run_program(*args: Array, program: DifferentiableProgram) -> list[Array]:
     return list(program.run(*args))
 
 
@@ -255,8 +258,8 @@ def _result_types(*avals: Any, program: DifferentiableProgram) -> Any:
 
 
 def _push(
-    primals: Any, tangents: Any, *, program: DifferentiableProgram
-) -> tuple[list[Any], list[Any]]:
+    primals: Partial, tangents: Partial, *, program: DifferentiableProgram
+) -> tuple[list[Array], list[Array]]:
     """The rule of forward mode."""
     which = [
         not isinstance(t, ad.Zero) and has_tangent(x)
@@ -279,7 +282,7 @@ def _tangent_type(x: object) -> Any:
     return jax.typeof(x).to_tangent_aval()
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, program: DifferentiableProgram) -> Any:
+def _batch(axis: Any, args: Partial, dims: Any, *, program: DifferentiableProgram) -> Any:
     if all(d is None for d in dims):
         results = bind_program(program, args)
         return results, [None] * len(results)
@@ -301,7 +304,7 @@ for _p in (program_p, with_tangents_p):
     mlir.register_lowering(_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
-def _split(trace: object, *tracers: Any, program: WithTangents) -> list[Any]:
+def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
     """Linearizes: what is known is computed, the tangents wait for theirs."""
     values = [t.pval.get_known() for t in tracers]
     args = values[: program.num_args]
@@ -351,20 +354,20 @@ pe.partial_eval_jaxpr_custom_rules[with_tangents_p] = _split_equation
 
 
 def _split_operands(
-    operands: Sequence[Any], program: WithTangents, count: int
+    operands: Sequence[Array], program: WithTangents, count: int
 ) -> tuple[Any, Any, Any]:
     """(arguments, residuals, tangents) of `tangents_p`."""
     start = program.num_args
     return operands[:start], operands[start : start + count], operands[start + count :]
 
 
-def _run_tangents(*operands: Any, program: WithTangents, count: int, avals: Any) -> list[Any]:
+def _run_tangents(*operands: Array, program: WithTangents, count: int, avals: Any) -> list[Array]:
     args, _, tangents = _split_operands(operands, program, count)
     return program.run(*args, *tangents)[-len(avals) :] if avals else []
 
 
 def _push_tangents(
-    primals: Any, dots: Any, *, program: WithTangents, count: int, avals: Any
+    primals: Partial, dots: Partial, *, program: WithTangents, count: int, avals: Any
 ) -> tuple[Any, Any]:
     """Forward mode over tangents; residuals follow from arguments, so they do not move."""
     args, _, tangents = _split_operands(primals, program, count)
@@ -375,7 +378,7 @@ def _push_tangents(
 
 
 def _transpose_tangents(
-    cotangents: Any, *operands: Any, program: WithTangents, count: int, avals: Any
+    cotangents: Partial, *operands: Array, program: WithTangents, count: int, avals: Any
 ) -> list[Any]:
     args, residuals, tangents = _split_operands(operands, program, count)
     received = [None if isinstance(c, ad.Zero) else c for c in cotangents]
@@ -395,7 +398,7 @@ def _transpose_tangents(
 
 
 def _batch_tangents(
-    axis: Any, operands: Any, dims: Any, *, program: WithTangents, count: int, avals: Any
+    axis: Any, operands: Partial, dims: Any, *, program: WithTangents, count: int, avals: Any
 ) -> Any:
     args, residuals, tangents = map(list, _split_operands(operands, program, count))
     dims, of_residuals, of_tangents = map(list, _split_operands(dims, program, count))
@@ -420,7 +423,7 @@ def _batch_tangents(
     return outs, [0] * len(outs)
 
 
-def _at_front(x: Any, dim: int | None, size: int) -> Any:
+def _at_front(x: Array, dim: int | None, size: int) -> Any:
     return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 

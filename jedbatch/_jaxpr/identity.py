@@ -30,6 +30,8 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from jedbatch._support.types import Array
+
 BY_IDENTITY = (
     enum.Enum,
     type,
@@ -97,7 +99,7 @@ def typed_or_same(value: object, above: tuple[int, ...] = ()) -> Hashable:
         return Same(value)
 
 
-def snapshot(value: Any) -> Hashable:
+def snapshot(value: Array) -> Hashable:
     """The value written out, with what is in lists, dicts and arrays by now.
 
     Raises `TypeError` if it holds what may change and cannot be looked into.
@@ -192,7 +194,7 @@ def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:
     return parts
 
 
-def _carried(value: Any) -> Hashable:
+def _carried(value: Array) -> Hashable:
     if type(value) in (list, tuple):
         return type(value), *map(_carried, value)
     try:
@@ -201,7 +203,7 @@ def _carried(value: Any) -> Hashable:
         return typed_or_same(value)
 
 
-def _content(value: Any) -> Hashable:
+def _content(value: Array) -> Hashable:
     if isinstance(value, float):
         return struct.pack("d", value)
     if isinstance(value, complex):

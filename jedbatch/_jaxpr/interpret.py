@@ -20,6 +20,10 @@ from jedbatch._jaxpr.versions import (
     with_equations,
     without_consts,
 )
+from jedbatch._support.types import Array, Dtype
+
+Bindings = dict[Any, Array]  # values by variable, and those computed on the way by other keys
+Rule = Callable[[Equation, list[Array]], Sequence[Array]]  # from an equation and its operands
 
 
 def reads(eqn: Equation) -> list[Any]:
@@ -27,13 +31,13 @@ def reads(eqn: Equation) -> list[Any]:
     return list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
 
 
-def value_of(atom: Atom, env: dict[Any, Any]) -> Any:
+def value_of(atom: Atom, env: Bindings) -> Array:
     """The value of a literal or variable."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 @functools.cache
-def has_gradient(dtype: Any) -> bool:
+def has_gradient(dtype: Dtype) -> bool:
     """True of the dtypes of real and complex numbers."""
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
@@ -48,17 +52,14 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
-Rule = Callable[[Any, list[Any]], Sequence[Any]]  # an equation and its operands to its results
-
-
-def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
+def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
     """Returns the results of one equation of a jaxpr on some operands: JAX's own rule."""
     operands = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
     one = jaxpr.replace(constvars=[], invars=list(operands), outvars=list(eqn.outvars), eqns=[eqn])
     return jax.core.eval_jaxpr(one, [], *operands.values())
 
 
-def run_equations(equations: Sequence[Equation], env: dict[Any, Any], rule: Rule) -> None:
+def run_equations(equations: Sequence[Equation], env: Bindings, rule: Rule) -> None:
     """Runs equations by a rule, one after the other; adds their results to the environment."""
     for eqn in equations:
         values = [value_of(x, env) for x in eqn.invars]
@@ -67,7 +68,7 @@ def run_equations(equations: Sequence[Equation], env: dict[Any, Any], rule: Rule
 
 def interpret(
     jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array], rule: Rule
-) -> list[Any]:
+) -> list[Array]:
     """Returns the results of a jaxpr whose equations are run by a rule.
 
     Args:
@@ -126,7 +127,7 @@ def one_by_one(program: Any) -> Any:
     if not performs(program, "pure_callback", *_DRAWS):
         return program
 
-    def through(x: Any) -> Any:
+    def through(x: Array) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(through, x))
         return one_by_one(x) if is_program(x) else x
@@ -170,7 +171,7 @@ def work(eqn: Equation) -> int:
     return elements + times * sum(work(e) for x in inner_programs(eqn) for e in x.eqns)
 
 
-def used_variables(jaxpr: OpenProgram) -> set[Any]:
+def used_variables(jaxpr: OpenProgram) -> set[Var]:
     """Variables that the results of a jaxpr depend on."""
     used = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
@@ -179,7 +180,7 @@ def used_variables(jaxpr: OpenProgram) -> set[Any]:
     return used
 
 
-def dependents(jaxpr: OpenProgram, variables: Sequence[Atom]) -> set[Any]:
+def dependents(jaxpr: OpenProgram, variables: Sequence[Var]) -> set[Var]:
     """The variables themselves and all that depend on one of them."""
     reached = set(variables)
     for eqn in jaxpr.eqns:
@@ -205,8 +206,8 @@ def inlined(closed: ClosedProgram, body: Callable[[Any], Any] = jitted) -> Any:
 
     def evaluate(
         jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array]
-    ) -> list[Any]:
-        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
+    ) -> list[Array]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             inner = body(eqn)  # closed or open, by primitive and version
             if inner is not None:
                 return evaluate(without_consts(inner), consts_of(inner), values)

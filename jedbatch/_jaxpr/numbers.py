@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import has_gradient, inner_programs, run_equation, value_of
 from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
+from jedbatch._support.types import Array, Dtype
 
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
 
@@ -71,7 +72,7 @@ def is_number(const: object) -> bool:
     return const.size <= MAX_ELEMENTS and _is_numeric(const.dtype)
 
 
-def _is_numeric(dtype: Any) -> bool:
+def _is_numeric(dtype: Dtype) -> bool:
     """True of booleans and numbers; False of random keys and of the zeros of integers."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
 
@@ -108,7 +109,9 @@ def _number(literal: Literal) -> Number:
     return Number(np.asarray(literal.val, aval.dtype), bool(aval.weak_type))
 
 
-def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[jax.Array]) -> list[Any]:
+def with_numbers(
+    program: Any, numbers: Mapping[int, Any], args: Sequence[jax.Array]
+) -> list[Array]:
     """Returns the results of a program of one equation, some of whose numbers are replaced.
 
     Args:
@@ -122,10 +125,10 @@ def with_numbers(program: Any, numbers: Mapping[int, Any], args: Sequence[jax.Ar
     return _run(constant, program, 0, *args)
 
 
-def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Any) -> list[Any]:
+def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Array) -> list[Array]:
     """Runs a program whose first number has this position."""
 
-    def next_number(value: object) -> Any:
+    def next_number(value: object) -> Array:
         nonlocal position
         position += 1
         return numbers.get(position - 1, value)
@@ -161,24 +164,24 @@ def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Any)
     return [next_number(x.val) if is_literal(x) else value_of(x, env) for x in jaxpr.outvars]
 
 
-Run = Callable[..., list[Any]]
+Run = Callable[..., list[Array]]
 KeyOf = Callable[[Any], Any]
 
 
-def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
+def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
     return bodies[0](*values)
 
 
-def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
+def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
 
 
-def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
+def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
     num_consts, num_carried = scan_parts(eqn)
     first_scanned = num_consts + num_carried
 
-    def body(carried: list[Any], scanned: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carried: list[Any], scanned: list[Any]) -> tuple[list[Array], list[Array]]:
         out = bodies[0](*values[:num_consts], *carried, *scanned)
         return out[:num_carried], out[num_carried:]
 
@@ -187,7 +190,7 @@ def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> 
     return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
 
 
-def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
+def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
     num_carried = len(eqn.outvars)
     num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
     first = len(values) - num_carried
@@ -202,11 +205,11 @@ def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) ->
     )
 
 
-def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Any]:
+def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
     return list(jax.lax.switch(values[0], bodies, *values[1:]))
 
 
-_CALLS: Mapping[str, Callable[..., list[Any]]] = {
+_CALLS: Mapping[str, Callable[..., list[Array]]] = {
     "jit": _jit,
     "checkpoint": _checkpoint,
     "remat2": _checkpoint,

@@ -8,17 +8,18 @@ import jax
 import numpy as np
 
 from jedbatch._graph.types import ValueType
+from jedbatch._support.types import Array, Dtype
 
-Kind = tuple[tuple[int, ...], Any]  # (shape, dtype) of a row
+Kind = tuple[tuple[int, ...], Dtype]  # (shape, dtype) of a row
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: Dtype) -> bool:
     """True of the dtypes of random keys."""
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 @functools.cache
-def _key_impl(dtype: Any) -> Any:
+def _key_impl(dtype: Dtype) -> Any:
     """The generator that keys of a dtype are for."""
     impls = []
     key = jax.ShapeDtypeStruct((), dtype)
@@ -47,13 +48,13 @@ def row_bytes(kind: Kind) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-def from_stored(x: Any, value_type: ValueType) -> Any:
+def from_stored(x: Array, value_type: ValueType) -> Array:
     """A value as the lane's program wants it."""
     if is_key(value_type.dtype):
         return jax.random.wrap_key_data(x, impl=_key_impl(value_type.dtype))
     return x
 
 
-def to_stored(x: Any, value_type: ValueType) -> Any:
+def to_stored(x: Array, value_type: ValueType) -> Array:
     """A value as it is kept."""
     return jax.random.key_data(x) if is_key(value_type.dtype) else x

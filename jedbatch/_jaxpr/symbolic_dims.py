@@ -45,6 +45,7 @@ from jax.export import is_symbolic_dim, symbolic_shape
 
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
+from jedbatch._support.types import Array, AxisSize, Dtype
 
 ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
 OURS = ("us", "jax")
@@ -226,7 +227,7 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
     return method
 
 
-def _known_to_differ(extent: Any, other: Any) -> bool:
+def _known_to_differ(extent: AxisSize, other: Any) -> bool:
     """Returns whether something is no extent that might be equal, whatever the length is."""
     if isinstance(other, Base):
         return extent.scope is not other.scope
@@ -236,7 +237,7 @@ def _known_to_differ(extent: Any, other: Any) -> bool:
 def _writing(write: Callable) -> Callable:
     """A way of writing an extent, for JAX and for us."""
 
-    def method(self: Any, *args: Any, **kwargs: object) -> str:
+    def method(self: Any, *args: Array, **kwargs: object) -> str:
         if _asked.questions is not None:
             frame, role = _asker(sys._getframe(1))
             if role not in OURS:
@@ -249,7 +250,7 @@ def _writing(write: Callable) -> Callable:
 def _calculating(calculate: Callable) -> Callable:
     """An operation whose result is an extent that refuses, too."""
 
-    def method(self: Any, *args: Any) -> Any:
+    def method(self: Any, *args: Array) -> Any:
         extent = calculate(self, *args)
         return tuple(map(_watched, extent)) if type(extent) is tuple else _watched(extent)
 
@@ -334,7 +335,7 @@ def _note_hash(questions: Questions, frame: Any) -> None:
         questions.hashed.pop()
 
 
-def _watched(extent: Any) -> Any:
+def _watched(extent: AxisSize) -> AxisSize:
     """The extent as one on which Python may not decide."""
     if type(extent) is Base:
         extent = copy.copy(extent)
@@ -342,7 +343,7 @@ def _watched(extent: Any) -> Any:
     return extent
 
 
-def watched_shape(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+def watched_shape(shape: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
     """A shape of extents on which Python may not decide."""
     return tuple(map(_watched, shape)) if any(type(d) is Base for d in shape) else shape
 
@@ -353,7 +354,7 @@ class RaggedType(ShapedArray):
     __slots__ = ()
 
     @staticmethod
-    def of(shape: Any, dtype: Any, weak: bool) -> tuple[ShapedArray, "RaggedType | None"]:
+    def of(shape: Any, dtype: Dtype, weak: bool) -> tuple[ShapedArray, "RaggedType | None"]:
         """The type of an array: (for JAX, for user code if it is another one)."""
         aval = ShapedArray(watched_shape(shape), dtype, weak_type=weak)
         if not is_ragged(shape):
@@ -385,44 +386,44 @@ def asks_for_type(frame: Any) -> bool:
     return _asker(frame)[1] not in OURS
 
 
-def make_symbol(name: str, scope: Any) -> Any:
+def make_symbol(name: str, scope: Any) -> AxisSize:
     """A symbol of a scope of `jax.export`."""
     return _watched(symbolic_shape(name, scope=scope)[0])
 
 
-def symbol_of(extent: Any, name: str) -> Any:
+def symbol_of(extent: AxisSize, name: str) -> AxisSize:
     """A symbol of the scope of an extent."""
     return make_symbol(name, extent.scope)
 
 
-def as_number(x: object) -> Any:
+def as_number(x: object) -> AxisSize:
     """An extent as a value to compute with; anything else as it is."""
     return x.__jax_array__() if isinstance(x, Base) else x
 
 
-def is_ragged(shape: Sequence[Any]) -> bool:
+def is_ragged(shape: Sequence[AxisSize]) -> bool:
     """Returns whether an extent of a shape is symbolic."""
     return any(type(d) is not int and is_symbolic_dim(d) for d in shape)
 
 
-def ragged_axes(shape: Sequence[Any]) -> tuple[int, ...]:
+def ragged_axes(shape: Sequence[AxisSize]) -> tuple[int, ...]:
     """The axes of a shape whose extents are symbolic."""
     return tuple(i for i, d in enumerate(shape) if type(d) is not int and is_symbolic_dim(d))
 
 
-def extent_at(extent: Any, values: Mapping[str, object]) -> Any:
+def extent_at(extent: AxisSize, values: Mapping[str, object]) -> AxisSize:
     """An extent where its symbols have these values: numbers, or arrays of them."""
     if not is_symbolic_dim(extent):
         return extent
     return eval(_compiled(str(extent)), _FUNCTIONS, dict(values))
 
 
-def shape_at(shape: Sequence[Any], values: Mapping[str, object]) -> tuple[Any, ...]:
+def shape_at(shape: Sequence[AxisSize], values: Mapping[str, object]) -> tuple[AxisSize, ...]:
     """A shape where its symbols have these values."""
     return tuple(extent_at(d, values) for d in shape)
 
 
-def grows(extent: Any) -> bool:
+def grows(extent: AxisSize) -> bool:
     """Returns whether there is room for an extent where there is room for its symbols.
 
     `n - 1` and `2*n + m` grow with their symbols; `12 - n` and `mod(n, 4)` do not.
@@ -470,7 +471,7 @@ _FUNCTIONS = {
 }
 
 
-def symbols_in(value: Any) -> frozenset[str]:
+def symbols_in(value: Array) -> frozenset[str]:
     """The symbols in the extents that parameters of a primitive have somewhere inside."""
     if isinstance(value, dict):
         return symbols_in(tuple(value.values()))
@@ -486,7 +487,7 @@ def symbols_in(value: Any) -> frozenset[str]:
     return frozenset(_compiled(str(value)).co_names) - _FUNCTIONS.keys()
 
 
-def extents_in(value: object) -> Iterator[Any]:
+def extents_in(value: object) -> Iterator[AxisSize]:
     """The extents that are somewhere inside of parameters of a primitive, or of a program."""
     if isinstance(value, dict):
         value = tuple(value.values())
@@ -503,7 +504,7 @@ def extents_in(value: object) -> Iterator[Any]:
                 yield from extents_in(v.aval.shape)
 
 
-def numbered_extent(extent: Any, numbers: dict[str, int]) -> Hashable:
+def numbered_extent(extent: AxisSize, numbers: dict[str, int]) -> Hashable:
     """An extent with numbers for symbols; a new one gets the next number."""
     if not isinstance(extent, Base):
         return extent
@@ -513,7 +514,7 @@ def numbered_extent(extent: Any, numbers: dict[str, int]) -> Hashable:
     return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(extent))
 
 
-def substituted(value: Any, number: Callable[[Any], int]) -> Any:
+def substituted(value: Array, number: Callable[[Any], int]) -> Any:
     """A parameter of a primitive with numbers for extents."""
     if type(value) is tuple:
         return tuple(substituted(x, number) for x in value)

@@ -22,6 +22,7 @@ from jedbatch._jaxpr.derivatives import (
 )
 from jedbatch._jaxpr.interpret import any_performs
 from jedbatch._jaxpr.versions import Equation
+from jedbatch._support.types import Array, PyTree
 
 
 class Symmetric(DifferentiableProgram):
@@ -58,21 +59,25 @@ class Symmetric(DifferentiableProgram):
         self.save = DifferentiableProgram(self._save, self._pull_back_save)
         self.num_results = 0  # known once it has run
 
-    def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
+    def _known(self, *args: Array) -> tuple[list[Array], list[Array]]:
         outs = bind_program(self.save, args)
         return outs[: self.num_results], outs[self.num_results :]
 
-    def _save(self, *args: Any) -> list[Any]:
+    def _save(self, *args: Array) -> list[Array]:
         results, residuals = self.run_known(*args)
         self.num_results = len(results)
         return [*results, *residuals]
 
-    def _pull_back_save(self, args: Partial, _: Any, cotangents: Partial, wanted: Any) -> Any:
+    def _pull_back_save(
+        self, args: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
+    ) -> Any:
         of_results, of_residuals = cotangents[: self.num_results], cotangents[self.num_results :]
         assert all(c is None for c in of_residuals)  # all that is theirs goes to the arguments
         return self._pull_back(args, self._known(*args)[1], of_results, wanted)
 
-    def _pull_back(self, args: Partial, residuals: Any, cotangents: Partial, wanted: Any) -> Any:
+    def _pull_back(
+        self, args: Partial, residuals: Partial, cotangents: Partial, wanted: Sequence[bool]
+    ) -> Any:
         reverse = _Reverse(self, len(args), cotangents, wanted)
         present = [c for c in cotangents if c is not None]
         return reverse.spread(bind_program(reverse, [*args, *residuals, *present]))
@@ -89,7 +94,7 @@ class _Reverse(DifferentiableProgram):
       places: of the cotangents that come out among those of all arguments; known once it has run.
     """
 
-    def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Any):
+    def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Sequence[bool]):
         super().__init__(self._run, self._pull_back)
         self.of = of
         self.num_args = num_args
@@ -98,26 +103,30 @@ class _Reverse(DifferentiableProgram):
         self.wanted = wanted
         self.places: list[int] = []
 
-    def spread(self, values: Sequence[Any]) -> list[Any]:
+    def spread(self, values: Sequence[Array]) -> list[Array]:
         """Cotangents of all arguments of the program, None where there is none."""
         return spread_to(values, self.places, [None] * self.num_args)
 
-    def _cut(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def _cut(self, operands: Sequence[Array]) -> tuple[Any, Any, Any]:
         """(arguments, residuals, cotangents)."""
         end = len(operands) - len(self.exist)
         return operands[: self.num_args], operands[self.num_args : end], operands[end:]
 
-    def _run(self, *operands: Any) -> list[Any]:
+    def _run(self, *operands: Array) -> list[Array]:
         args, residuals, cotangents = self._cut(operands)
         back = self._sweep(args, residuals, cotangents, self.wanted)
         self.places = [i for i, x in enumerate(back) if x is not None]
         return [back[i] for i in self.places]
 
-    def _sweep(self, args: Any, residuals: Any, cotangents: Any, wanted: Any) -> list[Any]:
+    def _sweep(
+        self, args: Partial, residuals: Partial, cotangents: Partial, wanted: Sequence[bool]
+    ) -> list[Array]:
         full = spread_to(cotangents, self.exist, [None] * self.num_results)
         return self.of.sweep(args, residuals, full, wanted)
 
-    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+    def _pull_back(
+        self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
+    ) -> list[Array]:
         args, residuals, of_results = self._cut(operands)
         union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
         joint = _Both(self, union)
@@ -136,11 +145,11 @@ class _Both(DifferentiableProgram):
         self.reverse = reverse
         self.wanted = wanted
 
-    def given(self, cotangents: Partial) -> list[Any]:
+    def given(self, cotangents: Partial) -> list[Array]:
         """Cotangents of what comes out, from those of the reverse for all arguments."""
         return [*cotangents, *([None] * len(self.reverse.exist))]
 
-    def _run(self, *operands: Any) -> list[Any]:
+    def _run(self, *operands: Array) -> list[Array]:
         count = self.reverse.num_args
         args, cotangents = operands[:count], operands[count:]
         results, residuals = self.reverse.of.run_known(*args)
@@ -149,7 +158,9 @@ class _Both(DifferentiableProgram):
         of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
         return [*of_args, *(results[i] for i in self.reverse.exist)]
 
-    def _pull_back(self, operands: Partial, _: Any, cotangents: Partial, wanted: Any) -> list[Any]:
+    def _pull_back(
+        self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
+    ) -> list[Array]:
         self.reverse.of.refuse()
         tangents = [
             c if has_tangent(x) else None for x, c in zip(operands, cotangents, strict=True)
@@ -157,14 +168,14 @@ class _Both(DifferentiableProgram):
         return spread_tangents(push_forward_through(self, operands, tangents), operands)
 
 
-def spread_tangents(tangents: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+def spread_tangents(tangents: Sequence[Array], like: Sequence[Any]) -> list[Array]:
     """The tangents of those that have one, None for others."""
     return spread_to(tangents, [i for i, x in enumerate(like) if has_tangent(x)], like)
 
 
 def run_differentiably(
-    run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None], args: Any
-) -> list[Any]:
+    run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None], args: PyTree
+) -> list[Array]:
     """Runs a function with loops in both halves, differentiable in both modes and to any order.
 
     Args:
@@ -178,14 +189,14 @@ def run_differentiably(
     leaves, structure = jax.tree.flatten(args)
     tree: Any = structure
 
-    def flat_run(*given: Any) -> list[Any]:
+    def flat_run(*given: Array) -> list[Array]:
         return list(run(jax.tree.unflatten(tree, given)))
 
-    def flat_known(*given: Any) -> tuple[list[Any], list[Any]]:
+    def flat_known(*given: Array) -> tuple[list[Array], list[Array]]:
         results, residuals = known(jax.tree.unflatten(tree, given))
         return list(results), [*results, *residuals]
 
-    def flat_pull_back(leaves_in: Any, saved: Any, cotangents: Partial, _: Any) -> list[Any]:
+    def flat_pull_back(leaves_in: Any, saved: Any, cotangents: Partial, _: Any) -> list[Array]:
         count = len(cotangents)
         arguments = jax.tree.unflatten(tree, leaves_in)
         back = pull_back(arguments, saved[:count], saved[count:], cotangents)

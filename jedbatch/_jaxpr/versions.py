@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
+from jedbatch._support.types import Array
+
 
 class Equation(Protocol):
     """An equation of a program, `jax.extend.core.JaxprEqn`; variables have an `aval`."""
@@ -118,7 +120,7 @@ def scan_parts(eqn: Equation) -> tuple[int, int]:
     return num_whole(eqn.invars, body.invars) - num_carried, num_carried
 
 
-def wrapped_by_jax(value: Any) -> tuple[Any, ...] | None:
+def wrapped_by_jax(value: Array) -> tuple[Any, ...] | None:
     """Returns the parts of a wrapper in which JAX hands on a function; None of anything else.
 
     Wrappers of an unknown name are told apart by identity, which is never wrong.

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
-from jedbatch._jaxpr.versions import Atom, Equation, OpenProgram, scan_parts, without_consts
+from jedbatch._jaxpr.versions import Equation, OpenProgram, scan_parts, without_consts
+from jedbatch._support.types import Array
 
 Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
 
 
-def find_sources(jaxpr: OpenProgram, known_sources: Mapping[object, Sources]) -> dict[Any, Sources]:
+def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Var, Sources]) -> dict[Var, Sources]:
     """For each variable that depends on some given ones the union of what these depend on."""
     sources = dict(known_sources)
     for eqn in jaxpr.eqns:
@@ -58,12 +59,12 @@ def _sources_of_scan(eqn: Equation, operands: list[Sources]) -> list[Sources]:
         operands[first : first + count] = after
 
 
-def where_alive(alive: Any, x: Any) -> Any:
+def where_alive(alive: Array, x: Array) -> Array:
     """x, or zeros."""
     return jnp.where(alive, x, jnp.zeros_like(x))
 
 
-def guarded(jaxpr: OpenProgram, consts: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+def guarded(jaxpr: OpenProgram, consts: Sequence[Array], cotangents: Sequence[Array]) -> Any:
     """A backward program that is told which of its cotangents are alive.
 
     Args:
@@ -77,17 +78,17 @@ def guarded(jaxpr: OpenProgram, consts: Sequence[Any], cotangents: Sequence[Any]
     """
     sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
 
-    def evaluate(args: Sequence[Any], alive: Sequence[Any]) -> list[Any]:
+    def evaluate(args: Sequence[Array], alive: Sequence[Array]) -> list[Array]:
         zeroed = dict(zip(jaxpr.invars, args, strict=True))
         zeroed = {v: zeroed[v] for v in cotangents}  # those that are not alive are zeros already
 
-        def with_zeros(v: Atom, x: Any) -> Any:
+        def with_zeros(v: Var, x: Array) -> Array:
             if v not in zeroed:
                 flags = [alive[i] for i in sorted(sources[v])]
                 zeroed[v] = where_alive(jnp.stack(flags).any(), x)
             return zeroed[v]
 
-        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             of_operands = [
                 NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
                 for v in eqn.invars
@@ -105,7 +106,7 @@ def guarded(jaxpr: OpenProgram, consts: Sequence[Any], cotangents: Sequence[Any]
     return jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), flags)
 
 
-def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Any]) -> list[Sources]:
+def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Array]) -> list[Sources]:
     """For each result of a backward program the numbers of the cotangents it depends on."""
     sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
     return [sources.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]

@@ -27,6 +27,7 @@ from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.interpret import (
+    Bindings,
     cares_for_padding,
     inlined,
     reads,
@@ -41,6 +42,7 @@ from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
 from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
+from jedbatch._support.types import Array
 
 
 class Kernel:
@@ -101,20 +103,22 @@ class Kernel:
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
-    def prologue(self, shared: Sequence[jax.Array]) -> list[Any]:
+    def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values the type reads; once per program."""
         return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
 
-    def forward(self, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def forward(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """The results of one lane."""
         return self.evaluate(consts, operands, {})[0]
 
-    def environment(self, operands: Sequence[Any]) -> dict[Any, Any]:
+    def environment(self, operands: Sequence[Array]) -> Bindings:
         """The operands by variable."""
         values = map(from_stored, operands, self.operands)
         return dict(zip(self.operand_vars, values, strict=True))
 
-    def evaluate(self, consts: Any, operands: Any, deltas: dict[Any, Any]) -> tuple[list, dict]:
+    def evaluate(
+        self, consts: Any, operands: Any, deltas: dict[Var | int, Array]
+    ) -> tuple[list, dict]:
         """(results, all values) of one lane.
 
         `deltas` count as added to some variables; to result s by the key s.
@@ -122,7 +126,7 @@ class Kernel:
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
 
-        def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
+        def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             outs = self.run(eqn, values)
             if eqn.primitive.name in PRODUCTS:
                 outs = [checkpoint_name(x, PRODUCT) for x in outs]
@@ -138,7 +142,7 @@ class Kernel:
             results.append(tap(x, deltas[s]) if s in deltas else x)
         return results, env
 
-    def run(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Equation, values: Sequence[Array]) -> list[Array]:
         """Returns the results of an equation of the body.
 
         A product of a const and a vector puts the vector first.
@@ -161,7 +165,7 @@ class Kernel:
         return run_equation(self.jaxpr, eqn, values)
 
     @functools.cached_property
-    def _const_set(self) -> set[Any]:
+    def _const_set(self) -> set[Var]:
         return set(self.const_vars)
 
     def is_const(self, atom: Atom) -> bool:

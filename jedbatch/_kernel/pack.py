@@ -34,7 +34,7 @@ a sum of products to sums of products, if that makes fewer products in the end.
 
 import functools
 import graphlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,10 +42,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import reads, run_equation, run_equations
+from jedbatch._jaxpr.interpret import Bindings, reads, run_equation, run_equations
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram, is_program
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
 from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of, taken_apart
+from jedbatch._support.types import Array
 
 
 def fused(closed: ClosedProgram, num_shared: int) -> Any:
@@ -91,25 +92,25 @@ class Sum(NamedTuple):
     others: list[Any]
 
 
-def find_sums(program: CellProgram) -> tuple[dict[Any, Sum], list[Column]]:
+def find_sums(program: CellProgram) -> tuple[dict[Var, Sum], list[Column]]:
     """Sums by variable, and their columns.
 
     A product belongs to the sum that is its only reader, that one to the next, and so on.
     """
     same = _same(program.jaxpr)
-    inside: set[Any] = set()
-    roots: dict[Any, None] = {}
+    inside: set[Var] = set()
+    roots: dict[Var, None] = {}
     for v in program.products:
         while v is not None and v not in inside:
             inside.add(v)
             if program.adds_up(v) is None:
                 roots[v] = None
             v = program.adds_up(v)
-    sums: dict[Any, Sum] = {}
+    sums: dict[Var, Sum] = {}
     columns: list[Column] = []
-    columns_known: dict[Any, int] = {}  # columns that are written twice are computed once
+    columns_known: dict[Hashable, int] = {}  # columns that are written twice are computed once
     for root in roots:
-        parts: dict[Any, list[Product]] = {}
+        parts: dict[Hashable, list[Product]] = {}
         constants: list[Any] = []
         addends: list[Any] = []
         stack = [root]
@@ -141,12 +142,12 @@ def find_sums(program: CellProgram) -> tuple[dict[Any, Sum], list[Column]]:
     return sums, columns
 
 
-def _same(jaxpr: OpenProgram) -> dict[Any, Any]:
+def _same(jaxpr: OpenProgram) -> dict[Var, Any]:
     """For each variable the first one that is computed from the same in the same way."""
-    first: dict[Any, Any] = {}
-    same: dict[Any, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    first: dict[Hashable, Any] = {}
+    same: dict[Var, Any] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
 
-    def known(x: Any) -> Any:
+    def known(x: Array) -> Any:
         if isinstance(x, Var):
             return same[x]
         return x.aval.shape, x.aval.dtype, x.aval.weak_type, np.asarray(x.val).tobytes()
@@ -192,17 +193,17 @@ class Grid(NamedTuple):
 
 
 def make_table(
-    jaxpr: OpenProgram, sums: dict[Any, Sum], columns: list[Column]
+    jaxpr: OpenProgram, sums: dict[Var, Sum], columns: list[Column]
 ) -> tuple[Grid, ProductTable]:
     """Returns the products that have to be computed, as variables and as a table."""
     same = _same(jaxpr)
-    rows: dict[Any, int] = {}
+    rows: dict[Var, int] = {}
     entries: dict[tuple[int, int], list[Product]] = {}
     for c, column in enumerate(columns):
         for p in column.products:
             r = rows.setdefault(same[p.row], len(rows))
             entries.setdefault((r, c), []).append(p)
-    needs: dict[Any, int] = {}  # columns that each variable depends on
+    needs: dict[Var, int] = {}  # columns that each variable depends on
     for eqn in jaxpr.eqns:
         columns_read = 0
         for v in reads(eqn):
@@ -211,7 +212,7 @@ def make_table(
             needs[v] = columns_read | sum(1 << c for c in (sums[v].columns if v in sums else ()))
     heights = {r: products[0].height for (r, _), products in entries.items()}
 
-    def content(place: tuple[int, int]) -> Any:
+    def content(place: tuple[int, int]) -> Array:
         """The factors; matrices are not stacked, so nothing equals theirs."""
         factors = [(same[p.weight], p.weight_axis) for p in entries[place]]
         return place if entries[place][0].kind.free else tuple(factors)
@@ -234,7 +235,7 @@ class Step(NamedTuple):
 
     reads: Sequence[Any]
     writes: Sequence[Any]
-    run: Callable[[dict[Any, Any]], None]
+    run: Callable[[Bindings], None]
 
 
 def stack_products(closed: ClosedProgram, num_shared: int) -> Any:
@@ -276,7 +277,7 @@ def is_better_packed(products: Sequence[Product]) -> bool:
     return bool(further) or (first.weight_axis == 1 and first.kind.free == ())
 
 
-def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: dict[Any, Any]) -> None:
+def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: Bindings) -> None:
     """Runs the steps that the results depend on; of two that write a key, the later one."""
     maker = {key: i for i, step in enumerate(steps) for key in step.writes}
     after: dict[int, list[int]] = {}
@@ -313,21 +314,21 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
         new = new.difference(x.columns)
     any_constants = any(constants.values())
 
-    def pack(env: dict[Any, Any]) -> Any:
+    def pack(env: Bindings) -> Array:
         blocks = [
             [sum_of([p.matrix(env) for p in grid.entries[r, c]]) for c in first.columns]
             for r in first.rows
         ]
         return join([join(row, 1) for row in blocks], 0)
 
-    def bias(rectangle: Rectangle, env: dict[Any, Any]) -> Any:
+    def bias(rectangle: Rectangle, env: Bindings) -> Array:
         each = [[env[v] for v in constants.get((c, rectangle), ())] for c in rectangle.columns]
         constant_values = [
             sum_of(x) if x else kind.zeros(width) for x, width in zip(each, widths, strict=True)
         ]
         return join(constant_values, kind.axis)
 
-    def run(env: dict[Any, Any]) -> None:
+    def run(env: Bindings) -> None:
         values = [join([env[grid.rows[r]] for r in x.rows], kind.row_axis) for x in group]
         result = kind.multiply(_stack(values), pack(env))
         if any_constants:
@@ -342,12 +343,12 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
     return Step(reads_needed, [(c, x) for x in group for c in x.columns], run)
 
 
-def _stack(values: Sequence[jax.Array]) -> Any:
+def _stack(values: Sequence[jax.Array]) -> Array:
     """Several vectors as a matrix; one value as it is."""
     if len(values) == 1:
         return values[0]
     return lax.concatenate([lax.expand_dims(x, (0,)) for x in values], 0)
 
 
-def _unstack(x: Any, count: int) -> Sequence[Any]:
+def _unstack(x: Array, count: int) -> Sequence[Any]:
     return [lax.squeeze(row, (0,)) for row in lax.split(x, [1] * count)] if count > 1 else [x]

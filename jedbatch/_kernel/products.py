@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import (
+    Bindings,
     dependents,
     reads,
     run_equation,
@@ -29,6 +30,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
 )
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
+from jedbatch._support.types import Array
 
 
 class Kind(NamedTuple):
@@ -58,7 +60,7 @@ class Kind(NamedTuple):
         shape = (size, *self.free) if self.columns_first else (*self.free, size)
         return np.zeros(shape, self.dtypes[2])
 
-    def multiply(self, row: Any, weight: Any) -> Any:
+    def multiply(self, row: Array, weight: Array) -> Array:
         """The product with a weight [K, N]; of stacked vectors [k, K] too."""
         row_axis = self.row_axis + row.ndim - len(self.free) - 1
         (a, i), (b, j) = (row, row_axis), (weight, 0)
@@ -81,14 +83,14 @@ class Product(NamedTuple):
       weight_axis: the axis of the weight that is summed over.
     """
 
-    row: Any
-    weight: Any
+    row: Array
+    weight: Array
     result: Any
     weight_axis: int
     kind: Kind
 
     @staticmethod
-    def of(eqn: Equation, shared: set[Any], moving: set[Any]) -> "Product | None":
+    def of(eqn: Equation, shared: set[Var], moving: set[Var]) -> "Product | None":
         """The product that an equation is, if any; matrices and inexact numbers only."""
         if eqn.primitive.name != "dot_general":
             return None
@@ -133,7 +135,7 @@ class Product(NamedTuple):
         """The columns of the weight [K, N]."""
         return self.weight.aval.shape[1 - self.weight_axis]
 
-    def matrix(self, env: dict[Any, Any]) -> Any:
+    def matrix(self, env: Bindings) -> Array:
         """The weight [K, N]."""
         weight = env[self.weight]
         return lax.transpose(weight, (1, 0)) if self.weight_axis else weight
@@ -173,10 +175,10 @@ class CellProgram:
         self.reader = {v: eqn for eqn in eqns for v in reads(eqn)}
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
 
-    def traced(self, run: Callable[[dict[Any, Any]], None]) -> Any:
+    def traced(self, run: Callable[[Bindings], None]) -> Any:
         """The closed jaxpr of a function that adds all results to the values by variable."""
 
-        def evaluate(*args: Any) -> list[Any]:
+        def evaluate(*args: Any) -> list[Array]:
             env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
             env.update(zip(self.jaxpr.invars, args, strict=True))
             run(env)
@@ -197,17 +199,17 @@ def adds(eqn: Equation) -> bool:
     return eqn.primitive.name == "add" and alike and all(isinstance(x, Var) for x in eqn.invars)
 
 
-def join(parts: Sequence[Any], axis: int) -> Any:
+def join(parts: Sequence[Array], axis: int) -> Array:
     """Some arrays one after another."""
     return lax.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
-def split_sizes(x: Any, sizes: Sequence[int], axis: int) -> Sequence[Any]:
+def split_sizes(x: Array, sizes: Sequence[int], axis: int) -> Sequence[Any]:
     """Pieces of some sizes."""
     return lax.split(x, sizes, axis) if len(sizes) > 1 else [x]
 
 
-def sum_of(values: Sequence[jax.Array]) -> Any:
+def sum_of(values: Sequence[jax.Array]) -> Array:
     """The sum, from left to right."""
     return functools.reduce(lax.add, values)
 
@@ -235,14 +237,14 @@ def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
             return False
         return any(can_split(x, axis) for x in maker[v].invars)
 
-    def multiply(p: Product, widths: Sequence[int], env: dict[Any, Any]) -> list[Any]:
+    def multiply(p: Product, widths: Sequence[int], env: Bindings) -> list[Array]:
         """A product in pieces, each a sum over parts of its row."""
         rows = [env[x] for x in rows_of(p)]
         bands = split_sizes(p.matrix(env), [x.shape[p.kind.row_axis] for x in rows], 0)
         blocks = zip(*(split_sizes(band, widths, 1) for band in bands), strict=True)
         return [sum_of(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
 
-    def pieces(v: Var, widths: Sequence[int], axis: int, env: dict[Any, Any]) -> Sequence[Any]:
+    def pieces(v: Var, widths: Sequence[int], axis: int, env: Bindings) -> Sequence[Any]:
         if not can_split(v, axis):
             return split_sizes(env[v], widths, axis)
         if v in products:
@@ -252,7 +254,7 @@ def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
     def splits(eqn: Equation) -> bool:
         return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
 
-    def run(env: dict[Any, Any]) -> None:
+    def run(env: Bindings) -> None:
         def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Any]:
             p = products.get(eqn.outvars[0])
             if splits(eqn):

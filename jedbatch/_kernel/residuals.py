@@ -11,6 +11,7 @@ from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import dependents, reads
 from jedbatch._jaxpr.versions import Atom, Equation
+from jedbatch._support.types import Array
 
 
 class Source(enum.Enum):
@@ -53,14 +54,14 @@ class Residuals:
         numbers.
     """
 
-    def __init__(self, forward: Any, num_consts: int, results: list[Any]):
+    def __init__(self, forward: Any, num_consts: int, results: list[Array]):
         jaxpr = forward.jaxpr
         self._forward = forward
         self._consts, self.operands = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:]
         self._results = results
         self._varying = dependents(jaxpr, self.operands)
-        self.saved: dict[Any, int] = {}
-        self.derived: dict[Any, int] = {}
+        self.saved: dict[Atom, int] = {}
+        self.derived: dict[Atom, int] = {}
 
     def find(self, v: Atom) -> Sourced:
         """Returns where the value of a variable is found again."""

@@ -40,6 +40,7 @@ from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
 from jedbatch._kernel.weight_gradients import Tap
+from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE_OPERATIONS = frozenset({"add", "add_any", "sub"})
@@ -347,7 +348,7 @@ class KernelVjp:
             backward = inlined(backward, body_of("jit", "remat2", "checkpoint"))
         return forward, backward
 
-    def _stopped(self, s: int, consts: Any, operands: Sequence[Any], deltas: Any) -> Any:
+    def _stopped(self, s: int, consts: Any, operands: Sequence[Array], deltas: Any) -> Any:
         """Result s as a function of those operands with respect to which it can be differentiated.
 
         The rest of it is computed a second time, which XLA finds out.
@@ -390,8 +391,8 @@ class KernelVjp:
         if not turned:
             return jaxpr, backward.consts, ()
 
-        def evaluate(args: Sequence[jax.Array], weights: Sequence[jax.Array]) -> list[Any]:
-            def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
+        def evaluate(args: Sequence[jax.Array], weights: Sequence[jax.Array]) -> list[Array]:
+            def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
                 if (i := weight_of(eqn)) is None:
                     return run_equation(jaxpr, eqn, values)
                 (summed, _), batched = eqn.params["dimension_numbers"]
@@ -411,14 +412,16 @@ class KernelVjp:
         closed = jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), weights)
         return closed.jaxpr, closed.consts, tuple(turned)
 
-    def _share_cotangents(self, backward: Jaxpr, places: list[Any]) -> tuple[Jaxpr, dict[Any, int]]:
+    def _share_cotangents(
+        self, backward: Jaxpr, places: list[Any]
+    ) -> tuple[Jaxpr, dict[Var | int, int]]:
         """Lets taps with one cotangent (a product and its bias) share a row.
 
         Returns (the backward program with these rows, the row of each place).
         """
         num_moving = len(self._moving)
         outvars = backward.outvars[num_moving:]
-        rows: dict[Any, int] = {}
+        rows: dict[Var | int, int] = {}
         row_of = {}
         maker = {v: eqn for eqn in backward.eqns for v in eqn.outvars}
         for k, (place, v) in enumerate(zip(places, outvars, strict=True)):
@@ -497,7 +500,7 @@ class KernelVjp:
             apply=lambda consts, *_: list(consts),
         )
 
-    def save(self, consts: Sequence[Any], operands: Sequence[Any]) -> tuple[list, list]:
+    def save(self, consts: Sequence[Array], operands: Sequence[Array]) -> tuple[list, list]:
         """(results, saved) of one lane."""
         out = jax.core.eval_jaxpr(self._forward, self._forward_consts, *consts, *operands)
         return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
@@ -523,7 +526,7 @@ class KernelVjp:
             Source.RESULT: results,
             Source.SAVED: saved,
         }
-        leaves: list[Any] = []
+        leaves: list[Leaf] = []
         for source, x in self._sources:
             if source is Source.UNREAD:
                 leaves.append(jnp.zeros(x.shape, x.dtype))

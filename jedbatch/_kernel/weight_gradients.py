@@ -13,6 +13,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._jaxpr.interpret import inlined, interpret, reads, run_equation
 from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._jaxpr.zeros import Sources
+from jedbatch._support.types import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,9 @@ class Tap:
     look_up: bool = False
     scale: bool = False
 
-    def gradient(self, consts: Sequence[Any], rows: Any, cotangents: Sequence[Any]) -> list[Any]:
+    def gradient(
+        self, consts: Sequence[Array], rows: Any, cotangents: Sequence[Array]
+    ) -> list[Array]:
         """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
         if self.scale:  # XLA:CPU sums products over lanes 15 times as fast by a product
             (row,), (cotangent,) = rows, cotangents
@@ -61,8 +64,12 @@ class Tap:
         return vjp(list(cotangents))[0]
 
     def added(
-        self, total: Sequence[Any], consts: Sequence[Any], rows: Any, cotangents: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        total: Sequence[Array],
+        consts: Sequence[Array],
+        rows: Any,
+        cotangents: Sequence[Array],
+    ) -> list[Array]:
         """The gradients of its consts added to `total`; those of look-ups row by row."""
         if not self.look_up:
             gradient = self.gradient(consts, rows, cotangents)
@@ -77,7 +84,7 @@ def _added(
     consts: Sequence[jax.Array],
     given: Sequence[jax.Array],
     total: Sequence[jax.Array],
-) -> list[Any]:
+) -> list[Array]:
     """`total` and the results of a program, added up.
 
     Where the program adds rows to zeros it adds them to `total` itself.
@@ -90,7 +97,7 @@ def _added(
         if eqn is not None and eqn.primitive.name == "scatter-add":
             onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
 
-    def rule(eqn: Equation, values: list[jax.Array]) -> list[Any]:
+    def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
         return [onto[v] for v in eqn.outvars if v in onto] or run_equation(jaxpr, eqn, values)
 
     sums = []

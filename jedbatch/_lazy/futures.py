@@ -29,6 +29,7 @@ from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value, by_value
+from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError
 
 
@@ -122,7 +123,7 @@ LOST = Settled(
 )
 
 
-def _as_array(value: Any, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+def _as_array(value: Any, dtype: Dtype = None, copy: bool | None = None) -> np.ndarray:
     return np.asarray(value, dtype) if copy is None else np.array(value, dtype, copy=copy)
 
 
@@ -249,7 +250,7 @@ class Awaited(Symbol):
     def __getitem__(self, item: Any) -> Any:
         return Tracer.__getitem__(self, item)
 
-    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: Dtype = None, context: None = None, copy: bool | None = None) -> Any:
         outcome = self.outcome
         if outcome is None or outcome.is_traced or not isinstance(outcome.aval.dtype, np.dtype):
             return self._numpy(dtype, copy)

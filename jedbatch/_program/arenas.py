@@ -14,9 +14,10 @@ from jax import lax
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import BROADCAST, SLICE, STRIDE
 from jedbatch._program.tables import TableLayout
+from jedbatch._support.types import Array
 
 
-def row(form: TableLayout, table: Any, name: tuple, *index: int, start: Any = 0, size: int = 0):
+def row(form: TableLayout, table: Array, name: tuple, *index: int, start: Array = 0, size: int = 0):
     """`table[name][*index, start : start + size]`; to the end of the row without a size."""
     offset, shape = form.places[name]
     stride = math.prod(shape)
@@ -31,12 +32,12 @@ def take(arena: Any, rows: Any) -> Any:
     return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def slice_rows(arena: Any, start: Any, size: int) -> Any:
+def slice_rows(arena: Any, start: Array, size: int) -> Any:
     """Consecutive rows of an arena."""
     return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
 
 
-def put(arena: Any, rows: Any, start: Any) -> Any:
+def put(arena: Any, rows: Any, start: Array) -> Any:
     """The arena with consecutive rows replaced."""
     rows = rows.astype(arena.dtype)
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
@@ -64,7 +65,7 @@ def put_at(target: Target, arenas: list[Any], writes: Sequence[tuple[int, Any, A
         )
 
 
-def broadcast_flags(flags: Any, x: Any) -> Any:
+def broadcast_flags(flags: Any, x: Array) -> Any:
     """Flags of the leading axes of x, in as many dimensions as x has."""
     return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
@@ -78,7 +79,7 @@ def read(arena: Any, first: Any, mode: int, width: int) -> Any:
     return slice_rows(arena, first, STRIDE * width)[::STRIDE]
 
 
-def isolated(target: Target, lane: Any, read: Any, write: Callable, state: Any) -> Any:
+def isolated(target: Target, lane: Array, read: Any, write: Callable, state: Any) -> Any:
     """`write(lane, read, state)`, apart from what has been read.
 
     Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU

@@ -22,6 +22,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import MAX_SLOTS
 from jedbatch._program.returned import Pieces, joined, split_outputs
 from jedbatch._program.signature import Signature
+from jedbatch._support.types import Array
 
 
 class Differentiable:
@@ -65,11 +66,11 @@ class Differentiable:
         outs = bind_program(self.program, leaves)
         return jax.tree.unflatten(self.pieces, outs)
 
-    def _given(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    def _given(self, args: Sequence[Array]) -> tuple[Any, Any, Any, Any]:
         """(shared values, inputs, table, reverse table)."""
         return jax.tree.unflatten(self.tree, args)
 
-    def _split(self, outputs: Sequence[Any]) -> list[Any]:
+    def _split(self, outputs: Sequence[Array]) -> list[Any]:
         pieces, self.pieces = jax.tree.flatten(split_outputs(outputs, self.batch))
         return pieces
 
@@ -86,7 +87,7 @@ class Differentiable:
 
     @unguarded
     def _pull_back(
-        self, args: Sequence[Any], values: Sequence[Any], cotangents: Any, wanted: Any
+        self, args: Sequence[Array], values: Sequence[Array], cotangents: Any, wanted: Any
     ) -> list[Any]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
         pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
@@ -101,7 +102,7 @@ class Differentiable:
         return [*back, *([None] * (len(args) - len(back)))]
 
 
-def _moves(x: Any) -> bool:
+def _moves(x: Array) -> bool:
     return has_gradient(jax.typeof(x).dtype)
 
 

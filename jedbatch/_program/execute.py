@@ -48,6 +48,7 @@ from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lanes import Lanes, put_all, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
+from jedbatch._support.types import Array
 
 
 class Forward:
@@ -106,9 +107,9 @@ class Forward:
     def operands(
         self,
         k: int,
-        table: Any,
+        table: Array,
         arenas: Any,
-        lane: Any,
+        lane: Array,
         width: int,
         reading: Reading | None = None,
         wanted: Collection[int] | None = None,
@@ -136,9 +137,9 @@ class Forward:
         k: int,
         width: int,
         consts: Any,
-        table: Any,
+        table: Array,
         state: Any,
-        lane: Any,
+        lane: Array,
         reading: Reading | None = None,
     ) -> Any:
         """Runs `width` lanes of kernel k, from `lane` on."""
@@ -160,7 +161,7 @@ class Forward:
 
         return isolated(signature.target, lane, operands, write, state)
 
-    def results(self, k: int, table: Any, lane: Any) -> list[Any]:
+    def results(self, k: int, table: Array, lane: Array) -> list[Any]:
         """The first row of each result of the chunk of kernel k that begins in a lane."""
         signature = self.signature
         if signature.shared_rows is None:
@@ -170,7 +171,7 @@ class Forward:
             for s in range(len(signature.kernels[k].results))
         ]
 
-    def finish(self, table: Any, state: Any) -> tuple[Any, ...]:
+    def finish(self, table: Array, state: Any) -> tuple[Any, ...]:
         """The rows returned from each arena."""
         form = self.signature.form
         return tuple(
@@ -198,7 +199,7 @@ class Backward:
         self.signature = signature
         self.forward = Forward(signature.forward, saving=True)
 
-    def start(self, outputs: Sequence[Any], saved: Any, exist: Any = None) -> Any:
+    def start(self, outputs: Sequence[Array], saved: Any, exist: Any = None) -> Any:
         """The state before the first step; `outputs` are cotangents of the rows returned.
 
         `exist` is the last table, if the program marks what exists.
@@ -232,7 +233,7 @@ class Backward:
         ]
         return tuple(of_rows), tuple(of_lanes)
 
-    def gather(self, name: tuple, table: Any, cotangents: Any, start: Any = 0, size: int = 0):
+    def gather(self, name: tuple, table: Array, cotangents: Any, start: Array = 0, size: int = 0):
         """Sums of the cotangent rows listed in the columns of a table."""
         form = self.signature.form
         count, width = form.places[name][1]
@@ -245,12 +246,14 @@ class Backward:
         ]
         return functools.reduce(jnp.add, columns)
 
-    def prepare(self, consts: Sequence[Any]) -> list[tuple[Any, Any]]:
+    def prepare(self, consts: Sequence[Array]) -> list[tuple[Any, Any]]:
         """For each kernel its consts, and what its reverse makes of them."""
         kernels = self.signature.forward.kernels
         return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
 
-    def alive(self, k: int, s: int, tables: Any, state: Any, start: Any = 0, size: int = 0) -> Any:
+    def alive(
+        self, k: int, s: int, tables: Any, state: Any, start: Array = 0, size: int = 0
+    ) -> Any:
         """bool[size]: whether result s of lanes of kernel k has a cotangent."""
         signature, form = self.signature, self.signature.form
         a, name = (
@@ -264,7 +267,7 @@ class Backward:
             return (leads_to & tables[2]) != 0
         return row(form, tables[1], name, 0, start=start, size=size) != signature.zero[a]
 
-    def marked(self, name: tuple, table: Any, marks: Any, start: Any = 0, size: int = 0) -> Any:
+    def marked(self, name: tuple, table: Array, marks: Any, start: Array = 0, size: int = 0) -> Any:
         """Whether any of the rows listed in the columns of a table is marked."""
         form = self.signature.form
         columns = [
@@ -274,7 +277,7 @@ class Backward:
         return functools.reduce(jnp.logical_or, columns)
 
     def alive_by(
-        self, k: int, tables: Any, state: Any, sources: Collection[int], start: Any, size: int
+        self, k: int, tables: Any, state: Any, sources: Collection[int], start: Array, size: int
     ) -> Any:
         """bool[size]: whether any of some results had a cotangent, after the last step."""
         size = size or self.signature.forward.lanes[k]
@@ -345,7 +348,7 @@ class Backward:
         read = operands, results, kept, given, *([alive] if signature.marks else [])
         return isolated(forward.target, lane, read, write, state)
 
-    def sent(self, k: int, table: Any, lane: Any) -> list[Any]:
+    def sent(self, k: int, table: Array, lane: Array) -> list[Any]:
         """The first cotangent row of each operand of the chunk of kernel k that begins in a lane.
 
         For operands that have none, any number.
@@ -358,7 +361,7 @@ class Backward:
             for j in range(len(signature.forward.kernels[k].operands))
         ]
 
-    def sum_chunk(self, a: int, width: int, table: Any, state: Any, lane: Any) -> Any:
+    def sum_chunk(self, a: int, width: int, table: Array, state: Any, lane: Array) -> Any:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
         cotangents = list(state[0])
         rows = self.gather(("sums", a), table, cotangents[a], lane, width)
@@ -374,7 +377,7 @@ class Backward:
             marks = tuple(of_rows), marks[1]
         return tuple(cotangents), state[1], marks
 
-    def inputs(self, table: Any, state: Any) -> tuple[Any, ...]:
+    def inputs(self, table: Array, state: Any) -> tuple[Any, ...]:
         """Cotangents of the input rows of each arena; None where there are none."""
         return tuple(
             None if cotangents is None else self.gather(("input_readers", a), table, cotangents)
@@ -439,13 +442,13 @@ class Backward:
 
 
 def fused_forward(
-    forward: Forward, consts: Any, inputs: Any, table: Any, used: Any = None
+    forward: Forward, consts: Any, inputs: Any, table: Array, used: Any = None
 ) -> tuple[Any, Any]:
     """(rows returned from each arena, state after the last batch)."""
     return advance(forward, consts, table, forward.start(inputs, used))
 
 
-def advance(forward: Forward, consts: Any, table: Any, state: Any) -> tuple[Any, Any]:
+def advance(forward: Forward, consts: Any, table: Array, state: Any) -> tuple[Any, Any]:
     """Runs the batches of a table: (rows returned from each arena, state after the last)."""
     signature = forward.signature
 

@@ -35,6 +35,7 @@ from jedbatch._program.arenas import empty, take
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
+from jedbatch._support.types import Array
 
 
 class Packed(NamedTuple):
@@ -43,12 +44,12 @@ class Packed(NamedTuple):
     shared: tuple[weakref.ref, ...]
     consts: list[list[Any]]
 
-    def is_of(self, shared: Sequence[Any]) -> bool:
+    def is_of(self, shared: Sequence[Array]) -> bool:
         """Returns whether these are the very same arrays."""
         return all(ref() is x for ref, x in zip(self.shared, shared, strict=True))
 
 
-def is_lasting(x: Any) -> bool:
+def is_lasting(x: Array) -> bool:
     """True of arrays that will hold the same values as long as they exist."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
 
@@ -141,7 +142,7 @@ class Fused:
         self.arenas.clear()
         self.states.clear()
 
-    def _weights(self, shared: Sequence[Any]) -> dict[str, Any]:
+    def _weights(self, shared: Sequence[Array]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""
         if not all(map(is_lasting, shared)) or not self._has_prologue(shared):
             return {"shared": shared}
@@ -154,7 +155,7 @@ class Fused:
     def _forget(self, _: Any) -> None:
         self._packed = None
 
-    def _has_prologue(self, shared: Sequence[Any]) -> bool:
+    def _has_prologue(self, shared: Sequence[Array]) -> bool:
         if self._prologue is None:
             self._prologue = bool(jax.make_jaxpr(self.prepare)(shared).eqns)
         return self._prologue
@@ -312,7 +313,7 @@ def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(take(arena, row_ids) for arena, row_ids in zip(state[0], rows, strict=True))
 
 
-def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
+def _host_chunks(signature: Signature | ReverseSignature, table: Array) -> Any:
     """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
     form, instructions, table = signature.form, signature.instructions, np.asarray(table)
     count = int(form.view(table, "num_instructions")[0])
@@ -321,7 +322,7 @@ def _host_chunks(signature: Signature | ReverseSignature, table: Any) -> Any:
 
 
 def pulled_back(
-    prepare: Callable, shared: Sequence[Any], gradients: Sequence[Any], alive: Sequence[Any]
+    prepare: Callable, shared: Sequence[Array], gradients: Sequence[Any], alive: Sequence[Array]
 ) -> list[Any]:
     """Cotangents of the shared values from those of what `prepare` makes of them.
 

@@ -19,10 +19,11 @@ from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
+from jedbatch._support.types import Array, Dtype
 
 
 def assemble(
-    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Any]]
+    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Array]]
 ) -> dict[str, Any]:
     """The input rows of each arena, up to capacity."""
     rows: Any
@@ -37,7 +38,7 @@ def assemble(
     return inputs
 
 
-def pack_rows(kind: Kind, parts: Sequence[Any], capacity: int, repeats_last: bool = False) -> Any:
+def pack_rows(kind: Kind, parts: Sequence[Array], capacity: int, repeats_last: bool = False) -> Any:
     """Returns parts [k, *shape], traced or not, as one array [capacity, *shape].
 
     Rows beyond them are zeros, or the last one again if there is any and it `repeats_last`.
@@ -57,7 +58,7 @@ def pack_rows(kind: Kind, parts: Sequence[Any], capacity: int, repeats_last: boo
     return rows
 
 
-def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> Any:
+def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> Any:
     """The values of some inputs [k, *shape]."""
     if chunk.leaf is None:
         return chunk.rows
@@ -77,7 +78,7 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Any], instance: int) -> An
     return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
 
 
-def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
+def _check_range(array: np.ndarray, dtype: Dtype, instance: int) -> None:
     """Raises `OverflowError` if 64-bit integers do not fit 32 bits."""
     if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
         return
@@ -94,7 +95,7 @@ def _check_range(array: np.ndarray, dtype: Any, instance: int) -> None:
 def results_from(
     form: OutputSpec,
     signature: Signature,
-    outputs: Sequence[Any],
+    outputs: Sequence[Array],
     packed: Sequence[Sequence[Any]] = (),
 ) -> Any:
     """Returns results made of the outputs of each arena and the packed results of regions.

@@ -19,6 +19,7 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import row, slice_rows
 from jedbatch._program.instructions import InstructionSet
 from jedbatch._program.tables import TableLayout
+from jedbatch._support.types import Array
 
 LOOPS_PER_GROUP = 4  # loops in a row before they are nested
 
@@ -88,7 +89,11 @@ def run_chunks(body: Body, carry: Any) -> Any:
 
 
 def run_branches(
-    form: TableLayout, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+    form: TableLayout,
+    table: Array,
+    bodies: Sequence[Body],
+    instructions: InstructionSet,
+    state: Any,
 ) -> Any:
     """Runs the instructions of a table one by one, each in a branch of a `lax.switch`.
 
@@ -124,7 +129,11 @@ def run_branches(
 
 
 def sweep(
-    form: TableLayout, table: Any, bodies: Sequence[Body], instructions: InstructionSet, state: Any
+    form: TableLayout,
+    table: Array,
+    bodies: Sequence[Body],
+    instructions: InstructionSet,
+    state: Any,
 ) -> Any:
     """Runs the instructions of a table."""
 

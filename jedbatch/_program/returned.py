@@ -19,13 +19,14 @@ from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._program.alive import MAX_RESULTS
 from jedbatch._program.output_spec import OutputSpec, Slice
 from jedbatch._program.placement import Placement
+from jedbatch._support.types import Array
 
 ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
 
 Pieces = tuple[list[Any], ...]  # of each arena
 
 
-def split_outputs(outputs: Sequence[Any], batch: int | None) -> Pieces:
+def split_outputs(outputs: Sequence[Array], batch: int | None) -> Pieces:
     """The rows returned from each arena, `batch` at a time or one by one."""
     if batch is None:
         return tuple(map(unstacked, outputs))
@@ -46,7 +47,7 @@ def joined(
 
     Pieces are None where there is none.
     """
-    arrays: list[Any] = []
+    arrays: list[Array] = []
     exist = []
     for (shape, dtype), pieces in zip(arenas, cotangents, strict=True):
         flags = np.array([x is not None for x in pieces], bool)
@@ -63,7 +64,7 @@ def joined(
     return tuple(arrays), exist
 
 
-def _end_to_end(parts: Sequence[Any], nothing: Any) -> Any:
+def _end_to_end(parts: Sequence[Array], nothing: Array) -> Any:
     return jnp.concatenate(parts) if parts else nothing[:0]
 
 
@@ -140,7 +141,7 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
+def some_rows(rows: Any, start: Array, count: int) -> list[Any]:
     """`count` rows of an array from `start` on, one by one."""
     piece = jax.lax.dynamic_slice_in_dim(rows, start, count)
     return [piece[i] for i in range(count)]
@@ -149,7 +150,7 @@ def some_rows(rows: Any, start: Any, count: int) -> list[Any]:
 def unstacked(rows: Any) -> list[Any]:
     """The rows of an array one by one, by programs that serve arrays of any length."""
     block = min(ROWS_PER_BLOCK, len(rows))
-    results: list[Any] = []
+    results: list[Array] = []
     for start in range(0, len(rows), block or 1):
         start = min(start, len(rows) - block)
         results[start:] = some_rows(rows, handed_over(np.int32(start)), block)

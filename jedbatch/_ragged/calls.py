@@ -27,6 +27,7 @@ from jedbatch._ragged.groups import MAX_PAIRS_PER_ROW, find_groups, longest_slot
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
+from jedbatch._support.types import Array
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
@@ -130,7 +131,7 @@ class RegionCalls:
         )
 
 
-def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Any]]) -> list[RegionCalls]:
+def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> list[RegionCalls]:
     """Returns the calls of a minibatch by region.
 
     Raises `ValueError` if an instance has no rows of which something is taken that needs some.
@@ -230,7 +231,7 @@ def make_ragged_calls(
     stages: Sequence[Stage],
     calls: Sequence[RegionCalls],
     records: Sequence[Record],
-    arrays: Sequence[Sequence[Any]],
+    arrays: Sequence[Sequence[Array]],
     placed: Placement,
     signature: Signature,
 ) -> RaggedCalls:
@@ -325,7 +326,7 @@ def _columns(
 
 
 def _packed(
-    value_type: ValueType, values: Sequence[Any], packed: PackedProgram, capacity: RowCapacity
+    value_type: ValueType, values: Sequence[Array], packed: PackedProgram, capacity: RowCapacity
 ) -> Any:
     """Returns the operands of all calls as one array: [R, ...] if ragged, or [K, ...].
 

@@ -31,9 +31,12 @@ from jedbatch._jaxpr.symbolic_dims import (
 )
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._support.types import Array, AxisSize, Dtype
 
 LETTERS = "nmkl"
-ArrayType = tuple[tuple[Any, ...], Any, bool]  # (shape, dtype, weak), an extent may be a symbol
+ArrayType = tuple[
+    tuple[AxisSize, ...], Dtype, bool
+]  # (shape, dtype, weak), an extent may be a symbol
 Pair = tuple[int, int]  # of arrays of an instance
 
 
@@ -144,7 +147,7 @@ class Lengths:
         return self.off if any(n is None for n in self._kinds.values()) else None
 
     def look(
-        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
     ) -> list[RaggedTypes | None]:
         """Returns how instances are recorded; None for one without ragged arrays.
 
@@ -177,7 +180,7 @@ class Lengths:
         return types
 
     def _observe(
-        self, key: Hashable, arrays: Sequence[Any]
+        self, key: Hashable, arrays: Sequence[Array]
     ) -> tuple[Hashable, LengthFamily, list[int]]:
         """Returns (key without lengths, family, lengths of the arrays) of an instance."""
         general = _without_lengths(key)

@@ -9,7 +9,6 @@ Letters: `K` calls (instances, or parts of instances that run a program), `R` ca
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_
 from jedbatch._ragged.phases import PhasedProgram
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE_ROWS
+from jedbatch._support.types import Array
 
 
 class PackedProgram:
@@ -137,8 +137,12 @@ class PackedProgram:
         jax.eval_shape(slope, list(shared), operands, table)
 
     def run(
-        self, capacity: RowCapacity, shared: Sequence[Any], operands: Sequence[Any], table: Any
-    ) -> list[Any]:
+        self,
+        capacity: RowCapacity,
+        shared: Sequence[Array],
+        operands: Sequence[Array],
+        table: Array,
+    ) -> list[Array]:
         """Returns the results: packed rows [R, ...] or [K, ...], by the kind of the result.
 
         Args:
@@ -157,7 +161,7 @@ class PackedProgram:
         for phase in self._phases:
             env.update(zip(phase.phase.writes, phase.run(batch, env), strict=True))
 
-        def returned(atom: Atom) -> Any:
+        def returned(atom: Atom) -> Array:
             value = value_of(atom, env)
             if isinstance(atom, Var) and atom not in defined:
                 return value

@@ -28,6 +28,7 @@ from jedbatch._ragged.axis_rules import (
 )
 from jedbatch._ragged.row_rules import bind_rows, look_up
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
+from jedbatch._support.types import Array, AxisSize, Dtype
 
 
 class Padded:
@@ -53,27 +54,29 @@ class Padded:
         self.sizes, self.lengths, self.guarded = sizes, lengths, guarded
         self.tiles, self.offset = tiles or {}, offset
 
-    def size(self, extent: Any) -> int:
+    def size(self, extent: AxisSize) -> int:
         """Returns the capacity for an extent."""
         return extent_at(extent, self.sizes)
 
-    def length(self, extent: Any) -> jax.Array:
+    def length(self, extent: AxisSize) -> jax.Array:
         """Returns the extent itself."""
         return jnp.asarray(extent_at(extent, self.lengths), jnp.int32)
 
-    def exists(self, shape: Sequence[Any], axis: int) -> jax.Array:
+    def exists(self, shape: Sequence[AxisSize], axis: int) -> jax.Array:
         """Returns which entries along a ragged axis exist; broadcasts against the padded shape."""
         index = lax.iota(jnp.int32, self.size(shape[axis]))
         there = index < self.length(shape[axis])
         return lax.expand_dims(there, [a for a in range(len(shape)) if a != axis])
 
-    def masked(self, x: Any, shape: Sequence[Any], axes: Sequence[int], value: Any) -> Any:
+    def masked(
+        self, x: Array, shape: Sequence[AxisSize], axes: Sequence[int], value: Array
+    ) -> Array:
         """Returns an array with a value in its padding."""
         for axis in axes:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
-    def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
+    def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
         if name == "dim_as_value":
@@ -91,7 +94,7 @@ class Padded:
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
 
-    def _tile(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Any]:
+    def _tile(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation for a tile."""
         name, params = eqn.primitive.name, dict(eqn.params)
         (axis,) = self.tiles[eqn.outvars[0]]
@@ -108,14 +111,14 @@ class Padded:
             out = [out[0] + self.offset.astype(out[0].dtype)]
         return out
 
-    def _guard(self, x: Any, shape: Sequence[Any]) -> Any:
+    def _guard(self, x: Array, shape: Sequence[AxisSize]) -> Array:
         """Returns an operand with ones wherever the result is padding."""
         if not jnp.issubdtype(x.dtype, jnp.inexact) or jnp.ndim(x) != len(shape):
             return x
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
 
-    def _look_up(self, eqn: Equation, values: Sequence[jax.Array]) -> Any:
+    def _look_up(self, eqn: Equation, values: Sequence[jax.Array]) -> Array:
         (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
         extent = eqn.outvars[0].aval.shape[axis]
         last = jnp.maximum(self.length(extent) - 1, 0)
@@ -123,7 +126,9 @@ class Padded:
         rows = jax.vmap(lambda position: look_up(eqn, values, position))(positions)
         return jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)
 
-    def _reduce(self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]) -> list[Any]:
+    def _reduce(
+        self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]
+    ) -> list[Array]:
         name, (x, *initial_values) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
@@ -280,7 +285,7 @@ _RULES: dict[str, Callable] = {
 }
 
 
-def identity_of(name: str, dtype: Any) -> Any:
+def identity_of(name: str, dtype: Dtype) -> Array:
     """Returns the identity element of a reduction."""
     if name in ("reduce_max", "argmax", "cummax", "cumlogsumexp", "top_k"):
         return _lowest(dtype)
@@ -289,7 +294,7 @@ def identity_of(name: str, dtype: Any) -> Any:
     return 1 if name in ("reduce_prod", "cumprod", "reduce_and") else 0
 
 
-def _lowest(dtype: Any) -> Any:
+def _lowest(dtype: Dtype) -> Array:
     if dtype == np.bool_:
         return False
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -297,7 +302,7 @@ def _lowest(dtype: Any) -> Any:
     return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
-def _highest(dtype: Any) -> Any:
+def _highest(dtype: Dtype) -> Array:
     if dtype == np.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.complexfloating):

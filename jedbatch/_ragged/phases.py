@@ -29,6 +29,7 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram
 from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
+from jedbatch._support.types import AxisSize
 
 EXTREMES = {
     "reduce_max": "a maximum",
@@ -51,7 +52,7 @@ class Phase:
       writes: its variables that are read later, or returned.
     """
 
-    extent: Any
+    extent: AxisSize
     equations: tuple[Any, ...]
     reads: tuple[Any, ...]
     shared: tuple[Any, ...]
@@ -94,13 +95,13 @@ class PhasedProgram:
         return self.jaxpr.invars[self.num_shared :]
 
     @functools.cached_property
-    def extents(self) -> list[Any]:
+    def extents(self) -> list[AxisSize]:
         """The extents of rows that are kept, each once."""
         variables = [v for p in self.phases for v in (*p.reads, *p.writes)]
         return list(dict.fromkeys(e for v in (*self.operands, *variables) for e in extents_of(v)))
 
     @functools.cached_property
-    def all_extents(self) -> list[Any]:
+    def all_extents(self) -> list[AxisSize]:
         """The ragged extents of values, each once."""
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
 
@@ -108,7 +109,7 @@ class PhasedProgram:
         return "\n".join(map(str, self.phases))
 
 
-def extents_of(variable: Atom) -> list[Any]:
+def extents_of(variable: Atom) -> list[AxisSize]:
     """Returns the ragged extents of a variable."""
     shape = variable.aval.shape
     return [shape[a] for a in ragged_axes(shape)]
@@ -214,10 +215,10 @@ class _PhaseFinder:
         self.known = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
         self.kinds: list[Any] = []
         self.equations: list[list[Any]] = []
-        self.where: dict[Any, int] = dict.fromkeys(jaxpr.invars[num_shared:], -1)
-        self.rematerialized: dict[Any, Any] = {}
+        self.where: dict[Var, int] = dict.fromkeys(jaxpr.invars[num_shared:], -1)
+        self.rematerialized: dict[Var, Any] = {}
         self._order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-        self._free: set[Any] = set()  # depend on extents alone
+        self._free: set[Var] = set()  # depend on extents alone
         self._relating: set[int] = set()  # phases with values that have two ragged axes
         self._returned = {v for v in jaxpr.outvars if isinstance(v, Var)}
 
@@ -270,7 +271,7 @@ class _PhaseFinder:
 
     def _stored(self, variables: Sequence[Any]) -> list[Any]:
         """Returns the variables, or those they depend on, that are kept between phases."""
-        stored: dict[Any, None] = {}
+        stored: dict[Var, None] = {}
         stack = list(variables)
         seen = set()
         while stack:
@@ -326,8 +327,8 @@ def _nonempty(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
 
     Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
     """
-    extent: dict[Any, Any] = {}
-    readers: dict[Any, list[Any]] = {}
+    extent: dict[Var, Any] = {}
+    readers: dict[Var, list[Any]] = {}
     for eqn in equations:
         for v in reads(eqn):
             readers.setdefault(v, []).append(eqn)

@@ -24,6 +24,7 @@ from jedbatch._jaxpr.interpret import run_equation, value_of
 from jedbatch._jaxpr.symbolic_dims import Base, numbered_extent
 from jedbatch._jaxpr.versions import Equation, OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.registry import Registry
+from jedbatch._support.types import Array
 
 
 class Renaming:
@@ -53,7 +54,7 @@ class Renaming:
         inner = without_consts(jaxpr)
         variables: dict[Any, int] = {}
 
-        def atom(x: Any) -> Hashable:
+        def atom(x: Array) -> Hashable:
             aval = x.aval
             kind = self.written(aval.shape), aval.dtype, aval.weak_type
             if isinstance(x, Literal):
@@ -69,7 +70,7 @@ class Renaming:
             parts += map(atom, eqn.outvars)
         return (*parts, *map(atom, inner.outvars))
 
-    def _params(self, value: Any) -> Hashable:
+    def _params(self, value: Array) -> Hashable:
         assert self.registry is not None
         if is_program(value):
             return self.program(value)
@@ -91,7 +92,7 @@ class Renaming:
         if self._in_rule:
             return body_key
 
-        def run(*values: Any) -> list[Any]:
+        def run(*values: Any) -> list[Array]:
             env = dict(zip(variables, values, strict=True))
             return run_equation(jaxpr, eqn, [value_of(v, env) for v in eqn.invars])
 

@@ -22,16 +22,17 @@ from jedbatch._ragged.axis_rules import (
     CannotMergeError,
     is_look_up,
 )
+from jedbatch._support.types import Array, AxisSize
 
 Number = Callable[[Any], int]  # the size of an extent
 
 
-def one(extent: Any) -> int:
+def one(extent: AxisSize) -> int:
     """Returns the extent of a ragged axis in one row."""
     return 1
 
 
-def bind_rows(eqn: Equation, values: Sequence[jax.Array], number: Number) -> list[Any]:
+def bind_rows(eqn: Equation, values: Sequence[jax.Array], number: Number) -> list[Array]:
     """Returns the results of an equation on values whose ragged axes have these extents."""
     if eqn.primitive.name == "custom_jvp_call":
         return list(_with_rule(eqn, number)(*values))
@@ -73,7 +74,7 @@ def _with_rule(eqn: Equation, number: Number) -> Callable:
     return call
 
 
-def run_row(eqn: Equation, values: Sequence[jax.Array], position: Any) -> list[Any]:
+def run_row(eqn: Equation, values: Sequence[jax.Array], position: Array) -> list[Array]:
     """Returns the results of a row-wise equation for one row, which comes without its axis."""
     name, (out, *_) = eqn.primitive.name, eqn.outvars
     axes = [ragged_axes(v.aval.shape) for v in eqn.invars]
@@ -106,12 +107,12 @@ def run_row(eqn: Equation, values: Sequence[jax.Array], position: Any) -> list[A
     return [lax.squeeze(x, ragged_axes(v.aval.shape)) for x, v in pairs]
 
 
-def _flat(x: Any, axes: Sequence[int], axis: int) -> Any:
+def _flat(x: Array, axes: Sequence[int], axis: int) -> Array:
     """Returns an operand of an elementwise operation without the axis of rows."""
     return x if axes or not jnp.ndim(x) else lax.squeeze(x, (axis,))
 
 
-def look_up(eqn: Equation, values: Sequence[Any], position: Any) -> Any:
+def look_up(eqn: Equation, values: Sequence[Array], position: Array) -> Array:
     """Returns row `position` of a slice of a table, or of rows gathered from it."""
     name, params = eqn.primitive.name, eqn.params
     if name == "gather":
@@ -145,7 +146,7 @@ def look_up(eqn: Equation, values: Sequence[Any], position: Any) -> Any:
 
 def _product_of_row(
     eqn: Equation, values: Sequence[jax.Array], axes: Sequence[Sequence[int]]
-) -> Any:
+) -> Array:
     """Returns a matrix product of a row, which comes without its axis."""
     dimension_numbers = [
         tuple(

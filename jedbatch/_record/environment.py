@@ -48,6 +48,7 @@ from jedbatch._jaxpr.identity import (
     typed,
     typed_or_same,
 )
+from jedbatch._support.types import Array
 
 MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
 MAX_COMPARED_BYTES = 1 << 20  # of arrays of NumPy that are compared
@@ -228,7 +229,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.guards: list[_Guard] = []
-        self.arrays: list[Any] = []
+        self.arrays: list[Array] = []
         self.names: list[AccessPath] = []
         self._text: list[Hashable] = []
         self._places: dict[int, tuple[int, Any]] = {}

@@ -22,6 +22,7 @@ from jax.tree_util import PyTreeDef
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.identity import attribute_names, node_key, snapshot, typed
+from jedbatch._support.types import PyTree
 
 PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
 LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
@@ -64,7 +65,7 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def flatten(tree: Any, whose: str) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, whose: str) -> tuple[list[Any], Any]:
     """Leaves and structure of a pytree; `whose` is said in errors.
 
     Raises:
@@ -87,7 +88,7 @@ def flatten(tree: Any, whose: str) -> tuple[list[Any], Any]:
         raise
 
 
-def _find_circle(tree: Any, limit: int = 1_000_000) -> Any:
+def _find_circle(tree: PyTree, limit: int = 1_000_000) -> Any:
     """A container of a pytree that holds itself; None if none is found."""
     containers = {id(tree): tree}  # alive, as long as they are known by their ids
     path = {id(tree): iter(parts_of(tree))}
@@ -110,7 +111,7 @@ def parts_of(x: object) -> list[Any]:
     return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
-def replace_arrays(instance: Any, arrays: Iterator[object]) -> Any:
+def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> Any:
     """The instance with its arrays replaced, in order; what was shared is shared again.
 
     Raises `ValueError` if an object holds itself.
@@ -137,7 +138,7 @@ def replace_arrays(instance: Any, arrays: Iterator[object]) -> Any:
     return replace(instance)
 
 
-def owned_arrays(instance: Any, limit: int = 100_000) -> set[int]:
+def owned_arrays(instance: PyTree, limit: int = 100_000) -> set[int]:
     """Ids of the JAX arrays an object holds on to, through attributes and containers."""
     array_ids: set[int] = set()
     seen_ids: set[int] = set()

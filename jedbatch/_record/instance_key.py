@@ -27,9 +27,10 @@ from jedbatch._record.instance_arrays import (
     children_of,
     is_array,
 )
+from jedbatch._support.types import PyTree
 
 
-def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
+def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Any]]:
     """Returns the key that decides the graph of an instance, and its arrays in order.
 
     The key is None if the instance holds something that may change behind our back: a mutable
@@ -84,7 +85,7 @@ def instance_key(instance: Any) -> tuple[Hashable | None, list[Any]]:
     return key, arrays
 
 
-def _is_plain_tree(instance: Any) -> bool:
+def _is_plain_tree(instance: PyTree) -> bool:
     """True of tuples, lists and dicts of numbers and strings, none of them met twice.
 
     `marshal` writes a part once for every time it is met.
@@ -129,7 +130,7 @@ def may_change(x: object) -> bool:
     return isinstance(x, list | dict | set | bytearray | np.ndarray | collections.deque)
 
 
-def immutable(instance: Any) -> bool:
+def immutable(instance: PyTree) -> bool:
     """True of plain instances without lists or dicts in them: they will not change."""
     try:
         hash(instance)

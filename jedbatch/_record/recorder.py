@@ -65,6 +65,7 @@ from jedbatch._record.operators import (
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
+from jedbatch._support.types import Array, PyTree
 from jedbatch.errors import EscapedValueError
 
 
@@ -157,7 +158,7 @@ class Recorder(Trace):
                 stack += parts_of(x)
         return self._shared
 
-    def begin(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+    def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> Any:
         """Starts an instance after another is done; its arrays are replaced by symbols.
 
         `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
@@ -174,12 +175,12 @@ class Recorder(Trace):
         """Ids of the arrays that were computed from numbers and constants."""
         return self._made.keys()
 
-    def turn_to(self, instance: Any) -> None:
+    def turn_to(self, instance: PyTree) -> None:
         """Records into an instance from now on, begun now or before."""
         self._instance = instance
         self._owned = None
 
-    def symbolic(self, instance: Any, arrays: Sequence[Any], types: Any = None) -> Any:
+    def symbolic(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> Any:
         """The instance with its arrays replaced by symbols (of these types)."""
         if not arrays:
             return instance

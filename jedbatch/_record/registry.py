@@ -40,6 +40,7 @@ from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory
+from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
@@ -141,7 +142,7 @@ class Registry:
             self._ids[id(items), item] = index
         return index
 
-    def value_type(self, shape: tuple[int, ...], dtype: Any, weak: bool) -> int:
+    def value_type(self, shape: tuple[int, ...], dtype: Dtype, weak: bool) -> int:
         """The id of a value type."""
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
         while len(self.avals) <= index:

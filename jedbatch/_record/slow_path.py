@@ -30,6 +30,7 @@ from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._record.symbols import RecorderLike, Value
+from jedbatch._support.types import Leaf
 
 
 def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> Any:
@@ -159,7 +160,7 @@ def cell_call_spec(
 
 
 def _sorted_out(
-    recorder: RecorderLike, cell: Cell, leaves: Sequence[Any]
+    recorder: RecorderLike, cell: Cell, leaves: Sequence[Leaf]
 ) -> tuple[list[Hashable], list[Value], list[int], list[Any]]:
     """Returns the kind of each leaf of the arguments, and the leaves by kind.
 
@@ -190,7 +191,7 @@ def _sorted_out(
     return slots, operands, shared, fixed
 
 
-def _is_foreign(recorder: RecorderLike, leaves: Sequence[Any]) -> bool:
+def _is_foreign(recorder: RecorderLike, leaves: Sequence[Leaf]) -> bool:
     """True if a leaf belongs to a transformation that is running inside the function."""
     if not any(isinstance(x, Tracer) and x._trace is not recorder for x in leaves):
         return False

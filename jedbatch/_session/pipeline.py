@@ -45,6 +45,7 @@ from jedbatch._session.outputs import Returned
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
+from jedbatch._support.types import Array, Leaf
 
 STAGES = ("schedule", "layout", "lower")
 NO_SECONDS: Mapping[str, float] = {}
@@ -54,7 +55,7 @@ def make_plan(
     session: Session,
     graph: Graph,
     records: Sequence[Record],
-    arrays: Sequence[Sequence[Any]],
+    arrays: Sequence[Sequence[Array]],
     returned: Returned,
     policy: Policy,
     options: Options,
@@ -147,7 +148,7 @@ def programs_of(plan: Plan) -> ProgramCache:
 
 
 def run_plan(
-    plan: Plan, leaves: list[Any], inputs: Mapping[str, Any], name: str
+    plan: Plan, leaves: list[Leaf], inputs: Mapping[str, Any], name: str
 ) -> tuple[Any, Any]:
     """(rows returned from each arena, or pieces of them if traced; results of regions).
 

@@ -42,6 +42,7 @@ from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.caches import Memory
+from jedbatch._support.types import Leaf
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 MAX_ROUND_BYTES = 1 << 28  # of these
@@ -228,7 +229,7 @@ class ProgramCache:
         return executor
 
     def run_regions(
-        self, stages: tuple[Stage, ...], leaves: Sequence[Any], tracers: Any, tables, inputs
+        self, stages: tuple[Stage, ...], leaves: Sequence[Leaf], tracers: Any, tables, inputs
     ) -> Any:
         """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
         region_program = self._region_programs.get(stages)
@@ -250,7 +251,7 @@ class ProgramCache:
     # --- values that kernels share ---
 
     def shared_values(
-        self, closed_over: Sequence[int], leaves: Sequence[Any], tracers: Any
+        self, closed_over: Sequence[int], leaves: Sequence[Leaf], tracers: Any
     ) -> list[Any]:
         """Returns leaves of shared arguments, and closed-over values (see `SharedValue`)."""
         values = list(leaves)

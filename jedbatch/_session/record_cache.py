@@ -13,6 +13,7 @@ from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed
+from jedbatch._support.types import Array
 
 BYTES_PER_NODE = 100  # of an instance, estimated
 
@@ -69,7 +70,7 @@ class RecordCache:
         self.registry.read(NOWHERE._replace(number=self._number))
 
     def look(
-        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Any]]
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
     ) -> list[RaggedTypes | None]:
         """Returns how instances are recorded (see `Lengths.look`).
 

@@ -19,6 +19,7 @@ from jedbatch._record.instance_key import immutable, instance_key
 from jedbatch._record.trace import trace
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
+from jedbatch._support.types import Array
 
 
 def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
@@ -128,7 +129,7 @@ class RaggedRecording:
     """
 
     def __init__(
-        self, cache: RecordCache, arrays: Sequence[Any], given: Sequence[RaggedTypes | None]
+        self, cache: RecordCache, arrays: Sequence[Array], given: Sequence[RaggedTypes | None]
     ):
         self.cache = cache
         self.arrays = arrays
