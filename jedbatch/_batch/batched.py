@@ -404,7 +404,7 @@ class Batched:
         keeps: bool = False,
         seconds: Mapping[str, float] = NO_SECONDS,
         num_known: int = 0,
-        tracers: Sequence[Any] = (),
+        tracers: Sequence[Leaf] = (),
     ) -> Plan:
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()

@@ -57,7 +57,7 @@ from jedbatch._session.round import Round
 from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
-from jedbatch._support.types import Array, Leaf
+from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
 
 
@@ -77,7 +77,7 @@ class InstanceResult:
     references: tuple[int, ...]
 
 
-def _cotangent(x: Any) -> Any:
+def _cotangent(x: Array) -> Any:
     """None for a cotangent that does not exist."""
     return None if isinstance(x, SymbolicZero) else x
 
@@ -95,7 +95,7 @@ class Stepwise:
         self,
         fn: Callable,
         session: Session,
-        instances: Sequence[Sequence[Any]],
+        instances: Sequence[Sequence[PyTree]],
         join: Callable,
         policy: Policy,
         results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
@@ -117,7 +117,7 @@ class Stepwise:
         self.join = join
         self.policy = policy
         self.results = results
-        self.tracers: Sequence[Any] = ()
+        self.tracers: Sequence[Leaf] = ()
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
 
@@ -135,7 +135,7 @@ class Stepwise:
         )
 
     def _run(
-        self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Any]
+        self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Leaf]
     ) -> Any:
         arguments = list(leaves), [list(x) for x in arrays], list(self.tracers), list(reached)
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -189,8 +189,8 @@ class Stepwise:
         executor = programs.executor(signature, (shared, values, outputs))
         tables = lowered.table, reverse_table, None
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
-        of_tracers: list[Any] = [None] * len(tracers)
-        of_reached: list[Any] = [None] * len(reached)
+        of_tracers: list[Leaf] = [None] * len(tracers)
+        of_reached: list[Leaf] = [None] * len(reached)
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):
             position = programs.registry.shared[index].tracer
             if isinstance(position, int):
@@ -200,7 +200,7 @@ class Stepwise:
         of_arrays = workspace.pull_back(arrays, of_inputs) if moving else None
         return of_shared[: len(leaves)], of_arrays, of_tracers, of_reached
 
-    def _outside(self, tracers: Sequence[Any], reached: Sequence[Any]) -> dict[Hashable, Any]:
+    def _outside(self, tracers: Sequence[Leaf], reached: Sequence[Leaf]) -> dict[Hashable, Any]:
         """Returns the values that programs read from outside, by name (see `SharedValue`)."""
         return dict(enumerate(tracers)) | dict(zip(self._names, reached, strict=True))
 
@@ -218,7 +218,7 @@ class Stepwise:
             )
         return deeply(functools.partial(self._compute_alone, given, saving))
 
-    def _compute_alone(self, given: Any, saving: bool) -> Any:
+    def _compute_alone(self, given: PyTree, saving: bool) -> Any:
         """Does the same, with recursion as deep as this thread allows."""
         leaves, arrays, tracers, reached = given
         # `ensure_compile_time_eval` would also fold constants of cells while these are traced, into
@@ -248,7 +248,7 @@ class Attempt:
         call: Stepwise,
         leaves: Sequence[Leaf],
         arrays: Sequence[Sequence[Array]],
-        tracers: Sequence[Any],
+        tracers: Sequence[Leaf],
         outside: dict[Hashable, Any],
         saving: bool,
     ):

@@ -41,7 +41,7 @@ from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.verify import RoundsTrial
-from jedbatch._support.types import Array, Dtype
+from jedbatch._support.types import Array, Dtype, PyTree
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
@@ -54,7 +54,7 @@ class GrowingArray:
         self._data = np.empty(256, dtype)
         self._size = 0
 
-    def extend(self, values: Any) -> None:
+    def extend(self, values: Array) -> None:
         """Appends an array."""
         size = self._size + len(values)
         if size > len(self._data):
@@ -94,7 +94,7 @@ class Workspace:
         self.policy = policy
         self.shared_of = shared_of
         self.saving = saving
-        self.state: Any = None
+        self.state: PyTree = None
         self.size = len(arrays).bit_length()
         self.signature: Signature | None = programs.workspaces.get(self.size)
         if self.signature is not None and not programs.can_read(self.signature):
@@ -253,7 +253,9 @@ class Workspace:
             self.programs.rounds[key] = placed
         return placed
 
-    def _place(self, graph: Graph, batches: Schedule, outputs: Any, stacked: bool) -> Placement:
+    def _place(
+        self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]], stacked: bool
+    ) -> Placement:
         """Lays a graph out as rounds do it, lane after lane."""
         return self.programs.place(
             graph, batches, outputs, "append", stacked=stacked, keeps=True, reuse=False
@@ -409,7 +411,9 @@ class Workspace:
             self._filled[kind] += len(new_rows)
         return rows
 
-    def _read(self, values: np.ndarray, wanted: dict[Kind, np.ndarray], outputs: Any) -> list[Any]:
+    def _read(
+        self, values: np.ndarray, wanted: dict[Kind, np.ndarray], outputs: PyTree
+    ) -> list[Any]:
         """Values that were returned, as arrays of NumPy; waits until they are computed."""
         assert self.signature is not None
         read_rows: dict[int, np.ndarray] = {}
@@ -503,7 +507,7 @@ class Workspace:
         ptr = self._value_ptr.array
         return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
 
-    def pull_back(self, arrays: Any, cotangents: Sequence[Any]) -> Any:
+    def pull_back(self, arrays: PyTree, cotangents: Sequence[Any]) -> Any:
         """Cotangents of the instances' arrays from those of all input rows of each arena."""
         assert self.signature is not None
         parts, cotangents_given = [], []
@@ -514,7 +518,7 @@ class Workspace:
                 parts.append((chunk, instance))
                 cotangents_given.append(of_arena[first : first + len(numbers)])
 
-        def rows(arrays: Any) -> list[Any]:
+        def rows(arrays: PyTree) -> list[Any]:
             return [rows_of_inputs(chunk, arrays[i], i) for chunk, i in parts]
 
         return jax.vjp(rows, arrays)[1](cotangents_given)[0]

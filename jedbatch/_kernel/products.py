@@ -219,7 +219,7 @@ def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
     program = CellProgram(closed, num_shared)
     products, maker = program.products, program.maker
 
-    def rows_of(p: Product) -> list[Any]:
+    def rows_of(p: Product) -> list[Var]:
         """The variables that a row value is the concatenation of."""
         eqn: Equation | None = maker.get(p.row)
         if eqn is None or eqn.primitive.name != "concatenate":

@@ -251,7 +251,7 @@ class KernelVjp:
         meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
         return meets and any(map(is_inexact, eqn.outvars))
 
-    def _rows_read(self, eqn: Equation) -> list[Any]:
+    def _rows_read(self, eqn: Equation) -> list[Var]:
         """The row variables that the gradient of a tapped operation's consts depends on."""
         if eqn.primitive.name in ADDITIVE_OPERATIONS:
             return []

@@ -45,7 +45,7 @@ class Tap:
     scale: bool = False
 
     def gradient(
-        self, consts: Sequence[Array], rows: Any, cotangents: Sequence[Array]
+        self, consts: Sequence[Array], rows: Array, cotangents: Sequence[Array]
     ) -> list[Array]:
         """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
         if self.scale:  # XLA:CPU sums products over lanes 15 times as fast by a product
@@ -67,7 +67,7 @@ class Tap:
         self,
         total: Sequence[Array],
         consts: Sequence[Array],
-        rows: Any,
+        rows: Array,
         cotangents: Sequence[Array],
     ) -> list[Array]:
         """The gradients of its consts added to `total`; those of look-ups row by row."""

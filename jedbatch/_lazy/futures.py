@@ -29,7 +29,7 @@ from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value, by_value
-from jedbatch._support.types import Dtype
+from jedbatch._support.types import Array, Dtype
 from jedbatch.errors import EscapedValueError
 
 
@@ -45,7 +45,7 @@ class Returned:
         self._blocks: dict[int, list[Any]] = {}
         self._host: np.ndarray | None = None
 
-    def take(self, row: int) -> Any:
+    def take(self, row: int) -> Array:
         """One row, of an array by a program that takes out many at a time."""
         if isinstance(self.rows, list):
             return self.rows[row]
@@ -86,14 +86,14 @@ class Outcome:
             self.is_traced = isinstance(self._value, Tracer)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Array:
         """The array or tracer."""
         if self._value is None:
             with set_current_trace(EAGER):  # whatever is recorded or traced around here
                 self._value = self._take()
         return self._value
 
-    def _take(self) -> Any:
+    def _take(self) -> Array:
         value_type = ValueType(self.aval.shape, self.aval.dtype)
         return from_stored(self.returned.take(self.row), value_type)
 
@@ -176,11 +176,11 @@ class Awaited(Symbol):
     __dlpack_device__ = _of_value("__dlpack_device__")
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Array:
         """Returns the value; computes everything recorded so far if it still waits."""
         return self._trace.value_of(self) if self.outcome is None else self.outcome.value
 
-    def value_for(self, what: str) -> Any:
+    def value_for(self, what: str) -> Array:
         """Returns the value, a tracer perhaps."""
         return self.value
 
@@ -193,28 +193,28 @@ class Awaited(Symbol):
         """Will never have a value."""
         self._trace = LOST
 
-    def block_until_ready(self) -> Any:
+    def block_until_ready(self) -> Array:
         """As arrays of JAX have it; computes everything recorded so far if it still waits."""
         value = self.value
         if not isinstance(value, Tracer):
             value.block_until_ready()
         return self
 
-    def full_lower(self) -> Any:
+    def full_lower(self) -> Array:
         """Returns the object that JAX should compute with."""
         if self.outcome is None:
             return self
         value = self.outcome.value
         return value.full_lower() if self.outcome.is_traced else value
 
-    def to_concrete_value(self) -> Any:
+    def to_concrete_value(self) -> Array:
         """The concrete value, if there is one by now."""
         if self.outcome is None:
             return None
         value = self.outcome.value
         return value.to_concrete_value() if self.outcome.is_traced else value
 
-    def get_referent(self) -> Any:
+    def get_referent(self) -> Array:
         """Returns the object that identifies the value to JAX."""
         if self.outcome is None:
             return self
@@ -247,10 +247,12 @@ class Awaited(Symbol):
             return Tracer.__getattr__(self, name)
         return getattr(outcome.value, name)
 
-    def __getitem__(self, item: Any) -> Any:
+    def __getitem__(self, item: Any) -> Array:
         return Tracer.__getitem__(self, item)
 
-    def __array__(self, dtype: Dtype = None, context: None = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: Dtype = None, context: None = None, copy: bool | None = None
+    ) -> Array:
         outcome = self.outcome
         if outcome is None or outcome.is_traced or not isinstance(outcome.aval.dtype, np.dtype):
             return self._numpy(dtype, copy)

@@ -39,6 +39,7 @@ from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import finish
 from jedbatch._session.round import Round
+from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
@@ -104,7 +105,7 @@ class LazyRecorder(Recorder):
 
     # --- what things count as ---
 
-    def symbol(self, x: Any) -> Any:
+    def symbol(self, x: Leaf) -> Leaf:
         """Any array or number as a symbol: a weight as a shared value, all else as a value."""
         if isinstance(x, Symbol) and x._trace is self:
             return x
@@ -130,16 +131,16 @@ class LazyRecorder(Recorder):
         self.kept.append(x)
         return value
 
-    def input(self, x: Any) -> Value:
+    def input(self, x: Leaf) -> Value:
         """A number or an array of NumPy as an input."""
         kind = self._kind(x)
         x = np.array(x) if np.ndim(x) else x  # it may change before it is read
         return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
 
-    def _kind(self, x: Any) -> int:
+    def _kind(self, x: Leaf) -> int:
         return self.registry.value_type(*array_type(x))
 
-    def _leaf(self, x: Any) -> int:
+    def _leaf(self, x: Leaf) -> int:
         if id(x) not in self._places:
             self._places[id(x)] = len(self._traced)
             self._traced.append(x)
@@ -152,7 +153,7 @@ class LazyRecorder(Recorder):
             return self.leaf_value(kind, self._leaf(outcome.value), ())
         return self.leaf_value(kind, self._leaf(outcome.returned.rows), (outcome.row,))
 
-    def _weight(self, x: Any) -> int | None:
+    def _weight(self, x: Leaf) -> int | None:
         """The id of an array among the shared values if it is a weight."""
         ref, index = self._weights.get(id(x), (None, -1))
         if ref is None or ref() is not x:
@@ -165,7 +166,7 @@ class LazyRecorder(Recorder):
             self.kept.append(x)
         return index
 
-    def _is_weight(self, x: Any) -> bool:
+    def _is_weight(self, x: Leaf) -> bool:
         if isinstance(x, Awaited):  # values stay values; but of a scope around they are weights
             return has_gradient(x.dtype) and (isinstance(x, SharedFuture) or x.outcome is None)
         return (
@@ -175,7 +176,7 @@ class LazyRecorder(Recorder):
             and id(x) not in self._made
         )
 
-    def _named(self, x: Any) -> int:
+    def _named(self, x: Leaf) -> int:
         """The id of a new weight, named by who reads it first."""
         aval = jax.typeof(x)
         first = self._reader, aval.shape, aval.dtype, aval.weak_type
@@ -211,7 +212,7 @@ class LazyRecorder(Recorder):
             self._describe(x)
         return super().description(cell, args, static)
 
-    def _describe(self, x: Any) -> None:
+    def _describe(self, x: Leaf) -> None:
         """Files a container of weights, so that the next call need not look into it."""
         if id(x) in self.known or is_array(x) or isinstance(x, int | float):
             return
@@ -246,14 +247,14 @@ class LazyRecorder(Recorder):
         )[0]
 
     def _operation(
-        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
+        self, name: str, key: Hashable, call: Callable, args: Sequence[Leaf], is_ragged=False
     ) -> list:
         self._reader = name
         if any(isinstance(x, Tracer) or self._is_weight(x) for x in args):
             args = [self.symbol(x) if isinstance(x, Tracer) or np.ndim(x) else x for x in args]
         return super()._operation(name, key, call, args, is_ragged)
 
-    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
+    def _constant(self, key: Hashable, call: Callable, args: Sequence[Leaf]) -> list[Leaf]:
         if not any(map(np.ndim, args)):
             return super()._constant(key, call, args)
         with pause(), jax.ensure_compile_time_eval():  # not kept: data need not come again
@@ -261,7 +262,7 @@ class LazyRecorder(Recorder):
         self._made.update((id(x), x) for x in out)
         return out
 
-    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
+    def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         outs = super()._shared_operation(key, call, args, tracers)
         return [SharedFuture(self, shared.index) for shared in outs]
 
@@ -347,5 +348,5 @@ class LazyRecorder(Recorder):
         return self.node("shared", "identity", lambda shared, _: shared[0], shared, []).index
 
 
-def _lowered(x: Any) -> Any:
+def _lowered(x: Leaf) -> Any:
     return x.full_lower() if isinstance(x, Awaited) else x

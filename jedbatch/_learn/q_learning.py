@@ -37,6 +37,7 @@ from jedbatch._graph.paths import padded
 from jedbatch._schedule.encodings import CODES, ENCODINGS, GAPS, packed
 from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
+from jedbatch._support.types import Array
 
 NUM_SLOTS = 1 << 13  # rows of the table
 MANY_ANCESTORS = 16  # nearest nodes of the same type looked at to find what could run next
@@ -57,14 +58,14 @@ class Problem(NamedTuple):
       weights: float32[T], cost of a batch of each type.
     """
 
-    node_type: Any
-    reads: Any
-    ancestors: Any
-    height: Any
-    changes_type: Any
-    chain: Any
-    count: Any
-    weights: Any
+    node_type: Array
+    reads: Array
+    ancestors: Array
+    height: Array
+    changes_type: Array
+    chain: Array
+    count: Array
+    weights: Array
 
     @staticmethod
     def of(
@@ -128,17 +129,17 @@ def nearest_ancestors(graph: Graph) -> np.ndarray:
 class Seen(NamedTuple):
     """The facts about a frontier; everything but `ready` and `left` is by type."""
 
-    ready: Any  # bool[N]
-    left: Any  # bool[N]
-    num_ready: Any
-    num_next: Any
-    top: Any  # longest path from a ready node, -1 if there is none
-    many: Any  # ready nodes that begin such a path
-    turning: Any  # those of them whose path goes on with another type
-    shortens: Any  # whether all longest chains begin in ready nodes
+    ready: Array  # bool[N]
+    left: Array  # bool[N]
+    num_ready: Array
+    num_next: Array
+    top: Array  # longest path from a ready node, -1 if there is none
+    many: Array  # ready nodes that begin such a path
+    turning: Array  # those of them whose path goes on with another type
+    shortens: Array  # whether all longest chains begin in ready nodes
 
 
-def look(problem: Problem, count: Any, done: Any) -> Seen:
+def look(problem: Problem, count: Array, done: Array) -> Seen:
     """The frontier of the nodes that occur (`count` > 0) when some are done (bool[N + 1])."""
     is_type = problem.node_type[:, None] == jnp.arange(len(problem.weights))
     per_type = is_type.astype(jnp.float32)
@@ -161,7 +162,7 @@ def look(problem: Problem, count: Any, done: Any) -> Seen:
     )
 
 
-def codes(looks: Seen) -> Any:
+def codes(looks: Seen) -> Array:
     """int32[encodings, T], what each encoding says about each type; -1 if it is not ready."""
     n, on = looks.num_ready, looks.num_ready > 0
     more = (n > n[:, None]).sum(1)
@@ -178,7 +179,7 @@ def codes(looks: Seen) -> Any:
     return jnp.where(on, jnp.stack([words[name] for name in NAMES]), -1)
 
 
-def slot(code: Any, salt: Any) -> Any:
+def slot(code: Array, salt: Array) -> Array:
     """The row of the table for what is said about each type, int32[..., T]."""
     mixed = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32, keepdims=True)
     return ((mixed * np.uint32(2654435769)) >> np.uint32(33 - NUM_SLOTS.bit_length()))[..., 0]
@@ -192,11 +193,11 @@ def salts(num_types: int) -> np.ndarray:
 class QTable(NamedTuple):
     """The learned table: value and number of updates of every action, [SLOTS, T]."""
 
-    value: Any
-    tries: Any
+    value: Array
+    tries: Array
 
 
-def preferred(table: QTable, row: Any, on: Any, untried: Any, xp: Any = jnp) -> Any:
+def preferred(table: QTable, row: Array, on: Array, untried: Array, xp: Any = jnp) -> Array:
     """The ready type of greatest value, the first of equals; `untried` is the value of others."""
     value = xp.where(table.tries[row] > 0, table.value[row], untried)
     return xp.where(on, value, -xp.inf).argmax(-1)

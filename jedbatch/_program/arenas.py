@@ -14,7 +14,7 @@ from jax import lax
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import BROADCAST, SLICE, STRIDE
 from jedbatch._program.tables import TableLayout
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, Dtype, PyTree
 
 
 def row(form: TableLayout, table: Array, name: tuple, *index: int, start: Array = 0, size: int = 0):
@@ -27,17 +27,17 @@ def row(form: TableLayout, table: Array, name: tuple, *index: int, start: Array 
     return slice_rows(table, offset + start, size or shape[-1])
 
 
-def take(arena: Any, rows: Any) -> Any:
+def take(arena: Array, rows: Array) -> Array:
     """Rows of an arena, known to exist."""
     return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def slice_rows(arena: Any, start: Array, size: int) -> Any:
+def slice_rows(arena: Array, start: Array, size: int) -> Array:
     """Consecutive rows of an arena."""
     return lax.dynamic_slice_in_dim(arena, start, size, allow_negative_indices=False)
 
 
-def put(arena: Any, rows: Any, start: Array) -> Any:
+def put(arena: Array, rows: Array, start: Array) -> Array:
     """The arena with consecutive rows replaced."""
     rows = rows.astype(arena.dtype)
     return lax.dynamic_update_slice_in_dim(arena, rows, start, 0, allow_negative_indices=False)
@@ -65,12 +65,12 @@ def put_at(target: Target, arenas: list[Any], writes: Sequence[tuple[int, Any, A
         )
 
 
-def broadcast_flags(flags: Any, x: Array) -> Any:
+def broadcast_flags(flags: Array, x: Array) -> Array:
     """Flags of the leading axes of x, in as many dimensions as x has."""
     return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
 
-def read(arena: Any, first: Any, mode: int, width: int) -> Any:
+def read(arena: Array, first: Array, mode: int, width: int) -> Array:
     """Rows of an arena from the first one on, as many as there are lanes (see `_layout.access`)."""
     if mode == SLICE:
         return slice_rows(arena, first, width)
@@ -79,7 +79,7 @@ def read(arena: Any, first: Any, mode: int, width: int) -> Any:
     return slice_rows(arena, first, STRIDE * width)[::STRIDE]
 
 
-def isolated(target: Target, lane: Array, read: Any, write: Callable, state: Any) -> Any:
+def isolated(target: Target, lane: Array, read: Any, write: Callable, state: PyTree) -> Any:
     """`write(lane, read, state)`, apart from what has been read.
 
     Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU
@@ -95,7 +95,7 @@ def isolated(target: Target, lane: Array, read: Any, write: Callable, state: Any
     return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
 
 
-def empty(rows: int, kind: tuple[tuple[int, ...], Any]) -> Any:
+def empty(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
     """An arena of zeros."""
     shape, dtype = kind
     return jnp.zeros((rows, *shape), dtype)

@@ -22,7 +22,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._kernel.vjp import MAX_SLOTS
 from jedbatch._program.returned import Pieces, joined, split_outputs
 from jedbatch._program.signature import Signature
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, PyTree
 
 
 class Differentiable:
@@ -66,15 +66,15 @@ class Differentiable:
         outs = bind_program(self.program, leaves)
         return jax.tree.unflatten(self.pieces, outs)
 
-    def _given(self, args: Sequence[Array]) -> tuple[Any, Any, Any, Any]:
+    def _given(self, args: Sequence[Array]) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         """(shared values, inputs, table, reverse table)."""
         return jax.tree.unflatten(self.tree, args)
 
-    def _split(self, outputs: Sequence[Array]) -> list[Any]:
+    def _split(self, outputs: Sequence[Array]) -> list[Array]:
         pieces, self.pieces = jax.tree.flatten(split_outputs(outputs, self.batch))
         return pieces
 
-    def _run(self, *args: Any) -> list[Any]:
+    def _run(self, *args: Any) -> list[Array]:
         arguments = self._given(args)[:3]
         return self._split(self.executor_of(arguments).infer(*arguments))
 
@@ -87,8 +87,8 @@ class Differentiable:
 
     @unguarded
     def _pull_back(
-        self, args: Sequence[Array], values: Sequence[Array], cotangents: Any, wanted: Any
-    ) -> list[Any]:
+        self, args: Sequence[Array], values: Sequence[Array], cotangents: PyTree, wanted: Any
+    ) -> list[Array]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
         pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
         outputs, exist = joined(self.signature.arenas, pieces, self.batch)

@@ -48,7 +48,7 @@ from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lanes import Lanes, put_all, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, PyTree
 
 
 class Forward:
@@ -62,7 +62,7 @@ class Forward:
         self.signature = signature
         self.saving = saving
 
-    def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> Any:
+    def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> PyTree:
         """The state before the first batch, in `used` arenas, if there are any, or new ones."""
         signature = self.signature
         arenas = []
@@ -80,12 +80,12 @@ class Forward:
                 saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
         return tuple(arenas), tuple(saved)
 
-    def resume(self, inputs: Sequence[Any], state: Any) -> Any:
+    def resume(self, inputs: Sequence[Any], state: PyTree) -> PyTree:
         """A state with input rows written again, where there are any."""
         arenas = zip(state[0], inputs, strict=True)
         return tuple(put(x, rows, 0) if len(rows) else x for x, rows in arenas), state[1]
 
-    def moved(self, before: Signature, state: Any) -> Any:
+    def moved(self, before: Signature, state: PyTree) -> PyTree:
         """The state of a smaller program with the same kernels, as one of this program."""
         signature = self.signature
         arenas = [empty(*kind) for kind in zip(signature.rows, signature.arenas, strict=True)]
@@ -108,12 +108,12 @@ class Forward:
         self,
         k: int,
         table: Array,
-        arenas: Any,
+        arenas: PyTree,
         lane: Array,
         width: int,
         reading: Reading | None = None,
         wanted: Collection[int] | None = None,
-    ) -> list[Any]:
+    ) -> list[Array]:
         """Operands of `width` lanes of kernel k; None in place of those not wanted."""
         signature = self.signature
         operand_rows: list[Any] = []
@@ -136,12 +136,12 @@ class Forward:
         self,
         k: int,
         width: int,
-        consts: Any,
+        consts: PyTree,
         table: Array,
-        state: Any,
+        state: PyTree,
         lane: Array,
         reading: Reading | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs `width` lanes of kernel k, from `lane` on."""
         signature = self.signature
         kernel = signature.kernels[k]
@@ -161,7 +161,7 @@ class Forward:
 
         return isolated(signature.target, lane, operands, write, state)
 
-    def results(self, k: int, table: Array, lane: Array) -> list[Any]:
+    def results(self, k: int, table: Array, lane: Array) -> list[Array]:
         """The first row of each result of the chunk of kernel k that begins in a lane."""
         signature = self.signature
         if signature.shared_rows is None:
@@ -171,7 +171,7 @@ class Forward:
             for s in range(len(signature.kernels[k].results))
         ]
 
-    def finish(self, table: Array, state: Any) -> tuple[Any, ...]:
+    def finish(self, table: Array, state: PyTree) -> tuple[Any, ...]:
         """The rows returned from each arena."""
         form = self.signature.form
         return tuple(
@@ -199,7 +199,7 @@ class Backward:
         self.signature = signature
         self.forward = Forward(signature.forward, saving=True)
 
-    def start(self, outputs: Sequence[Array], saved: Any, exist: Any = None) -> Any:
+    def start(self, outputs: Sequence[Array], saved: Any, exist: Any = None) -> PyTree:
         """The state before the first step; `outputs` are cotangents of the rows returned.
 
         `exist` is the last table, if the program marks what exists.
@@ -220,7 +220,7 @@ class Backward:
         ]
         return tuple(cotangents), tuple(rooms), self._marks(exist) if signature.marks else ()
 
-    def _marks(self, exist: Any) -> Any:
+    def _marks(self, exist: Any) -> PyTree:
         """Marks of the cotangents that exist before the first step."""
         signature, forward = self.signature, self.signature.forward
         of_rows = []
@@ -233,7 +233,9 @@ class Backward:
         ]
         return tuple(of_rows), tuple(of_lanes)
 
-    def gather(self, name: tuple, table: Array, cotangents: Any, start: Array = 0, size: int = 0):
+    def gather(
+        self, name: tuple, table: Array, cotangents: PyTree, start: Array = 0, size: int = 0
+    ):
         """Sums of the cotangent rows listed in the columns of a table."""
         form = self.signature.form
         count, width = form.places[name][1]
@@ -252,8 +254,8 @@ class Backward:
         return [(c, k.reverse.prepare(c)) for k, c in zip(kernels, consts, strict=True)]
 
     def alive(
-        self, k: int, s: int, tables: Any, state: Any, start: Array = 0, size: int = 0
-    ) -> Any:
+        self, k: int, s: int, tables: PyTree, state: PyTree, start: Array = 0, size: int = 0
+    ) -> PyTree:
         """bool[size]: whether result s of lanes of kernel k has a cotangent."""
         signature, form = self.signature, self.signature.form
         a, name = (
@@ -267,7 +269,9 @@ class Backward:
             return (leads_to & tables[2]) != 0
         return row(form, tables[1], name, 0, start=start, size=size) != signature.zero[a]
 
-    def marked(self, name: tuple, table: Array, marks: Any, start: Array = 0, size: int = 0) -> Any:
+    def marked(
+        self, name: tuple, table: Array, marks: Any, start: Array = 0, size: int = 0
+    ) -> PyTree:
         """Whether any of the rows listed in the columns of a table is marked."""
         form = self.signature.form
         columns = [
@@ -277,8 +281,14 @@ class Backward:
         return functools.reduce(jnp.logical_or, columns)
 
     def alive_by(
-        self, k: int, tables: Any, state: Any, sources: Collection[int], start: Array, size: int
-    ) -> Any:
+        self,
+        k: int,
+        tables: PyTree,
+        state: PyTree,
+        sources: Collection[int],
+        start: Array,
+        size: int,
+    ) -> PyTree:
         """bool[size]: whether any of some results had a cotangent, after the last step."""
         size = size or self.signature.forward.lanes[k]
         if self.signature.marks and not self.signature.forward.kernels[k].reverse.is_leaf:
@@ -348,7 +358,7 @@ class Backward:
         read = operands, results, kept, given, *([alive] if signature.marks else [])
         return isolated(forward.target, lane, read, write, state)
 
-    def sent(self, k: int, table: Array, lane: Array) -> list[Any]:
+    def sent(self, k: int, table: Array, lane: Array) -> list[Array]:
         """The first cotangent row of each operand of the chunk of kernel k that begins in a lane.
 
         For operands that have none, any number.
@@ -361,7 +371,7 @@ class Backward:
             for j in range(len(signature.forward.kernels[k].operands))
         ]
 
-    def sum_chunk(self, a: int, width: int, table: Array, state: Any, lane: Array) -> Any:
+    def sum_chunk(self, a: int, width: int, table: Array, state: PyTree, lane: Array) -> PyTree:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
         cotangents = list(state[0])
         rows = self.gather(("sums", a), table, cotangents[a], lane, width)
@@ -377,7 +387,7 @@ class Backward:
             marks = tuple(of_rows), marks[1]
         return tuple(cotangents), state[1], marks
 
-    def inputs(self, table: Array, state: Any) -> tuple[Any, ...]:
+    def inputs(self, table: Array, state: PyTree) -> tuple[Any, ...]:
         """Cotangents of the input rows of each arena; None where there are none."""
         return tuple(
             None if cotangents is None else self.gather(("input_readers", a), table, cotangents)
@@ -385,8 +395,8 @@ class Backward:
         )
 
     def consts(
-        self, consts: Any, tables: Any, arenas: Any, state: Any
-    ) -> tuple[list[list[Any]], list[list[Any]]]:
+        self, consts: PyTree, tables: PyTree, arenas: PyTree, state: PyTree
+    ) -> tuple[list[list[Array]], list[list[Array]]]:
         """Gradients of the consts of every kernel, from the rows the sweep left behind.
 
         None for those that have none. And for each, bool[], whether it comes from any lane.
@@ -412,7 +422,9 @@ class Backward:
             alive.append(flags)
         return gradients, alive
 
-    def _lanes(self, k: int, consts: Any, tables: Any, arenas: Any, state: Any) -> Lanes:
+    def _lanes(
+        self, k: int, consts: PyTree, tables: PyTree, arenas: PyTree, state: PyTree
+    ) -> Lanes:
         """Returns the lanes of kernel k, of which the sweep left rows behind."""
         forward = self.signature.forward
         kernel, target = forward.kernels[k], forward.target
@@ -442,13 +454,13 @@ class Backward:
 
 
 def fused_forward(
-    forward: Forward, consts: Any, inputs: Any, table: Array, used: Any = None
-) -> tuple[Any, Any]:
+    forward: Forward, consts: PyTree, inputs: PyTree, table: Array, used: Any = None
+) -> tuple[PyTree, PyTree]:
     """(rows returned from each arena, state after the last batch)."""
     return advance(forward, consts, table, forward.start(inputs, used))
 
 
-def advance(forward: Forward, consts: Any, table: Array, state: Any) -> tuple[Any, Any]:
+def advance(forward: Forward, consts: PyTree, table: Array, state: PyTree) -> tuple[PyTree, PyTree]:
     """Runs the batches of a table: (rows returned from each arena, state after the last)."""
     signature = forward.signature
 
@@ -466,7 +478,9 @@ def advance(forward: Forward, consts: Any, table: Array, state: Any) -> tuple[An
     return forward.finish(table, state), state
 
 
-def fused_reverse(reverse: Backward, consts: Any, tables: Any, values: Any, outputs: Any):
+def fused_reverse(
+    reverse: Backward, consts: PyTree, tables: PyTree, values: PyTree, outputs: PyTree
+):
     """(gradients of the consts of each kernel, which exist, cotangents of inputs by arena)."""
     arenas, saved = values
     signature, forward = reverse.signature, reverse.signature.forward

@@ -35,7 +35,7 @@ from jedbatch._program.arenas import empty, take
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, PyTree
 
 
 class Packed(NamedTuple):
@@ -65,7 +65,7 @@ def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
         return plain
     tuned = jax.jit(function, compiler_options=compiler_options, **options)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any) -> PyTree:
         return (plain if is_staging() else tuned)(*args)
 
     return call
@@ -214,7 +214,7 @@ class Dispatch:
     def release(self) -> None:
         """Nothing is kept from call to call."""
 
-    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> Any:
+    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> PyTree:
         if key not in self._jitted:
 
             def counted(*args):
@@ -303,12 +303,12 @@ class Dispatch:
         return self._call(("finish", signature), finish, shared, tables, arenas, state)
 
 
-def no_inputs(signature: Signature) -> list[Any]:
+def no_inputs(signature: Signature) -> list[Array]:
     """No input rows for any arena."""
     return [empty(0, kind) for kind in signature.arenas]
 
 
-def pick(state: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
+def pick(state: PyTree, rows: Sequence[Array]) -> tuple[Any, ...]:
     """Rows of each arena of a state."""
     return tuple(take(arena, row_ids) for arena, row_ids in zip(state[0], rows, strict=True))
 
@@ -323,7 +323,7 @@ def _host_chunks(signature: Signature | ReverseSignature, table: Array) -> Any:
 
 def pulled_back(
     prepare: Callable, shared: Sequence[Array], gradients: Sequence[Any], alive: Sequence[Array]
-) -> list[Any]:
+) -> list[Array]:
     """Cotangents of the shared values from those of what `prepare` makes of them.
 
     `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do.

@@ -24,21 +24,23 @@ from jedbatch._support.types import Array, Dtype
 
 def assemble(
     signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Array]]
-) -> dict[str, Any]:
+) -> dict[str, Array]:
     """The input rows of each arena, up to capacity."""
-    rows: Any
+    rows: Array
     parts = collections.defaultdict(list)
     for i, (record, instance_arrays) in enumerate(zip(records, arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
             rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, instance_arrays, i)
             parts[stored(chunk.type)].append(rows)
-    inputs: dict[str, Any] = {}
+    inputs: dict[str, Array] = {}
     for kind, room in zip(signature.arenas, signature.inputs, strict=True):
         inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)
     return inputs
 
 
-def pack_rows(kind: Kind, parts: Sequence[Array], capacity: int, repeats_last: bool = False) -> Any:
+def pack_rows(
+    kind: Kind, parts: Sequence[Array], capacity: int, repeats_last: bool = False
+) -> Array:
     """Returns parts [k, *shape], traced or not, as one array [capacity, *shape].
 
     Rows beyond them are zeros, or the last one again if there is any and it `repeats_last`.
@@ -58,7 +60,7 @@ def pack_rows(kind: Kind, parts: Sequence[Array], capacity: int, repeats_last: b
     return rows
 
 
-def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> Any:
+def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> Array:
     """The values of some inputs [k, *shape]."""
     if chunk.leaf is None:
         return chunk.rows
@@ -111,7 +113,7 @@ def results_from(
             return cut_out(place)
         return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
 
-    def cut_out(place: Slice) -> Any:
+    def cut_out(place: Slice) -> Array:
         rows = on_host(place.stage, place.result)
         rows = rows[place.start : place.start + place.shape[place.axis]]
         xp = np if isinstance(rows, np.ndarray) else jnp
@@ -137,6 +139,6 @@ def results_from(
     ]
 
 
-def _on_host(rows: Any) -> Any:
+def _on_host(rows: Array) -> Any:
     """Rows where any number of them is taken out without compiling anything, if they are known."""
     return rows if isinstance(rows, Tracer) else fetched(rows)

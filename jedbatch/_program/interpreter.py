@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +18,7 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import row, slice_rows
 from jedbatch._program.instructions import InstructionSet
 from jedbatch._program.tables import TableLayout
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, PyTree
 
 LOOPS_PER_GROUP = 4  # loops in a row before they are nested
 
@@ -47,7 +46,7 @@ def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False
     return [Body(number, width, chunk, backwards) for number, width in numbered]
 
 
-def choose(bodies: Sequence[Body], carry: Any) -> Any:
+def choose(bodies: Sequence[Body], carry: PyTree) -> PyTree:
     """Executes the chunks of one run, by loops of which all but one make no trips.
 
     `carry` is (chunks done, run, state). A `lax.switch` would copy every array that its
@@ -71,7 +70,7 @@ def choose(bodies: Sequence[Body], carry: Any) -> Any:
     return carry
 
 
-def run_chunks(body: Body, carry: Any) -> Any:
+def run_chunks(body: Body, carry: PyTree) -> PyTree:
     """Executes the chunks of a run if it is of the kind of the body."""
 
     def more(carry):
@@ -93,8 +92,8 @@ def run_branches(
     table: Array,
     bodies: Sequence[Body],
     instructions: InstructionSet,
-    state: Any,
-) -> Any:
+    state: PyTree,
+) -> PyTree:
     """Runs the instructions of a table one by one, each in a branch of a `lax.switch`.
 
     The barrier keeps arenas that a branch does not write from being copied (XLA of JAX 0.11).
@@ -133,8 +132,8 @@ def sweep(
     table: Array,
     bodies: Sequence[Body],
     instructions: InstructionSet,
-    state: Any,
-) -> Any:
+    state: PyTree,
+) -> PyTree:
     """Runs the instructions of a table."""
 
     def step(i, state):

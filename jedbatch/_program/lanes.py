@@ -19,6 +19,7 @@ from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, put, slice_rows
+from jedbatch._support.types import Array, PyTree
 
 Lane = int | jax.Array  # the first of some lanes
 Values = Sequence[jax.Array | None]  # None for what there is none of, or nobody reads
@@ -142,7 +143,9 @@ class Lanes:
         return [slice_rows(self.slots[place], lane, width) for place in places]
 
 
-def each_block(buckets: Buckets | None, lanes: int, trips: Any, block: Callable, state: Any) -> Any:
+def each_block(
+    buckets: Buckets | None, lanes: int, trips: Array, block: Callable, state: PyTree
+) -> Any:
     """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
 
     `trips` says how many there are of each width; `lanes` is their capacity. Without buckets all

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.types import Dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
@@ -68,7 +69,7 @@ class Placement:
     layout: Layout
     kernels: tuple[Kernel, ...]
     type_ids: tuple[int, ...]
-    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    arenas: tuple[tuple[tuple[int, ...], Dtype], ...]
     input_arena: Int64[np.ndarray, " I"]
     input_row: Int64[np.ndarray, " I"]
     outputs: tuple[Int64[np.ndarray, " _"], ...]

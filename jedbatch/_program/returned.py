@@ -7,7 +7,6 @@ rows where there is a list of results, and in a lazy scope.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jedbatch._support.types import Array
 
 ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
 
-Pieces = tuple[list[Any], ...]  # of each arena
+Pieces = tuple[list[Array], ...]  # of each arena
 
 
 def split_outputs(outputs: Sequence[Array], batch: int | None) -> Pieces:
@@ -33,7 +32,7 @@ def split_outputs(outputs: Sequence[Array], batch: int | None) -> Pieces:
     return tuple([_some(rows, i, batch) for i in range(0, len(rows), batch)] for rows in outputs)
 
 
-def _some(rows: Any, first: int, count: int) -> Any:
+def _some(rows: Array, first: int, count: int) -> Array:
     if len(rows) == count:
         return rows
     # `rows[a:b]` costs three times as much outside of jit
@@ -42,7 +41,7 @@ def _some(rows: Any, first: int, count: int) -> Any:
 
 def joined(
     arenas: Sequence[Kind], cotangents: Pieces, batch: int | None
-) -> tuple[tuple[Any, ...], list[np.ndarray]]:
+) -> tuple[tuple[Array, ...], list[np.ndarray]]:
     """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
 
     Pieces are None where there is none.
@@ -64,7 +63,7 @@ def joined(
     return tuple(arrays), exist
 
 
-def _end_to_end(parts: Sequence[Array], nothing: Array) -> Any:
+def _end_to_end(parts: Sequence[Array], nothing: Array) -> Array:
     return jnp.concatenate(parts) if parts else nothing[:0]
 
 
@@ -124,11 +123,11 @@ def all_or_none_exist(
 
 
 @jax.jit
-def _put_on_top(*rows: Any) -> Any:
+def _put_on_top(*rows: Array) -> Array:
     return jnp.stack(rows)
 
 
-def stacked(rows: Sequence[Any]) -> Any:
+def stacked(rows: Sequence[Array]) -> Array:
     """Rows, at least one, as an array, by programs that serve any number of them."""
     blocks = []
     for start in range(0, len(rows), ROWS_PER_BLOCK):
@@ -141,13 +140,13 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def some_rows(rows: Any, start: Array, count: int) -> list[Any]:
+def some_rows(rows: Array, start: Array, count: int) -> list[Array]:
     """`count` rows of an array from `start` on, one by one."""
     piece = jax.lax.dynamic_slice_in_dim(rows, start, count)
     return [piece[i] for i in range(count)]
 
 
-def unstacked(rows: Any) -> list[Any]:
+def unstacked(rows: Array) -> list[Array]:
     """The rows of an array one by one, by programs that serve arrays of any length."""
     block = min(ROWS_PER_BLOCK, len(rows))
     results: list[Array] = []

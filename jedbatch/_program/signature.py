@@ -31,6 +31,7 @@ from jedbatch._program.capacity import Capacity
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
+from jedbatch._support.types import Dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
@@ -58,7 +59,7 @@ class Signature:
     kernels: tuple[Kernel, ...]
     lanes: tuple[int, ...]
     widest: tuple[int, ...]
-    arenas: tuple[tuple[tuple[int, ...], Any], ...]
+    arenas: tuple[tuple[tuple[int, ...], Dtype], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     num_instructions: int

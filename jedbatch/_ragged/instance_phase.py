@@ -31,6 +31,7 @@ from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
+from jedbatch._support.types import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,7 @@ class InstancePhase:
         ]
         self._moving_shared, self._moving, self._returned = inexact
 
-    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Any]:
+    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Array]:
         """Returns the variables that the phase writes: packed rows, or [K, ...]."""
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]
@@ -306,12 +307,12 @@ class InstancePhase:
 
     def _lanes(
         self, group: InstanceGroup, shared: Sequence[Any], blocks: Sequence[Any]
-    ) -> list[Any]:
+    ) -> list[Array]:
         """Returns the variables that the phase writes for the instances of a group."""
         lane = functools.partial(self._lane, group)
         return jax.vmap(lane, in_axes=(0, None, 0))(dict(group.lengths), shared, blocks)
 
-    def _lane(self, group: InstanceGroup, lengths, shared, blocks) -> list[Any]:
+    def _lane(self, group: InstanceGroup, lengths, shared, blocks) -> list[Array]:
         """Returns the variables that the phase writes for one instance."""
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.capacity)

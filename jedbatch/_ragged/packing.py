@@ -25,6 +25,7 @@ from jedbatch._program.arenas import row, take
 from jedbatch._program.capacity import Capacity
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
+from jedbatch._support.types import AxisSize
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class PackedBatch:
         """Returns the same with another table, such as a traced one."""
         return PackedBatch(self.extents, self.symbols, self.capacity, table)
 
-    def index(self, extent: Any) -> int:
+    def index(self, extent: AxisSize) -> int:
         """Returns the number of an extent."""
         return self.extents.index(extent)
 

@@ -269,7 +269,7 @@ class _PhaseFinder:
         self.equations.append([])
         return len(self.kinds) - 1
 
-    def _stored(self, variables: Sequence[Any]) -> list[Any]:
+    def _stored(self, variables: Sequence[Any]) -> list[Var]:
         """Returns the variables, or those they depend on, that are kept between phases."""
         stored: dict[Var, None] = {}
         stack = list(variables)
@@ -309,7 +309,7 @@ class _PhaseFinder:
             )
         return phases
 
-    def _with_rematerialized(self, equations: Sequence[Equation]) -> list[Any]:
+    def _with_rematerialized(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns the equations of a phase with those that it rematerializes."""
         by_id = {id(eqn): eqn for eqn in equations}
         stack = list(equations)

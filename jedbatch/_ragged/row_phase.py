@@ -30,6 +30,7 @@ from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
+from jedbatch._support.types import Array
 
 
 class RowPhase:
@@ -61,14 +62,14 @@ class RowPhase:
         operation = Operation(("rows", phase), jaxpr)
         return Kernel(NodeType("rows", operation, tuple(operands), shared, results))
 
-    def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Array]:
         phase = self.phase
         env = dict(zip(phase.shared, shared, strict=True))
         env.update(zip(phase.reads, operands, strict=False))
         extents = iter(operands[len(phase.reads) :])
         position = operands[-1] if self._placed else None
 
-        def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        def rule(eqn: Equation, values: list[Any]) -> list[Array]:
             if eqn.primitive.name == "dim_as_value":
                 return [next(extents).astype(eqn.outvars[0].aval.dtype)]
             return run_row(eqn, values, position)
@@ -76,7 +77,7 @@ class RowPhase:
         run_equations(phase.equations, env, rule)
         return [env[v] for v in phase.writes]
 
-    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Any]:
+    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Array]:
         """Returns the variables that the phase writes, packed."""
         phase = self.phase
         e = batch.index(phase.extent)
@@ -286,7 +287,7 @@ class RowReverse:
         slots = [*residuals, *(jnp.zeros((capacity, *shape), dtype) for shape, dtype in back.extra)]
         return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
 
-    def _weight_gradients(self, slots: Sequence[jax.Array], moves: jax.Array) -> list[Any]:
+    def _weight_gradients(self, slots: Sequence[jax.Array], moves: jax.Array) -> list[Array]:
         """Returns the cotangents of the consts of the kernel."""
         function, arguments = self.function, self.arguments
         kernel = function.kernel

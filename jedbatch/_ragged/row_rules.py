@@ -46,7 +46,7 @@ def bind_rows(eqn: Equation, values: Sequence[jax.Array], number: Number) -> lis
 
 def evaluate_rows(
     jaxpr: OpenProgram, consts: Sequence[jax.Array], args: Sequence[jax.Array], number: Number
-) -> list[Any]:
+) -> list[Array]:
     """Returns the results of a program on values whose ragged axes have these extents."""
     return interpret(jaxpr, consts, args, lambda eqn, values: bind_rows(eqn, values, number))
 

@@ -16,6 +16,7 @@ from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
 from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import flatten, is_array
+from jedbatch._support.types import PyTree
 
 
 class _Recording(threading.local):
@@ -97,7 +98,7 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
     me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **static: object) -> Any:
+    def call(*args: Any, **static: object) -> PyTree:
         recorder = recording.recorder
         if recorder is None:
             return fn(*args, **static)

@@ -48,7 +48,7 @@ from jedbatch._jaxpr.identity import (
     typed,
     typed_or_same,
 )
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, Leaf
 
 MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
 MAX_COMPARED_BYTES = 1 << 20  # of arrays of NumPy that are compared
@@ -335,7 +335,7 @@ class _Walk:
         if self._add(thing, "class", [(kind, k) for k in attributes], list(attributes.values())):
             self.guards.append(_Guard.of(_of_class, kind))
 
-    def _visit_container(self, thing: _Thing, x: Any) -> None:
+    def _visit_container(self, thing: _Thing, x: Leaf) -> None:
         self._text.append(len(x))
         if len(x) > MAX_VALUES:
             return

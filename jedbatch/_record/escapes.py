@@ -14,6 +14,7 @@ from typing import Any
 from jax.core import Tracer
 
 from jedbatch._record.environment import _is_installed
+from jedbatch._support.types import Leaf
 
 CACHES = ("WeakrefLRUCache", "_lru_cache_wrapper")
 CONTAINERS = (list, dict, tuple, set)
@@ -25,7 +26,7 @@ def live_tracers() -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), Tracer)]
 
 
-def is_kept(tracers: Sequence[Any], before: set[int]) -> bool:
+def is_kept(tracers: Sequence[Leaf], before: set[int]) -> bool:
     """Returns whether code that is not of an installed package can reach some of these.
 
     `before` has the ids of what there was before these were made; newer things do not count.
@@ -63,7 +64,7 @@ def _is_end(x: object) -> bool:
     return _is_module(x) or isinstance(x, types.FrameType | types.ModuleType)
 
 
-def _is_of_user(x: Any) -> bool:
+def _is_of_user(x: Leaf) -> bool:
     if isinstance(x, types.FrameType):
         return not _is_installed(x.f_globals.get("__name__", ""))
     if _is_module(x):

@@ -18,6 +18,7 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec
 from jedbatch._record.symbols import Value, row_index
+from jedbatch._support.types import PyTree
 
 
 def record_graph(
@@ -46,7 +47,7 @@ def record_graph(
     described[inputs] = -1 - np.array(kinds, np.int64)[-1 - operand[inputs]]
     described[~inputs] = node_type[operand[~inputs]]
 
-    def stand_in(origin: int) -> Any:
+    def stand_in(origin: int) -> PyTree:
         if origin < 0:
             return Value(recorder, -1, -1 - origin)
         maker = made_by[origin]
@@ -101,7 +102,7 @@ class Results(Sequence):
     def __len__(self) -> int:
         return len(self._call_specs)
 
-    def __getitem__(self, item: Any) -> Any:
+    def __getitem__(self, item: Any) -> PyTree:
         if isinstance(item, slice):
             return [self[i] for i in range(*item.indices(len(self)))]
         item = row_index(item, len(self))
@@ -110,7 +111,7 @@ class Results(Sequence):
         return values[0] if call_spec.tree is None else jax.tree.unflatten(call_spec.tree, values)
 
 
-def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Sequence[Any]:
+def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: PyTree) -> Sequence[PyTree]:
     """Computes every node of a prepared graph with cells.
 
     Inside a batched function all nodes are recorded at once, without running Python per node.
@@ -176,7 +177,7 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: Any) -> Seque
         if recorded is not None:
             return recorded
     inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
-    results: list[Any] = []
+    results: list[PyTree] = []
     for n, t in enumerate(graph.node_type.tolist()):
         reads = graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]].tolist()
         operands = [results[r] if r >= 0 else inputs[-1 - r] for r in reads]

@@ -10,7 +10,6 @@ this was recorded before. Whatever has no description takes the slow path every 
 
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
 from jedbatch._record.symbols import RecorderLike
+from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
@@ -49,7 +49,7 @@ def fast_path(recorder: RecorderLike) -> Callable:
     )
     input_group, input_value = recorder.input_group, recorder.input_value
 
-    def call_cell(cell: Cell, args: tuple, static: dict) -> Any:
+    def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
         reads = []
         try:
             call_spec = calls[cell]
@@ -162,12 +162,12 @@ def is_referred(recorder: RecorderLike, x: object) -> bool:
     return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
 
 
-def reference_token(recorder: RecorderLike, x: Any) -> Hashable:
+def reference_token(recorder: RecorderLike, x: Leaf) -> Hashable:
     """The token of what is referred to."""
     return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
 
 
-def is_put_together(recorder: RecorderLike, x: Any) -> bool:
+def is_put_together(recorder: RecorderLike, x: Leaf) -> bool:
     """Returns whether something is a tuple or list of symbols and of what cells returned."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
@@ -225,7 +225,7 @@ class Watched:
         if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
             self.keys, self.leaves = tuple(container), list(container.values())
 
-    def token_of(self, x: Any) -> Hashable:
+    def token_of(self, x: Leaf) -> Hashable:
         """The description; raises `KeyError` if the container holds something else by now."""
         if self.keys is not None:  # a flat dict; `tree.flatten` takes three times as long
             if tuple(x) == self.keys and all(map(operator.is_, x.values(), self.leaves)):

@@ -22,7 +22,7 @@ from jax.tree_util import PyTreeDef
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.identity import attribute_names, node_key, snapshot, typed
-from jedbatch._support.types import PyTree
+from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
 LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
@@ -43,7 +43,7 @@ def is_array(x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
-def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
+def array_type(x: Leaf) -> tuple[tuple[int, ...], Any, bool]:
     """(shape, dtype, weak) of an array or number as JAX sees it.
 
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
@@ -65,7 +65,7 @@ def array_type(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def flatten(tree: PyTree, whose: str) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, whose: str) -> tuple[list[Leaf], PyTreeDef]:
     """Leaves and structure of a pytree; `whose` is said in errors.
 
     Raises:
@@ -105,21 +105,21 @@ def _find_circle(tree: PyTree, limit: int = 1_000_000) -> Any:
     return None
 
 
-def parts_of(x: object) -> list[Any]:
+def parts_of(x: object) -> list[Leaf]:
     """The parts that a container of a pytree holds directly."""
     is_part = itertools.chain([False], itertools.repeat(True))  # JAX asks of the whole first
     return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
-def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> Any:
+def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> PyTree:
     """The instance with its arrays replaced, in order; what was shared is shared again.
 
     Raises `ValueError` if an object holds itself.
     """
-    done: dict[int, tuple[Any, Any]] = {}  # and the object, so that no other one has its id
+    done: dict[int, tuple[Leaf, Leaf]] = {}  # and the object, so that no other one has its id
     unfinished = object()
 
-    def replace(x: Any) -> Any:
+    def replace(x: Leaf) -> PyTree:
         if is_array(x):
             replacement = next(arrays)  # one for each time that it is met
             return done.setdefault(id(x), (replacement, x))[0]
@@ -159,7 +159,7 @@ def owned_arrays(instance: PyTree, limit: int = 100_000) -> set[int]:
     return array_ids
 
 
-def children_of(x: Any) -> tuple[Hashable, list[Any], bool] | None:
+def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
     """(what else decides it, parts, is mutable) of a container; None of anything else."""
     kind = type(x)
     if kind is tuple or kind is list:
@@ -192,13 +192,13 @@ def children_of(x: Any) -> tuple[Hashable, list[Any], bool] | None:
         return None, parts, True
 
 
-def _dataclass_attributes(x: Any) -> list[str]:
+def _dataclass_attributes(x: Leaf) -> list[str]:
     """The names of the fields of an object, and of its attributes beside them."""
     names = [f.name for f in dataclasses.fields(x)]
     return [*names, *(name for name in attribute_names(x) if name not in names)]
 
 
-def _beside(x: object, parts: list[Any], structure: PyTreeDef) -> list[Hashable]:
+def _beside(x: object, parts: list[Leaf], structure: PyTreeDef) -> list[Hashable]:
     """Attributes of a container of a pytree that are neither its parts nor what it carries.
 
     Raises `TypeError` if one of them may change.
@@ -211,7 +211,7 @@ def _beside(x: object, parts: list[Any], structure: PyTreeDef) -> list[Hashable]
     return [(name, snapshot(value)) for name, value in attributes if id(value) not in known_ids]
 
 
-def _rebuild(x: object, parts: list[Any]) -> Any:
+def _rebuild(x: object, parts: list[Leaf]) -> PyTree:
     kind: Any = type(x)
     if isinstance(x, np.ndarray):
         array = np.empty(x.shape, object)
@@ -232,7 +232,7 @@ def _rebuild(x: object, parts: list[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), parts)
 
 
-def _filled(x: Any, parts: list[Any]) -> Any:
+def _filled(x: Leaf, parts: list[Leaf]) -> PyTree:
     """A container like another one that holds other parts."""
     kind: Any = type(x)
     if hasattr(kind, "_fields"):

@@ -27,10 +27,10 @@ from jedbatch._record.instance_arrays import (
     children_of,
     is_array,
 )
-from jedbatch._support.types import PyTree
+from jedbatch._support.types import Leaf, PyTree
 
 
-def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Any]]:
+def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     """Returns the key that decides the graph of an instance, and its arrays in order.
 
     The key is None if the instance holds something that may change behind our back: a mutable

@@ -22,6 +22,7 @@ from jedbatch._jaxpr.symbolic_dims import symbols_in
 from jedbatch._jaxpr.versions import OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.closures import function_identity
 from jedbatch._support.caches import Memory
+from jedbatch._support.types import Leaf
 
 MANY_JAXPRS = 1024  # programs known by identity
 
@@ -117,7 +118,7 @@ class Keys:
         inner = without_consts(program)
         names: dict[Any, int] = {}
 
-        def atom(x: Any, reads_numbers: bool = True) -> Hashable:
+        def atom(x: Leaf, reads_numbers: bool = True) -> Hashable:
             if isinstance(x, Literal):
                 value = b"" if reads_numbers and is_literal(x) else np.asarray(x.val).tobytes()
                 return "literal", value, str(x.aval)

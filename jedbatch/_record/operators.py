@@ -29,6 +29,7 @@ from jedbatch._record.symbols import (
     is_static,
     row_index,
 )
+from jedbatch._support.types import Leaf, PyTree
 
 PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a value
 
@@ -36,7 +37,7 @@ PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a 
 # --- indexing ---
 
 
-def index_value(recorder: RecorderLike, value: Value, item: Any) -> Any:
+def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     """Static indexing of an array of the instance gives an input, not a node."""
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
@@ -56,12 +57,12 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Any:
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
 
 
-def _pick(_: Any, operands: Sequence[Any]) -> Any:
+def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
     """A row of a value, by number."""
     return jax.lax.dynamic_index_in_dim(*operands, keepdims=False)
 
 
-def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Any:
+def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     """`table[i]` with a Python int is a row look-up with i as a value."""
     first, further = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
     number = isinstance(first, int | np.integer) and not isinstance(first, bool)
@@ -78,7 +79,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Any:
 # --- operations and operators ---
 
 
-def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> CallSpec | None:
+def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Leaf]) -> CallSpec | None:
     """Returns how an operation was recorded before; if it is known, adds the symbols it reads."""
     way: list[Any] = [key]
     reads = []
@@ -96,7 +97,7 @@ def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) 
     return call_spec
 
 
-def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Any]) -> None:
+def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Leaf]) -> None:
     """Files the last node under its operation and what it reads, if that is symbols only."""
     is_here = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
     if is_here and any(isinstance(x, Value) for x in args):
@@ -119,7 +120,7 @@ class Known(NamedTuple):
     group: int | None
 
 
-def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -> Any:
+def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -> Leaf:
     """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
     way = (slow_path, _described(recorder, a), _described(recorder, b))
     if None in way or (type(a) is Shared and type(b) is not Value) or not recorder.active:
@@ -139,7 +140,7 @@ def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -
     return out[0] if type(out) is list else out
 
 
-def _described(recorder: RecorderLike, x: Any) -> Any:
+def _described(recorder: RecorderLike, x: Leaf) -> Any:
     """Returns what the result of an operator depends on; None if it needs a closer look."""
     kind = type(x)
     if kind is Value:
@@ -149,7 +150,7 @@ def _described(recorder: RecorderLike, x: Any) -> Any:
     return kind if kind is int or kind is float else None
 
 
-def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Any:
+def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Leaf:
     """Takes the slow path, and remembers where it led if that is one node with both sides."""
     num_nodes, num_inputs = len(recorder.call_specs), len(recorder.input_group)
     num_reads = len(recorder.references)

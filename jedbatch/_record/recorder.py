@@ -65,7 +65,7 @@ from jedbatch._record.operators import (
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
-from jedbatch._support.types import Array, PyTree
+from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
 
@@ -114,14 +114,14 @@ class Recorder(Trace):
         self.references: list[int] = []
         self.num_values = 0
         self.input_group: list[int] = []
-        self.input_value: list[Any] = []
-        self.tracers: list[Any] = []
+        self.input_value: list[Leaf] = []
+        self.tracers: list[Leaf] = []
         self._instance: Any = None
         self.known: dict[int, tuple[Any, int | None]] = {}
         self.kept: list[Any] = []  # keeps what `known` knows by id alive
         self._containers: dict[int, tuple[Hashable, None]] = {}
         self._shared: Any = None
-        self.leaves: dict[int, tuple[int, Any]] = {}
+        self.leaves: dict[int, tuple[int, Leaf]] = {}
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
@@ -144,7 +144,7 @@ class Recorder(Trace):
             "values escape."
         )
 
-    def share(self) -> Any:
+    def share(self) -> PyTree:
         """The shared arguments with symbols for leaves."""
         leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
         self._shared = jax.tree.unflatten(self.registry.structure, leaves)
@@ -158,7 +158,7 @@ class Recorder(Trace):
                 stack += parts_of(x)
         return self._shared
 
-    def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> Any:
+    def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
         """Starts an instance after another is done; its arrays are replaced by symbols.
 
         `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
@@ -180,7 +180,7 @@ class Recorder(Trace):
         self._instance = instance
         self._owned = None
 
-    def symbolic(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> Any:
+    def symbolic(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
         """The instance with its arrays replaced by symbols (of these types)."""
         if not arrays:
             return instance
@@ -214,7 +214,7 @@ class Recorder(Trace):
         self.leaves[position] = (leaf, path)
         return Value(self, position, kind)
 
-    def input(self, x: Any) -> Value:
+    def input(self, x: Leaf) -> Value:
         """A number or concrete array as an input of the instance."""
         kind = self.registry.value_type(*array_type(x))
         x = x.copy() if isinstance(x, np.ndarray) else x  # it may change before it is read
@@ -224,7 +224,7 @@ class Recorder(Trace):
         """An input that stands for any value of a type."""
         return Value(self, self.new_input(-1, None), kind)
 
-    def symbol(self, x: Any) -> Any:
+    def symbol(self, x: Leaf) -> Leaf:
         """Any array or number as a symbol."""
         if isinstance(x, Tracer):
             if isinstance(x, Symbol):
@@ -254,13 +254,13 @@ class Recorder(Trace):
         self.trust(x)
         return self.input(x)
 
-    def _is_owned(self, x: Any) -> bool:
+    def _is_owned(self, x: Leaf) -> bool:
         """Returns whether an array is part of the instance."""
         if self._owned is None:
             self._owned = owned_arrays(self._instance)
         return id(x) in self._owned
 
-    def _is_weight_reached(self, x: Any) -> bool:
+    def _is_weight_reached(self, x: Leaf) -> bool:
         """True of arrays that the function reaches and that programs read: all but numbers."""
         if id(x) not in self.registry.reached or not isinstance(x, jax.Array):
             return False
@@ -283,7 +283,7 @@ class Recorder(Trace):
         with pause(), jax.ensure_compile_time_eval():
             return np.asarray(compute([*[None] * registry.num_leaves, *values])[0][0])
 
-    def trust(self, x: Any) -> None:
+    def trust(self, x: Leaf) -> None:
         """Notes that an instance reads an array; another one may be read the next time."""
         if isinstance(x, jax.Array) and self.caching:
             is_known = id(x) in self._made or id(x) in self.registry.reached
@@ -294,7 +294,7 @@ class Recorder(Trace):
     def _marking(self, call_cell: Callable) -> Callable:
         """The same, noting call sites."""
 
-        def call(cell: Cell, args: tuple, static: dict) -> Any:
+        def call(cell: Cell, args: tuple, static: dict) -> PyTree:
             out = call_cell(cell, args, static)
             self.mark()
             return out
@@ -313,7 +313,7 @@ class Recorder(Trace):
             assert self._here is not None
             self.sites.append((self._here()[0], same))
 
-    def results(self, call_spec: CallSpec, index: int) -> Any:
+    def results(self, call_spec: CallSpec, index: int) -> PyTree:
         """Returns the results of a recorded call, in its structure."""
         values = [self.result(self, i, kind) for i, kind in enumerate(call_spec.results, index)]
         if call_spec.tree is None:
@@ -327,7 +327,7 @@ class Recorder(Trace):
             self.kept.append(out[position])
         return out
 
-    def record(self, call_spec: CallSpec) -> Any:
+    def record(self, call_spec: CallSpec) -> PyTree:
         """Appends a node whose references are in place already; returns its results."""
         self.call_specs.append(call_spec.id)
         self.mark()
@@ -339,7 +339,7 @@ class Recorder(Trace):
         """The way to a call in `registry.calls`; None if it needs a closer look every time."""
         return describe_call(self, cell, args, static)
 
-    def slow_path(self, cell: Cell, args: tuple, static: dict) -> Any:
+    def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
         return slow_path(self, cell, args, static)
 
@@ -388,7 +388,7 @@ class Recorder(Trace):
             remember_operation(self, operation, tracers)
         return out if primitive.multiple_results else out[0]
 
-    def _lifted(self, key: PrimitiveKey, args: Sequence[Any]) -> tuple[int, ...]:
+    def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:
         """Positions of the numbers in the bodies of an operation that are operands.
 
         None are where nothing is symbolic, or where an extent differs from instance to instance.
@@ -430,7 +430,7 @@ class Recorder(Trace):
 
         return self._custom((fun, fwd, bwd), call, tracers)
 
-    def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Any]) -> list[Any]:
+    def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Leaf]) -> list[Leaf]:
         """Records a function with a derivative rule of its own, rule included."""
         fun = functions[0]
         ran = []
@@ -464,7 +464,7 @@ class Recorder(Trace):
         return self._constant(("stage", shape, dtype, weak), stage, [val])[0]
 
     def _operation(
-        self, name: str, key: Hashable, call: Callable, args: Sequence[Any], is_ragged=False
+        self, name: str, key: Hashable, call: Callable, args: Sequence[Leaf], is_ragged=False
     ) -> list:
         """Records `call(*args) -> list of arrays`, or computes it if nothing is symbolic.
 
@@ -491,13 +491,13 @@ class Recorder(Trace):
         operands = [s for s in symbols if isinstance(s, Value)]
         return self.node(name, (key, slots), arranged, shared, operands)
 
-    def node(self, name, key, call, shared, operands) -> Any:
+    def node(self, name, key, call, shared, operands) -> PyTree:
         kinds = tuple(v.type for v in operands)
         call_spec = self.registry.call_spec(name, key, call, shared, kinds, user_code=False)
         self.references += [v.index for v in operands]
         return self.record(call_spec)
 
-    def _constant(self, key: Hashable, call: Callable, args: Sequence[Any]) -> list[Any]:
+    def _constant(self, key: Hashable, call: Callable, args: Sequence[Leaf]) -> list[Leaf]:
         """Computes an operation on concrete values, or finds what it gave before."""
         for x in args:
             self.trust(x)
@@ -511,7 +511,7 @@ class Recorder(Trace):
         self._made.update((id(x), x) for x in out)
         return out
 
-    def _shared_operation(self, key, call, args, tracers) -> list[Any]:
+    def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         """Records an operation on shared values and constants, done once per minibatch."""
         marks = tuple(
             "shared" if i in tracers else _identity_of_constant(x) for i, x in enumerate(args)
@@ -530,7 +530,7 @@ class Recorder(Trace):
 
     # --- results ---
 
-    def output(self, leaf: Any) -> tuple[int, tuple]:
+    def output(self, leaf: Leaf) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
         leaf = as_number(leaf)
         if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
@@ -553,7 +553,7 @@ class Recorder(Trace):
 # --- small helpers ----------------------------------------------------------------------
 
 
-def _identity_of_constant(x: Any) -> Hashable:
+def _identity_of_constant(x: Leaf) -> Hashable:
     if isinstance(x, np.ndarray):  # its contents may change
         return type(x), x.dtype, x.shape, x.tobytes()
     return Same(x) if is_array(x) else typed_or_same(x)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jax.core import ShapedArray
 
+from jedbatch._support.types import Leaf
+
 
 @dataclass(frozen=True, eq=False)
 class SharedValue:
@@ -57,7 +59,7 @@ def prologue(
             visit(index)
     arguments = [i for i in order if shared[i].array is not None or shared[i].tracer is not None]
 
-    def compute(values: Sequence[Any]) -> list[list[Any]]:
+    def compute(values: Sequence[Leaf]) -> list[list[Any]]:
         env = dict(zip(arguments, values[num_leaves:], strict=True))
         results: dict[tuple, list[Any]] = {}
         for index in order:

@@ -30,10 +30,10 @@ from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._record.symbols import RecorderLike, Value
-from jedbatch._support.types import Leaf
+from jedbatch._support.types import Leaf, PyTree
 
 
-def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> Any:
+def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
     """Records a call of a cell: any pytrees of anything."""
     registry = recorder.registry
     while True:
@@ -169,7 +169,7 @@ def _sorted_out(
     slots: list[Hashable] = []
     operands: list[Value] = []
     shared: list[int] = []
-    fixed: list[Any] = []
+    fixed: list[Leaf] = []
     for leaf in leaves:
         if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
             symbol = recorder.symbol(leaf)

@@ -16,6 +16,7 @@ from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._record.registry import Registry
+from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
 
 
@@ -34,8 +35,8 @@ class RecorderLike(Protocol):
     references: list[int]
     num_values: int
     input_group: list[int]
-    input_value: list[Any]
-    leaves: dict[int, tuple[int, Any]]
+    input_value: list[Leaf]
+    leaves: dict[int, tuple[int, Leaf]]
     known: dict[int, tuple[Any, int | None]]
     kept: list[Any]
     numbers: dict[type, tuple[int, Hashable]]
@@ -52,9 +53,9 @@ class RecorderLike(Protocol):
     @property
     def computed(self) -> Collection[int]: ...
 
-    def symbol(self, x: Any) -> Any: ...
+    def symbol(self, x: Leaf) -> Leaf: ...
 
-    def input(self, x: Any) -> "Value": ...
+    def input(self, x: Leaf) -> "Value": ...
 
     def number(self, number: Number) -> "Value": ...
 
@@ -69,7 +70,7 @@ class RecorderLike(Protocol):
         call: Callable,
         shared: tuple[int, ...],
         operands: Sequence["Value"],
-    ) -> Any: ...
+    ) -> PyTree: ...
 
     def cell_call_spec(
         self, cell: Any, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
@@ -77,11 +78,11 @@ class RecorderLike(Protocol):
 
     def description(self, cell: Any, args: tuple, static: dict) -> list[Hashable] | None: ...
 
-    def record(self, call_spec: CallSpec) -> Any: ...
+    def record(self, call_spec: CallSpec) -> PyTree: ...
 
-    def results(self, call_spec: CallSpec, index: int) -> Any: ...
+    def results(self, call_spec: CallSpec, index: int) -> PyTree: ...
 
-    def slow_path(self, cell: Any, args: tuple, static: dict) -> Any: ...
+    def slow_path(self, cell: Any, args: tuple, static: dict) -> PyTree: ...
 
     def mark_again(self) -> None: ...
 

@@ -19,9 +19,9 @@ Source: Chen et al., ED-Batch, ICML 2023, section 2 and appendix A.4; `phase` is
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jedbatch._schedule.frontier import Frontier
+from jedbatch._support.types import Array
 
 CODES = 64  # what an encoding may say about a type
 
@@ -48,7 +48,7 @@ def sort(frontier: Frontier, ready: Sequence[int]) -> list[int]:
     return [min(counts.index(num_ready[t]), CODES - 1) for t in ready]
 
 
-def packed(low: Any, many: Any, turn: Any, sure: Any) -> Any:
+def packed(low: Array, many: Array, turn: Array, sure: Array) -> Array:
     """The code of `phase`: of numbers, or of arrays of them.
 
     `low` is 0 if tallest, 1 if low, 2 if lower, 3 if far; `turn` is 0 if steady, 1 if mixed, 2 if

@@ -42,7 +42,7 @@ from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Leaf
+from jedbatch._support.types import Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 MAX_ROUND_BYTES = 1 << 28  # of these
@@ -215,7 +215,7 @@ class ProgramCache:
             program = self._programs[signature] = prepare, closed_over
         return program
 
-    def executor(self, signature: Signature, values: Any) -> Fused | Dispatch:
+    def executor(self, signature: Signature, values: PyTree) -> Fused | Dispatch:
         """Returns the executor of a program on values; on traced ones always the fused one."""
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
@@ -229,7 +229,12 @@ class ProgramCache:
         return executor
 
     def run_regions(
-        self, stages: tuple[Stage, ...], leaves: Sequence[Leaf], tracers: Any, tables, inputs
+        self,
+        stages: tuple[Stage, ...],
+        leaves: Sequence[Leaf],
+        tracers: Sequence[Leaf],
+        tables,
+        inputs,
     ) -> Any:
         """Runs regions: (inputs of the graph, results of each region); see `_ragged.calls`."""
         region_program = self._region_programs.get(stages)

@@ -15,6 +15,7 @@ import numpy as np
 import jedbatch
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.executors import Fused
+from jedbatch._support.types import Leaf, PyTree
 from jedbatch.testing.judges import (
     assert_close,
     check_plan,
@@ -97,7 +98,7 @@ class Way:
             "target": TARGETS[self.target],
         }
 
-    def hand_over(self) -> Any:
+    def hand_over(self) -> PyTree:
         """A context in which small arenas are handed from call to call too, if that is wanted."""
         if not self.hands_over:
             return contextlib.nullcontext()
@@ -184,7 +185,7 @@ class Case:
         run.pick([*self.picks[::-1], 0])
         check_plan(run.plan())
 
-    def _expected(self, fn: Callable, params: Any) -> "Expected":
+    def _expected(self, fn: Callable, params: PyTree) -> "Expected":
         return Expected.of(fn, params, self.columns, self.picks, self.way)
 
     def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
@@ -210,15 +211,15 @@ class Expected(NamedTuple):
       stacks: whether results stack.
     """
 
-    results: list[Any]
+    results: list[PyTree]
     gradient: Any
     stacks: bool
 
     @staticmethod
     def of(
         fn: Callable,
-        params: Any,
-        columns: Sequence[Sequence[Any]],
+        params: PyTree,
+        columns: Sequence[Sequence[PyTree]],
         picks: Sequence[int],
         way: Way,
     ) -> "Expected":
@@ -233,7 +234,7 @@ class Expected(NamedTuple):
         """
         rows = _rows(columns)
 
-        def run(params: Any) -> Any:
+        def run(params: PyTree) -> PyTree:
             return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
 
         found, pull = jax.vjp(run, params)
@@ -246,12 +247,12 @@ class Expected(NamedTuple):
         return Expected(results, gradient, stacks)
 
     @property
-    def joined(self) -> Any:
+    def joined(self) -> PyTree:
         """The results as a batched function returns them."""
         return stacked(self.results) if self.stacks else self.results
 
 
-def _cotangents(results: list[Any], stacks: bool, read: str) -> list[Any]:
+def _cotangents(results: list[PyTree], stacks: bool, read: str) -> list[PyTree]:
     """Cotangents of the loop's results: those of joined results, cut; zero where not read."""
     blank = jax.tree.map(_blank, results)
     count = len(results)
@@ -270,7 +271,7 @@ def _cotangents(results: list[Any], stacks: bool, read: str) -> list[Any]:
     return cut
 
 
-def _blank(x: Any) -> np.ndarray:
+def _blank(x: Leaf) -> np.ndarray:
     """An array of the shape of a result, and of its dtype if it has cotangents."""
     return np.zeros(x.shape, x.dtype if has_gradient(x) else np.int32)
 
@@ -296,14 +297,14 @@ def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a if a.dtype == jax.dtypes.float0 else a + b
 
 
-def _last(x: Any) -> Any:
+def _last(x: Leaf) -> PyTree:
     return _row(x, len(x) - 1) if isinstance(x, np.ndarray) else x[-1]
 
 
-def _pulled(run: Callable, read: Callable[[Any], Any], *args: Any) -> tuple[Any, Any]:
+def _pulled(run: Callable, read: Callable[[Any], Any], *args: Any) -> tuple[PyTree, PyTree]:
     """Results of a function of some arguments, and the gradients of the part that is read."""
 
-    def reading(*args: Any) -> Any:
+    def reading(*args: Any) -> PyTree:
         found = run(*args)
         return read(found), found
 
@@ -369,18 +370,18 @@ class Run:
         """A plan of all instances."""
         return self.batched.plan(self.params, *self.given(self.columns), **options)
 
-    def given(self, columns: Sequence[Any]) -> list[Any]:
+    def given(self, columns: Sequence[Any]) -> list[PyTree]:
         """The mapped arguments as they are given to the batched function."""
         return list(map(_whole, columns)) if self.case.way.whole else list(columns)
 
-    def loop(self, params: Any, columns: Sequence[Sequence[Any]]) -> Any:
+    def loop(self, params: PyTree, columns: Sequence[Sequence[PyTree]]) -> PyTree:
         """The results of the loop."""
         found = [self.fn(params, *row) for row in zip(*columns, strict=True)]
         found = jax.tree.map(jnp.asarray, found)
         return stacked(found) if self.stacks else found
 
 
-def _whole(column: Sequence[Any]) -> Any:
+def _whole(column: Sequence[PyTree]) -> PyTree:
     """One array in place of a list of arrays, if they are of one shape."""
     if all(isinstance(x, np.ndarray) for x in column) and len({x.shape for x in column}) == 1:
         return np.stack(column)
@@ -408,7 +409,7 @@ def _values(run: Callable[[Run], Any]) -> Callable[[Run], tuple[Any, Any]]:
 def _gradient(apply: Callable[[Run], Callable], wrap: Callable = lambda f: f) -> Callable:
     """Results and gradient of what `apply` gives, a function of parameters."""
 
-    def run(r: Run) -> tuple[Any, Any]:
+    def run(r: Run) -> tuple[PyTree, PyTree]:
         inner = apply(r)
         found, (gradient,) = wrap(lambda params: _pulled(inner, r.read, params))(r.params)
         return found, gradient
@@ -416,19 +417,19 @@ def _gradient(apply: Callable[[Run], Callable], wrap: Callable = lambda f: f) ->
     return run
 
 
-def _call(r: Run) -> Any:
+def _call(r: Run) -> PyTree:
     return r.batched(r.params, *r.given(r.columns))
 
 
-def _apply(r: Run) -> Any:
+def _apply(r: Run) -> PyTree:
     return r.batched.apply(r.params, r.plan(gradient=False))
 
 
-def _jit(r: Run) -> Any:
+def _jit(r: Run) -> PyTree:
     return jax.jit(r.batched.apply)(r.params, r.plan())
 
 
-def _donated(r: Run) -> Any:
+def _donated(r: Run) -> PyTree:
     """Twice: the buffers of a plan that is given away must not be those of the next one."""
     run = jax.jit(r.batched.apply, donate_argnums=1)
     with warnings.catch_warnings():
@@ -438,15 +439,15 @@ def _donated(r: Run) -> Any:
     return found
 
 
-def _with_half(params: Any) -> Any:
+def _with_half(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.stack([x, x / 2]), params)
 
 
-def _first(tree: Any) -> Any:
+def _first(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+def _rows(columns: Sequence[Sequence[PyTree]]) -> list[tuple[Any, ...]]:
     """Returns the arguments of each instance for a plain function, with arrays of JAX.
 
     `batch` hands arrays over as symbols that have `x.at`; arrays of NumPy have not.
@@ -455,7 +456,7 @@ def _rows(columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _vmap(r: Run) -> Any:
+def _vmap(r: Run) -> PyTree:
     """Over parameters, of which the first are these."""
     plan = r.plan()
     return _first(jax.vmap(lambda p: r.batched.apply(p, plan))(_with_half(r.params)))
@@ -465,7 +466,7 @@ def _vmap_of_gradient(grad: Callable) -> Callable:
     return lambda params: _first(jax.vmap(grad)(_with_half(params)))
 
 
-def _lazy(r: Run) -> Any:
+def _lazy(r: Run) -> PyTree:
     rows = _rows(r.columns)
     with jedbatch.lazy():
         found = [r.fn(r.params, *row) for row in rows]
@@ -476,7 +477,7 @@ def _lazy(r: Run) -> Any:
 def _lazy_gradient(r: Run) -> Callable:
     rows = _rows(r.columns)
 
-    def inner(params: Any) -> Any:
+    def inner(params: PyTree) -> PyTree:
         with jedbatch.lazy():
             found = [r.fn(params, *row) for row in rows]
             found = jax.tree.map(jnp.asarray, found)
@@ -498,23 +499,23 @@ def _checkpoint(r: Run) -> Callable:
     return jax.checkpoint(_applying(r))
 
 
-def _jitted_step(r: Run) -> tuple[Any, Any]:
+def _jitted_step(r: Run) -> tuple[PyTree, PyTree]:
     """As in training: the plan is an argument."""
 
-    def step(params: Any, plan: Any) -> Any:
+    def step(params: PyTree, plan: Any) -> PyTree:
         return _pulled(lambda params: r.batched.apply(params, plan), r.read, params)
 
     found, (gradient,) = jax.jit(step)(r.params, r.plan())
     return found, gradient
 
 
-def _of_arrays(r: Run) -> tuple[Any, Any]:
+def _of_arrays(r: Run) -> tuple[PyTree, PyTree]:
     """With respect to parameters and arrays of instances together."""
     leaves, structure = jax.tree.flatten(r.columns)
     arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, np.ndarray)}
     moving = {i: x for i, x in arrays.items() if x.dtype == np.float32}
 
-    def filled(moving: Any) -> Any:
+    def filled(moving: PyTree) -> PyTree:
         given = {i: jnp.asarray(x) for i, x in (arrays | moving).items()}
         return jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
 

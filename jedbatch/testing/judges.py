@@ -16,6 +16,7 @@ from jedbatch._batch.batched import Batched, batch
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._program.plan import Plan
 from jedbatch._session.verify import verify
+from jedbatch._support.types import Leaf, PyTree
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -23,7 +24,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 # --- values ---
 
 
-def loop(fn: Callable, params: Any, instances: Sequence[Any]) -> Any:
+def loop(fn: Callable, params: PyTree, instances: Sequence[PyTree]) -> PyTree:
     """`fn` of every instance, one by one, stacked.
 
     Args:
@@ -37,17 +38,17 @@ def loop(fn: Callable, params: Any, instances: Sequence[Any]) -> Any:
     return stacked([fn(params, instance) for instance in instances])
 
 
-def stacked(results: Sequence[Any]) -> Any:
+def stacked(results: Sequence[PyTree]) -> PyTree:
     """Results of instances along a new first axis."""
     return jax.tree.map(lambda *rows: jnp.stack([jnp.asarray(r) for r in rows]), *results)
 
 
-def has_gradient(x: Any) -> bool:
+def has_gradient(x: Leaf) -> bool:
     """True of arrays of real and complex numbers."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def weighted_sum(result: object, instance: int | None = None) -> Any:
+def weighted_sum(result: object, instance: int | None = None) -> PyTree:
     """A sum of the real parts of a result under fixed random weights: all of it counts.
 
     Args:
@@ -68,16 +69,16 @@ def weighted_sum(result: object, instance: int | None = None) -> Any:
     return total
 
 
-def weights_for(result: object) -> Any:
+def weights_for(result: object) -> PyTree:
     """Cotangents for `jax.vjp` of a result: the weights of `weighted_sum`, made without JAX."""
 
-    def weights(path: Any, x: Any) -> np.ndarray:
+    def weights(path: Any, x: Leaf) -> np.ndarray:
         return _weight(path, x) if has_gradient(x) else np.zeros(x.shape, jax.dtypes.float0)
 
     return jax.tree_util.tree_map_with_path(weights, result)
 
 
-def _weight(path: Any, x: Any) -> np.ndarray:
+def _weight(path: Any, x: Leaf) -> np.ndarray:
     seed = zlib.crc32(jax.tree_util.keystr(path).encode())
     return np.random.default_rng(seed).normal(size=x.shape).astype(x.dtype)
 
@@ -114,7 +115,7 @@ def assert_close(
             _assert_leaf(a, b, rtol, f"{what}{where}", by_instance)
 
 
-def _as_data(x: Any) -> np.ndarray:
+def _as_data(x: Leaf) -> np.ndarray:
     x = x if getattr(x, "dtype", None) == jax.dtypes.float0 else jnp.asarray(x)
     return np.asarray(jax.random.key_data(x) if is_key(x.dtype) else x)
 
@@ -148,8 +149,8 @@ def _assert_leaf(a: np.ndarray, b: np.ndarray, rtol: float, where: str, by_insta
 
 def check_against_loop(
     fn: Callable,
-    params: Any,
-    instances: Sequence[Any],
+    params: PyTree,
+    instances: Sequence[PyTree],
     gradients: bool = True,
     *,
     rtol: float = 1e-5,
@@ -219,8 +220,8 @@ class _Loop:
     def __init__(
         self,
         alone: Callable,
-        params: Any,
-        instances: Sequence[Any],
+        params: PyTree,
+        instances: Sequence[PyTree],
         together: Callable,
         gradients: bool,
         rtol: float,
@@ -244,10 +245,10 @@ class _Loop:
         else:
             self.results = self._run(params)
 
-    def _run(self, params: Any) -> Any:
+    def _run(self, params: PyTree) -> PyTree:
         return self.together([self.alone(params, instance) for instance in self.instances])
 
-    def _weighted(self, params: Any) -> tuple[Any, Any]:
+    def _weighted(self, params: PyTree) -> tuple[PyTree, PyTree]:
         results = self._run(params)
         return weighted_sum(results), results
 
@@ -277,10 +278,10 @@ def _blame(run, alone, params, instances, rtol, together) -> str:
     found = []
     for i in range(len(instances)):
 
-        def share(p: object, i: int = i) -> Any:
+        def share(p: object, i: int = i) -> PyTree:
             return weighted_sum(run(p), i)
 
-        def share_of_loop(p: object, i: int = i) -> Any:
+        def share_of_loop(p: object, i: int = i) -> PyTree:
             return weighted_sum(stacked([alone(p, instance) for instance in instances]), i)
 
         try:

@@ -59,6 +59,7 @@ from jedbatch._record.granularity.inline import Nodes, Primitives, Template, apa
 from jedbatch._record.operators import PICK
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
+from jedbatch._support.types import Leaf
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 START, END, ELSEWHERE = -1, -2, -3
@@ -403,7 +404,7 @@ def _program(
             number = np.frombuffer(data, value_type.dtype)[0]
             numbers[read] = number.item() if value_type.weak else number
 
-    def call(shared_values: Sequence[Any], operand_values: Sequence[Any]) -> list[Any]:
+    def call(shared_values: Sequence[Leaf], operand_values: Sequence[Leaf]) -> list[Leaf]:
         of_shared = dict(zip(shared, shared_values, strict=True))
         values_made: list[Any] = []
         reads = iter(pattern.reads)

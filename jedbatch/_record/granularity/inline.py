@@ -26,6 +26,7 @@ from jedbatch._record.grouping import Grouping
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._record.symbols import Shared
+from jedbatch._support.types import Leaf
 
 RECORDS_CALLS = True  # see `_support.frames`
 
@@ -68,7 +69,7 @@ class Nodes:
     sites: list[tuple[int, bool]] = field(default_factory=list)
     operands: list[Sequence[int]] = field(default_factory=list)
     input_group: list[int] = field(default_factory=list)
-    input_value: list[Any] = field(default_factory=list)
+    input_value: list[Leaf] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     ends: list[tuple[int, int, int]] = field(default_factory=lambda: [(0, 0, 0)])
     num_values: int = 0
