@@ -90,7 +90,21 @@ class NothingReadyError(ValueError):
     """
 
 
-class RecompilationWarning(UserWarning):
+class PerformanceWarning(UserWarning):
+    """Something is right, and much slower than it need be.
+
+    **Symptom.** A warning of one of the classes derived from this one, a class for each cause,
+    before anything is compiled.
+
+    **Reason.** Theirs: `help(jedbatch.errors.ManyTypesWarning)` and so on.
+
+    **Cure.** Theirs. In tests, make errors of all of them:
+
+        warnings.simplefilter("error", jedbatch.errors.PerformanceWarning)
+    """
+
+
+class RecompilationWarning(PerformanceWarning):
     """Something makes new node types again and again, and each is compiled by itself.
 
     **Symptom.** A cell, a jit-ted function or an array that the function closes over is another
@@ -105,9 +119,58 @@ class RecompilationWarning(UserWarning):
     """
 
 
+class ManyTypesWarning(PerformanceWarning):
+    """A minibatch has many node types, most of which have few nodes.
+
+    **Symptom.** Compiling takes long, and a run does little at a time. A printed plan has a line
+    for every type, with few nodes each.
+
+    **Reason.** Nodes run together if they are of one type: the same operation, with operands of
+    the same shapes, on the same weights. Types multiply where instances differ in the shapes of
+    arrays, in the number of operands of an operation (`jnp.stack` of a Python list), or in what
+    operations close over.
+
+    **Cure.** Pass what differs as an array that belongs to the instance, or as a positional
+    argument of a cell. Fold lists by a cell of two operands. Pad to a few shapes:
+
+        # instead of                          write
+        jnp.stack(children).sum(0)            functools.reduce(add, children)    # `add`, a cell
+    """
+
+
+class GroupedByShapesWarning(PerformanceWarning):
+    """Instances whose arrays differ in length are not batched with each other.
+
+    **Symptom.** As of `ManyTypesWarning`; a printed plan says "grouped by equal shapes".
+
+    **Reason.** Arrays of different lengths run together if every operation on them is known to
+    work row by row, or for rows of one instance together. The message names one that is not, or
+    the place where Python decides on a length.
+
+    **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), put what needs
+    a fixed length into a cell, or pad arrays to a few lengths.
+    """
+
+
+class GrowingTypesWarning(PerformanceWarning):
+    """Minibatch after minibatch has node types that none before had.
+
+    **Symptom.** Compiling never stops.
+
+    **Reason.** Instances differ in something that makes types, each time in a new way; see
+    `ManyTypesWarning`.
+
+    **Cure.** As there.
+    """
+
+
 __all__ = [
     "EscapedValueError",
+    "GroupedByShapesWarning",
+    "GrowingTypesWarning",
+    "ManyTypesWarning",
     "NothingReadyError",
+    "PerformanceWarning",
     "RecompilationWarning",
     "SymbolicValueError",
 ]

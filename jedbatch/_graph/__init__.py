@@ -13,7 +13,8 @@ Read in this order:
    is read.
 7. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
 8. `graph`: Dataflow graphs of instances, as data.
-9. `record`: `Record`: what recording an instance gave.
-10. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+9. `degeneracy`: Graphs that hardly batch.
+10. `record`: `Record`: what recording an instance gave.
+11. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

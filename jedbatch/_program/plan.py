@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from jedbatch._graph.degeneracy import Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import Kind, row_bytes
 from jedbatch._layout.layout import Layout
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_NAMES = 1024  # of arenas that are kept; names of dtypes take long to write
+FOLDED_TYPES = 8  # from so many that look alike on, a printed plan has one line for them
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
 
@@ -188,13 +190,14 @@ def summarize(plan: Plan) -> str:
     assert plan.host is not None
     host, placed, static = plan.host, plan.host.placed, plan.static
     graph, schedule, layout = placed.graph, placed.schedule, placed.layout
-    counts = graph.nodes_per_type
     by_policy = ", ".join(f"{name} {n}" for name, n in policies_compared(graph).items())
     bound = lower_bound(graph)
     certified = "optimal" if len(schedule) == bound else f"certified lower bound {bound}"
     fallback = f", {schedule.unseen} left to its fallback" if schedule.unseen else ""
+    degenerate = Degeneracy.of(graph)
+    verdict = f": hardly batched, {degenerate}" if degenerate else ""
     lines = [
-        f"Plan of {graph.num_instances} instances",
+        f"Plan of {graph.num_instances} instances{verdict}",
         f"  graph     {len(graph.node_type):,} nodes of {len(placed.type_ids)} types, "
         f"{len(graph.operand):,} operands, {graph.num_inputs:,} inputs",
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} "
@@ -204,14 +207,7 @@ def summarize(plan: Plan) -> str:
         "",
         "  nodes  batches  widest  padding  slices  type",
     ]
-    sizes = np.diff(schedule.node_ptr)
-    for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        mine = sizes[schedule.batch_type == t]
-        padding = layout.lanes[t] / counts[t] - 1
-        lines.append(
-            f"  {counts[t]:5}  {len(mine):7}  {mine.max():6}  {padding:7.0%}  "
-            f"{host.lowered.sliced(kernel):6.0%}  {graph.types[t]}"
-        )
+    lines += _type_lines(host, by_name=degenerate is not None)
     arenas = sum(
         rows * row_bytes(kind)
         for rows, kind in zip(static.signature.rows, static.signature.arenas, strict=True)
@@ -242,3 +238,37 @@ def summarize(plan: Plan) -> str:
     if plan.device_seconds is not None:
         lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
     return "\n".join(lines)
+
+
+def _type_lines(host: Host, by_name: bool) -> list[str]:
+    """Returns the lines of a printed plan about node types; one of many that look alike.
+
+    Types look alike if they print alike, or if they have the same name, if `by_name`.
+    """
+    placed, layout = host.placed, host.placed.layout
+    graph, schedule = placed.graph, placed.schedule
+    sizes, counts = np.diff(schedule.node_ptr), graph.nodes_per_type
+    alike: dict[str, list[int]] = {}
+    for i, t in enumerate(placed.type_ids):
+        alike.setdefault(graph.types[t].name if by_name else str(graph.types[t]), []).append(i)
+    rows = [
+        part
+        for places in alike.values()
+        for part in ([places] if len(places) >= FOLDED_TYPES else [[i] for i in places])
+    ]
+    lines = []
+    for places in sorted(rows):
+        ids = [placed.type_ids[i] for i in places]
+        batches = sizes[np.isin(schedule.batch_type, ids)]
+        nodes = int(counts[ids].sum())
+        padding = layout.lanes[ids].sum() / nodes - 1
+        sliced = np.mean([host.lowered.sliced(placed.kernels[i]) for i in places])
+        text = str(graph.types[ids[0]])
+        if len(ids) > 1:
+            name = f"{graph.types[ids[0]].name} × {len(ids)} types, such as " if by_name else ""
+            text = f"{name}{text}" if by_name else f"{text} × {len(ids)} types"
+        lines.append(
+            f"  {nodes:5}  {len(batches):7}  {batches.max():6}  {padding:7.0%}  "
+            f"{sliced:6.0%}  {text}"
+        )
+    return lines

@@ -25,6 +25,7 @@ from jedbatch._jaxpr.interpret import one_by_one
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
     extents_in,
+    line_of_user,
     numbered_extent,
     shape_at,
     symbol_of,
@@ -83,6 +84,7 @@ class Registry:
         self.structure = structure
         self.num_leaves = len(leaf_avals)
         self.node_types: list[NodeType] = []
+        self.lines: dict[int, str] = {}  # of the user's code, where each type was met first
         self.value_types: list[ValueType] = []
         self.avals: list[ShapedArray] = []
         self.ragged_types: dict[int, RaggedType] = {}
@@ -197,8 +199,10 @@ class Registry:
                 self._label(name, static, operands, shared),
             )
             flat = tree == jax.tree.structure((0,) * len(results))
+            type_id = self._intern(self.node_types, node_type)
+            self.lines.setdefault(type_id, line_of_user())
             call_spec = call_specs[full] = self.add_call_spec(
-                self._intern(self.node_types, node_type),
+                type_id,
                 (1,) * len(operands),
                 results,
                 None if tree == jax.tree.structure(0) else tree,

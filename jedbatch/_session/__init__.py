@@ -15,7 +15,9 @@ Read in this order:
 7. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
 8. `session`: `Session`: what a batched function keeps between minibatches.
 9. `recording`: The records of a minibatch: those that are known, and new ones.
-10. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+10. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
+   `_graph.degeneracy`).
+11. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-11. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+12. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 """

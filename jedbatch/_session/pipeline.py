@@ -39,6 +39,7 @@ from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._session.degenerate import warn_if_degenerate
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
@@ -88,6 +89,9 @@ def make_plan(
       tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
     programs, form = session.programs, returned[1]
+    session.note_types()
+    shown = session.records.lengths.shown
+    warn_if_degenerate(graph, session.registry.lines, session.new_in_a_row, shown, session.warned)
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
     clock.append(time.perf_counter())
@@ -117,7 +121,6 @@ def make_plan(
 
     seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
-    shown = session.records.lengths.shown
     plan = Plan(
         programs.static(signature, reverse, form, keeps, used),
         lowered.table,

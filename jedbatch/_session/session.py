@@ -1,7 +1,7 @@
 """`Session`: what a batched function keeps between minibatches."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -25,12 +25,18 @@ class Session:
       records: graphs of instances.
       programs: kernels and programs.
       decides: whether the function has been seen to decide on values.
+      num_types: node types when a minibatch was planned last.
+      new_in_a_row: minibatches, up to the last, each of which had types that none before had.
+      warned: warnings of performance that have been given.
     """
 
     registry: Registry
     records: RecordCache
     programs: ProgramCache
     decides: bool = False
+    num_types: int = 0
+    new_in_a_row: int = 0
+    warned: set[type] = field(default_factory=set)
 
     @classmethod
     def empty(
@@ -60,3 +66,9 @@ class Session:
     def is_full(self) -> bool:
         """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
+
+    def note_types(self) -> None:
+        """Notes how many node types there are when a minibatch is planned."""
+        met = len(self.registry.node_types)
+        self.new_in_a_row = self.new_in_a_row + 1 if met > self.num_types else 0
+        self.num_types = met

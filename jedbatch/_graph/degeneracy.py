@@ -1,0 +1,78 @@
+"""Graphs that hardly batch.
+
+Every node type is compiled and scheduled by itself. A graph is *degenerate* if it has many types of
+which most have few nodes; then instances differ in something that makes types: shapes, the number
+of operands, or what operations close over. What it is shows in the operation with most types.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import NodeType
+
+MAX_TYPES = 40  # that are fine however few nodes they have
+MIN_INSTANCES = 8  # from which on a minibatch can be told to batch badly
+ENOUGH_INSTANCES = 16  # a type need not have more nodes than a quarter of so many instances
+
+
+@dataclass(frozen=True)
+class Degeneracy:
+    """A degenerate plan.
+
+    Attributes:
+      num_types: node types of the minibatch.
+      median: nodes of a type, at the median.
+      name: of the operation with most types.
+      types: its types.
+    """
+
+    num_types: int
+    median: int
+    name: str
+    types: tuple[NodeType, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> "Degeneracy | None":
+        """Returns how a graph is degenerate; None if it is not."""
+        counts = np.asarray(graph.nodes_per_type)
+        used = np.flatnonzero(counts)
+        if graph.num_instances < MIN_INSTANCES or len(used) <= MAX_TYPES:
+            return None
+        median = int(np.median(counts[used]))
+        if median >= min(graph.num_instances, ENOUGH_INSTANCES) // 4:
+            return None
+        by_name: dict[str, list[NodeType]] = {}
+        for t in used.tolist():
+            by_name.setdefault(graph.types[t].name, []).append(graph.types[t])
+        name = max(by_name, key=lambda n: len(by_name[n]))
+        return Degeneracy(len(used), median, name, tuple(by_name[name]))
+
+    def __str__(self) -> str:
+        nodes = "node" if self.median == 1 else "nodes"
+        return f"{self.num_types} node types, most of which have at most {self.median} {nodes}"
+
+    @property
+    def difference(self) -> tuple[str, str]:
+        """(what the types of the operation differ in, what to write instead)."""
+        arities = {len(t.operands) for t in self.types}
+        kinds = {t.operands for t in self.types}
+        if len(arities) > len(self.types) // 2:
+            return (
+                f"how many operands they have ({min(arities)} to {max(arities)})",
+                "Fold a list by a cell of two operands, pad it to a few lengths, or make it an "
+                "array of the instance, whose length may differ",
+            )
+        if len(kinds) > len(self.types) // 2:
+            shown = ", ".join(sorted({str(t) for t in self.types})[:3])
+            return (
+                f"the shapes of what they read ({shown}, ...)",
+                "Pad arrays to a few shapes, or put what is done to arrays of one instance into "
+                "operations that keep their length apart from their rows",
+            )
+        return (
+            "what they close over, such as constants and parameters",
+            "Pass what differs from instance to instance as an array, or as a positional argument "
+            "of a cell",
+        )

@@ -1,0 +1,68 @@
+"""Warnings of minibatches that hardly batch, before compiling (see `_graph.degeneracy`)."""
+
+import sys
+import warnings
+from collections.abc import Mapping
+
+from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
+from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.symbolic_dims import is_user_code
+from jedbatch.errors import (
+    GroupedByShapesWarning,
+    GrowingTypesWarning,
+    ManyTypesWarning,
+    PerformanceWarning,
+)
+
+GROWING_PLANS = 6  # plans in a row with types that none before had
+
+
+def warn_if_degenerate(
+    graph: Graph, lines: Mapping[int, str], new_in_a_row: int, apart: str | None, warned: set[type]
+) -> None:
+    """Warns of a graph that hardly batches, once for each cause.
+
+    Args:
+      graph: of a minibatch.
+      lines: where in the user's code node types were met first, as far as that is known.
+      new_in_a_row: plans, up to this one, that each had types that none before had.
+      apart: why instances are grouped by equal shapes; None if they are not.
+      warned: the causes that have been warned of; the cause is added.
+    """
+    degenerate = Degeneracy.of(graph)
+    if degenerate is not None:
+        cause: type[PerformanceWarning] = GroupedByShapesWarning if apart else ManyTypesWarning
+        difference, cure = degenerate.difference
+        ids = [t for t, node_type in enumerate(graph.types) if node_type in degenerate.types]
+        where = sorted({lines[t] for t in ids if t in lines})
+        at = f" ({', '.join(where[:3])})" if where else ""
+        text = (
+            f"a minibatch of {graph.num_instances} instances has {degenerate}; each type is "
+            f"compiled and run by itself. {len(degenerate.types)} of them are `{degenerate.name}`"
+            f"{at} and differ in {difference}. "
+        )
+        text += f"Instances are grouped by equal shapes, since {apart}. " if apart else ""
+        _warn(cause, f"{text}{cure}", warned)
+    elif new_in_a_row >= GROWING_PLANS and len(graph.types) > MAX_TYPES:
+        last = len(graph.types) - 1
+        at = f" ({lines[last]})" if last in lines else ""
+        _warn(
+            GrowingTypesWarning,
+            f"{new_in_a_row} minibatches in a row had node types that none before had, "
+            f"{len(graph.types)} by now, and each time programs are compiled again. The last one "
+            f"is `{graph.types[last]}`{at}. Pass what differs from instance to instance as an "
+            "array, or as a positional argument of a cell",
+            warned,
+        )
+
+
+def _warn(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
+    if cause in warned:
+        return
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and not is_user_code(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{text}. `help(jedbatch.errors.{cause.__name__})` says more.", cause, stacklevel=level
+    )
+    warned.add(cause)  # not if the warning is an error

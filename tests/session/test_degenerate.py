@@ -1,0 +1,91 @@
+"""Minibatches that hardly batch: warned of by cause, before anything is compiled."""
+
+import re
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import check
+
+import jedbatch
+from jedbatch.errors import (
+    GroupedByShapesWarning,
+    GrowingTypesWarning,
+    ManyTypesWarning,
+    PerformanceWarning,
+)
+
+W = jnp.float32(1.5)
+COUNTS = [int(n) for n in np.random.default_rng(0).permutation(np.arange(2, 66))]
+
+
+def stacks(w, n):
+    return jnp.stack([w * i for i in range(n)]).sum()
+
+
+def powers(w, n):
+    return w**n
+
+
+def inverses(w, x):
+    return w * jnp.linalg.inv(x @ x.T + jnp.eye(x.shape[0])).sum()
+
+
+SQUARES = [np.ones((n, 3), np.float32) for n in COUNTS]
+CASES = {
+    "arity": (
+        stacks,
+        COUNTS,
+        ManyTypesWarning,
+        r"`stack` .*how many operands \w+ \w+ \(2 to 65\)",
+    ),
+    "constants": (powers, COUNTS, ManyTypesWarning, "what they close over"),
+    "shapes": (inverses, SQUARES, GroupedByShapesWarning, "shapes of what they read .*`lu` of"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_named_with_the_line_that_met_it(name):
+    fn, instances, cause, text = CASES[name]
+    batched = jedbatch.batch(fn)
+    with pytest.warns(cause, match=text) as warned:
+        plan = batched.plan(W, instances)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    line = fn.__code__.co_firstlineno + 1  # of what depends on weights alone it is not known
+    assert (f"{__file__}:{line}" in str(warned[0].message)) == (name != "constants")
+    batched.plan(W, instances)  # once for each cause
+    verdict, *_, rows = str(plan).split("\n\n")[0].splitlines()[0], str(plan)
+    assert re.match(r"Plan of 64 instances: hardly batched, \d+ node types", verdict)
+    assert len(rows.splitlines()) < 40
+    assert re.search(r"× \d\d types, such as", rows)
+
+
+def test_it_comes_before_compiling_and_may_be_an_error():
+    batched = jedbatch.batch(powers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)
+        for _ in range(2):  # an error at every call
+            with pytest.raises(ManyTypesWarning):
+                batched(W, COUNTS)
+    assert batched.compilations == 0
+    few = COUNTS[:7]
+    np.testing.assert_allclose(batched(W, few), [float(W) ** n for n in few], rtol=1e-5)
+
+
+def test_types_that_grow_from_minibatch_to_minibatch():
+    batched = jedbatch.batch(stacks)
+    for first in range(2, 37, 7):
+        batched.plan(W, list(range(first, first + 7)))
+    with pytest.warns(GrowingTypesWarning, match="6 minibatches in a row") as warned:
+        batched.plan(W, list(range(37, 44)))
+    assert len(warned) == 1
+    batched.plan(W, list(range(44, 51)))
+
+
+def test_many_types_of_many_nodes_are_fine():
+    def fn(w, x):
+        return sum(jnp.tanh(w * jnp.tile(x, n)).sum() for n in range(1, 46))
+
+    check(fn, W, [np.ones(2, np.float32) * x for x in range(12)], gradients=False)
