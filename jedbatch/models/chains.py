@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jedbatch.models.parts import Pure, pure
+from jedbatch.models.parts import Params, Pure, pure
 
-Params = Any
 State = tuple[Any, Any]  # (h, c), each [hidden]
 Step = Callable[..., State]  # maps (params, h, c, *inputs) to the next state
 

@@ -34,15 +34,15 @@ Example:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jedbatch
 from jedbatch import checks
+from jedbatch.models.parts import Instance, Params
 
-Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
 NUM_SCORES = 5
 
@@ -127,10 +127,10 @@ def plain_cells(num_words: int, hidden: int, compared: int = 50) -> Cells:
 
 
 @checks.fields(Cells)
-def encoder(cells: Cells) -> Callable[[Params, Any], State]:
+def encoder(cells: Cells) -> Callable[[Params, Instance], State]:
     """A function of (params, tree): the state (h, c) at the root of `(word, *children)`."""
 
-    def visit(params: Params, tree: Any) -> State:
+    def visit(params: Params, tree: Instance) -> State:
         gates = cells.word(params, tree[0])
         return cells.node(params, gates, *[visit(params, child) for child in tree[1:]])
 
@@ -138,11 +138,11 @@ def encoder(cells: Cells) -> Callable[[Params, Any], State]:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, pair): [loss, squared error] of one `(left, right, score)`."""
     encode = encoder(cells)
 
-    def score(params: Params, pair: Any) -> jax.Array:
+    def score(params: Params, pair: Instance) -> jax.Array:
         left, right, score = pair
         return cells.relate(params, encode(params, left)[0], encode(params, right)[0], score)
 

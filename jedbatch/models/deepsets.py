@@ -27,16 +27,14 @@ Example:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jedbatch import checks
-from jedbatch.models.parts import Pure, pure, scored
+from jedbatch.models.parts import Instance, Params, Pure, pure, scored
 
-Params = Any
 Pool = Callable[..., jax.Array]  # maps (rows, axis=, keepdims=) to one row, such as `jnp.mean`
 
 
@@ -89,12 +87,12 @@ def flax_model(
 
 
 @checks.fields(Pure)
-def classifier(model: Pure) -> Callable[[Params, Any], jax.Array]:
+def classifier(model: Pure) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, points [n, features]): the logits [labels] of one set."""
     return model.apply
 
 
 @checks.fields(Pure)
-def scorer(model: Pure) -> Callable[[Params, Any], jax.Array]:
+def scorer(model: Pure) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, (points [n, features], label)): [loss, 1 if the label is right]."""
     return lambda params, example: scored(model.apply(params, example[0]), example[1])

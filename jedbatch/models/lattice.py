@@ -59,9 +59,8 @@ from flax import nnx
 
 from jedbatch import checks
 from jedbatch.models import chains
-from jedbatch.models.parts import Pure, module_cells, pure, score_cell, total
+from jedbatch.models.parts import Instance, Params, Pure, module_cells, pure, score_cell, total
 
-Params = Any
 State = tuple[Any, ...]  # (h, c) of the LSTM, (h,) of the GRU, each [hidden]
 
 
@@ -224,14 +223,14 @@ def _encode(
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, lattice): [loss, number of right tags] of one lattice.
 
     A lattice is `(characters, words, tags)` with integers for characters and tags, and words
     `(start, end, word)` with `end - start` at least 2; loss and count are sums over the characters.
     """
 
-    def score(params: Params, lattice: Any) -> jax.Array:
+    def score(params: Params, lattice: Instance) -> jax.Array:
         characters, words, tags = lattice
         encoded = zip(_encode(cells, params, characters, words), tags, strict=True)
         return total([cells.score(params, h, tag) for h, tag in encoded])
@@ -240,7 +239,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def tagger(cells: Cells) -> Callable[[Params, Any], list[jax.Array]]:
+def tagger(cells: Cells) -> Callable[[Params, Instance], list[jax.Array]]:
     """A function of (params, lattice): the logits [tags] of every character of one lattice, a list.
 
     A lattice is `(characters, words, ...)`. Lattices differ in length, so batch it with

@@ -36,6 +36,8 @@ from flax import nnx
 
 from jedbatch import checks
 from jedbatch.models.parts import (
+    Instance,
+    Params,
     module_cells,
     of_first,
     pure,
@@ -44,7 +46,6 @@ from jedbatch.models.parts import (
     tree_scorer,
 )
 
-Params = Any
 State = tuple[jax.Array, jax.Array]  # (a, A): [hidden] and [hidden, hidden]
 
 
@@ -123,7 +124,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int, rank: int = 3) -> C
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
@@ -133,6 +134,6 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def classifier(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

@@ -9,6 +9,9 @@ from flax import nnx
 
 import jedbatch
 
+Params = Any  # a pytree of arrays
+Instance = Any  # what a loss is of: a tree, a sentence, a pair of either
+
 
 class Pure(NamedTuple):
     """A module of `flax.nnx` as two pure functions.
@@ -18,7 +21,7 @@ class Pure(NamedTuple):
       apply: maps (params, *inputs) to what the module returns for the inputs.
     """
 
-    init: Callable[[jax.Array], Any]
+    init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
 
 
@@ -44,10 +47,10 @@ def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
     )
 
 
-def initializer(modules: Mapping[str, Pure]) -> Callable[[jax.Array], dict[str, Any]]:
+def initializer(modules: Mapping[str, Pure]) -> Callable[[jax.Array], dict[str, Params]]:
     """A function of a random key: the parameters of modules, by their names."""
 
-    def init(key: jax.Array) -> dict[str, Any]:
+    def init(key: jax.Array) -> dict[str, Params]:
         keys = jax.random.split(key, len(modules))
         return {name: modules[name].init(k) for name, k in zip(modules, keys, strict=True)}
 
@@ -84,7 +87,7 @@ def scored(logits: jax.Array, label: jax.Array) -> jax.Array:
 def score_cell(name: str, module: Pure) -> Callable[..., jax.Array]:
     """A cell that scores the logits of a module with a label, the last of its inputs."""
 
-    def score(params: Any, *inputs: Any) -> jax.Array:
+    def score(params: Params, *inputs: Any) -> jax.Array:
         *read, label = inputs
         return scored(module.apply(params[name], *read), label)
 
@@ -114,7 +117,7 @@ def of_first(cell: Callable[..., Any]) -> Callable[..., Any]:
 
 def tree_classifier(
     leaf: Callable[..., Any], node: Callable[..., Any], output: Callable[..., jax.Array]
-) -> Callable[[Any, Any], jax.Array]:
+) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the output at the root of one binary tree.
 
     Args:
@@ -124,7 +127,7 @@ def tree_classifier(
       output: maps (params, state) to the result.
     """
 
-    def visit(params: Any, tree: Any) -> Any:
+    def visit(params: Params, tree: Instance) -> Any:
         if len(tree) == 2:
             return leaf(params, tree[1])
         _, left, right, *more = tree
@@ -135,7 +138,7 @@ def tree_classifier(
 
 def tree_scorer(
     leaf: Callable[..., Any], node: Callable[..., Any], score: Callable[..., jax.Array]
-) -> Callable[[Any, Any], jax.Array]:
+) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the sum of the scores of all nodes of one binary tree.
 
     Args:
@@ -144,10 +147,10 @@ def tree_scorer(
       score: maps (params, state, label) to a score.
     """
 
-    def score_all(params: Any, tree: Any) -> jax.Array:
+    def score_all(params: Params, tree: Instance) -> jax.Array:
         scores = []
 
-        def visit(tree: Any) -> Any:
+        def visit(tree: Instance) -> Any:
             if len(tree) == 2:
                 state = leaf(params, tree[1])
             else:

@@ -48,7 +48,7 @@ from flax import nnx
 from jedbatch import checks
 from jedbatch.models import chains
 from jedbatch.models.chains import Params, State, Step
-from jedbatch.models.parts import module_cells, pure, score_cell, total
+from jedbatch.models.parts import Instance, module_cells, pure, score_cell, total
 
 Both = tuple[Any, Any]  # h of both directions at a position, each [hidden]
 
@@ -194,14 +194,14 @@ def _encode(cells: Cells, params: Params, words: Sequence[Any]) -> list[Both]:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, sentence): [loss, number of right tags] of one `(words, tags)`.
 
     Tags and words are integers, or a word is a tuple of integers, its characters; loss and count
     are sums over the words.
     """
 
-    def score(params: Params, sentence: Any) -> jax.Array:
+    def score(params: Params, sentence: Instance) -> jax.Array:
         words, tags = sentence
         encoded = _encode(cells, params, words)
         pairs = zip(encoded, tags, strict=True)
@@ -211,7 +211,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def tagger(cells: Cells) -> Callable[[Params, Any], list[jax.Array]]:
+def tagger(cells: Cells) -> Callable[[Params, Instance], list[jax.Array]]:
     """A function of (params, words): the logits [tags] of each word of one sentence, a list.
 
     Sentences differ in length, so batch it with `out_axes=None`. It is a list rather than an array

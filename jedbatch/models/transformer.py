@@ -32,7 +32,7 @@ Example:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +41,7 @@ from flax import nnx
 from jedbatch import checks, ragged
 from jedbatch.data import BEGIN
 from jedbatch.models.layers import Attend, Stack
-from jedbatch.models.parts import by_name, initializer, pure, scored
-
-Params = Any
+from jedbatch.models.parts import Instance, Params, by_name, initializer, pure, scored
 
 
 class Encoder(NamedTuple):
@@ -133,19 +131,19 @@ def flax_encoder_decoder(
 
 
 @checks.fields(Encoder)
-def encoder(model: Encoder) -> Callable[[Params, Any], jax.Array]:
+def encoder(model: Encoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, words [n]): the states [n, hidden] of one sentence."""
     return model.encode
 
 
 @checks.fields(Encoder)
-def classifier(model: Encoder) -> Callable[[Params, Any], jax.Array]:
+def classifier(model: Encoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, words [n]): the logits [labels] of the mean state of a sentence."""
     return lambda params, words: model.output(params, model.encode(params, words).mean(axis=0))
 
 
 @checks.fields(Encoder)
-def scorer(model: Encoder) -> Callable[[Params, Any], jax.Array]:
+def scorer(model: Encoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, (words [n], label)): [cross-entropy, 1 if the label is right]."""
     classify = classifier(model)
     return lambda params, sentence: scored(classify(params, sentence[0]), sentence[1])
@@ -158,10 +156,10 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 @checks.fields(Encoder)
-def tagger(model: Encoder) -> Callable[[Params, Any], jax.Array]:
+def tagger(model: Encoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, (words [n], tags [n])): the cross-entropy, summed over the words."""
 
-    def loss(params: Params, sentence: Any) -> jax.Array:
+    def loss(params: Params, sentence: Instance) -> jax.Array:
         words, tags = sentence
         return _cross_entropy(model.output(params, model.encode(params, words)), tags)
 
@@ -169,13 +167,13 @@ def tagger(model: Encoder) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(EncoderDecoder)
-def decoder(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
+def decoder(model: EncoderDecoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, (source [n], target [m])): the logits [m, words] of every word.
 
     Row t is what the decoder says after the source and the words of the target before word t.
     """
 
-    def logits(params: Params, pair: Any) -> jax.Array:
+    def logits(params: Params, pair: Instance) -> jax.Array:
         source, target = pair
         before = jnp.concatenate([jnp.full(1, BEGIN, target.dtype), target[:-1]])
         states = model.decode(params, before, model.encode(params, source))
@@ -185,7 +183,7 @@ def decoder(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(EncoderDecoder)
-def translator(model: EncoderDecoder) -> Callable[[Params, Any], jax.Array]:
+def translator(model: EncoderDecoder) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, (source [n], target [m])): the cross-entropy, summed over m words.
 
     The target ends with END; each of its words is predicted from the source and those before it.

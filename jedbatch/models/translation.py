@@ -34,7 +34,7 @@ Example:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ from jedbatch import checks
 from jedbatch.data import BEGIN, END
 from jedbatch.models import chains
 from jedbatch.models.chains import Params, State, Step
-from jedbatch.models.parts import initializer, module_cell, pure, score_cell, total
+from jedbatch.models.parts import Instance, initializer, module_cell, pure, score_cell, total
 
 
 class Cells(NamedTuple):
@@ -106,14 +106,14 @@ def _encode(cells: Cells, params: Params, source: Sequence[int]) -> State:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, pair): [loss, number of right words] of one `(source, target)`.
 
     Both are tuples of integers, and the target ends with END; loss and count are sums over the
     words of the target, each told all words before it.
     """
 
-    def score(params: Params, pair: Any) -> jax.Array:
+    def score(params: Params, pair: Instance) -> jax.Array:
         source, target = pair
         before = [(cells.target(params, word),) for word in (BEGIN, *target[:-1])]
         states = chains.states(cells.decode, params, _encode(cells, params, source), before)

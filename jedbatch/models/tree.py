@@ -28,7 +28,7 @@ Example:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,9 +36,8 @@ import jax.numpy as jnp
 
 import jedbatch
 from jedbatch import checks
-from jedbatch.models.parts import of_first, scored, tree_classifier, tree_scorer
+from jedbatch.models.parts import Instance, Params, of_first, scored, tree_classifier, tree_scorer
 
-Params = Any
 State = tuple[jax.Array, jax.Array]  # (h, c), each [hidden]
 
 
@@ -169,7 +168,7 @@ def plain_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
@@ -179,6 +178,6 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def classifier(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, of_first(cells.output))

@@ -36,7 +36,7 @@ Example:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,14 @@ from flax import nnx
 
 from jedbatch import checks
 from jedbatch.models.parts import (
+    Instance,
+    Params,
     module_cells,
     pure,
     score_cell,
     tree_classifier,
     tree_scorer,
 )
-
-Params = Any
 
 
 class Cells(NamedTuple):
@@ -112,7 +112,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
     A tree is `(label, word)` or `(label, left, right)` with integers for labels and words; loss
@@ -122,6 +122,6 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def classifier(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, cells.node, cells.output)

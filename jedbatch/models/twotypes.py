@@ -40,9 +40,8 @@ import jax
 import jedbatch
 from jedbatch import checks
 from jedbatch.models import tree
-from jedbatch.models.parts import of_first, tree_classifier, tree_scorer
+from jedbatch.models.parts import Instance, Params, of_first, tree_classifier, tree_scorer
 
-Params = Any
 State = tree.State  # (h, c), each [hidden]
 
 
@@ -84,7 +83,7 @@ def flax_cells(num_words: int, num_labels: int, hidden: int) -> Cells:
 
 
 @checks.fields(Cells)
-def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def scorer(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): [loss, number of right labels] of one tree.
 
     A tree is `(label, word)` or `(label, left, right, kind)` with integers for labels and words
@@ -94,7 +93,7 @@ def scorer(cells: Cells) -> Callable[[Params, Any], jax.Array]:
 
 
 @checks.fields(Cells)
-def classifier(cells: Cells) -> Callable[[Params, Any], jax.Array]:
+def classifier(cells: Cells) -> Callable[[Params, Instance], jax.Array]:
     """A function of (params, tree): the logits [labels] at the root of one tree."""
     return tree_classifier(cells.leaf, _node_of_kind(cells), of_first(cells.output))
 

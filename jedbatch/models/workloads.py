@@ -17,6 +17,7 @@ import jax
 
 from jedbatch import checks, data
 from jedbatch.models import childsum, lattice, mvrnn, tagger, translation, tree, treegru, twotypes
+from jedbatch.models.parts import Instance, Params
 from jedbatch.policies import FSM
 
 Sizes = dict[str, int]  # keyword arguments of `Workload.cells`
@@ -41,18 +42,20 @@ class Workload:
     name: str
     title: str
     files: tuple[str, ...]
-    read: Callable[..., list[Any]]
-    index: Callable[[Sequence[Any]], tuple[list[Any], Sizes]]
-    synthetic: Callable[[int, int], tuple[list[Any], Sizes]]
+    read: Callable[..., list[Instance]]
+    index: Callable[[Sequence[Instance]], tuple[list[Instance], Sizes]]
+    synthetic: Callable[[int, int], tuple[list[Instance], Sizes]]
     cells: Callable[..., Any]
-    scorer: Callable[[Any], Callable[[Any, Any], jax.Array]]
+    scorer: Callable[[Any], Callable[[Params, Instance], jax.Array]]
 
     def __post_init__(self) -> None:
         for name in ("read", "index", "synthetic", "cells", "scorer"):
             checks.function("Workload", name, getattr(self, name), "a function")
         checks.names("Workload", "files", self.files)
 
-    def load(self, *paths: str | os.PathLike, limit: int, seed: int = 0) -> tuple[list[Any], Sizes]:
+    def load(
+        self, *paths: str | os.PathLike, limit: int, seed: int = 0
+    ) -> tuple[list[Instance], Sizes]:
         """Instances of data files, or synthetic ones if there are none.
 
         Args:
@@ -90,13 +93,13 @@ class Workload:
         return FSM.from_json(file.read_text()) if file.is_file() else None
 
 
-def _index_trees(trees: Sequence[Any]) -> tuple[list[Any], Sizes]:
+def _index_trees(trees: Sequence[Instance]) -> tuple[list[Instance], Sizes]:
     words, labels = data.Vocabulary(), data.Vocabulary()
     instances = data.index_trees(trees, words, labels)
     return instances, {"num_words": len(words), "num_labels": len(labels)}
 
 
-def _synthetic_trees(number: int, seed: int) -> tuple[list[Any], Sizes]:
+def _synthetic_trees(number: int, seed: int) -> tuple[list[Instance], Sizes]:
     return data.synthetic_treebank(number, seed=seed), {"num_words": 500, "num_labels": 5}
 
 
@@ -114,7 +117,7 @@ def _of_trees(name: str, title: str, module: Any) -> Workload:
 
 
 def _two_types() -> Workload:
-    def with_kinds(found: tuple[list[Any], Sizes]) -> tuple[list[Any], Sizes]:
+    def with_kinds(found: tuple[list[Instance], Sizes]) -> tuple[list[Instance], Sizes]:
         trees, sizes = found
         return data.with_kinds(trees), sizes
 
@@ -126,7 +129,7 @@ def _two_types() -> Workload:
 
 
 def _child_sum() -> Workload:
-    def index(pairs: Sequence[Any]) -> tuple[list[Any], Sizes]:
+    def index(pairs: Sequence[Instance]) -> tuple[list[Instance], Sizes]:
         words = data.Vocabulary()
         return data.index_pairs(pairs, words), {"num_words": len(words)}
 
@@ -143,13 +146,13 @@ def _child_sum() -> Workload:
 
 
 def _of_sentences(name: str, title: str, spelled: bool) -> Workload:
-    def index(sentences: Sequence[Any]) -> tuple[list[Any], Sizes]:
+    def index(sentences: Sequence[Instance]) -> tuple[list[Instance], Sizes]:
         words, tags, characters = data.Vocabulary(), data.Vocabulary(), data.Vocabulary()
         instances = data.index_tagged(sentences, words, tags, characters if spelled else None)
         sizes = {"num_words": len(words), "num_tags": len(tags)}
         return instances, sizes | ({"num_characters": len(characters)} if spelled else {})
 
-    def synthetic(number: int, seed: int) -> tuple[list[Any], Sizes]:
+    def synthetic(number: int, seed: int) -> tuple[list[Instance], Sizes]:
         sizes = {"num_words": 500, "num_tags": 9} | ({"num_characters": 40} if spelled else {})
         return data.synthetic_tagged(number, seed=seed, spelled=spelled), sizes
 
@@ -166,12 +169,12 @@ def _of_sentences(name: str, title: str, spelled: bool) -> Workload:
 
 
 def _translation() -> Workload:
-    def index(pairs: Sequence[Any]) -> tuple[list[Any], Sizes]:
+    def index(pairs: Sequence[Instance]) -> tuple[list[Instance], Sizes]:
         source, target = data.Vocabulary(), data.Vocabulary()
         instances = data.index_translations(pairs, source, target)
         return instances, {"num_source": len(source), "num_target": len(target)}
 
-    def synthetic(number: int, seed: int) -> tuple[list[Any], Sizes]:
+    def synthetic(number: int, seed: int) -> tuple[list[Instance], Sizes]:
         sizes = {"num_source": 500, "num_target": 512}
         return data.synthetic_translations(number, seed=seed), sizes
 
@@ -188,13 +191,13 @@ def _translation() -> Workload:
 
 
 def _of_lattices(name: str, title: str, cells: Callable[..., Any]) -> Workload:
-    def index(lattices: Sequence[Any]) -> tuple[list[Any], Sizes]:
+    def index(lattices: Sequence[Instance]) -> tuple[list[Instance], Sizes]:
         characters, words, tags = data.Vocabulary(), data.Vocabulary(), data.Vocabulary()
         instances = data.index_lattices(lattices, characters, words, tags)
         sizes = {"num_characters": len(characters), "num_words": len(words), "num_tags": len(tags)}
         return instances, sizes
 
-    def synthetic(number: int, seed: int) -> tuple[list[Any], Sizes]:
+    def synthetic(number: int, seed: int) -> tuple[list[Instance], Sizes]:
         sizes = {"num_characters": 300, "num_words": 500, "num_tags": 9}
         return data.synthetic_lattices(number, seed=seed), sizes
 
