@@ -22,6 +22,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.policy import policies_compared
 from jedbatch._schedule.schedule import Schedule, lower_bound
+from jedbatch._support.types import Array
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -114,7 +115,7 @@ class Plan:
     static: Static
     table: Int32[np.ndarray | jax.Array, " Z"]
     reverse_table: Int32[np.ndarray | jax.Array, " _"] | None
-    inputs: dict[str, Any]
+    inputs: dict[str, Array]
     ragged: tuple[Any, ...] = ()  # the tables of what runs before
     host: Host | None = None
 

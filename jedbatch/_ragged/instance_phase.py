@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.derivatives import with_replaced
-from jedbatch._jaxpr.interpret import has_gradient, run_equations
+from jedbatch._jaxpr.interpret import Bindings, has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.versions import Atom
@@ -152,7 +152,7 @@ class InstancePhase:
         ]
         self._moving_shared, self._moving, self._returned = inexact
 
-    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Array]:
+    def run(self, batch: PackedBatch, env: Bindings) -> list[Array]:
         """Returns the variables that the phase writes: packed rows, or [K, ...]."""
         shared = [env[v] for v in self.phase.shared]
         operands = [env[v] for v in self.phase.reads]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
-from jedbatch._jaxpr.interpret import run_equations
+from jedbatch._jaxpr.interpret import Bindings, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.versions import Equation
@@ -69,7 +69,7 @@ class RowPhase:
         extents = iter(operands[len(phase.reads) :])
         position = operands[-1] if self._placed else None
 
-        def rule(eqn: Equation, values: list[Any]) -> list[Array]:
+        def rule(eqn: Equation, values: list[Array]) -> list[Array]:
             if eqn.primitive.name == "dim_as_value":
                 return [next(extents).astype(eqn.outvars[0].aval.dtype)]
             return run_row(eqn, values, position)
@@ -77,7 +77,7 @@ class RowPhase:
         run_equations(phase.equations, env, rule)
         return [env[v] for v in phase.writes]
 
-    def run(self, batch: PackedBatch, env: dict[Any, Any]) -> list[Array]:
+    def run(self, batch: PackedBatch, env: Bindings) -> list[Array]:
         """Returns the variables that the phase writes, packed."""
         phase = self.phase
         e = batch.index(phase.extent)
@@ -213,7 +213,7 @@ class RowReverse:
         moves = self._moving_rows()
         sums, slots = self._sweep(residuals, moves)
         of_consts = self._weight_gradients(slots, moves)
-        of_operands: list[Any] = [None] * len(self.arguments.operands)
+        of_operands: list[Array] = [None] * len(self.arguments.operands)
         for j, x in zip(self._moving, sums, strict=True):
             of_operands[j] = x if any(map(self.has_cotangent, back.flow[j])) else None
         return of_consts, of_operands
@@ -303,7 +303,7 @@ class RowReverse:
             function.capacity,
             arguments.trips,
         )
-        gradients: list[Any] = [None] * kernel.num_consts
+        gradients: list[Array] = [None] * kernel.num_consts
         for tap in kernel.reverse.taps:
             if not any(self.has_cotangent(s) for sources in tap.sources for s in sources):
                 continue
