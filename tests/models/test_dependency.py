@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from cases.helpers import assert_close, check
+from cases.models import PAIRS_OF_TREES
 
 import jedbatch
 from jedbatch.data import (
@@ -153,23 +154,6 @@ def test_synthetic_pairs_are_shaped_like_real_ones():
 # --- the model ---
 
 
-# Few kinds of nodes, so that little has to be compiled.
-SMALL = [((1, (2,), (3,)), (4, (5,)), 2.5), ((6,), (7, (8, (0,))), 4.0)]
-
-
-@pytest.mark.slow
-def test_child_sum_tree_lstm():
-    cells = childsum.plain_cells(9, 6, 4)
-    check(childsum.scorer(cells), cells.init(jax.random.key(0)), SMALL, rtol=3e-5)
-
-
-@pytest.mark.slow
-def test_without_cells():
-    """Operation by operation."""
-    plain = childsum.plain_functions(9, 4, 3)
-    check(childsum.scorer(plain), plain.init(jax.random.key(0)), SMALL, rtol=3e-5)
-
-
 @pytest.mark.slow
 def test_any_number_of_children():
     cells = childsum.plain_cells(12, 5)
@@ -219,7 +203,7 @@ def test_every_weight_matters():
     cells = childsum.plain_cells(9, 6)
     params = cells.init(jax.random.key(3))
     score = jedbatch.batch(childsum.scorer(cells))
-    slope = jax.grad(lambda p: score(p, SMALL)[:, 0].sum())(params)
+    slope = jax.grad(lambda p: score(p, PAIRS_OF_TREES)[:, 0].sum())(params)
     for name, g in slope.items():
         parts = np.split(np.asarray(g), 4 if name.startswith("word") else 1, axis=-1)
         assert all(np.abs(part).max() > 1e-6 for part in parts), name
@@ -231,13 +215,3 @@ def test_whole_scores_have_finite_gradients():
     cells = childsum.plain_cells(9, 4)
     params = cells.init(jax.random.key(4))
     check(childsum.scorer(cells), params, [((1,), (2,), 3.0), ((1,), (2,), 5.0)], rtol=3e-5)
-
-
-def test_batches_of_the_child_sum_tree_lstm():
-    """One batch for words, one for leaves, one for pairs; as few for the rest as can be."""
-    cells = childsum.plain_cells(500, 4)
-    params = jax.eval_shape(cells.init, jax.random.key(0))
-    plan = jedbatch.batch(childsum.scorer(cells)).plan(params, synthetic_pairs(32, seed=4))
-    names = [plan.graph.types[t].name for t, _ in plan.schedule.batches]
-    assert names.count("word") == names.count("relate") == 1
-    assert len(plan.schedule) <= 1.5 * jedbatch.lower_bound(plan.graph)

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 from cases import lstms
-from cases.helpers import assert_close, check, mostly_slow
+from cases.helpers import assert_close
+from cases.models import LATTICES
 from cases.training import train
 
 import jedbatch
@@ -14,19 +15,6 @@ from jedbatch.data import synthetic_lattices
 from jedbatch.models import lattice
 
 MAKERS = [lattice.lstm_cells, lattice.gru_cells]
-
-# No word, words inside of words, two that end together, one from the first to the last character.
-LATTICES = [
-    ((3, 1, 4, 1), ((0, 2, 5), (0, 4, 2), (1, 3, 0), (2, 4, 1)), (0, 2, 1, 2)),
-    ((5,), (), (1,)),
-    ((2, 0, 3), ((1, 3, 3),), (0, 0, 2)),
-]
-
-
-@pytest.mark.parametrize("make", mostly_slow(MAKERS))
-def test_lattices(make):
-    cells = make(6, 6, 3, 4)
-    check(lattice.scorer(cells), cells.init(jax.random.key(0)), LATTICES, rtol=3e-5)
 
 
 def lattice_lstm(p, characters, words):
@@ -89,19 +77,6 @@ def test_lattices_against_their_equations(make, equations):
     assert_close(lattice.scorer(cells)(params, LATTICES[0]), lstms.score(logits, list(tags)), 1e-5)
     (got,) = jedbatch.batch(lattice.tagger(cells), out_axes=None)(params, LATTICES[:1])
     assert_close(got, list(logits.astype(np.float32)), 1e-5)
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_batches_of_lattices(make):
-    """Between what can be proved and what the agenda takes; one batch for each embedding."""
-    lattices = synthetic_lattices(16, seed=4)
-    cells = make(300, 500, 9, 4)
-    params = jax.eval_shape(cells.init, jax.random.key(0))
-    plan = jedbatch.batch(lattice.scorer(cells)).plan(params, lattices)
-    names = Counter(plan.graph.types[t].name for t, _ in plan.schedule.batches)
-    assert names["embed_character"] == names["embed_word"] == names["score"] == 1
-    agenda = jedbatch.schedule(plan.graph, jedbatch.policies.agenda)
-    assert jedbatch.lower_bound(plan.graph) <= len(plan.schedule) <= len(agenda)
 
 
 def test_types_of_lattices():

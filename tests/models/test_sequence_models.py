@@ -4,16 +4,13 @@ import jax
 import numpy as np
 import pytest
 from cases import lstms
-from cases.helpers import assert_close, assert_no_recompile, check
+from cases.helpers import assert_close, assert_no_recompile
+from cases.models import SENTENCES, SPELLED, TRANSLATIONS
 from cases.training import train
 
 import jedbatch
 from jedbatch.data import BEGIN, END, synthetic_tagged, synthetic_translations
 from jedbatch.models import tagger, translation
-
-SENTENCES = [((3, 1, 4, 1), (0, 2, 1, 2)), ((5,), (1,)), ((2, 0), (0, 0))]
-SPELLED = [(((3, 1, 4), 1), (0, 2)), (((5,),), (1,)), ((2, (0, 5), 3), (0, 0, 2))]
-PAIRS = [((3, 1, 4), (2, 4, 3, END)), ((5,), (END,)), ((2, 0), (5, END))]
 
 
 def words_of(sentences):
@@ -21,20 +18,6 @@ def words_of(sentences):
 
 
 # --- taggers ---
-
-
-@pytest.mark.slow
-def test_tagger():
-    cells = tagger.flax_cells(6, 3, 4)
-    check(tagger.scorer(cells), cells.init(jax.random.key(0)), SENTENCES, rtol=3e-5)
-
-
-@pytest.mark.slow
-def test_tagger_of_spelled_words():
-    """Words of one character, sentences of spelled words only, of numbers only and of both."""
-    cells = tagger.flax_cells(6, 3, 4, num_layers=1, num_characters=6)
-    params = cells.init(jax.random.key(0))
-    check(tagger.scorer(cells), params, [*SPELLED, SENTENCES[2]], rtol=3e-5)
 
 
 def test_tagger_against_its_equations():
@@ -81,21 +64,6 @@ def test_logits_of_sentences_of_all_lengths():
     assert [len(x) for x in logits] == [7, 20, 12]
 
 
-@pytest.mark.parametrize("spelled", [False, True])
-def test_batches_of_the_tagger(spelled):
-    """One batch for embeddings, one for scores, and in each LSTM as many as the longest needs."""
-    sentences = synthetic_tagged(16, seed=4, spelled=spelled)
-    cells = tagger.flax_cells(500, 9, 4, num_characters=40 if spelled else None)
-    params = jax.eval_shape(cells.init, jax.random.key(0))
-    plan = jedbatch.batch(tagger.scorer(cells)).plan(params, sentences)
-    names = [plan.graph.types[t].name for t, _ in plan.schedule.batches]
-    for name in ("embed", "score"):
-        assert names.count(name) == 1
-    for name in ("forward1", "backward1", "forward2", "backward2"):
-        assert names.count(name) == max(map(len, words_of(sentences)))
-    assert len(plan.schedule) == jedbatch.lower_bound(plan.graph)
-
-
 def test_spelled_words_need_characters():
     cells = tagger.flax_cells(6, 3, 4)
     params = jax.eval_shape(cells.init, jax.random.key(0))
@@ -120,24 +88,18 @@ def test_tagger_learns():
 # --- translation ---
 
 
-@pytest.mark.slow
-def test_translation():
-    cells = translation.flax_cells(6, 7, 4)
-    check(translation.scorer(cells), cells.init(jax.random.key(0)), PAIRS, rtol=3e-5)
-
-
 def test_translation_against_its_equations():
     """Scored and translated with NumPy in double precision."""
     cells = translation.flax_cells(6, 7, 4)
     p = lstms.double(cells.init(jax.random.key(1)))
-    source, target = PAIRS[0]
+    source, target = TRANSLATIONS[0]
     zeros = np.zeros(4), np.zeros(4)
     encoded = lstms.lstm_states(p["encode"], p["source"]["embedding"][list(source)], zeros)[-1]
 
     fed = p["target"]["embedding"][[BEGIN, *target[:-1]]]
     hs = np.stack([h for h, _ in lstms.lstm_states(p["decode"], fed, encoded)])
     params = lstms.single(p)
-    got = translation.scorer(cells)(params, PAIRS[0])
+    got = translation.scorer(cells)(params, TRANSLATIONS[0])
     assert_close(got, lstms.score(lstms.linear(p["output"], hs), target), 1e-5)
 
     state, word, written = encoded, BEGIN, []
@@ -146,19 +108,6 @@ def test_translation_against_its_equations():
         word = int(lstms.linear(p["output"], state[0]).argmax())
         written.append(word)
     assert translation.translator(cells, most=5)(params, source) == written
-
-
-def test_batches_of_translation():
-    pairs = synthetic_translations(16, seed=4)
-    cells = translation.flax_cells(500, 512, 4)
-    params = jax.eval_shape(cells.init, jax.random.key(0))
-    plan = jedbatch.batch(translation.scorer(cells)).plan(params, pairs)
-    names = [plan.graph.types[t].name for t, _ in plan.schedule.batches]
-    for name in ("source", "target", "score"):
-        assert names.count(name) == 1
-    assert names.count("encode") == max(len(source) for source, _ in pairs)
-    assert names.count("decode") == max(len(target) for _, target in pairs)
-    assert len(plan.schedule) == jedbatch.lower_bound(plan.graph)
 
 
 @pytest.mark.slow

@@ -5,64 +5,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import lstms
-from cases.helpers import assert_close, check, mostly_slow
+from cases.helpers import assert_close
+from cases.models import (
+    OF_ARRAYS,
+    SIZES,
+    TAGGED,
+    TRANSLATED,
+    biased,
+    encoder,
+    encoder_decoder,
+    random_points,
+    sets,
+)
 
 import jedbatch
 from jedbatch import ragged
 from jedbatch.data import BEGIN, END, as_arrays
 from jedbatch.models import deepsets, layers, transformer
 
-SIZES = {"hidden": 8, "heads": 2, "layers": 1, "max_length": 64}
 ATTENTION = {"plain": layers.plain_attention, "ragged": ragged.attention}
 WORDS = as_arrays([((3, 1, 4),), ((5, 0),), ((2, 2, 1),)])
-SENTENCES = as_arrays([((3, 1, 4), 1), ((5, 0), 0), ((2, 2, 1), 2)])
-TAGGED = as_arrays([((3, 1, 4), (0, 2, 1)), ((5, 0), (1, 1)), ((2, 2, 1), (0, 0, 2))])
-PAIRS = as_arrays([((3, 1, 4), (2, END)), ((5, 0), (4, 2, END)), ((0, 2, 1), (3, END))])
-
-
-def encoder(attend=ragged.attention):
-    return transformer.flax_encoder(6, 3, **SIZES, attend=attend)
-
-
-def encoder_decoder(attend=ragged.attention):
-    return transformer.flax_encoder_decoder(6, 5, **SIZES, attend=attend)
-
-
-def sets(pool=jnp.mean):
-    return deepsets.flax_model(2, 3, 4, layers=1, pool=pool)
-
-
-def random_points(*numbers):
-    rng = np.random.default_rng(0)
-    return [(rng.normal(size=(n, 2)).astype(np.float32), np.int32(n % 3)) for n in numbers]
-
-
-def parameters(model):
-    """New ones, but without biases of zero."""
-    return lstms.single(lstms.double(model.init(jax.random.key(0))))
-
-
-FUNCTIONS = {
-    "tagger": (encoder(), transformer.tagger, TAGGED),
-    "tagger in plain jnp": (encoder(layers.plain_attention), transformer.tagger, TAGGED),
-    "scorer": (encoder(), transformer.scorer, SENTENCES),
-    "translator": (encoder_decoder(), transformer.translator, PAIRS),
-    "mean of sets": (sets(jnp.mean), deepsets.scorer, random_points(3, 1, 3)),
-    "maximum of sets": (sets(jnp.max), deepsets.scorer, random_points(3, 1, 3)),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(FUNCTIONS, "maximum of sets"))
-def test_values_and_gradients(name):
-    model, function, instances = FUNCTIONS[name]
-    fn = function(model)
-    check(fn, parameters(model), instances, rtol=3e-5, alone=jax.jit(fn))
 
 
 def test_states_of_sentences():
     """Results of different shapes, a list."""
     model = encoder()
-    params, encode = parameters(model), transformer.encoder(model)
+    params, encode = biased(model), transformer.encoder(model)
     words = [words for (words,) in WORDS]
     states = jedbatch.batch(encode, out_axes=None)(params, words)
     assert [x.shape for x in states] == [(3, 8), (2, 8), (3, 8)]
@@ -133,7 +101,7 @@ def test_translator_against_its_equations(attend):
     model = encoder_decoder(attend)
     p = lstms.double(model.init(jax.random.key(1)))
     params = lstms.single(p)
-    source, target = PAIRS[1]
+    source, target = TRANSLATED[1]
     before = np.array([BEGIN, *target[:-1]])
     states = stack(p["decode"], before, stack(p["encode"], source))
     logits = lstms.linear(p["output"], states)
@@ -164,7 +132,7 @@ def test_sets_against_their_equations(pool):
 def test_words_do_not_see_what_comes_after_them():
     """Another word t changes no logits up to its own, and all after it."""
     model = encoder_decoder()
-    params, decode = parameters(model), jax.jit(transformer.decoder(model))
+    params, decode = biased(model), jax.jit(transformer.decoder(model))
     source, target = np.array([3, 1, 4]), np.array([2, 4, 2, 3, END])
     logits = decode(params, (source, target))
     for t in range(len(target) - 1):
@@ -178,7 +146,7 @@ def test_words_do_not_see_what_comes_after_them():
 @pytest.mark.parametrize("pool", [jnp.mean, jnp.max])
 def test_the_order_of_a_set_means_nothing(pool):
     model = sets(pool)
-    params, classify = parameters(model), jax.jit(deepsets.classifier(model))
+    params, classify = biased(model), jax.jit(deepsets.classifier(model))
     ((points, _),) = random_points(6)
     for seed in range(3):
         shuffled = np.random.default_rng(seed).permutation(points)
@@ -187,7 +155,7 @@ def test_the_order_of_a_set_means_nothing(pool):
 
 def test_the_order_of_words_matters():
     model = encoder()
-    params, classify = parameters(model), transformer.classifier(model)
+    params, classify = biased(model), transformer.classifier(model)
     there, back = (classify(params, np.array(words)) for words in ([1, 2, 3], [3, 2, 1]))
     assert np.abs(there - back).max() > 1e-3
 
@@ -206,19 +174,20 @@ def symbolic(example):
     )
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", OF_ARRAYS)
 def test_traced_for_all_lengths_at_once(name):
-    model, function, instances = FUNCTIONS[name]
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    slopes = jax.grad(lambda p, x: function(model)(p, x).sum())
-    traced = jax.make_jaxpr(slopes)(params, symbolic(instances[1]))
+    model = OF_ARRAYS[name]
+    cells = model.cells()
+    params = jax.eval_shape(cells.init, jax.random.key(0))
+    slopes = jax.grad(lambda p, x: model.loss(cells)(p, x).sum())
+    traced = jax.make_jaxpr(slopes)(params, symbolic(model.instances[1]))
     assert [x.shape for x in traced.out_avals] == [x.shape for x in jax.tree.leaves(params)]
 
 
 @pytest.mark.slow
 def test_compiled_for_all_lengths_at_once():
     model = encoder()
-    params = parameters(model)
+    params = biased(model)
     run = jax.jit(jax.value_and_grad(transformer.tagger(model)))
     compiled = jax.export.export(run)(params, symbolic(TAGGED[0]))
     for sentence in TAGGED[:2]:

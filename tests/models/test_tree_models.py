@@ -5,45 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases.helpers import assert_close, check, mostly_slow
+from cases.helpers import assert_close, mostly_slow
+from cases.models import shaken, treebank
 
 import jedbatch
-from jedbatch.data import num_nodes, synthetic_treebank, with_kinds
+from jedbatch.data import num_nodes
 from jedbatch.models import mvrnn, treegru, twotypes
-from jedbatch.policies import agenda
 
 WORDS, LABELS, HIDDEN = 60, 5, 6
 
 
-def treebank(model, num_trees, *, seed=0, mean_length=8.0):
-    trees = synthetic_treebank(num_trees, seed=seed, num_words=WORDS, mean_length=mean_length)
-    return with_kinds(trees, seed=seed) if model is twotypes else trees
-
-
-def shaken(params):
-    """The parameters with noise, so that none of them is zero or one."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, noisy)
-
-
-def depth(tree):
-    return 0 if len(tree) == 2 else 1 + max(depth(tree[1]), depth(tree[2]))
-
-
 ALL = [treegru, mvrnn, twotypes]
 MODELS = pytest.mark.parametrize("model", ALL, ids=lambda m: m.__name__[len("jedbatch.models.") :])
-
-
-@pytest.mark.slow
-@MODELS
-def test_values_and_gradients(model):
-    cells = model.flax_cells(WORDS, LABELS, HIDDEN)
-    params = shaken(cells.init(jax.random.key(0)))
-    score, classify = model.scorer(cells), model.classifier(cells)
-    trees = treebank(model, 6, seed=3, mean_length=4)
-    check(lambda p, tree: (score(p, tree), classify(p, tree)), params, trees, rtol=1e-4)
 
 
 @MODELS
@@ -106,28 +79,6 @@ def plan_of(model, trees):
 
 def names(plan):
     return [plan.graph.types[t].name for t, _ in plan.schedule.batches]
-
-
-@pytest.mark.parametrize("model", [treegru, mvrnn])
-def test_batches_of_one_kind_of_nodes(model):
-    """One batch for leaves, one for scores, one per level of nodes; as few as can be."""
-    trees = treebank(model, 16, seed=4)
-    plan = plan_of(model, trees)
-    assert names(plan).count("leaf") == names(plan).count("score") == 1
-    assert names(plan).count("node") == max(map(depth, trees))
-    assert len(plan.schedule) == jedbatch.lower_bound(plan.graph)
-    assert len(plan.graph.types) == 5
-
-
-def test_batches_of_two_kinds_of_nodes():
-    """The policy that is learned comes close to the bound, and closer than the agenda does."""
-    plan = plan_of(twotypes, treebank(twotypes, 16, seed=4))
-    assert names(plan).count("leaf") == names(plan).count("score") == 1
-    assert {"node 0", "node 1"} < set(names(plan))
-    bound = jedbatch.lower_bound(plan.graph)
-    assert bound <= len(plan.schedule) <= 1.15 * bound
-    assert len(plan.schedule) < 0.8 * len(jedbatch.schedule(plan.graph, agenda))
-    assert len(plan.graph.types) == 6
 
 
 @pytest.mark.parametrize(("model", "products"), [(treegru, 2), (mvrnn, 4), (twotypes, 1)])

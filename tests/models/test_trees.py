@@ -5,7 +5,7 @@ import gzip
 import jax
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check
+from cases.helpers import assert_close
 
 import jedbatch
 from jedbatch.data import (
@@ -105,16 +105,6 @@ def test_synthetic_treebank_is_shaped_like_a_real_one():
 # --- the model ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [tree.flax_cells, tree.plain_cells])
-def test_tree_lstm(make):
-    cells = make(20, 5, 6)
-    params = cells.init(jax.random.key(0))
-    trees = synthetic_treebank(6, seed=3, num_words=20, mean_length=6)
-    check(tree.scorer(cells), params, trees, rtol=3e-5)
-    check(tree.classifier(cells), params, trees)
-
-
 def test_tree_lstm_against_its_equations():
     """One node of two leaves, written out with NumPy in double precision."""
     cells = tree.plain_cells(4, 3, 5)
@@ -134,18 +124,6 @@ def test_tree_lstm_against_its_equations():
     logits = sigmoid(o) * np.tanh(c) @ p["output_w"] + p["output_b"]
     got = jedbatch.batch(tree.classifier(cells))(params, [(0, (0, 1), (0, 3))])
     assert_close(got[0], logits.astype(np.float32), 1e-5)
-
-
-def test_batches_of_the_tree_lstm():
-    """One batch for leaves, one for scores, one per level of nodes, few for sums."""
-    cells = tree.plain_cells(500, 5, 4)
-    trees = synthetic_treebank(16, seed=4)
-    params = jax.eval_shape(cells.init, jax.random.key(0))
-    plan = jedbatch.batch(tree.scorer(cells)).plan(params, trees)
-    names = [plan.graph.types[t].name for t, _ in plan.schedule.batches]
-    assert names.count("leaf") == names.count("score") == 1
-    assert names.count("node") == max(depth(t) for t in trees)
-    assert len(plan.schedule) == jedbatch.lower_bound(plan.graph)
 
 
 def test_total_adds_up():
