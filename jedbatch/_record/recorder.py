@@ -478,7 +478,8 @@ class Recorder(Trace):
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
         if len(shared) == len(tracers) and not is_ragged:
             numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
-            if not self.registry.varies(key, shared, numbers):
+            arrays = tuple(map(_identity_of_constant, filter(self._is_value, args)))
+            if not self.registry.varies(key, shared, numbers, arrays):
                 return self._shared_operation(key, call, args, tracers)
         symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
         slots = tuple(isinstance(s, Value) for s in symbols)
@@ -490,6 +491,10 @@ class Recorder(Trace):
         shared = tuple(s.index for s in symbols if isinstance(s, Shared))
         operands = [s for s in symbols if isinstance(s, Value)]
         return self.node(name, (key, slots), arranged, shared, operands)
+
+    def _is_value(self, x: Leaf) -> bool:
+        """Returns whether this is an array that counts as a value, not as a weight."""
+        return np.ndim(x) > 0 and (isinstance(x, np.ndarray) or id(x) in self._made)
 
     def node(self, name, key, call, shared, operands) -> PyTree:
         kinds = tuple(v.type for v in operands)

@@ -46,6 +46,7 @@ from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicVal
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
+MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MANY_VARIANTS = 32  # variants of one cell, or closed-over arrays, before we warn
 
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
@@ -114,6 +115,7 @@ class Registry:
         self._number = 0
         self._unproven: set[int] = set()
         self.num_varying = 0
+        self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
@@ -548,19 +550,35 @@ class Registry:
             self._known_transient[index] = transient
         return self._known_transient[index]
 
-    def varies(self, operation: Hashable, args: tuple[int, ...], numbers: Hashable) -> bool:
+    def varies(
+        self, operation: Hashable, args: tuple[int, ...], numbers: tuple, arrays: tuple = ()
+    ) -> bool:
         """Returns whether an operation on shared values depends on the instance after all.
 
-        Its numbers may differ from one instance to the next, or how often it is repeated; then
-        there are as many shared values as instances, and each is compiled.
+        Its numbers or arrays may differ from one instance to the next, or how often it is repeated;
+        then there are as many shared values as instances, and each is compiled.
+
+        Args:
+          operation: what is done.
+          args: the shared values.
+          numbers: the scalars among its other arguments.
+          arrays: the arrays among them.
         """
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
-        values = self._variants.setdefault(("numbers", operation, args), set())
-        if len(values) <= MAX_CONSTANT_NUMBERS:
-            values.add(numbers)
-            self.num_varying += len(values) > MAX_CONSTANT_NUMBERS
-        return len(values) > MAX_CONSTANT_NUMBERS
+        return self._are_many("numbers", operation, args, numbers, MAX_CONSTANT_NUMBERS) or (
+            bool(arrays) and self._are_many("arrays", operation, args, arrays, MAX_CONSTANT_ARRAYS)
+        )
+
+    def _are_many(
+        self, what: str, operation: Hashable, args: tuple[int, ...], values: tuple, most: int
+    ) -> bool:
+        """Returns whether more constants have been met with an operation than are compiled."""
+        met = self._variants.setdefault((what, operation, args), set())
+        if len(met) <= most:
+            met.add(values)
+            self.num_varying += len(met) > most
+        return len(met) > most
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something has been met in many variants."""
@@ -577,3 +595,4 @@ class Registry:
                 RecompilationWarning,
                 stacklevel=2,
             )
+            self.warned.add(RecompilationWarning)

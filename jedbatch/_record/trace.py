@@ -61,9 +61,9 @@ def trace(
     )
 
     def assumed() -> object:
-        """The numbers that are operands, and what recurs: else the same is recorded in two ways."""
-        lifted = registry.lifting.num_lifted
-        return lifted, grouping and (registry.num_varying, grouping.revision)
+        """What counts as an operand, and what recurs: else the same is recorded in two ways."""
+        revision = grouping and grouping.revision
+        return registry.lifting.num_lifted, registry.num_varying, revision
 
     recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
     columns = recorder.written

@@ -166,3 +166,26 @@ def test_each_number_alone():
         expected = jax.tree.leaves(program(*mixed)(x))
         for found, right in zip(out, expected, strict=True):
             np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "sum of constants", "NumPy"])
+def test_arrays_made_of_numbers_of_the_instance(how):
+    """Weights meet them in operations without values of the instance."""
+
+    def fn(w, x):
+        made = {"full": lambda: jnp.full(2, x), "NumPy": lambda: np.full(2, x)}
+        return jnp.tanh(w * made.get(how, lambda: jnp.zeros(2) + x)())
+
+    numbers = list(np.linspace(0, 1, 20, dtype=np.float32))
+    batched = check(fn, W, numbers)
+    assert len(batched.plan(W, numbers).graph.present_types) == 2
+
+
+def test_few_arrays_stay_constants():
+    masks = [np.array([k % 2, 1], np.float32) for k in range(3)]
+
+    def fn(w, x):
+        return x * sum(w * mask for mask in masks)
+
+    plan = jedbatch.batch(fn).plan(W, [np.float32(x) for x in range(20)])
+    assert len(plan.graph.node_type) == 20  # what depends on weights alone is computed once
