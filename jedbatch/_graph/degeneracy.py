@@ -24,7 +24,8 @@ class Degeneracy:
     Attributes:
       num_types: node types of the minibatch.
       median: nodes of a type, at the median.
-      name: of the operation with most types.
+      name: of an operation with about as many types as any; one whose types differ in how many
+        operands they have if there is such a one, since the shapes of others follow from that.
       types: its types.
     """
 
@@ -46,19 +47,28 @@ class Degeneracy:
         by_name: dict[str, list[NodeType]] = {}
         for t in used.tolist():
             by_name.setdefault(graph.types[t].name, []).append(graph.types[t])
-        name = max(by_name, key=lambda n: len(by_name[n]))
-        return Degeneracy(len(used), median, name, tuple(by_name[name]))
+        most = max(map(len, by_name.values()))
+        found = [
+            Degeneracy(len(used), median, name, tuple(types))
+            for name, types in by_name.items()
+            if len(types) > most // 2
+        ]
+        return max(found, key=lambda x: (x._has_many_arities, len(x.types)))
 
     def __str__(self) -> str:
         nodes = "node" if self.median == 1 else "nodes"
         return f"{self.num_types} node types, most of which have at most {self.median} {nodes}"
 
     @property
+    def _has_many_arities(self) -> bool:
+        return len({len(t.operands) for t in self.types}) > len(self.types) // 2
+
+    @property
     def difference(self) -> tuple[str, str]:
         """(what the types of the operation differ in, what to write instead)."""
-        arities = {len(t.operands) for t in self.types}
+        arities = [len(t.operands) for t in self.types]
         kinds = {t.operands for t in self.types}
-        if len(arities) > len(self.types) // 2:
+        if self._has_many_arities:
             return (
                 f"how many operands they have ({min(arities)} to {max(arities)})",
                 "Fold a list by a cell of two operands, pad it to a few lengths, or make it an "

@@ -2,33 +2,34 @@
 
 import sys
 import warnings
-from collections.abc import Mapping
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.symbolic_dims import is_user_code
+from jedbatch._record.registry import Registry
 from jedbatch.errors import (
     GroupedByShapesWarning,
     GrowingTypesWarning,
     ManyTypesWarning,
     PerformanceWarning,
+    RecompilationWarning,
 )
 
 GROWING_PLANS = 6  # plans in a row with types that none before had
 
 
 def warn_if_degenerate(
-    graph: Graph, lines: Mapping[int, str], new_in_a_row: int, apart: str | None, warned: set[type]
+    graph: Graph, registry: Registry, new_in_a_row: int, apart: str | None
 ) -> None:
     """Warns of a graph that hardly batches, once for each cause.
 
     Args:
       graph: of a minibatch.
-      lines: where in the user's code node types were met first, as far as that is known.
+      registry: of its types; notes the causes that have been warned of.
       new_in_a_row: plans, up to this one, that each had types that none before had.
       apart: why instances are grouped by equal shapes; None if they are not.
-      warned: the causes that have been warned of; the cause is added.
     """
+    lines, warned = registry.lines, registry.warned
     degenerate = Degeneracy.of(graph)
     if degenerate is not None:
         cause: type[PerformanceWarning] = GroupedByShapesWarning if apart else ManyTypesWarning
@@ -57,7 +58,7 @@ def warn_if_degenerate(
 
 
 def _warn(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
-    if cause in warned:
+    if cause in warned or RecompilationWarning in warned:  # that names what makes the types
         return
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and not is_user_code(frame):

@@ -91,7 +91,7 @@ def make_plan(
     programs, form = session.programs, returned[1]
     session.note_types()
     shown = session.records.lengths.shown
-    warn_if_degenerate(graph, session.registry.lines, session.new_in_a_row, shown, session.warned)
+    warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
     clock.append(time.perf_counter())

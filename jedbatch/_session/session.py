@@ -1,7 +1,7 @@
 """`Session`: what a batched function keeps between minibatches."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -27,7 +27,6 @@ class Session:
       decides: whether the function has been seen to decide on values.
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
-      warned: warnings of performance that have been given.
     """
 
     registry: Registry
@@ -36,7 +35,6 @@ class Session:
     decides: bool = False
     num_types: int = 0
     new_in_a_row: int = 0
-    warned: set[type] = field(default_factory=set)
 
     @classmethod
     def empty(
