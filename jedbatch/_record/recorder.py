@@ -152,7 +152,10 @@ class Recorder(Trace):
         while stack:  # remember the containers: cells get them whole
             x = stack.pop()
             leaves, structure = jax.tree.flatten(x)
-            token = self.registry.token(structure, *(leaf.index for leaf in leaves))
+            if leaves and not any(isinstance(leaf, Shared) for leaf in leaves):
+                continue  # part of the structure
+            marks = [y.index if isinstance(y, Shared) else typed_or_same(y) for y in leaves]
+            token = self.registry.token(structure, *marks)
             self._containers[id(x)] = (token, None)
             if not isinstance(x, Shared) and leaves:
                 stack += parts_of(x)

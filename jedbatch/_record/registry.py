@@ -339,7 +339,7 @@ class Registry:
     def _leaf_paths(self) -> list[tuple]:
         with pause():  # containers of Flax ask JAX who is tracing
             tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
-        return [path for path, _ in jax.tree.leaves_with_path(tree)]
+        return [path for path, x in jax.tree.leaves_with_path(tree) if type(x) is int]
 
     def add_call_spec(self, node_type, widths, results, tree, unit) -> CallSpec:
         """A way of recording nodes of a type; what it returns depends on the type."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._graph.graph import Graph, InputRows
@@ -27,6 +28,11 @@ from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.restored import Restored, collector
 
 RECORDS_CALLS = True  # see `_support.frames`
+TRACED = (
+    "The instance holds values that an outer transformation traces, such as the numbers of a tree "
+    "given to `jax.jit(batched)`. Plan outside of `jax.jit` and give it the plan: "
+    "`step(params, batched.plan(params, instances))`, where `step` calls `batched.apply`."
+)
 
 
 def trace(
@@ -98,6 +104,8 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
             results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
             error.add_note(f"This happened while instance {i} was recorded.")
+            if any(isinstance(x, Tracer) for x in arrays[i]):
+                error.add_note(TRACED)
             raise
         outputs += [index for index, _ in results]
         forms.append((structure, tuple([kind for _, kind in results])))

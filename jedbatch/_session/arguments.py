@@ -1,6 +1,7 @@
 """The arguments of a batched function: those that all instances share, and those of each."""
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +79,16 @@ class Arguments:
     def leaves(self, shared: tuple) -> tuple[list[Any], Any]:
         """Returns (leaves, structure) of the shared arguments.
 
+        Functions and strings, such as the activation of a layer, are part of the structure.
+
         Raises:
           TypeError: a leaf is no array.
         """
-        leaves, structure = flatten(shared, f"the shared argument of the batched `{self.name}`")
+        owner = f"the shared argument of the batched `{self.name}`"
+        leaves, structure = flatten(shared, owner)
+        if any(map(_is_static, leaves)):
+            marked = [Static(x) if _is_static(x) else x for x in leaves]
+            leaves, structure = flatten(jax.tree.unflatten(structure, marked), owner)
         for leaf in leaves:
             is_known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
             if not is_known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
@@ -89,10 +96,37 @@ class Arguments:
                 path = next(p for p, x in paths if x is leaf)
                 raise TypeError(
                     f"the shared argument of the batched `{self.name}` has {checks.shown(leaf)} "
-                    f"at {jax.tree_util.keystr(path)}; expected arrays only. Close over "
-                    "configuration, or bind it with `functools.partial`."
+                    f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
+                    "Close over other configuration, or bind it with `functools.partial`."
                 )
         return leaves, structure
+
+
+@jax.tree_util.register_pytree_node_class
+class Static:
+    """A leaf of a pytree that is part of its structure.
+
+    Structures of pytrees with such nodes are filled with the values themselves.
+    """
+
+    def __init__(self, value: Hashable):
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], Hashable]:
+        """For JAX: (no leaves, the value)."""
+        return (), self.value
+
+    @staticmethod
+    def tree_unflatten(value: Hashable, _: object) -> Hashable:
+        """For JAX: the value."""
+        return value
+
+
+def _is_static(leaf: object) -> bool:
+    """Returns whether a leaf of shared arguments is part of their structure."""
+    if is_array(leaf):
+        return False
+    return isinstance(leaf, str | bytes | np.dtype | enum.Enum) or callable(leaf)
 
 
 def is_zero(axis: object) -> bool:

@@ -16,6 +16,9 @@ from jedbatch._learn.candidates import by_type
 from jedbatch._learn.q_learning import NAMES, Problem, codes, look, salts, slot
 from jedbatch._schedule.encodings import ENCODINGS, encode
 
+# Programs here have many types of few nodes, so that there is something to learn.
+pytestmark = pytest.mark.filterwarnings("ignore::jedbatch.errors.ManyTypesWarning")
+
 FIG1 = Graph.from_dag(
     [0] * 7 + [1] * 7 + [2],
     [[], [], [], [], [0, 1], [4, 2], [5, 3], *([n] for n in range(7)), list(range(7, 14))],

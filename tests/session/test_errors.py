@@ -20,10 +20,10 @@ double = jedbatch.cell(lambda p, x: p * x)
 # --- arguments ---
 
 
-@pytest.mark.parametrize("leaf", ["adam", object(), np.array([None]), jnp.sin])
+@pytest.mark.parametrize("leaf", [object(), np.array([None])])
 def test_params_with_a_leaf_that_is_not_an_array(leaf):
     batched = jedbatch.batch(lambda p, x: p["w"] * x)
-    with pytest.raises(TypeError, match=r"\['config'\].*expected arrays only"):
+    with pytest.raises(TypeError, match=r"\['config'\].*expected arrays, functions and"):
         batched({"w": P, "config": leaf}, [X])
 
 
