@@ -35,6 +35,7 @@ from jedbatch._program.arenas import empty, take
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
+from jedbatch._support.announce import announce, announced
 from jedbatch._support.types import Array, PyTree
 
 
@@ -62,13 +63,9 @@ def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
     plain = jax.jit(function, **options)
     compiler_options = target.compiler_options()
     if not compiler_options:
-        return plain
+        return announced(plain)
     tuned = jax.jit(function, compiler_options=compiler_options, **options)
-
-    def call(*args: Any) -> PyTree:
-        return (plain if is_staging() else tuned)(*args)
-
-    return call
+    return announced(lambda *args: (plain if is_staging() else tuned)(*args))
 
 
 class Fused:
@@ -152,6 +149,12 @@ class Fused:
             packed = self._packed = Packed(refs, self.pack(shared))
         return {"consts": packed.consts}
 
+    def _announce(self, kind: str) -> None:
+        """Counts a program that is about to be compiled, and says so if that takes long."""
+        self.compiled(kind)
+        types, widths = len(self.signature.kernels), sum(self.signature.widest)
+        announce(f"compiling a program for {kind}: {types} node types in {widths} widths")
+
     def _forget(self, _: Any) -> None:
         self._packed = None
 
@@ -168,14 +171,14 @@ class Fused:
         return self._again(weights, inputs, table, None)[0]
 
     def _again(self, weights, inputs, table, arenas):
-        self.compiled("inference")
+        self._announce("inference")
         forward = Forward(self.signature, saving=False)
         consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
         outputs, state = fused_forward(forward, consts, inputs, table, arenas)
         return outputs, state[0]
 
     def _save(self, shared, inputs, table):
-        self.compiled("training")
+        self._announce("training")
         forward = Forward(self.signature, saving=True)
         return fused_forward(forward, self.prepare(shared), inputs, table)
 
@@ -187,13 +190,13 @@ class Fused:
         return Forward(self.signature, saving).moved(before, state)
 
     def _round(self, saving, weights, inputs, table, state):
-        self.compiled("round")
+        self._announce("round")
         forward = Forward(self.signature, saving)
         consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
         return advance(forward, consts, table, forward.resume(inputs, state))
 
     def _reverse(self, signature, shared, tables, values, outputs):
-        self.compiled("reverse")
+        self._announce("reverse")
         consts = self.prepare(shared)
         reverse = Backward(signature)
         gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)

@@ -41,6 +41,7 @@ from jedbatch._ragged.regions import Region
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf, PyTree
 
@@ -243,9 +244,13 @@ class ProgramCache:
 
             def run(shared, tables, targets, inputs):
                 self._count("ragged")
+                announce(f"compiling {len(stages)} regions over arrays of different lengths")
                 return run_regions(stages, compute(shared), tables, targets, inputs)
 
-            region_program = self._region_programs[stages] = jax.jit(run), closed_over
+            region_program = self._region_programs[stages] = (
+                announced(jax.jit(run)),
+                closed_over,
+            )
         run, closed_over = region_program
         shared = self.shared_values(closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))

@@ -1,7 +1,8 @@
 """Additions to Python's library: knows neither graphs nor JAX.
 
 Files that are written whole, caches that forget, state that is put back after an interrupt,
-recordings that are done again, marks of frames, progress bars, and pictures as SVG.
+recordings that are done again, marks of frames, progress bars, lines in the log, and pictures as
+SVG.
 
 Read in this order:
 
@@ -13,6 +14,7 @@ Read in this order:
 5. `guards`: Recording again where an assumption of the recording turns out to be wrong.
 6. `files`: Files that are written whole or not at all.
 7. `progress`: Progress bars, by tqdm where it is installed.
-8. `canvas`: Pictures as SVG, from nothing but rectangles, circles, lines and text.
-9. `state_diagram`: Drawing a state machine as SVG, from nothing but boxes and arrows.
+8. `announce`: A line in the log while something takes long, such as compiling a program.
+9. `canvas`: Pictures as SVG, from nothing but rectangles, circles, lines and text.
+10. `state_diagram`: Drawing a state machine as SVG, from nothing but boxes and arrows.
 """

@@ -1,0 +1,55 @@
+"""What is being compiled is said while it takes long, and not otherwise."""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch._support import announce
+
+XS = np.ones((2, 2), np.float32)
+
+
+def encode(w, x):
+    return jnp.tanh(w * x)
+
+
+@pytest.fixture
+def impatient(monkeypatch, caplog):
+    monkeypatch.setattr(announce, "PATIENCE", 0.0)
+    caplog.set_level(logging.WARNING, "jedbatch")
+    return caplog
+
+
+def test_a_program_that_is_being_compiled_is_announced_once(impatient):
+    batched = jedbatch.batch(encode)
+    for _ in range(2):
+        batched(jnp.ones(2), XS)
+    jax.grad(lambda w: batched(w, XS).sum())(jnp.ones(2))
+    texts = [r.message for r in impatient.records]
+    kinds = ("inference", "training", "reverse")
+    assert [t for t in texts if "inference" in t] == [
+        "jedbatch is compiling a program for inference: 2 node types in 2 widths"
+    ]
+    assert [sum(f"for {kind}" in t for t in texts) for kind in kinds] == [1, 1, 1]
+
+
+def test_nothing_is_said_of_what_is_quick(caplog):
+    before = threading.active_count()
+    jedbatch.batch(encode)(jnp.ones(2), XS)
+    assert not caplog.records
+    assert threading.active_count() <= before + 1  # a timer that is just ending
+
+
+def test_an_error_ends_what_was_announced(impatient):
+    def fails():
+        announce.announce("failing")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        announce.announced(fails)()
+    assert not announce._waiting.timers
