@@ -15,6 +15,8 @@ Program = TypeVar("Program")
 Used = TypeVar("Used")
 
 CAPACITY_HEADROOM = 1.1  # least capacity over need, before rounding up
+GROWTH = 1.5  # of a size that was too small
+GROWING_SIZES = {"lanes", "inputs", "shared_rows", "num_instructions", "sums", "sent"}
 MAX_OVERSIZE = 4  # a program is used down to a quarter of its size
 LARGE_CAPACITY = 1024  # capacity above which it is rounded up to an eighth of a power of two
 
@@ -43,10 +45,19 @@ class Capacity:
         return True
 
     def joined(self, other: "Capacity") -> "Capacity":
-        """Returns the larger of each size; what only the other has comes last."""
+        """Returns the larger of each size; what only the other has comes last.
+
+        Rows, lanes and instructions of which there are more than the other has are made more by a
+        factor, so that a program seldom has to grow again.
+        """
+
+        def larger(name: str, own: int, others: int) -> int:
+            grows = name in GROWING_SIZES and own > others > 0
+            return max(own, round_up(GROWTH * others) if grows else others)
+
         return Capacity(
             {
-                name: {**own, **{k: max(n, own.get(k, 0)) for k, n in other[name].items()}}
+                name: {**own, **{k: larger(name, own.get(k, 0), n) for k, n in other[name].items()}}
                 for name, own in self.sizes.items()
             }
         )

@@ -400,8 +400,10 @@ def reverse_need(placed: Placement, readers: Readers, forward: Signature) -> Cap
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - inputs_here)
     num_instructions = 0
     if forward.target.control == "loops":
-        more = max(0, len(readers.runs) - len(placed.runs))
-        num_instructions = forward.num_instructions + round_up(2 * more)
+        more = max(0, len(readers.runs) - len(placed.runs))  # as many again cost a few kB
+        num_instructions = forward.num_instructions + round_up(
+            max(2 * more, forward.num_instructions)
+        )
     return Capacity(
         {
             "readers": listed,

@@ -161,13 +161,15 @@ class ProgramCache:
     ) -> tuple[ReverseSignature, Any]:
         """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
         programs = [s for s in self._reverses if s.forward == forward]
+        kin = (forward.kernels, forward.arenas)
+        similar = [s for s in self._reverses if (s.forward.kernels, s.forward.arenas) == kin]
         shares = programs[-1].sent is not None if programs else None
         readers = find_readers(placed, forward, leaves, wanted, shares)
         need = reverse_need(placed, readers, forward)
         return find_or_grow(
             self._reverses,
             fitting=(s for s in programs if reverse_fits(need, readers, s)),
-            similar=reversed(programs),
+            similar=reversed(similar),
             make=functools.partial(make_reverse_signature, need, readers, forward),
             use=lambda signature: (signature, reverse_table(placed, readers, signature)),
         )
