@@ -202,6 +202,21 @@ def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
     assert "pip install 'jedbatch[models]'" in run.stderr
 
 
+def test_only_decisions_on_values_need_greenlet():
+    code = """if True:
+        import sys
+        sys.modules["greenlet"] = None
+        import jax.numpy as jnp, pytest
+        import jedbatch
+        total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+        assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
+        decides = jedbatch.batch(lambda w, x: w if w * x > 1 else x)
+        with pytest.raises(ModuleNotFoundError, match="pip install greenlet"):
+            decides(jnp.ones(()), [1.0, 2.0])
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def attributes_set(function):
     """Returns the attributes of its first argument that a method assigns to."""
     if not function.args.args:

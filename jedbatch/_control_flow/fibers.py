@@ -17,10 +17,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import greenlet
 from jax.extend.core import take_current_trace
 
 from jedbatch._support.types import Array
+
+try:
+    import greenlet
+except ModuleNotFoundError:  # where the package runs from its tree; see `Fibers`
+    greenlet = None
 
 MAX_STOPS = 8  # times an instance is told to stop, in case it catches everything
 
@@ -36,7 +40,16 @@ class Fibers:
     """
 
     def __init__(self, run: Callable[[int], None], count: int):
-        """Makes `count` instances, of which each will do `run(instance)`."""
+        """Makes `count` instances, of which each will do `run(instance)`.
+
+        Raises:
+          ModuleNotFoundError: greenlet is not installed.
+        """
+        if greenlet is None:
+            raise ModuleNotFoundError(
+                "functions that decide on values run in greenlets, and greenlet is not installed; "
+                "write `pip install greenlet`, or decide by `jnp.where`."
+            )
         self.waiting: dict[int, Any] = {}
         self.current = -1
         self._hub = greenlet.getcurrent()

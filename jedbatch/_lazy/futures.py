@@ -81,7 +81,7 @@ class Outcome:
         self.row = row
         self._value: Any = None
         self.is_traced = False
-        if isinstance(returned.rows, list):
+        if isinstance(returned.rows, list | Tracer):
             self._value = self._take()
             self.is_traced = isinstance(self._value, Tracer)
 
