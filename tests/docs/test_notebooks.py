@@ -45,6 +45,12 @@ def strings(output):
             yield from strings(part)
 
 
+def says_what_is_compiled(output):
+    """Returns whether this is the log of programs that take long to compile on this machine."""
+    lines = output.get("text", "").splitlines() if output.get("name") == "stderr" else ()
+    return bool(lines) and all(line.startswith("jedbatch is compiling ") for line in lines)
+
+
 def names_a_path(outputs):
     return any(map(PATH.search, strings(outputs)))
 
@@ -60,6 +66,7 @@ def test_runs(name, tmp_path, monkeypatch):
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     for mine, theirs in zip(code_cells(notebook), code_cells(stored), strict=True):
+        mine.outputs = [x for x in mine.outputs if not says_what_is_compiled(x)]
         assert kinds(mine) == kinds(theirs), f"{name}, cell {mine.id}"
 
 
