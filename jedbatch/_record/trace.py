@@ -67,7 +67,7 @@ def trace(
     )
 
     def assumed() -> object:
-        """What counts as an operand, and what recurs: else the same is recorded in two ways."""
+        """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
         return registry.lifting.num_lifted, registry.num_varying, revision
 

@@ -1,4 +1,4 @@
-"""What is being compiled is said while it takes long, and not otherwise."""
+"""The log names programs that take long to compile, and is silent otherwise."""
 
 import logging
 import threading
