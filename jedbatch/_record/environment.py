@@ -152,6 +152,15 @@ class Environment:
         self._numbers: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         self._count = itertools.count(1)
         self._number = 0
+        self._text: Hashable = None
+
+    def written(self) -> Hashable:
+        """Returns the function with all that it reads now, written out.
+
+        Equal for functions that compute the same.
+        """
+        self.look()
+        return self._text
 
     def look(self) -> Reached:
         """Returns a snapshot of what the function reads now."""
@@ -186,6 +195,7 @@ class Environment:
     def clear(self) -> None:
         """Forgets what was seen."""
         self._guards, self._arrays, self._names, self._number = [], [], (), 0
+        self._text = None
         self._numbers.clear()
 
     def _is_same(self) -> bool:
@@ -199,6 +209,7 @@ class Environment:
         return text, tuple(walk.arrays)
 
     def _keep(self, text: Hashable) -> None:
+        self._text = text
         self._numbers[text] = self._number
         while len(self._numbers) > MAX_TEXTS:
             self._numbers.popitem(last=False)
@@ -296,6 +307,9 @@ class _Walk:
             text.append(kind)
             self._visit_container(thing, x)
             self._visit_attributes(thing)
+        elif kind is functools.partial:  # whose slots also hold how it was called last
+            text.append(kind)
+            self._visit_parts(thing)
         elif isinstance(x, BY_IDENTITY) or kind.__module__.partition(".")[0] in _OPAQUE:
             text.append(typed_or_same(x))
             self._visit_parts(thing)

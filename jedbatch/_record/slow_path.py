@@ -5,6 +5,7 @@ not, and so are symbolic values that the function closes over directly, and numb
 that differ from call to call (see `lifting`). Everything else is part of the type.
 """
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,10 @@ def _reads_no_number(
     return same
 
 
+# Functions that are no constants (see `is_constant`): they are known by what they are made of.
+FUNCTION_TYPES = (functools.partial, jax.custom_jvp, jax.custom_vjp)
+
+
 def cell_call_spec(
     recorder: RecorderLike,
     cell: Cell,
@@ -179,6 +184,10 @@ def _sorted_out(
             else:
                 slots.append("shared")
                 shared.append(symbol.index)
+            continue
+        if isinstance(leaf, FUNCTION_TYPES):
+            slots.append(("fixed", function_identity(leaf)))
+            fixed.append(leaf)
             continue
         if not is_constant(leaf):
             raise TypeError(

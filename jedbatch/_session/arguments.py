@@ -9,8 +9,13 @@ import jax
 import numpy as np
 
 from jedbatch import checks
+from jedbatch._jaxpr.identity import Same
+from jedbatch._record.environment import Environment
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.registry import NUMBER_TYPES
+from jedbatch._support.caches import Memory
+
+MAX_FUNCTIONS = 1024  # that stand for equal ones
 
 
 @dataclass(frozen=True)
@@ -86,47 +91,76 @@ class Arguments:
         """
         owner = f"the shared argument of the batched `{self.name}`"
         leaves, structure = flatten(shared, owner)
-        if any(map(_is_static, leaves)):
-            marked = [Static(x) if _is_static(x) else x for x in leaves]
+        if not all(map(_is_parameter, leaves)):
+            marked = [x if _is_parameter(x) else self._marked(x, shared) for x in leaves]
             leaves, structure = flatten(jax.tree.unflatten(structure, marked), owner)
-        for leaf in leaves:
-            is_known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
-            if not is_known or getattr(getattr(leaf, "dtype", None), "hasobject", False):
-                paths = jax.tree.leaves_with_path(shared)
-                path = next(p for p, x in paths if x is leaf)
-                raise TypeError(
-                    f"the shared argument of the batched `{self.name}` has {checks.shown(leaf)} "
-                    f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
-                    "Close over other configuration, or bind it with `functools.partial`."
-                )
         return leaves, structure
+
+    def _marked(self, leaf: Any, shared: tuple) -> "StaticLeaf":
+        """Returns a leaf that is no array as part of the structure."""
+        if isinstance(leaf, str | bytes | np.dtype | enum.Enum) or callable(leaf):
+            return StaticLeaf.of(leaf)
+        path = next(p for p, x in jax.tree.leaves_with_path(shared) if x is leaf)
+        raise TypeError(
+            f"the shared argument of the batched `{self.name}` has {checks.shown(leaf)} "
+            f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
+            "Close over other configuration, or bind it with `functools.partial`."
+        )
+
+
+_environments: dict[Same, Environment] = Memory(MAX_FUNCTIONS)
+_functions: dict[Hashable, Any] = Memory(MAX_FUNCTIONS)  # by what they compute
 
 
 @jax.tree_util.register_pytree_node_class
-class Static:
+class StaticLeaf:
     """A leaf of a pytree that is part of its structure.
 
-    Structures of pytrees with such nodes are filled with the values themselves.
+    Structures with such nodes are filled with the values themselves.
+
+    Attributes:
+      value: the leaf; of functions that compute the same now, one stands for all.
+      content: what a function computes, with all that it reads by now; None of other leaves.
     """
 
-    def __init__(self, value: Hashable):
+    def __init__(self, value: Any, content: Hashable):
         self.value = value
+        self.content = content
+
+    @classmethod
+    def of(cls, leaf: Any) -> "StaticLeaf":
+        """Returns a function, or something that cannot change, as part of a structure."""
+        if not callable(leaf):
+            return cls(leaf, None)
+        content = _written(leaf)
+        first = _functions.setdefault(content, leaf)
+        if first is not leaf and _written(first) != content:  # it has changed since
+            first = _functions[content] = leaf
+        return cls(first, content)
 
     def tree_flatten(self) -> tuple[tuple[()], Hashable]:
-        """For JAX: (no leaves, the value)."""
-        return (), self.value
+        """For JAX: (no leaves, the value and its content)."""
+        return (), (self.value, self.content)
 
     @staticmethod
-    def tree_unflatten(value: Hashable, _: object) -> Hashable:
+    def tree_unflatten(carried: tuple[Any, Hashable], _: object) -> Any:
         """For JAX: the value."""
-        return value
+        return carried[0]
 
 
-def _is_static(leaf: object) -> bool:
-    """Returns whether a leaf of shared arguments is part of their structure."""
-    if is_array(leaf):
-        return False
-    return isinstance(leaf, str | bytes | np.dtype | enum.Enum) or callable(leaf)
+def _written(fn: Any) -> Hashable:
+    """Returns a function with all that it reads now; see `Environment.written`."""
+    key = Same(fn)
+    environment = _environments.get(key)
+    if environment is None:
+        environment = _environments[key] = Environment(fn)
+    return environment.written()
+
+
+def _is_parameter(leaf: object) -> bool:
+    """Returns whether a leaf of shared arguments is an array or a number."""
+    is_known = is_array(leaf) or isinstance(leaf, (*NUMBER_TYPES, jax.ShapeDtypeStruct))
+    return is_known and not getattr(getattr(leaf, "dtype", None), "hasobject", False)
 
 
 def is_zero(axis: object) -> bool:

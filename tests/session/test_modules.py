@@ -1,6 +1,7 @@
 """Modules as libraries have them: pytrees of parameters, with activations and modes among them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -65,3 +66,60 @@ def test_a_batched_function_under_jit_says_what_to_write():
     with pytest.raises(TypeError) as error:
         jax.jit(lambda w, trees: batched(Layer(w, jnp.tanh), trees))(jnp.eye(3), [(1.0, 2.0)])
     assert any("`step(params, batched.plan(" in note for note in error.value.__notes__)
+
+
+ACTIVATIONS = {
+    "lambda": lambda: lambda x: 2 * jnp.tanh(x),
+    "closure": lambda: scaled(0.5),
+    "partial": lambda: functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
+    "with a rule": lambda: jax.nn.relu,
+}
+TREES = [((1.0, 2.0), 0.5), (0.25, -0.125)]
+
+
+def scaled(scale):
+    return lambda x: scale * jnp.tanh(x)
+
+
+def assert_as_the_loop(batched, layer):
+    loop = jnp.stack([encode_by_layer(layer, t) for t in TREES])
+    np.testing.assert_allclose(batched(layer, TREES), loop, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_functions_made_anew_compile_nothing(name):
+    batched = jedbatch.batch(encode_by_layer)
+    assert_as_the_loop(batched, Layer(jnp.eye(3), ACTIVATIONS[name]()))
+    before = batched.compilations
+    assert_as_the_loop(batched, Layer(jnp.eye(3), ACTIVATIONS[name]()))
+    assert batched.compilations == before
+
+
+settings = {"scale": 1.0}
+
+
+def test_what_a_function_reads_may_change():
+    batched = jedbatch.batch(encode_by_layer)
+    mutable, rows = [1.0], np.ones(3, np.float32)
+    functions = [
+        lambda x: settings["scale"] * x,
+        lambda x: mutable[0] * x,
+        lambda x: jnp.asarray(rows) * x,
+    ]
+    for scale in (1.0, 3.0, 1.0):
+        settings["scale"] = mutable[0] = rows[0] = scale
+        for function in functions:
+            assert_as_the_loop(batched, Layer(jnp.eye(3), function))
+
+
+def test_equal_functions_that_change_apart():
+    batched = jedbatch.batch(encode_by_layer)
+
+    def of(values):
+        return lambda x: values[0] * x
+
+    first, second = [2.0], [2.0]
+    for scale in (2.0, 5.0):
+        first[0] = scale
+        assert_as_the_loop(batched, Layer(jnp.eye(3), of(first)))
+        assert_as_the_loop(batched, Layer(jnp.eye(3), of(second)))
