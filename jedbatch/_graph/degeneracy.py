@@ -26,13 +26,13 @@ class Degeneracy:
       median: nodes of a type, at the median.
       name: of an operation with about as many types as any; one whose types differ in how many
         operands they have if there is such a one, since the shapes of others follow from that.
-      types: its types.
+      types: its types, by their ids.
     """
 
     num_types: int
     median: int
     name: str
-    types: tuple[NodeType, ...]
+    types: dict[int, NodeType]
 
     @staticmethod
     def of(graph: Graph) -> "Degeneracy | None":
@@ -44,12 +44,12 @@ class Degeneracy:
         median = int(np.median(counts[used]))
         if median >= min(graph.num_instances, ENOUGH_INSTANCES) // 4:
             return None
-        by_name: dict[str, list[NodeType]] = {}
+        by_name: dict[str, dict[int, NodeType]] = {}
         for t in used.tolist():
-            by_name.setdefault(graph.types[t].name, []).append(graph.types[t])
+            by_name.setdefault(graph.types[t].name, {})[t] = graph.types[t]
         most = max(map(len, by_name.values()))
         found = [
-            Degeneracy(len(used), median, name, tuple(types))
+            Degeneracy(len(used), median, name, types)
             for name, types in by_name.items()
             if len(types) > most // 2
         ]
@@ -61,13 +61,13 @@ class Degeneracy:
 
     @property
     def _has_many_arities(self) -> bool:
-        return len({len(t.operands) for t in self.types}) > len(self.types) // 2
+        return len({len(t.operands) for t in self.types.values()}) > len(self.types) // 2
 
     @property
     def difference(self) -> tuple[str, str]:
         """(what the types of the operation differ in, what to write instead)."""
-        arities = [len(t.operands) for t in self.types]
-        kinds = {t.operands for t in self.types}
+        arities = [len(t.operands) for t in self.types.values()]
+        kinds = {t.operands for t in self.types.values()}
         if self._has_many_arities:
             return (
                 f"how many operands they have ({min(arities)} to {max(arities)})",
@@ -75,7 +75,7 @@ class Degeneracy:
                 "array of the instance, whose length may differ",
             )
         if len(kinds) > len(self.types) // 2:
-            shown = ", ".join(sorted({str(t) for t in self.types})[:3])
+            shown = ", ".join(sorted({str(t) for t in self.types.values()})[:3])
             return (
                 f"the shapes of what they read ({shown}, ...)",
                 "Pad arrays to a few shapes, or put what is done to arrays of one instance into "

@@ -30,12 +30,12 @@ def warn_if_degenerate(
       apart: why instances are grouped by equal shapes; None if they are not.
     """
     lines, warned = registry.lines, registry.warned
-    degenerate = Degeneracy.of(graph)
-    if degenerate is not None:
-        cause: type[PerformanceWarning] = GroupedByShapesWarning if apart else ManyTypesWarning
+    if RecompilationWarning in warned:  # that names what makes the types
+        return
+    cause = GroupedByShapesWarning if apart else ManyTypesWarning
+    if cause not in warned and (degenerate := Degeneracy.of(graph)) is not None:
         difference, cure = degenerate.difference
-        ids = [t for t, node_type in enumerate(graph.types) if node_type in degenerate.types]
-        where = sorted({lines[t] for t in ids if t in lines})
+        where = sorted({lines[t] for t in degenerate.types if t in lines})
         at = f" ({', '.join(where[:3])})" if where else ""
         text = (
             f"a minibatch of {graph.num_instances} instances has {degenerate}; each type is "
@@ -44,8 +44,10 @@ def warn_if_degenerate(
         )
         text += f"Instances are grouped by equal shapes, since {apart}. " if apart else ""
         _warn(cause, f"{text}{cure}", warned)
-    elif new_in_a_row >= GROWING_PLANS and len(graph.types) > MAX_TYPES:
-        last = len(graph.types) - 1
+        return
+    last = len(graph.types) - 1
+    grows = new_in_a_row >= GROWING_PLANS and last >= MAX_TYPES
+    if grows and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
         at = f" ({lines[last]})" if last in lines else ""
         _warn(
             GrowingTypesWarning,
@@ -58,8 +60,6 @@ def warn_if_degenerate(
 
 
 def _warn(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
-    if cause in warned or RecompilationWarning in warned:  # that names what makes the types
-        return
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and not is_user_code(frame):
         frame, level = frame.f_back, level + 1
