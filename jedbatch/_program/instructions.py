@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # Microseconds to find the next instruction, for a trip of a loop, and to launch a CUDA
-# graph with one more chunk in it, run or not; fitted to runs on an H100.
+# graph with one more chunk in it, run or not; chosen by runs on an H100.
 SWITCH, TRIP, LAUNCH = 15.0, 12.0, 8.0
 UNROLLED_CHUNKS = (1, 4, 8)  # chunks in a trip of a loop over one opcode
 HEAD_COLUMNS = 2  # columns before the first lanes
