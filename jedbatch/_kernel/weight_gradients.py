@@ -69,11 +69,19 @@ class Tap:
         consts: Sequence[Array],
         rows: Array,
         cotangents: Sequence[Array],
+        all_lanes: bool,
     ) -> list[Array]:
-        """The gradients of its consts added to `total`; those of look-ups row by row."""
-        if not self.look_up:
+        """The gradients of its consts added to `total`; those of look-ups row by row.
+
+        Over all lanes, numbers of 16 bits are added up in float32: GPUs have no atomic addition of
+        them, and lanes that never ran all add their zeros to the same row.
+        """
+        given = [consts[c].dtype for c in self.consts]
+        if self.look_up and all_lanes:
+            consts, cotangents = _widened(consts), _widened(cotangents)
+        if not self.look_up or given != [consts[c].dtype for c in self.consts]:
             gradient = self.gradient(consts, rows, cotangents)
-            return [x + y for x, y in zip(total, gradient, strict=True)]
+            return [x + y.astype(x.dtype) for x, y in zip(total, gradient, strict=True)]
         closed = inlined(jax.make_jaxpr(self.gradient)(consts, rows, cotangents))
         leaves = jax.tree.leaves((consts, rows, cotangents))
         return _added(closed.jaxpr, closed.consts, leaves, total)
@@ -106,6 +114,12 @@ def _added(
         done = isinstance(v, Var) and v in maker and not onto.keys().isdisjoint(reads(maker[v]))
         sums.append(added if done else x + added)
     return sums
+
+
+def _widened(arrays: Sequence[Array]) -> list[Array]:
+    """Returns arrays of which those of 16-bit floats are in float32."""
+    narrow = (jnp.bfloat16, jnp.float16)
+    return [x.astype(jnp.float32) if x.dtype in narrow else x for x in arrays]
 
 
 def _makes_zeros(eqn: Equation) -> bool:

@@ -113,7 +113,8 @@ class Lanes:
             ]
             total, consts = list(total), self.consts
             if tap.linear:
-                gradients = tap.added([total[c] for c in tap.consts], consts, rows, cotangent_rows)
+                added = functools.partial(tap.added, [total[c] for c in tap.consts], consts)
+                gradients = added(rows, cotangent_rows, all_lanes=self.blocks is None)
             else:
                 pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
                 assert everywhere is not None

@@ -131,6 +131,23 @@ def test_weight_gradients_need_no_loops(params):
     assert loops(single) == 2 < loops(dataclasses.replace(single, straight_rows=0))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_look_ups_in_sixteen_bits_are_exact(dtype):
+    @jedbatch.cell
+    def row(table, i):
+        return table[i]
+
+    batched = jedbatch.batch(lambda table, word: row(table, word).sum(), target="gpu")
+    table, words = jnp.zeros((3, 2), dtype), [np.int32(1)] * 1000 + [np.int32(2)] * 24
+
+    gradient = jax.grad(lambda table: batched(table, words).sum().astype(jnp.float32))(table)
+
+    assert gradient.dtype == dtype  # in bfloat16 itself, 256 + 1 is 256
+    np.testing.assert_array_equal(
+        np.asarray(gradient, np.float32), [[0, 0], [1000, 1000], [24, 24]]
+    )
+
+
 def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
     batched = jedbatch.batch(encode, target="gpu")
     batched.plan(params, trees(0, 4), gradient=True)
