@@ -29,24 +29,12 @@ PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values
 
 
 def fast_path(recorder: RecorderLike) -> Callable:
-    """Returns the recorder of calls of cells; a closure, as attributes would cost a quarter more.
-
-    A call is described by what its arguments are, without looking into them, and recorded
-    the way a call of that description was recorded before: `registry.calls` is a tree of
-    dictionaries with a `CallSpec` at the end of every known description.
-    """
-    known, kept, numbers, arrays = (
-        recorder.known,
-        recorder.kept,
-        recorder.numbers,
-        recorder.arrays,
-    )
+    """Returns the recorder of calls of cells: a closure, as attributes cost a quarter more."""
+    known, kept = recorder.known, recorder.kept
+    numbers, arrays = recorder.numbers, recorder.arrays
     watched, result = recorder.watched, recorder.result
-    calls, references, call_specs = (
-        recorder.registry.calls,
-        recorder.references,
-        recorder.call_specs,
-    )
+    calls, call_specs = recorder.registry.calls, recorder.call_specs
+    references = recorder.references
     input_group, input_value = recorder.input_group, recorder.input_value
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
