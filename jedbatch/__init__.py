@@ -20,7 +20,8 @@ for batched functions.
 import importlib.metadata
 
 from jedbatch import errors, policies, ragged, viz
-from jedbatch._batch.batched import Batched, Plan, batch
+from jedbatch._batch.batch import batch
+from jedbatch._batch.batched import Batched, Plan
 from jedbatch._batch.calibrate import Calibration, calibrate
 from jedbatch._graph.graph import Graph
 from jedbatch._kernel.target import Target, compiler_options

@@ -2,6 +2,7 @@
 
 Read in this order:
 
-1. `batched`: `batch`: the composition of everything else.
-2. `calibrate`: The costs of batches on this machine.
+1. `batched`: `Batched`: a function of many instances, made of one of one instance.
+2. `batch`: the composition of everything else.
+3. `calibrate`: The costs of batches on this machine.
 """

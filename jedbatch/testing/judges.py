@@ -12,7 +12,8 @@ import numpy as np
 from jax import monitoring
 
 from jedbatch import checks
-from jedbatch._batch.batched import Batched, batch
+from jedbatch._batch.batch import batch
+from jedbatch._batch.batched import Batched
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._program.plan import Plan
 from jedbatch._session.verify import verify

@@ -1,0 +1,132 @@
+"""`batch`: the composition of everything else."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from jedbatch._batch.batched import Batched
+from jedbatch._kernel.target import Target
+from jedbatch._schedule.policy import Policy, checked_policy
+from jedbatch._session.arguments import checked_axes
+from jedbatch._session.options import Options
+
+
+def batch(
+    fn: Callable,
+    in_axes: int | Sequence[int | None] = (None, 0),
+    out_axes: int | None = 0,
+    *,
+    policy: Policy | None = None,
+    executor: str | None = None,
+    key: Callable[..., Hashable] | None = None,
+    cache_size: int = 65536,
+    cache_bytes: int = 1 << 30,
+    layout: str = "auto",
+    reuse: bool | None = None,
+    granularity: str = "cell",
+    target: str | Target | None = None,
+) -> Batched:
+    """`jax.vmap` for functions whose computation depends on the instance.
+
+    `fn` is written for one instance, as a pure function in ordinary Python and JAX: recursion,
+    loops and branches may depend on the instance. The batched function records what each
+    instance computes, groups operations of all instances into batches and runs everything as one
+    XLA program, compiled once for every topology, and differentiable.
+
+    Derivatives may be of any order, in both modes and mixed. What has a `jax.custom_vjp` in it has
+    no forward mode and no second reverse, for which the rule of a `jax.custom_jvp` is taken to be
+    a derivative; nor have functions that decide on values. Nothing is pulled back from results
+    that nobody differentiates, but zeros are from those of instances that a loss does not read, if
+    `apply` runs under `jax.jit` and `out_axes` is None.
+
+    Arrays in instances may differ in length, `[n, ...]` with another n in each. Operations on them
+    run on the rows of all instances, whatever n is, without padding one to the other, and are
+    compiled once for all lengths. Inside of `fn`, `x.shape[0]` is then a symbol, which can be used
+    for shapes (`jnp.arange(n)`) and as a number in computations (`x.sum(0) / n`), but which Python
+    cannot decide on: a function that does is run for each length by itself, and so is one that does
+    to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
+    sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+    What Python gives no say in tells nothing about lengths: `n is m`, `type(n)`, and, inside of
+    cells and of jit-ted functions, whether `jax.typeof(x) == jax.typeof(y)`; compare `n == m`.
+
+    The same minibatch gives the same bits every time. Which other instances are in it changes no
+    value, but may change its last bits: sums and matrix products add up in an order that depends on
+    how many run together (measured in float32: up to 8.5 eps of the largest value for trees). What
+    is done element by element, looked up, compared, sorted or moved is the same to the last bit.
+    Numbers of an instance that name rows of a shared array, `params["embedding"][word]`, must name
+    rows that exist: that is checked when instances are planned.
+
+    Recursion may be tens of thousands of frames deep. What is deeper than Python's limit is
+    recorded once more, on a thread of its own with a larger stack, so that what `fn` does besides
+    computing, such as printing, may happen twice.
+
+    Args:
+      fn: a pure function of one instance. Arrays in the instance are symbolic while it is
+        recorded; numbers, strings, lists and objects reach it as they are.
+      in_axes: for each argument, None if all instances share it (a pytree of arrays, such as
+        parameters) or 0 if it is a sequence of instances; a single 0 for all arguments.
+      out_axes: 0 stacks the results along a new first axis, as `jax.vmap` does. None gives a list
+        with one result per instance, whose shapes may differ.
+      policy: chooses which type of node runs next: one of `jedbatch.policies`, what
+        `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
+        while the first minibatch is planned, unless a schedule by rank is optimal.
+      executor: "fused", one XLA program per minibatch, or "dispatch", one per batch, for
+        debugging. Under a transformation of JAX always "fused", the default.
+      key: maps the mapped arguments of an instance to something hashable that decides its graph,
+        for instances that cannot be compared by value; their graphs are then remembered too.
+      cache_size: how many instances' graphs are remembered. Instances are remembered if they are
+        made of tuples, lists, dicts, frozen dataclasses, numbers, strings and arrays.
+      cache_bytes: how many bytes these may take, about; those that came first are forgotten first.
+        `Batched.clear` forgets all.
+      layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
+        what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
+        in `jedbatch.layout`.
+      reuse: whether inference uses memory again after its last read. None does for minibatches
+        with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
+        can be differentiated keeps everything in any case.
+      granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
+        operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
+        operations that always run together and makes each such group one node, so that a model
+        without any `cell` runs like one with cells; cells stay whole, except those with variants
+        (operands of several types) that have matrix products in common. Functions that decide on
+        values run as they are recorded, as with "cell".
+      target: the kind of device to make programs for, "cpu" or "gpu", or a `jedbatch.Target`. None
+        takes that of the shared arguments, if they are bound to a device, or else JAX's default.
+        A program for another kind of device gives the same results, more slowly.
+
+    Returns:
+      The batched function; `Batched.plan` and `Batched.apply` are its two halves.
+
+    Raises:
+      ValueError, TypeError: `fn` is no function, or an option makes no sense.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jedbatch
+      >>> @jedbatch.cell
+      ... def node(params, left, right):
+      ...     return jnp.tanh(params @ (left + right))
+      >>> def encode(params, tree):
+      ...     if isinstance(tree, tuple):
+      ...         return node(params, encode(params, tree[0]), encode(params, tree[1]))
+      ...     return jnp.full(3, tree / 10)
+      >>> encode_all = jedbatch.batch(encode)
+      >>> encode_all(jnp.eye(3), [(1, 2), ((1, 2), 3), 4]).shape
+      (3, 3)
+
+    References:
+      Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
+      finite state machines, ICML 2023; InsNet for padding-free batching.
+    """
+    axes = checked_axes(fn, in_axes, out_axes)
+    if policy is not None:
+        checked_policy(policy)
+    options = Options.checked(
+        "batch",
+        executor=executor,
+        layout=layout,
+        reuse=reuse,
+        granularity=granularity,
+        key=key,
+        cache_size=cache_size,
+        cache_bytes=cache_bytes,
+        target=target,
+    )
+    return Batched(fn, axes, out_axes, policy, options)
