@@ -19,6 +19,7 @@ from typing import Any
 
 from jax.extend.core import take_current_trace
 
+from jedbatch._record.failures import place_of
 from jedbatch._support.types import Array
 
 try:
@@ -82,7 +83,7 @@ class Fibers:
                 try:
                     self._fibers[fiber].switch()
                 except Exception as error:
-                    error.add_note(f"This happened in instance {self.current}.")
+                    error.add_note(f"This happened{place_of(error)} in instance {self.current}.")
                     raise
             if self._fibers[fiber].dead:
                 del self._fibers[fiber]

@@ -17,19 +17,21 @@ Read in this order:
 9. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
 10. `registry`: Types, shared values and calls seen while recording, interned.
-11. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-12. `operators`: Indexing symbols, and Python's operators on them.
-13. `fast_path`: Recording calls of cells the second time: by a short description of their
+11. `failures`: What errors of users' functions say besides what JAX says: where they
+   happened, and to what.
+12. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+13. `operators`: Indexing symbols, and Python's operators on them.
+14. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-14. `slow_path`: Recording calls of cells the first time, and those without a short description.
-15. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-16. `recorder`: A recorder of what a function does to symbolic values.
-17. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-18. `deep`: Recursion deeper than Python's limit.
-19. `trace`: Recording a minibatch: every instance of it as a graph.
-20. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+15. `slow_path`: Recording calls of cells the first time, and those without a short description.
+16. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+17. `recorder`: A recorder of what a function does to symbolic values.
+18. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+19. `deep`: Recursion deeper than Python's limit.
+20. `trace`: Recording a minibatch: every instance of it as a graph.
+21. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-21. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-22. `granularity.fuse`: Finding cells without marks: operations that always run together become
+22. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+23. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

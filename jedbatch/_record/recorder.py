@@ -45,6 +45,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
+from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import Watched, describe_call, fast_path
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import (
@@ -380,13 +381,13 @@ class Recorder(Trace):
 
         name = params["name"] if primitive.name == "jit" else primitive.name
         before = len(self.input_group), len(self.call_specs)
-        out = self._operation(
-            name,
-            operation if lifted else key.written,
-            with_operands(call, lifted) if lifted else call,
-            tracers,
-            is_ragged=key.is_ragged,
-        )
+        written = operation if lifted else key.written
+        computed = with_operands(call, lifted) if lifted else call
+        try:
+            out = self._operation(name, written, computed, tracers, is_ragged=key.is_ragged)
+        except Exception as error:
+            note_operation(error, name, tracers)
+            raise
         if before == (len(self.input_group), len(self.call_specs) - 1):
             remember_operation(self, operation, tracers)
         return out if primitive.multiple_results else out[0]

@@ -26,6 +26,7 @@ from jedbatch._record.closures import (
     function_identity,
     with_free_values,
 )
+from jedbatch._record.failures import note_call
 from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
@@ -137,7 +138,11 @@ def cell_call_spec(
         constants = iter(fixed)
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
-        return with_free_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+        try:
+            return with_free_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+        except Exception as error:
+            note_call(error, cell.name, fn, args, static)
+            raise
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
     kinds = tuple(v.type for v in operands)
@@ -153,9 +158,8 @@ def cell_call_spec(
         )
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
-            f"This happened inside cell `{cell.name}`, whose positional arguments are "
-            "values, Python numbers too. If Python must decide on one, pass it by keyword: "
-            "keyword arguments are static."
+            "Positional arguments of cells are values, Python numbers too. If Python must decide "
+            "on one, pass it by keyword: keyword arguments are static."
         )
         raise
     recorder.caching &= recorder.registry.is_proven(call_spec)

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
+from jedbatch._record.failures import note_operation
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
@@ -112,7 +113,14 @@ def by_value(what: str, convert: Callable) -> Callable:
 
 def _remembering(name: str) -> Callable:
     """An operator that does what that of a tracer does, the second time faster."""
-    slow_path = getattr(Tracer, name)
+    of_tracer = getattr(Tracer, name)
+
+    def slow_path(a: Leaf, b: Any) -> Any:
+        try:
+            return of_tracer(a, b)
+        except Exception as error:
+            note_operation(error, name, (a, b))
+            raise
 
     def method(self: "Symbol", other: Any) -> Any:
         if type(self) is Value or type(self) is Shared:

@@ -20,6 +20,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
+from jedbatch._record.failures import place_of
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Recorder
@@ -103,7 +104,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
             leaves, structure = flatten(result, "the result of the function")
             results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
-            error.add_note(f"This happened while instance {i} was recorded.")
+            error.add_note(f"This happened{place_of(error)} while instance {i} was recorded.")
             if any(isinstance(x, Tracer) for x in arrays[i]):
                 error.add_note(TRACED)
             raise

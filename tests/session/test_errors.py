@@ -151,6 +151,83 @@ def test_a_cell_that_decides_on_a_value():
     assert "keyword" in "".join(caught.value.__notes__)
 
 
+LAYER = {"w": jnp.ones((3, 4)), "b": jnp.ones(5)}
+
+
+@jedbatch.cell
+def layer(p, x, *others, power=1):
+    y = p["w"] @ x + sum(others)
+    return y**power
+
+
+ONE = np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "in_cell", "types"),
+    [
+        (lambda p, x: layer(p, x), TypeError, 2, "['w']: f32[3,4]; x: f32[3]."),
+        (lambda p, x: layer(p, p["w"][0], x[:2], 1.5), TypeError, 2, "others[0]: f32[2]; others[1"),
+        (lambda p, x: layer(p, [x], power=2), TypeError, 2, "x[0]: f32[3]."),
+        (lambda p, x: layer(p), TypeError, None, "with p['b']: f32[5], p['w']: f32[3,4]."),
+        (lambda p, x: layer(ONE, x), Exception, 2, "with p: f32[1]; x: f32[3]."),
+        (lambda p, x: layer([ONE] * 10, x), TypeError, 2, "and 2 more of p; x"),
+    ],
+)
+def test_an_error_in_a_cell_names_the_cell_its_types_and_lines(call, error, in_cell, types):
+    line = call.__code__.co_firstlineno
+    first = layer.__wrapped__.__code__.co_firstlineno  # of the decorator
+    for options in ({}, {"granularity": "auto"}):
+        with pytest.raises(error) as caught:
+            jedbatch.batch(call, **options)(LAYER, [X])
+        (note,) = [x for x in caught.value.__notes__ if "cell `layer" in x]
+        assert f"called at {__file__}:{line} with" in note
+        assert types in note
+        assert (
+            (f"at {__file__}:{first + in_cell} in cell" in note) if in_cell else "in cell" in note
+        )
+        assert any("while instance 0 was recorded" in x for x in caught.value.__notes__)
+
+
+def test_an_error_in_a_cell_of_a_lazy_scope_or_where_python_decides():
+    def decide(p, x):
+        return layer(p, x) if x.sum() > 0 else x
+
+    def scope():
+        with jedbatch.lazy():
+            return layer(LAYER, X)
+
+    for run in (scope, lambda: jedbatch.batch(decide)(LAYER, [X])):
+        with pytest.raises(TypeError) as caught:
+            run()
+        assert any("in cell `layer`" in note and "x: f32[3]" in note for note in notes_of(caught))
+
+
+def notes_of(caught):
+    return caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("fn", "note"),
+    [
+        (lambda p, x: p["w"] @ x, "in the operation `__matmul__` of f32[3,4], f32[3]."),
+        (lambda p, x: jax.lax.add(2 * x, x[:2]), "in the operation `add` of f32[3], f32[2]."),
+        (lambda p, x: jnp.stack([x, x[:2]]), "while instance 1 was recorded."),
+        (lambda p, x: p["w"] + x, "in the operation `__add__` of f32[3,4], f32[3]."),
+        (lambda p, x: p["w"] @ p["b"] + x, "in the operation `__matmul__` of f32[3,4], f32[5]."),
+    ],
+)
+def test_an_error_of_an_operation_names_its_types_and_line(fn, note):
+    def broken(p, x):
+        return x if float(len(x)) != 3 else fn(p, x)
+
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jedbatch.batch(broken, out_axes=None)(LAYER, [X[:1], X])
+    assert len([x for x in notes_of(caught) if note in x]) == 1
+    said = [x for x in notes_of(caught) if f"at {__file__}:{fn.__code__.co_firstlineno} " in x]
+    assert len(said) == 1
+
+
 def test_arguments_of_a_cell():
     with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
         jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])

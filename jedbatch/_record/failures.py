@@ -1,0 +1,87 @@
+"""What errors of users' functions say besides what JAX says: where they happened, and to what.
+
+JAX knows neither cells nor instances, and its traceback leads through modules of both of us.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+
+from jedbatch import checks
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.symbolic_dims import is_user_code, line_of_user
+from jedbatch._record.cell import spelled
+from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._support.types import Leaf, PyTree
+
+MOST_LEAVES = 8  # of one argument that are listed
+IN_OPERATION = " in the operation `"
+
+
+def place_of(error: BaseException) -> str:
+    """Returns " at file:line", the innermost line of the user's that an error came through.
+
+    It is "" if there is none, or if the error says so already.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_user_code(frame):
+            place = f" at {frame.f_code.co_filename}:{line}"
+    return "" if any(f"{place} " in note for note in getattr(error, "__notes__", ())) else place
+
+
+def note_call(
+    error: Exception, name: str, fn: Callable, args: tuple, static: Mapping[str, object]
+) -> None:
+    """Adds to an error in which cell it happened, where that was called, and with what types."""
+    caller = line_of_user()
+    called = f"called at {caller} with" if caller else "called with"
+    types = "; ".join(_types_of(fn, args)) or "no arguments"
+    options = spelled(dict(static))
+    error.add_note(f"This happened{place_of(error)} in cell `{name}{options}`, {called} {types}.")
+
+
+def note_operation(error: Exception, name: str, operands: Sequence[Leaf]) -> None:
+    """Adds to an error which operation was recorded outside of cells, and of what.
+
+    It may be part of an operator of Python; the first one noted is the operation that failed.
+    """
+    if any(IN_OPERATION in note for note in getattr(error, "__notes__", ())):
+        return
+    types = ", ".join(map(_type_of, operands))
+    error.add_note(f"This happened{place_of(error)}{IN_OPERATION}{name}` of {types}.")
+
+
+def _types_of(fn: Callable, args: tuple) -> Iterator[str]:
+    """Yields the types of each argument, such as `p['w']: f32[3,4]`."""
+    for name, value in _named(fn, args):
+        leaves = jax.tree.leaves_with_path(value)
+        shown = [f"{name}{jax.tree_util.keystr(path)}: {_type_of(x)}" for path, x in leaves]
+        rest = len(shown) - MOST_LEAVES
+        yield ", ".join([*shown[:MOST_LEAVES], *[f"and {rest} more of {name}"] * (rest > 0)])
+
+
+def _named(fn: Callable, args: tuple) -> Iterator[tuple[str, PyTree]]:
+    """Yields positional arguments with the names of parameters, or their positions."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # of functions that are built in
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    others = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    for i, value in enumerate(args):
+        if i < len(names):
+            yield names[i], value
+        else:
+            yield f"{others}[{i - len(names)}]" if others else f"argument {i}", value
+
+
+def _type_of(leaf: Leaf) -> str:
+    if not is_array(leaf):
+        return checks.brief(leaf)
+    try:
+        return str(ValueType(*array_type(leaf)))
+    except Exception:  # what is wrong with it may be the error
+        return type(leaf).__name__
