@@ -2,7 +2,8 @@
 
 Read in this order:
 
-1. `batched`: `Batched`: a function of many instances, made of one of one instance.
-2. `batch`: the composition of everything else.
-3. `calibrate`: The costs of batches on this machine.
+1. `warming`: What `Batched.warm` runs so that programs are compiled.
+2. `batched`: `Batched`: a function of many instances, made of one of one instance.
+3. `batch`: the composition of everything else.
+4. `calibrate`: The costs of batches on this machine.
 """

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
+from jedbatch._batch.warming import (
+    check_values,
+    cut_evenly,
+    moves,
+    num_lanes,
+    one_of_each,
+    pull_back,
+)
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -46,6 +54,7 @@ from jedbatch._session.pipeline import (
     checked_inputs,
     make_plan,
     programs_of,
+    reserve_programs,
     reverse_mode_only,
     run_plan,
 )
@@ -61,6 +70,8 @@ DECIDES = (
 )
 # Structures of shared arguments, before the one not used for longest is forgotten.
 MAX_SESSIONS = 16
+
+Made = TypeVar("Made")
 
 
 class Batched:
@@ -169,8 +180,9 @@ class Batched:
         if recording.recorder is not None:
             return self._part_of_another(shared, instances)
         session, leaves = self._session(shared)
-        plan = until_guards_hold(
-            lambda: self._plan_whole(session, instances, leaves), lambda: session.decides
+        plan = self._unless_decides(
+            session,
+            lambda read: self._plan(session, instances, gradient=False, leaves=leaves, read=read),
         )
         if plan is None:
             return self._run_stepwise(session, leaves, instances)
@@ -179,19 +191,23 @@ class Batched:
         self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
         return self._run(plan, leaves, plan.inputs)
 
-    def _plan_whole(
-        self, session: Session, instances: list[tuple], leaves: Sequence[Leaf]
-    ) -> Plan | None:
-        """A plan for all that is computed; None if the function decides on values on the way."""
-        if session.decides:
-            return None
-        read = functools.partial(note_decision, session)
-        try:
-            return self._plan(session, instances, gradient=False, leaves=leaves, read=read)
-        except Exception:
-            if session.decides:  # whatever the function makes of it
-                raise GuardFailed from None
-            raise
+    def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
+        """What is made of all that is computed; None if the function decides on values on the way.
+
+        `make` is given what to call when a value is read.
+        """
+
+        def attempt() -> Made | None:
+            if session.decides:
+                return None
+            try:
+                return make(functools.partial(note_decision, session))
+            except Exception:
+                if session.decides:  # whatever the function makes of it
+                    raise GuardFailed from None
+                raise
+
+        return until_guards_hold(attempt, lambda: session.decides)
 
     def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
         """A call inside of a batched function: part of what that one computes for its instance.
@@ -254,6 +270,10 @@ class Batched:
         checks.flag("plan", "gradient", gradient)
         shared, instances = self._arguments.split(args)
         session, _ = self._session(shared)
+        return self._lasting_plan(session, instances, gradient)
+
+    def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
+        """A plan that can be kept, or an error if it needs values of an outer transformation."""
         plan = self._plan(session, instances, gradient)
         assert plan.host is not None
         if plan.host.tracers or session.programs.reads_tracers(plan.static.signature):
@@ -300,6 +320,129 @@ class Batched:
         return self._run(
             plan, leaves, checked_inputs(plan, plan.inputs if inputs is None else inputs)
         )
+
+    def warm(
+        self,
+        *args: PyTree,
+        batch_size: int | None = None,
+        gradient: bool = False,
+        calls: bool = True,
+    ) -> Plan | None:
+        """Compiles ahead of time what minibatches of instances like these need.
+
+        Programs have room for the largest minibatch of the sample, and headroom, so that
+        minibatches never seen before find theirs. A function that decides on values (`if`,
+        `while`, `int()` on arrays) has no plans: minibatches of the sample are run, one after the
+        other, with the shared arguments given, which say what is decided.
+
+        Args:
+          *args: as for a call, with a sample of the instances that will come: those of ten
+            minibatches are plenty.
+          batch_size: how many instances later minibatches have. The sample is cut into minibatches
+            of so many; one that is smaller is repeated. None takes it for one minibatch.
+          gradient: whether gradients will be taken, too.
+          calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
+            that this is to be compiled now. If False, programs are chosen and nothing is run, for
+            plans that are applied in a `jax.jit` of yours; it compiles once.
+
+        Returns:
+          A plan of the largest minibatch of the sample, for instance to compile a train step ahead
+          of time: `jax.jit(step).lower(params, plan).compile()`. None if the function decides on
+          values.
+
+        Raises:
+          ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
+            are traced, there is no instance, or nothing to take gradients with respect to.
+
+        Example:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
+          >>> def total(p, t):
+          ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else p * t
+          >>> total_all, p = jedbatch.batch(total), jnp.ones(3)
+          >>> sample = [(1, 2), ((3, 4), 5), 6, (7, (8, 9))]
+          >>> plan = total_all.warm(p, sample, batch_size=2, gradient=True)
+          >>> compiled = total_all.compilations
+          >>> total_all(p, [((1, 2), 3), (4, 5)]).shape
+          (2, 3)
+          >>> total_all.compilations - compiled
+          0
+        """
+        checks.flag("warm", "gradient", gradient)
+        checks.flag("warm", "calls", calls)
+        if batch_size is not None:
+            checks.whole("warm", "batch_size", batch_size, least=1)
+        shared, instances = self._arguments.split(args)
+        session, leaves = self._session(shared)
+        check_values(self._name, leaves)
+        minibatches = cut_evenly(instances, batch_size or len(instances))
+        plans = self._unless_decides(
+            session, lambda read: self._reserve(session, minibatches, gradient, read)
+        )
+        if plans is None and not calls:
+            raise ValueError(
+                f"`warm` got calls=False, and `{self._name}` decides on values, which are read "
+                "while they are computed: there is no plan to apply. Leave `calls` out."
+            )
+        if gradient and not moves([leaves, [plan.inputs for plan in plans[True]] if plans else []]):
+            raise ValueError(
+                f"`warm` got gradient=True, and neither the shared arguments of `{self._name}` nor "
+                "its instances have floats; expected something to take gradients with respect to."
+            )
+        if calls:
+            self._compile(shared, minibatches, plans, gradient)
+        return max(plans[gradient], key=num_lanes) if plans else None
+
+    def _reserve(
+        self, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
+    ) -> dict[bool, list[Plan]]:
+        """Plans of all minibatches after programs were made that do for each, by `gradient`."""
+        with self._planning:
+            parts = []
+            for minibatch in minibatches:
+                records, arrays, *_ = self._record(session, minibatch, read)
+                graph = Graph.select([(r.whole, r.index) for r in records])
+                calls = find_calls(records, arrays)
+                slices = find_slices(calls, records)
+                parts.append((graph, self._results(records, graph.outputs, slices), calls))
+            reserve_programs(session, parts, self._policy, self._options, gradient=gradient)
+            return {
+                wanted: [self._lasting_plan(session, m, wanted) for m in minibatches]
+                for wanted in sorted({False, gradient})
+            }
+
+    def _compile(
+        self,
+        shared: tuple,
+        minibatches: list[list[tuple]],
+        plans: dict[bool, list[Plan]] | None,
+        gradient: bool,
+    ) -> None:
+        """Runs every program that minibatches need, and with `gradient` the reverse."""
+
+        def call(shared: tuple, minibatch: list[tuple]) -> Any:
+            columns = [list(column) for column in zip(*minibatch, strict=True)]
+            return self(*self._arguments.join(shared, columns))
+
+        for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+            call(shared, minibatch)
+        if not gradient:
+            return
+        leaves, structure = self._arguments.leaves(shared)
+
+        def call_with(minibatch: list[tuple]) -> Callable:
+            return lambda leaves: call(jax.tree.unflatten(structure, leaves), minibatch)
+
+        def apply_with(plan: Plan) -> Callable:
+            return lambda inputs: self.apply(*shared, plan, inputs=inputs)
+
+        if moves(leaves):
+            for minibatch in one_of_each(minibatches, plans[True]) if plans else minibatches:
+                pull_back(call_with(minibatch), leaves)
+        for plan in one_of_each(plans[True], plans[True]) if plans else ():
+            reverse = plan.static.reverse
+            if not moves(leaves) or (reverse and reverse.tells):
+                pull_back(apply_with(plan), plan.inputs)
 
     def profile(self, *args: PyTree, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run.

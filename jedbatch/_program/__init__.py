@@ -12,10 +12,10 @@ Read in this order:
 6. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
    that it needs.
 7. `lower`: Lowering: a scheduled graph as an integer table.
-8. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
-9. `alive`: The values of a minibatch that have a cotangent.
-10. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
-11. `lower_vjp`: Lowering the reverse: who reads what, as tables.
+8. `alive`: The values of a minibatch that have a cotangent.
+9. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
+10. `lower_vjp`: Lowering the reverse: who reads what, as tables.
+11. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
 12. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
 13. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
 14. `plan`: `Plan`: a minibatch ready to run, and its printed summary.

@@ -4,6 +4,7 @@ A program that exists is used again for every minibatch that fits it, so that a 
 topologies soon compiles nothing.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jedbatch._jaxpr.storage import stored
@@ -14,25 +15,33 @@ from jedbatch._layout.access import (
 )
 from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
 from jedbatch._program.lower import Rows, body_runs, find_all_modes, operand_rows
+from jedbatch._program.lower_vjp import (
+    Readers,
+    ReverseSignature,
+    make_reverse_signature,
+    reverse_ample,
+    reverse_fits,
+)
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
 
 SMALL_RESULT_BYTES = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
-def fits(placed: Placement, signature: Signature) -> bool:
+def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
     """Returns whether a program can run a minibatch without too much room going to waste."""
     return (
         placed.target == signature.target
-        and resembles(placed, signature)
+        and resembles(placed, signature, most)
         and signature.capacity.holds(placed.need)
     )
 
 
-def resembles(placed: Placement, signature: Signature) -> bool:
+def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
     """Returns whether a program returns what a minibatch returns, and is not much too large for it.
 
-    Nor may it need tracers that the minibatch does not bring.
+    Nor may it need tracers that the minibatch does not bring. It is much too large from `most`
+    times as many bytes of results on.
     """
     if any(kernel.transient and kernel not in placed.kernels for kernel in signature.kernels):
         return False
@@ -42,8 +51,9 @@ def resembles(placed: Placement, signature: Signature) -> bool:
     its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
     same = mine == its if placed.stacked else mine.keys() <= its.keys()
     size = result_bytes(signature.kernels, signature.lanes)
-    most = MAX_OVERSIZE * result_bytes(placed.kernels, placed.lanes)
-    return same and size <= max(SMALL_RESULT_BYTES, most)
+    return same and size <= max(
+        SMALL_RESULT_BYTES, most * result_bytes(placed.kernels, placed.lanes)
+    )
 
 
 def make_signature(placed: Placement, model: Signature | None) -> Signature:
@@ -75,3 +85,56 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
     num_needed = len(made.instructions.encode(runs))
     # Depths vary more than sums over instances.
     return replace(made, num_instructions=max(made.num_instructions, round_up(2 * num_needed)))
+
+
+def make_ample_signature(minibatches: Sequence[Placement], model: Signature | None) -> Signature:
+    """A signature with room for each of some minibatches and others like them.
+
+    It is the model if that has so much room.
+    """
+    signature = model
+    for placed in by_size(minibatches):
+        if signature is None or not signature.capacity.holds(placed.ample):
+            signature = make_signature(placed, signature)
+    assert signature is not None
+    most = max(_num_instructions(placed, signature) for placed in minibatches)
+    if most > signature.num_instructions:
+        signature = replace(signature, num_instructions=round_up(2 * most))
+    return signature
+
+
+def make_ample_reverse(
+    minibatches: Sequence[Placement],
+    readers_of: Callable[[Placement, bool | None], Readers],
+    forward: Signature,
+    model: ReverseSignature | None,
+) -> ReverseSignature:
+    """The same of reverse signatures.
+
+    Args:
+      minibatches: of which there are some.
+      readers_of: from a minibatch, and whether its cotangents share rows, to its readers.
+      forward: the program to be reversed.
+      model: a program for it, if there is one.
+    """
+    reverse, shares = model, None if model is None else model.sent is not None
+    for placed in by_size(minibatches):
+        readers = readers_of(placed, shares)
+        shares = readers.sent is not None
+        ample = reverse_ample(placed, readers, forward)
+        if reverse is None or not reverse_fits(ample, readers, reverse):
+            reverse = make_reverse_signature(placed, readers, forward, reverse)
+    assert reverse is not None
+    return reverse
+
+
+def by_size(minibatches: Sequence[Placement]) -> list[Placement]:
+    """Returns minibatches, the one with most lanes first."""
+    return sorted(minibatches, key=lambda placed: -sum(placed.lanes))
+
+
+def _num_instructions(placed: Placement, signature: Signature) -> int:
+    """Returns how many instructions of a program a minibatch takes."""
+    rows = operand_rows(placed, Rows.of(placed, signature).operand)
+    runs = body_runs(placed, signature, find_all_modes(placed, signature, rows))
+    return len(signature.instructions.encode(runs))

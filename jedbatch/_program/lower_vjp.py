@@ -398,29 +398,40 @@ def reverse_need(placed: Placement, readers: Readers, forward: Signature) -> Cap
     for a, kind in enumerate(placed.arenas):
         inputs_here = np.flatnonzero(placed.input_arena == a)
         inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - inputs_here)
+    loops = forward.target.control == "loops"  # other instructions depend on the program
+    return Capacity(
+        {
+            "readers": listed,
+            "input_readers": inputs,
+            "sums": {a: x.shape[1] for a, x in enumerate(readers.sums)},
+            "sent": dict(enumerate(readers.sent.rows.tolist() if readers.sent else ())),
+            "num_instructions": {None: len(readers.runs) if loops else 0},
+        }
+    )
+
+
+def reverse_ample(placed: Placement, readers: Readers, forward: Signature) -> Capacity:
+    """Returns the sizes that are needed, with headroom."""
+    need = reverse_need(placed, readers, forward)
     num_instructions = 0
     if forward.target.control == "loops":
         more = max(0, len(readers.runs) - len(placed.runs))  # as many again cost a few kB
         num_instructions = forward.num_instructions + round_up(
             max(2 * more, forward.num_instructions)
         )
-    return Capacity(
-        {
-            "readers": listed,
-            "input_readers": inputs,
-            "sums": {a: placed.with_headroom(x.shape[1]) for a, x in enumerate(readers.sums)},
-            "sent": dict(enumerate(readers.sent.rows.tolist() if readers.sent else ())),
-            "num_instructions": {None: num_instructions},
-        }
-    )
+    larger = {
+        "sums": {a: placed.with_headroom(n) for a, n in need["sums"].items()},
+        "sent": dict(enumerate(readers.sent.room(forward) if readers.sent else ())),
+        "num_instructions": {None: num_instructions},
+    }
+    return Capacity({**need.sizes, **larger})
 
 
 def make_reverse_signature(
-    need: Capacity, readers: Readers, forward: Signature, model: ReverseSignature | None
+    placed: Placement, readers: Readers, forward: Signature, model: ReverseSignature | None
 ) -> ReverseSignature:
     """A reverse signature with room for a minibatch, and for what `model` had room for."""
-    rows = dict(enumerate(readers.sent.room(forward) if readers.sent else ()))
-    capacity = Capacity({**need.sizes, "sent": rows})
+    capacity = reverse_ample(placed, readers, forward)
     if model is not None:
         capacity = capacity.joined(model.capacity)
     signature = ReverseSignature(

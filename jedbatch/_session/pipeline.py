@@ -37,6 +37,7 @@ from jedbatch._program.returned import (
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
+from jedbatch._ragged.regions import Region
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._session.degenerate import warn_if_degenerate
@@ -138,9 +139,58 @@ def _plan_reverse(
     programs: ProgramCache, placed: Placement, signature: Signature, form: OutputSpec
 ) -> tuple[ReverseSignature, np.ndarray]:
     """Plans the reverse of all results: (its program, its table)."""
+    return programs.reverse(placed, signature, _told_apart(placed, form) or None)
+
+
+def _told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
+    """The results that rows returned belong to (see `find_readers`); nothing if all are of one."""
     numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
-    tells = any(x.any() for x in numbers)
-    return programs.reverse(placed, signature, numbers if tells else None)
+    return numbers if any(x.any() for x in numbers) else []
+
+
+def reserve_programs(
+    session: Session,
+    minibatches: Sequence[tuple[Graph, Returned, Sequence[RegionCalls]]],
+    policy: Policy,
+    options: Options,
+    *,
+    gradient: bool,
+) -> None:
+    """Makes programs that have room for minibatches like these; nothing is compiled.
+
+    Args:
+      session: that keeps the programs.
+      minibatches: of each its graph, what is returned, and the calls of regions.
+      policy: cuts the graphs into batches.
+      options: say how to lay values out.
+      gradient: whether there will be gradients, too.
+    """
+    programs = session.programs
+    for graph, _, _ in minibatches:  # a policy may learn from each
+        schedule(graph, policy)
+    for keeps in {False, gradient}:
+        groups: dict[bool, list[tuple[Placement, list[np.ndarray]]]] = {}
+        for graph, (returned, form), _ in minibatches:
+            placed = programs.place(
+                graph,
+                schedule(graph, policy),
+                returned,
+                options.layout,
+                stacked=form.batch is not None,
+                keeps=keeps,
+                reuse=options.reuse,
+            )
+            told_apart = _told_apart(placed, form) if keeps else []
+            groups.setdefault(placed.reuse, []).append((placed, told_apart))
+        for group in groups.values():
+            all_placed, leaves = zip(*group, strict=True)
+            programs.reserve(all_placed, leaves if keeps else None)
+    by_region: dict[Region, list[RegionCalls]] = {}
+    for _, _, calls in minibatches:
+        for calls_of_region in calls:
+            by_region.setdefault(calls_of_region.region, []).append(calls_of_region)
+    for all_calls in by_region.values():
+        programs.reserve_rows(all_calls)
 
 
 def programs_of(plan: Plan) -> ProgramCache:

@@ -2,10 +2,12 @@
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._graph.graph import Graph
@@ -14,11 +16,18 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
-from jedbatch._program.capacity import find_or_grow
+from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
 from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
-from jedbatch._program.fit import fits, make_signature, resembles
+from jedbatch._program.fit import (
+    fits,
+    make_ample_reverse,
+    make_ample_signature,
+    make_signature,
+    resembles,
+)
 from jedbatch._program.lower import Lowered, lower
 from jedbatch._program.lower_vjp import (
+    Readers,
     ReverseSignature,
     find_readers,
     make_reverse_signature,
@@ -86,6 +95,7 @@ class ProgramCache:
         self._reverses: list[ReverseSignature] = []
         self._kernels: dict[int, Kernel] = {}
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
+        self._reserved: set[Signature] = set()  # used before others
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
@@ -143,18 +153,76 @@ class ProgramCache:
 
         A program is used, or grown, only if what it reads from outside is `brought`.
         """
-        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
-        usable = [s for s in usable if self.can_read(s, placed.kernels)]
-        by_size = sorted(usable, key=lambda s: sum(s.lanes))
+        usable = self._usable(placed, brought)
         lowered = find_or_grow(
             self._signatures,
-            fitting=(s for s in by_size if fits(placed, s)),
+            fitting=self._fitting(placed, usable),
             similar=(s for s in reversed(usable) if resembles(placed, s)),
             make=functools.partial(make_signature, placed),
             use=functools.partial(lower, placed),
         )
         self._use(lowered.signature)
         return lowered
+
+    def _usable(
+        self, placed: Placement, brought: Collection[Hashable] | None = None
+    ) -> list[Signature]:
+        """Returns programs in use which read nothing that is not there."""
+        usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
+        return [s for s in usable if self.can_read(s, placed.kernels)]
+
+    def _fitting(self, placed: Placement, usable: Sequence[Signature]) -> Iterator[Signature]:
+        """Yields the programs that a minibatch fits: reserved ones, and then the smallest first."""
+        for s in sorted(usable, key=lambda s: (s not in self._reserved, sum(s.lanes))):
+            reserved = placed.stacked and s in self._reserved
+            if fits(placed, s, math.inf if reserved else MAX_OVERSIZE):
+                yield s
+
+    def reserve(
+        self,
+        minibatches: Sequence[Placement],
+        leaves: Sequence[Sequence[np.ndarray]] | None = None,
+    ) -> Signature:
+        """Returns a program with room for minibatches like these, used for them from now on.
+
+        Args:
+          minibatches: with as many instances each, which agree in whether results share rows.
+          leaves: None if there need be no program for the reverse; else those of each minibatch,
+            see `find_readers`, or nothing where results are not told apart.
+        """
+        first = max(minibatches, key=lambda placed: sum(placed.lanes))
+        usable = self._usable(first)
+        similar = (s for s in reversed(usable) if resembles(first, s))
+        signature = make_ample_signature(minibatches, next(similar, None))
+        if signature not in self._signatures:
+            self._signatures.append(signature)
+        self._reserved.add(signature)
+        self._use(signature)
+        if leaves is None:
+            return signature
+        of_minibatch = dict(zip(map(id, minibatches), leaves, strict=True))
+        for tells in {False, any(map(len, leaves))}:
+
+            def readers_of(placed: Placement, shares: bool | None, tells: bool = tells) -> Readers:
+                given = of_minibatch[id(placed)] if tells else None
+                return find_readers(placed, signature, given, None, shares)
+
+            known = [r for r in self._reverses if r.forward == signature and r.tells == tells]
+            model = known[-1] if known else None
+            reverse = make_ample_reverse(minibatches, readers_of, signature, model)
+            if reverse not in self._reverses:
+                self._reverses.append(reverse)
+        return signature
+
+    def reserve_rows(self, minibatches: Sequence[RegionCalls]) -> None:
+        """Makes capacities for calls of a region in minibatches like these."""
+        capacities = self._row_capacities[minibatches[0].region]
+        made: list[RowCapacity] = []
+        for calls in sorted(minibatches, key=lambda calls: -sum(calls.rows)):
+            if not any(calls_fit(calls, c) for c in made):
+                model = made[-1] if made else None
+                made.append(make_row_capacity(calls, self.target, model))
+        capacities += [c for c in made if c not in capacities]
 
     def reverse(
         self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
@@ -170,7 +238,7 @@ class ProgramCache:
             self._reverses,
             fitting=(s for s in programs if reverse_fits(need, readers, s)),
             similar=reversed(similar),
-            make=functools.partial(make_reverse_signature, need, readers, forward),
+            make=functools.partial(make_reverse_signature, placed, readers, forward),
             use=lambda signature: (signature, reverse_table(placed, readers, signature)),
         )
 
@@ -198,6 +266,7 @@ class ProgramCache:
             return
         oldest = next(iter(self._used))
         del self._used[oldest]
+        self._reserved.discard(oldest)
         self._signatures = [s for s in self._signatures if s != oldest]
         self._reverses = [r for r in self._reverses if r.forward != oldest]
         self._programs.pop(oldest, None)
