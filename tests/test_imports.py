@@ -34,6 +34,7 @@ ALLOWED = {
     "_draw": "_program _layout _schedule _jaxpr _graph _support",
     "_batch": "_control_flow _session _learn _ragged _program _kernel _schedule _record _jaxpr "
     "_graph _support",
+    "_commands": "data models policies testing viz",
     "policies": "_schedule",
     "ragged": "",
     "viz": "_draw _program _schedule _graph _support",
@@ -87,7 +88,7 @@ def test_the_house_is_complete():
     found |= {path.parent.name for path in PACKAGE.glob("_*/__init__.py")}
     assert found == ALLOWED.keys() | LEAVES
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 26
+    assert len(entries) <= 27
 
 
 def test_allowed_imports_are_no_circle():
@@ -135,9 +136,16 @@ def test_charters_hold_no_code():
 
 def test_models_and_data_use_public_names():
     paths = [path for name in ("models", "data") for path in (PACKAGE / name).glob("*.py")]
-    for path in [*paths, PACKAGE / "__main__.py"]:
+    for path in paths:
         for name in imported(path):
             assert not any(part.startswith("_") for part in name.split(".")), f"{path} uses {name}"
+
+
+def test_commands_use_public_names():
+    for path in [*modules_of("_commands"), PACKAGE / "__main__.py"]:
+        for name in imported(path):
+            private = [part for part in name.split(".") if part.startswith("_")]
+            assert set(private) <= {"_commands"}, f"{path} uses {name}"
 
 
 def test_planning_imports_numpy_only():
@@ -180,7 +188,7 @@ def test_marks_of_frames():
     }
 
 
-def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
+def test_the_core_needs_neither_flax_nor_optax_nor_tqdm(tmp_path):
     code = """if True:
         import sys
         for name in ("flax", "optax", "tqdm"):
@@ -196,10 +204,22 @@ def test_the_core_needs_neither_flax_nor_optax_nor_tqdm():
                 run()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
-    command = "import sys, runpy; sys.modules['flax'] = None; runpy.run_module('jedbatch')"
-    run = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert "pip install 'jedbatch[models]'" in run.stderr
+    (tmp_path / "mine.py").write_text("def fn(x): return 2 * x\ninstances = [1.0, 2.0]\n")
+    for args, name in ((["demo"], "flax"), (["demo"], "optax"), (["learn", "treelstm"], "flax")):
+        run = run_without(name, args)
+        assert run.returncode == 1
+        assert "pip install 'jedbatch[models]'" in run.stderr
+        assert "Traceback" not in run.stderr
+    run = run_without("flax", ["show", f"{tmp_path / 'mine.py'}:fn"])
+    assert run.returncode == 0, run.stderr
+    assert "Plan of 2 instances" in run.stdout
+
+
+def run_without(name, args):
+    """Runs the command line where a package is not installed."""
+    code = f"import sys; sys.modules[{name!r}] = None; from jedbatch.__main__ import main; "
+    command = [sys.executable, "-c", f"{code} sys.exit(main({args}))"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_only_decisions_on_values_need_greenlet():

@@ -109,6 +109,11 @@ class Batched:
         self._keeping = threading.Lock()
 
     @property
+    def in_axes(self) -> int | tuple[int | None, ...]:
+        """For each argument None if all instances share it, else 0; or 0 for all, as given."""
+        return self._arguments.axes
+
+    @property
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
         return self._compiled_before + _programs_of(self._sessions)

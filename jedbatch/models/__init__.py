@@ -15,7 +15,7 @@ try:
     importlib.import_module("flax.nnx")
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"`jedbatch.models` and `python -m jedbatch` need {error.name}, which is not installed; "
+        f"`jedbatch.models` needs {error.name}, which is not installed; "
         "write `pip install 'jedbatch[models]'`. The rest of `jedbatch` works without."
     ) from error
 

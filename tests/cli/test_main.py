@@ -34,7 +34,7 @@ def test_demo_tests_on_all_trees_held_back(monkeypatch):
                 held_back.append(len(batch))
             yield batch
 
-    monkeypatch.setattr("jedbatch.__main__.minibatches", recorded)
+    monkeypatch.setattr("jedbatch._commands.demo.minibatches", recorded)
     sizes = ["--trees", "15", "--epochs", "1", "--hidden", "4", "--batch-size", "2"]
     assert main(["demo", *sizes]) == 0
     assert held_back == [2, 1]
