@@ -4,10 +4,10 @@ A program that exists is used again for every minibatch that fits it, so that a 
 topologies soon compiles nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from jedbatch._jaxpr.storage import stored
+from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import (
     Reading,
@@ -56,13 +56,17 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
     )
 
 
-def make_signature(placed: Placement, model: Signature | None) -> Signature:
+def make_signature(
+    placed: Placement, model: Signature | None, forgotten: Collection[Kernel] = ()
+) -> Signature:
     """A signature with room for a minibatch, and for what `model` had room for.
 
     Growing from the last program instead of starting anew makes capacities settle after a few
-    minibatches.
+    minibatches. Kernels that are `forgotten` are left out.
     """
-    capacity = placed.ample if model is None else placed.ample.joined(model.capacity)
+    capacity = placed.ample
+    if model is not None:
+        capacity = capacity.joined(_without(model, forgotten, placed.arenas))
     readings: dict[Kernel, tuple[Reading, ...]] = {}
     if model is not None:
         readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}
@@ -87,15 +91,37 @@ def make_signature(placed: Placement, model: Signature | None) -> Signature:
     return replace(made, num_instructions=max(made.num_instructions, round_up(2 * num_needed)))
 
 
-def make_ample_signature(minibatches: Sequence[Placement], model: Signature | None) -> Signature:
+def _without(
+    signature: Signature, forgotten: Collection[Kernel], kinds: Collection[Kind]
+) -> Capacity:
+    """The capacity of a program without some kernels, and without arenas that no other has.
+
+    Arenas of some `kinds` stay.
+    """
+    if not forgotten:
+        return signature.capacity
+    kept = {kernel for kernel in signature.kernels if kernel not in forgotten}
+    values = {stored(t) for kernel in kept for t in (*kernel.operands, *kernel.results)}
+    names = {*kept, *values, *kinds, None}
+    return Capacity(
+        {
+            name: {key: size for key, size in sizes.items() if key in names}
+            for name, sizes in signature.capacity.sizes.items()
+        }
+    )
+
+
+def make_ample_signature(
+    minibatches: Sequence[Placement], model: Signature | None, forgotten: Collection[Kernel]
+) -> Signature:
     """A signature with room for each of some minibatches and others like them.
 
-    It is the model if that has so much room.
+    It is the model if that has so much room. If not, kernels that are `forgotten` are left out.
     """
     signature = model
     for placed in by_size(minibatches):
         if signature is None or not signature.capacity.holds(placed.ample):
-            signature = make_signature(placed, signature)
+            signature = make_signature(placed, signature, forgotten)
     assert signature is not None
     most = max(_num_instructions(placed, signature) for placed in minibatches)
     if most > signature.num_instructions:

@@ -12,12 +12,14 @@ Read in this order:
    such a row.
 5. `round`: Rounds: the nodes that are computed together while a function or a lazy scope goes on.
 6. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
-7. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-8. `session`: `Session`: what a batched function keeps between minibatches.
-9. `recording`: The records of a minibatch: those that are known, and new ones.
-10. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
+7. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
+   made for.
+8. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+9. `session`: `Session`: what a batched function keeps between minibatches.
+10. `recording`: The records of a minibatch: those that are known, and new ones.
+11. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
    `_graph.degeneracy`).
-11. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+12. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-12. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+13. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 """

@@ -50,6 +50,7 @@ from jedbatch._ragged.regions import Region
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf, PyTree
@@ -96,6 +97,7 @@ class ProgramCache:
         self._kernels: dict[int, Kernel] = {}
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
         self._reserved: set[Signature] = set()  # used before others
+        self._types = TypesInUse()
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
@@ -158,11 +160,19 @@ class ProgramCache:
             self._signatures,
             fitting=self._fitting(placed, usable),
             similar=(s for s in reversed(usable) if resembles(placed, s)),
-            make=functools.partial(make_signature, placed),
+            make=functools.partial(self._make, placed),
             use=functools.partial(lower, placed),
         )
+        self._types.note_used(placed.kernels)
         self._use(lowered.signature)
         return lowered
+
+    def _make(self, placed: Placement, model: Signature | None) -> Signature:
+        """Returns a new program for a minibatch, grown from another one."""
+        before = model.kernels if model is not None else ()
+        forgotten = self._types.to_forget(before, set(placed.kernels))
+        self._types.note_made(placed.kernels)
+        return make_signature(placed, model, forgotten)
 
     def _usable(
         self, placed: Placement, brought: Collection[Hashable] | None = None
@@ -193,7 +203,12 @@ class ProgramCache:
         first = max(minibatches, key=lambda placed: sum(placed.lanes))
         usable = self._usable(first)
         similar = (s for s in reversed(usable) if resembles(first, s))
-        signature = make_ample_signature(minibatches, next(similar, None))
+        model = next(similar, None)
+        present = {kernel for placed in minibatches for kernel in placed.kernels}
+        forgotten = self._types.to_forget(model.kernels if model else (), present)
+        signature = make_ample_signature(minibatches, model, forgotten)
+        self._types.note_used(signature.kernels)
+        self._types.note_made(signature.kernels, times=2)  # so that they stay
         if signature not in self._signatures:
             self._signatures.append(signature)
         self._reserved.add(signature)
@@ -208,8 +223,8 @@ class ProgramCache:
                 return find_readers(placed, signature, given, None, shares)
 
             known = [r for r in self._reverses if r.forward == signature and r.tells == tells]
-            model = known[-1] if known else None
-            reverse = make_ample_reverse(minibatches, readers_of, signature, model)
+            last = known[-1] if known else None
+            reverse = make_ample_reverse(minibatches, readers_of, signature, last)
             if reverse not in self._reverses:
                 self._reverses.append(reverse)
         return signature
