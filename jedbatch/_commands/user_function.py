@@ -94,11 +94,11 @@ class UserFunction:
 
     def announce(self, size: int) -> None:
         """Prints what is going to run."""
-        leaves = [x for x in jax.tree.leaves(self.shared) if hasattr(x, "size")]
-        numbers = sum(x.size for x in leaves)
+        leaves = jax.tree.leaves(self.shared)
+        numbers = sum(getattr(x, "size", isinstance(x, int | float)) for x in leaves)
         print(
-            f"{self.name}: a minibatch of {size}, of {self.total:,} instances; {numbers:,} "
-            f"parameters in {len(leaves)} arrays; on {jax.devices()[0]}\n"
+            f"{self.name}: a minibatch of {size}, of {self.total:,} instances; parameters: "
+            f"{numbers:,} numbers; on {jax.devices()[0]}\n"
         )
 
 

@@ -1,11 +1,17 @@
 """`show` and `bench` for a function of the user's, as a user runs them."""
 
+import importlib
 import re
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from cases.helpers import assert_close
 
-from jedbatch.__main__ import main
+from jedbatch.__main__ import command_line, main
+from jedbatch._commands.user_commands import Times, ways_to_run
+from jedbatch._commands.user_function import UserFunction
 
 MODEL = """
 import jax.numpy as jnp
@@ -89,7 +95,7 @@ def columns(text, kind):
 def test_show(module, args, capsys):
     assert main(["show", *args, "--batch", "5"]) == 0
     text = capsys.readouterr().out
-    assert f"{args[0]}: a minibatch of 5, of 9 instances; 2 parameters in 1 arrays" in text
+    assert f"{args[0]}: a minibatch of 5, of 9 instances; parameters: 2 numbers" in text
     assert "Plan of 5 instances" in text
     assert "graph     19 nodes of 2 types" in text  # 7 joins of 12 numbers
     assert "XLA programs built so far: none yet" in text
@@ -141,6 +147,52 @@ def test_bench_without_parameters_and_without_new_minibatches(module, capsys):
     assert "no gradient: what all instances share has no floating-point numbers" in text
     assert columns(text, "value")[1] != columns(text, "value")[1]
     assert "unseen    not measured: there are 9 instances, 18 are needed" in text
+
+
+LOOPS = {  # (arguments, the function of an instance by its number)
+    "trees_first": ([], lambda m, p, i: m.encode(p, m.instances[i])),
+    "settle": ([], lambda m, p, i: m.settle(p, m.instances[i])),
+    "weighted": (
+        ["--params=one", "--params=params", "--instances=instances", "--instances=weights"],
+        lambda m, p, i: m.one * m.weights[i] * m.encode(p, m.instances[i]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_timed_computes_what_the_loop_does(module, name):
+    """Each way to run it, and the gradient of the sum of its results."""
+    options, fn = LOOPS[name]
+    user = UserFunction.of(command_line().parse_args(["bench", f"{module}:{name}", *options]), 9)
+    m, mapped = importlib.import_module(module), user.minibatch(2, 3)
+
+    def together(w):
+        return jnp.stack([fn(m, m.params | {"w": w}, i) for i in (2, 3, 4)])
+
+    value, slope = together(m.params["w"]), jax.grad(lambda w: together(w).sum())(m.params["w"])
+    instances = list(zip(*mapped, strict=True))
+    for gradient in (False, True):
+        ways = ways_to_run(user, gradient, decides=name == "settle")
+        found = [ways.whole(mapped)]
+        if ways.plan is not None:
+            found.append(ways.planned(ways.plan(mapped)))
+        alone = [ways.one(x) for x in instances]
+        if gradient:
+            found.append(jax.tree.map(lambda *xs: sum(xs), *alone))
+            for total, (found_slope,) in found:
+                assert_close(total, value.sum(), 1e-5)
+                assert_close(found_slope, slope, 1e-5)
+        else:
+            for x in (*found, jnp.stack(alone)):
+                assert_close(x, value, 1e-5)
+
+
+def test_times_are_medians_and_medians_of_ratios(capsys):
+    seconds = {"loop": [4.0, 2.0, 8.0], "unseen": [1.0], "known": [1.0, 1.0, 0.5], "planned": []}
+    Times(seconds, 0.5, (0, 0), 1, "").print_as("value")
+    text = capsys.readouterr().out
+    assert [f"{x:.0f}" for x in columns(text, "value")] == ["4000", "1000", "1000", "nan", "500"]
+    assert columns(text, "  as fast as the loop")[:2] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize(
