@@ -16,22 +16,24 @@ Read in this order:
 8. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
 9. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-10. `registry`: Types, shared values and calls seen while recording, interned.
-11. `failures`: What errors of users' functions say besides what JAX says: where they
+10. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+   a context.
+11. `registry`: Types, shared values and calls seen while recording, interned.
+12. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-12. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-13. `operators`: Indexing symbols, and Python's operators on them.
-14. `fast_path`: Recording calls of cells the second time: by a short description of their
+13. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+14. `operators`: Indexing symbols, and Python's operators on them.
+15. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-15. `slow_path`: Recording calls of cells the first time, and those without a short description.
-16. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-17. `recorder`: A recorder of what a function does to symbolic values.
-18. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-19. `deep`: Recursion deeper than Python's limit.
-20. `trace`: Recording a minibatch: every instance of it as a graph.
-21. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+16. `slow_path`: Recording calls of cells the first time, and those without a short description.
+17. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+18. `recorder`: A recorder of what a function does to symbolic values.
+19. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+20. `deep`: Recursion deeper than Python's limit.
+21. `trace`: Recording a minibatch: every instance of it as a graph.
+22. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-22. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-23. `granularity.fuse`: Finding cells without marks: operations that always run together become
+23. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+24. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

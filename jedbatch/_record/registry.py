@@ -32,10 +32,11 @@ from jedbatch._jaxpr.symbolic_dims import (
     symbols_in,
 )
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._jaxpr.versions import ClosedProgram, OpenProgram
+from jedbatch._jaxpr.versions import OpenProgram
 from jedbatch._record.cell import pause
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
+from jedbatch._record.hidden import Hidden, by_class
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifting
@@ -75,6 +76,7 @@ class Registry:
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
       lifting: which numbers that operations hold are operands.
+      hidden: calls of cells that read what neither arguments nor closures show.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
       keys: what operations are told apart by.
@@ -113,7 +115,7 @@ class Registry:
         self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
         self._number = 0
-        self._unproven: set[int] = set()
+        self.hidden = Hidden()
         self.num_varying = 0
         self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
@@ -189,12 +191,13 @@ class Registry:
         if call_spec is None and user_code:
             call_spec = self._like_another(full, name, call, static)
         if call_spec is None:
-            jaxpr, tree, extra = self._trace(name, call, shared, operands, user_code)
+            alone = user_code and not self.hidden.was_traced(key)
+            jaxpr, tree, extra = self._trace(name, call, shared, operands, alone)
             jaxpr_key = self.keys.jaxpr_key(jaxpr) if user_code else None
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
                 name,
-                Operation((key, tree_key(tree), jaxpr_key), jaxpr),
+                Operation((by_class(key) if user_code else key, tree_key(tree), jaxpr_key), jaxpr),
                 tuple(self.value_types[v] for v in operands),
                 (*extra, *shared),
                 tuple(self.value_types[v] for v in results),
@@ -210,8 +213,8 @@ class Registry:
                 None if tree == jax.tree.structure(0) else tree,
                 self.unit(results) if flat else None,
             )
-            if user_code and not self._is_proven(key, jaxpr):
-                self._unproven.add(call_spec.id)
+            found = itertools.filterfalse(self.is_reached, extra)
+            if user_code and self.hidden.note(call_spec, name, key, jaxpr, found):
                 del call_specs[full]
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)
@@ -277,21 +280,6 @@ class Registry:
             None if first.unit is None else self.unit(tuple(results)),
         )
         return call_spec
-
-    def is_proven(self, call_spec: CallSpec) -> bool:
-        """Returns whether everything that a call reads was found where changes are seen."""
-        return call_spec.id not in self._unproven
-
-    def _is_proven(self, key: Hashable, closed: ClosedProgram) -> bool:
-        consts = {id(c) for c in closed.consts if isinstance(c, jax.Array)}
-        stack = [key]
-        while stack and consts:
-            part = stack.pop()
-            if isinstance(part, Same):
-                consts.discard(id(part.value))
-            elif isinstance(part, tuple | frozenset):
-                stack += part
-        return not consts
 
     def read(self, reached: Reached) -> None:
         """Sets the values that recordings from now on read besides their arguments."""
@@ -401,7 +389,7 @@ class Registry:
         )
 
     @unguarded
-    def _trace(self, name, call, shared, operands, user_code):
+    def _trace(self, name, call, shared, operands, alone):
         """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
         shared_avals = [self.shared[s].aval for s in shared]
         operand_avals = [self.avals[v] for v in operands]
@@ -429,7 +417,7 @@ class Registry:
             return jax.make_jaxpr(flat)(shared_avals, operand_avals)
 
         with pause():
-            jaxpr = self._traced_alone(name, traced) if user_code else traced()
+            jaxpr = self._traced_alone(name, traced) if alone else traced()
             if jaxpr.effects:
                 raise TypeError(
                     f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "

@@ -57,7 +57,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         return cell.fn(*args, **static)
     call_spec, references = recorded
     way = None if lifted else recorder.description(cell, args, static)
-    if way is not None and recorder.registry.is_proven(call_spec):
+    if way is not None and recorder.registry.hidden.is_same_again(call_spec):
         recorder.registry.remember(
             way,
             call_spec,
@@ -128,8 +128,6 @@ def cell_call_spec(
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
     identity = function_identity(without, recorder.registry.reached)
-    if hasattr(fn, "__code__"):
-        recorder.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
 
     places = tuple(captured)
 
@@ -146,6 +144,7 @@ def cell_call_spec(
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
     kinds = tuple(v.type for v in operands)
+    num_types = len(recorder.registry.node_types)
     try:
         call_spec = recorder.registry.call_spec(
             cell.name,
@@ -162,7 +161,9 @@ def cell_call_spec(
             "on one, pass it by keyword: keyword arguments are static."
         )
         raise
-    recorder.caching &= recorder.registry.is_proven(call_spec)
+    recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
+    if hasattr(fn, "__code__") and call_spec.node_type >= num_types:
+        recorder.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
     if recorder.grouping is not None and recorder.grouping.met is not None:
         recorder.grouping.met((identity, options, *shared), call_spec, call)
     return call_spec, [v.index for v in operands]
