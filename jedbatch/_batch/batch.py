@@ -62,7 +62,9 @@ def batch(
       fn: a pure function of one instance. Arrays in the instance are symbolic while it is
         recorded; numbers, strings, lists and objects reach it as they are.
       in_axes: for each argument, None if all instances share it (a pytree of arrays, such as
-        parameters) or 0 if it is a sequence of instances; a single 0 for all arguments.
+        parameters) or 0 if it has the instances; a single 0 for all arguments. Instances are the
+        items of a list, tuple or other sequence, the rows of an array, or, as `jax.vmap` has it,
+        the rows of all arrays in another pytree, such as a dict, a named tuple or a module.
       out_axes: 0 stacks the results along a new first axis, as `jax.vmap` does. None gives a list
         with one result per instance, whose shapes may differ.
       policy: chooses which type of node runs next: one of `jedbatch.policies`, what

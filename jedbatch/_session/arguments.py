@@ -14,6 +14,7 @@ from jedbatch._record.environment import Environment
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._support.caches import Memory
+from jedbatch._support.types import Array
 
 MAX_FUNCTIONS = 1024  # that stand for equal ones
 
@@ -52,15 +53,7 @@ class Arguments:
         for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
             if axis is None:
                 continue
-            sized = hasattr(x, "__len__") and hasattr(x, "__getitem__")
-            if not sized or isinstance(x, dict | str | bytes) or not getattr(x, "ndim", 1):
-                raise TypeError(
-                    f"argument {position} of the batched `{self.name}` is {checks.shown(x)}, but "
-                    "`in_axes` has 0 for it; expected a sequence of instances, such as a list "
-                    "(or an array, whose rows are the instances). If all instances share it, "
-                    "write None in `in_axes`."
-                )
-            mapped.append(list(x))
+            mapped.append(instances_of(x, f"argument {position} of the batched `{self.name}`"))
         lengths = [len(x) for x in mapped]
         if len(set(lengths)) != 1:
             raise ValueError(
@@ -106,6 +99,55 @@ class Arguments:
             f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
             "Close over other configuration, or bind it with `functools.partial`."
         )
+
+
+def instances_of(x: Any, who: str) -> list[Any]:
+    """Returns the instances in a mapped argument, called `who` in messages.
+
+    They are the items of a sequence, the rows of an array, or the rows of the arrays of any other
+    pytree: of a dict, a named tuple, a dataclass or a module.
+
+    Raises:
+      TypeError: it is none of these.
+      ValueError: arrays of a pytree have different numbers of rows.
+    """
+    is_record = isinstance(x, dict) or (isinstance(x, tuple) and hasattr(x, "_fields"))
+    is_sequence = hasattr(x, "__len__") and hasattr(x, "__getitem__") and getattr(x, "ndim", 1) > 0
+    if is_sequence and not is_record and not isinstance(x, str | bytes):
+        return list(x)
+    one_level = jax.tree_util.default_registry.flatten_one_level(x)
+    if one_level is None or not any(True for _ in one_level[0]):
+        raise TypeError(
+            f"{who} is {checks.shown(x)}, but `in_axes` has 0 for it; expected a sequence of "
+            "instances, such as a list, or an array or a dict of arrays, whose rows are the "
+            "instances. If all instances share it, write None in `in_axes`."
+        )
+    leaves, structure = flatten(x, who)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_array(leaf) or not leaf.ndim:
+            raise TypeError(
+                f"{who} is a {type(x).__name__} with {checks.shown(leaf)} at {path}; expected "
+                "arrays alone, whose rows belong to the instances. Write a list of instances, or "
+                "None in `in_axes` if all instances share it."
+            )
+    rows = [len(leaf) for leaf in leaves]
+    if len(set(rows)) > 1:
+        found = ", ".join(f"{n} at {path}" for path, n in zip(paths, rows, strict=True))
+        raise ValueError(
+            f"{who} has arrays with different numbers of rows, {checks.cut(found)}; expected one "
+            "row for each instance in all of them. What all instances share is an argument of its "
+            "own, with None in `in_axes`."
+        )
+    by_row = zip(*(_rows(leaf) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, row) for row in by_row]
+
+
+def _rows(array: Array) -> list[Array]:
+    """Returns the rows of an array as arrays, those of a vector too."""
+    if isinstance(array, np.ndarray):
+        return [array[i, ...] for i in range(len(array))]
+    return list(array)
 
 
 _environments: dict[Same, Environment] = Memory(MAX_FUNCTIONS)

@@ -1,6 +1,7 @@
 """Bad input: what came, what was expected, what to write instead."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +39,38 @@ def test_in_axes_of_another_length():
         jedbatch.batch(lambda p, x, y: x)(P, [X], [X])
 
 
-@pytest.mark.parametrize(
-    "instances", [3.0, {"a": X}, "text", None, jnp.float32(1), (x for x in [X])]
-)
+@pytest.mark.parametrize("instances", [3.0, {}, "text", None, jnp.float32(1), (x for x in [X])])
 def test_instances_that_are_no_sequence(instances):
     with pytest.raises(TypeError, match="expected a sequence of instances"):
         jedbatch.batch(double)(P, instances)
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+@pytest.mark.parametrize(
+    ("stacked", "error", "match"),
+    [
+        (
+            {"x": X, "y": {"z": X[:2]}},
+            ValueError,
+            r"3 at \['x'\], 2 at \['y'\]\['z'\]; expected one",
+        ),
+        (
+            Pair(X, [X, 2.0]),
+            TypeError,
+            r"a Pair with 2.0 of type float at \.y\[1\]; expected arrays",
+        ),
+        ({"x": X, "name": "y"}, TypeError, r"'y' of type str at \['name'\].*Write a list"),
+        ({"x": X, "y": jnp.float32(1)}, TypeError, r"at \['y'\].*whose rows belong"),
+        ({"x": X[:0]}, ValueError, "empty list of instances"),
+    ],
+)
+def test_pytrees_whose_rows_are_no_instances(stacked, error, match):
+    with pytest.raises(error, match=match):
+        jedbatch.batch(double)(P, stacked)
 
 
 def test_no_instances():

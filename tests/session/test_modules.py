@@ -123,3 +123,59 @@ def test_equal_functions_that_change_apart():
         first[0] = scale
         assert_as_the_loop(batched, Layer(jnp.eye(3), of(first)))
         assert_as_the_loop(batched, Layer(jnp.eye(3), of(second)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """An instance that is a pytree of arrays, one of them a number."""
+
+    words: jax.Array
+    scale: jax.Array
+    more: tuple = ()
+
+
+@jedbatch.cell
+def score(weight, words, scale):
+    return scale * jnp.tanh(words @ weight)
+
+
+def of_example(weight, example):
+    state = score(weight, example.words, example.scale)
+    return {"state": state, "words": 2 * example.words, "sum": sum(example.more, 0.0) + state[0]}
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_rows_of_stacked_arrays_are_instances_as_under_vmap(make):
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
+    arrays = [rng.normal(size=size).astype(np.float32) for size in ((4, 3), (4,), (4,))]
+    examples = jax.tree.map(make, Example(arrays[0], arrays[1], (arrays[2],)))
+    batched = jedbatch.batch(of_example)
+    mapped = jax.vmap(of_example, in_axes=(None, 0))
+
+    def loss(run):
+        return lambda *args: jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, run(*args)))
+
+    for value, expected in (
+        (batched(weight, examples), mapped(weight, examples)),
+        (jax.jit(batched)(weight, examples), mapped(weight, examples)),
+        tuple(jax.grad(loss(run), (0, 1))(weight, examples) for run in (batched, mapped)),
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), value, expected)
+        assert jax.tree.structure(value) == jax.tree.structure(expected)
+    others = jax.tree.map(lambda x: 2 * x, examples)
+    assert batched.plan(weight, others).host.num_known == 4  # the values are no part of the graphs
+
+
+def test_stacked_arrays_beside_a_list_of_trees():
+    trees, rows = [1.0, (2.0, 3.0)], {"x": np.ones((2, 3), np.float32)}
+
+    def fn(weight, tree, row):
+        return encode_by_layer(Layer(weight, jnp.tanh), tree) * row["x"]
+
+    batched = jedbatch.batch(fn, in_axes=(None, 0, 0))
+    loop = jnp.stack([fn(jnp.eye(3), t, {"x": rows["x"][i]}) for i, t in enumerate(trees)])
+    np.testing.assert_allclose(batched(jnp.eye(3), trees, rows), loop, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"\[3, 2\] instances"):
+        batched(jnp.eye(3), [*trees, 1.0], rows)
