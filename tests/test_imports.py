@@ -24,7 +24,7 @@ ALLOWED = {
     "_schedule": "_graph _support",
     "_learn": "_schedule _graph _support",
     "_record": "_jaxpr _graph _support",
-    "_layout": "_schedule _graph",
+    "_layout": "_schedule _graph _support",
     "_kernel": "_layout _jaxpr _graph _support",
     "_program": "_kernel _layout _schedule _jaxpr _graph _support",
     "_ragged": "_program _kernel _layout _record _jaxpr _graph _support",

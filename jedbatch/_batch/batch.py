@@ -1,29 +1,93 @@
 """`batch`: the composition of everything else."""
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jedbatch._batch.batched import Batched
 from jedbatch._kernel.target import Target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
 from jedbatch._session.options import Options
+from jedbatch._support.types import ExecutorName, GranularityName, OrderName, TargetName
+
+Shared = TypeVar("Shared")
+Instance = TypeVar("Instance")
+Result = TypeVar("Result")
+Anything = tuple[Any, ...]
 
 
+class BatchOptions(TypedDict, total=False):
+    """The options of `batch`, for type checkers."""
+
+    policy: Policy | None
+    executor: ExecutorName | None
+    key: Callable[..., Hashable] | None
+    cache_size: int
+    cache_bytes: int
+    layout: OrderName
+    reuse: bool | None
+    granularity: GranularityName
+    target: TargetName | Target | None
+
+
+@overload
+def batch(
+    fn: Callable[[Shared, Instance], Result],
+    in_axes: tuple[None, Literal[0]] = (None, 0),
+    out_axes: Literal[0] = 0,
+    **options: Unpack[BatchOptions],
+) -> Batched[Shared, Sequence[Instance] | Instance, Result]: ...
+@overload
+def batch(
+    fn: Callable[[Shared, Instance], Result],
+    in_axes: tuple[None, Literal[0]] = (None, 0),
+    *,
+    out_axes: None,
+    **options: Unpack[BatchOptions],
+) -> Batched[Shared, Sequence[Instance] | Instance, list[Result]]: ...
+@overload
+def batch(
+    fn: Callable[[Instance], Result],
+    in_axes: Literal[0] | tuple[Literal[0]],
+    out_axes: Literal[0] = 0,
+    **options: Unpack[BatchOptions],
+) -> Batched[Sequence[Instance] | Instance, Result]: ...
+@overload
+def batch(
+    fn: Callable[[Instance], Result],
+    in_axes: Literal[0] | tuple[Literal[0]],
+    out_axes: None,
+    **options: Unpack[BatchOptions],
+) -> Batched[Sequence[Instance] | Instance, list[Result]]: ...
+@overload
+def batch(
+    fn: Callable[..., Result],
+    in_axes: int | Sequence[int | None] = (None, 0),
+    out_axes: Literal[0] = 0,
+    **options: Unpack[BatchOptions],
+) -> Batched[*Anything, Result]: ...
+@overload
+def batch(
+    fn: Callable[..., Result],
+    in_axes: int | Sequence[int | None] = (None, 0),
+    out_axes: int | None = 0,
+    **options: Unpack[BatchOptions],
+) -> Batched[*Anything, Any]: ...
 def batch(
     fn: Callable,
     in_axes: int | Sequence[int | None] = (None, 0),
     out_axes: int | None = 0,
     *,
     policy: Policy | None = None,
-    executor: str | None = None,
+    executor: ExecutorName | None = None,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
     cache_bytes: int = 1 << 30,
-    layout: str = "auto",
+    layout: OrderName = "auto",
     reuse: bool | None = None,
-    granularity: str = "cell",
-    target: str | Target | None = None,
-) -> Batched:
+    granularity: GranularityName = "cell",
+    target: TargetName | Target | None = None,
+) -> Batched[*Anything, Any]:
     """`jax.vmap` for functions whose computation depends on the instance.
 
     `fn` is written for one instance, as a pure function in ordinary Python and JAX: recursion,

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +72,11 @@ DECIDES = (
 MAX_SESSIONS = 16
 
 Made = TypeVar("Made")
+Given = TypeVarTuple("Given")  # what it takes
+Result = TypeVar("Result")
 
 
-class Batched:
+class Batched(Generic[*Given, Result]):
     """A function of many instances, made by `batch`.
 
     Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
@@ -168,7 +170,7 @@ class Batched:
         self.policy = policy = learn(graph, **options)
         return policy
 
-    def __call__(self, *args: PyTree) -> Any:
+    def __call__(self, *args: *Given) -> Result:
         """Runs the function on all instances.
 
         Args:

@@ -25,6 +25,7 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
+from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
 
@@ -82,7 +83,7 @@ class Target:
     command_buffers: tuple[str, ...] = ()
 
     @staticmethod
-    def named(name: str) -> "Target":
+    def named(name: TargetName) -> "Target":
         """The target for "cpu" or "gpu".
 
         Args:
@@ -199,7 +200,7 @@ def _target_of_platform(platform: str) -> Target:
     return GPU if platform in ("gpu", "cuda", "rocm") else CPU
 
 
-def compiler_options(target: str | Target | None = None) -> dict[str, str]:
+def compiler_options(target: TargetName | Target | None = None) -> dict[str, str]:
     """Options for a `jax.jit` around batched functions, such as that of a train step.
 
     A batched function that is called by itself is compiled with them. XLA takes the options of a

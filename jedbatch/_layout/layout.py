@@ -34,6 +34,7 @@ from jedbatch._layout.explain import explain
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.types import OrderName
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
@@ -208,7 +209,9 @@ def share_rows(
     return replace(layout, space=arena.astype(np.int32), block=block, rows=rows)
 
 
-def layout(graph: Graph, schedule: Schedule, *, order: str = "auto", reuse: bool = True) -> Layout:
+def layout(
+    graph: Graph, schedule: Schedule, *, order: OrderName = "auto", reuse: bool = True
+) -> Layout:
     """Returns lanes and rows of a scheduled graph.
 
     Args:

@@ -50,6 +50,7 @@ from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored
+from jedbatch._support.types import ExecutorName, OrderName
 
 MANY_TYPES = 4096  # node types and shared values, before what a place keeps is forgotten
 MANY_PLACES = 64  # scopes in the source, before the oldest is forgotten
@@ -124,8 +125,8 @@ class Lazy:
     def __init__(
         self,
         policy: Policy | None = None,
-        executor: str | None = None,
-        layout: str = "auto",
+        executor: ExecutorName | None = None,
+        layout: OrderName = "auto",
         reuse: bool | None = None,
     ):
         self._policy = None if policy is None else checked_policy(policy)

@@ -49,6 +49,7 @@ from jedbatch._schedule.search import (
     same_weights,
     weights_of,
 )
+from jedbatch._support.types import EncodingName
 
 # Instances, and nodes of these, learned from; as many may be held back.
 MAX_INSTANCES, MAX_NODES = 32, 8000
@@ -114,7 +115,7 @@ class Report:
 def learn(
     graphs: Graph | Sequence[Graph],
     *,
-    encoding: str | None = None,
+    encoding: EncodingName | None = None,
     episodes: int = 512,
     teachers: bool = True,
     key: Any = 0,
@@ -168,7 +169,7 @@ def learn(
     checks.flag("learn", "progress", progress)
     if objective is not None:
         checked_objective("learn", objective)
-    encodings = [encoding] if encoding else list(ENCODINGS)
+    encodings: list[str] = [encoding] if encoding else list(ENCODINGS)
     key = _checked_key(key)
 
     def run() -> FSM:

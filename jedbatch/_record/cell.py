@@ -8,7 +8,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.extend.core import set_current_trace
 
@@ -16,7 +16,9 @@ from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
 from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._support.types import PyTree
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class _Recording(threading.local):
@@ -44,7 +46,17 @@ class Cell:
         self.closure = reachable_cells(fn)
 
 
-def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
+@overload
+def cell(fn: Callable[P, Result], *, name: str | None = None) -> Callable[P, Result]: ...
+@overload  # mypy finds no `P` of lambdas where it expects `Callable[..., Result]`
+def cell(  # type: ignore[overload-cannot-match]
+    fn: Callable[..., Result], *, name: str | None = None
+) -> Callable[..., Result]: ...
+@overload
+def cell(
+    fn: None = None, *, name: str | None = None
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]: ...
+def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> Any:
     """Makes a function one unit of batching.
 
     Inside a batched function each call is one node, and calls that agree in type (see
@@ -58,7 +70,7 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
       name: shown in plans; by default the function's name.
 
     Returns:
-      The cell, callable like `fn`.
+      The cell, callable like `fn`, with its signature.
 
     Raises:
       TypeError: `fn` is not callable. When the cell is recorded: it returns something other than
@@ -98,7 +110,7 @@ def cell(fn: Callable | None = None, *, name: str | None = None) -> Any:
     me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **static: object) -> PyTree:
+    def call(*args: P.args, **static: P.kwargs) -> Result:
         recorder = recording.recorder
         if recorder is None:
             return fn(*args, **static)

@@ -1,12 +1,19 @@
-"""Names of types that annotations need and Python cannot express.
+"""Names of types that annotations need.
 
-To a type checker they are all `Any`.
+The first ones Python cannot express: to a type checker they are all `Any`. Then come the options
+that are chosen by name.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 Array = Any  # of JAX or NumPy, or a tracer in its place
 AxisSize = Any  # an int, or an expression of symbols where it differs between instances
 Dtype = Any  # of NumPy, or one that JAX adds: of random keys, and of tangents of integers
 Leaf = Any  # of a pytree: an array, a number, a tracer or any other object
 PyTree = Any  # containers of leaves, as users and JAX nest them
+
+EncodingName = Literal["base", "max", "sort", "phase"]
+ExecutorName = Literal["fused", "dispatch"]
+GranularityName = Literal["cell", "op", "auto"]
+OrderName = Literal["auto", "append", "longest", "reader", "pq"]
+TargetName = Literal["cpu", "gpu"]
