@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from jaxtyping import Int64
 
 
-# How far sums over instances vary, relative to one over their square root.
-HEADROOM_DEVIATIONS = 1.5
+HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
+WIDTH_DEVIATIONS = 2.5  # the same for widths, each of which takes time to compile
+# How far instances are taken to differ in size, as a part of their mean, before some are seen; and
+# how many of those seen count as much.
+USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
 CHEAP_RESULT_BYTES = 1 << 15  # bytes of results that every type may have at least
 
 
@@ -200,13 +203,21 @@ class Placement:
         np.maximum.at(widest, self.schedule.batch_type, of_batch)
         return tuple(widest[list(self.type_ids)].tolist())
 
-    def with_headroom(self, need: int) -> int:
+    @functools.cached_property
+    def deviation(self) -> float:
+        """How far instances differ in size, as a part of their mean."""
+        sizes = np.diff(self.graph.node_ptr) / max(1.0, len(self.graph.node_type))
+        squares = np.square(sizes * len(sizes) - 1).sum()
+        weight = FEW_INSTANCES + len(sizes)
+        return math.sqrt((FEW_INSTANCES * USUAL_DEVIATION**2 + float(squares)) / weight)
+
+    def with_headroom(self, need: int, deviations: float = HEADROOM_DEVIATIONS) -> int:
         """Returns the size that minibatches like this one will need.
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
         instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
-        headroom = 1 + HEADROOM_DEVIATIONS / math.sqrt(instances)
+        headroom = 1 + deviations * self.deviation / math.sqrt(instances)
         return round_up(need * max(CAPACITY_HEADROOM, headroom))
 
     @functools.cached_property
@@ -230,10 +241,10 @@ class Placement:
         lanes, widest = {}, {}
         sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
         for kernel, t, need in zip(self.kernels, self.type_ids, self.lanes, strict=True):
-            largest = self.with_headroom(int(sizes[batch_type == t].max()))
+            largest = self.with_headroom(int(sizes[batch_type == t].max()), WIDTH_DEVIATIONS)
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
-            cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), widths[-1])
+            cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), 2 * widths[-1])
             lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap)
         needed = self.need.sizes
         larger = {

@@ -126,6 +126,21 @@ def test_plans_of_unseen_minibatches_have_one_form(name, size):
     assert batched.compilations == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("treelstm", 8), ("treelstm", 32), ("childsum", 8), ("translation", 8), ("lattice_lstm", 32)],
+)
+def test_at_most_two_programs_without_warming(name, size):
+    """Those of the first minibatch have headroom by how far its instances differ in size."""
+    if name == "childsum":
+        fn, policy, params, instances = childsum, None, P, bushy(24 * size, seed=2)
+    else:
+        fn, policy, params, instances = workload(name, 24 * size)
+    batched = jedbatch.batch(fn, policy=policy)
+    forms = [jax.tree.structure(batched.plan(params, x)) for x in cut(instances, size)]
+    assert len(set(forms)) <= 2
+
+
 def test_programs_are_those_of_the_largest():
     """In whatever place of the sample it is; one program for all of it, and for smaller ones."""
     batched = jedbatch.batch(total)
