@@ -20,6 +20,7 @@ from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
 from jedbatch._batch.warming import (
+    check_possible,
     check_values,
     cut_evenly,
     moves,
@@ -386,28 +387,23 @@ class Batched(Generic[*Given, Result]):
         plans = self._unless_decides(
             session, lambda read: self._reserve(session, minibatches, gradient, read)
         )
-        if plans is None and not calls:
-            raise ValueError(
-                f"`warm` got calls=False, and `{self._name}` decides on values, which are read "
-                "while they are computed: there is no plan to apply. Leave `calls` out."
-            )
-        if gradient and not moves([leaves, [plan.inputs for plan in plans[True]] if plans else []]):
-            raise ValueError(
-                f"`warm` got gradient=True, and neither the shared arguments of `{self._name}` nor "
-                "its instances have floats; expected something to take gradients with respect to."
-            )
+        planned = plans[gradient] if plans else None
+        check_possible(self._name, leaves, planned, gradient, calls)
         if calls:
             self._compile(shared, minibatches, plans, gradient)
-        return max(plans[gradient], key=num_lanes) if plans else None
+        return max(planned, key=num_lanes) if planned else None
 
     def _reserve(
         self, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
     ) -> dict[bool, list[Plan]]:
         """Plans of all minibatches after programs were made that do for each, by `gradient`."""
         with self._planning:
+            every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
+            all_records, all_arrays, *_ = self._record(session, every, read)
             parts = []
-            for minibatch in minibatches:
-                records, arrays, *_ = self._record(session, minibatch, read)
+            for first in range(0, len(every), len(minibatches[0])):
+                mine = slice(first, first + len(minibatches[0]))
+                records, arrays = all_records[mine], all_arrays[mine]
                 graph = Graph.select([(r.whole, r.index) for r in records])
                 calls = find_calls(records, arrays)
                 slices = find_slices(calls, records)

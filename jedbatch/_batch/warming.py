@@ -33,6 +33,30 @@ def check_values(name: str, leaves: Sequence[Leaf]) -> None:
             )
 
 
+def check_possible(
+    name: str, leaves: Sequence[Leaf], plans: Sequence[Plan] | None, gradient: bool, calls: bool
+) -> None:
+    """Raises an error if there is nothing to plan, or nothing to take gradients with respect to.
+
+    Args:
+      name: of the function, for messages.
+      leaves: of the shared arguments.
+      plans: of minibatches; None if the function decides on values.
+      gradient: as `Batched.warm` got it.
+      calls: as it got that.
+    """
+    if plans is None and not calls:
+        raise ValueError(
+            f"`warm` got calls=False, and `{name}` decides on values, which are read while they "
+            "are computed: there is no plan to apply. Leave `calls` out."
+        )
+    if gradient and not moves([leaves, [plan.inputs for plan in plans or ()]]):
+        raise ValueError(
+            f"`warm` got gradient=True, and neither the shared arguments of `{name}` nor its "
+            "instances have floats; expected something to take gradients with respect to."
+        )
+
+
 def cut_evenly(instances: Sequence[Instance], size: int) -> list[list[Instance]]:
     """Returns minibatches of exactly `size` instances, which together hold all of them.
 
