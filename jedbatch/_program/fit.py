@@ -57,14 +57,18 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
 
 
 def make_signature(
-    placed: Placement, model: Signature | None, forgotten: Collection[Kernel] = ()
+    placed: Placement,
+    model: Signature | None,
+    forgotten: Collection[Kernel] = (),
+    ample: Capacity | None = None,
 ) -> Signature:
     """A signature with room for a minibatch, and for what `model` had room for.
 
     Growing from the last program instead of starting anew makes capacities settle after a few
-    minibatches. Kernels that are `forgotten` are left out.
+    minibatches. Kernels that are `forgotten` are left out. `ample` is the room for the minibatch;
+    None gives it some headroom, and more if the program is grown.
     """
-    capacity = placed.ample
+    capacity = ample or (placed.ample if model is None else placed.more_ample)
     if model is not None:
         capacity = capacity.joined(_without(model, forgotten, placed.arenas))
     readings: dict[Kernel, tuple[Reading, ...]] = {}
@@ -120,8 +124,8 @@ def make_ample_signature(
     """
     signature = model
     for placed in by_size(minibatches):
-        if signature is None or not signature.capacity.holds(placed.ample):
-            signature = make_signature(placed, signature, forgotten)
+        if signature is None or not signature.capacity.holds(placed.more_ample):
+            signature = make_signature(placed, signature, forgotten, placed.more_ample)
     assert signature is not None
     most = max(_num_instructions(placed, signature) for placed in minibatches)
     if most > signature.num_instructions:

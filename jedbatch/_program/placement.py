@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
 WIDTH_DEVIATIONS = 2.5  # the same for widths, each of which takes time to compile
+COUNT_DEVIATIONS = 3.0  # of a number of nodes from its square root, once programs had to grow
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
@@ -238,10 +239,21 @@ class Placement:
     @functools.cached_property
     def ample(self) -> Capacity:
         """The sizes that are needed, with headroom, also for somewhat larger batches."""
+        return self._ample(WIDTH_DEVIATIONS, 0)
+
+    @functools.cached_property
+    def more_ample(self) -> Capacity:
+        """The same where batches have been seen to vary, those of rare types most of all."""
+        return self._ample(HEADROOM_DEVIATIONS, COUNT_DEVIATIONS)
+
+    def _ample(self, deviations: float, of_count: float) -> Capacity:
+        """Returns sizes with headroom, for batches larger by some deviations."""
         lanes, widest = {}, {}
         sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
         for kernel, t, need in zip(self.kernels, self.type_ids, self.lanes, strict=True):
-            largest = self.with_headroom(int(sizes[batch_type == t].max()), WIDTH_DEVIATIONS)
+            most = int(sizes[batch_type == t].max())
+            chance = math.ceil(most + of_count * math.sqrt(most))
+            largest = max(self.with_headroom(most, deviations), chance)
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
             cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), 2 * widths[-1])

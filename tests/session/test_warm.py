@@ -141,6 +141,27 @@ def test_at_most_two_programs_without_warming(name, size):
     assert len(set(forms)) <= 2
 
 
+MODULES = [
+    jedbatch.cell(lambda p, h, k=k: jnp.tanh(h * k + p["b"]), name=f"m{k}") for k in range(8)
+]
+
+
+def test_rare_types_have_room_once_programs_grow():
+    """Batches of types with few nodes vary most: from one to many, from minibatch to minibatch."""
+
+    def network(p, modules):
+        h = p["b"]
+        for k in modules:
+            h = MODULES[k](p, h)
+        return h
+
+    rng = np.random.default_rng(0)
+    networks = [tuple((8 * rng.random(6) ** 4).astype(int).tolist()) for _ in range(30 * 32)]
+    batched = jedbatch.batch(network, policy=jedbatch.policies.agenda)
+    forms = [jax.tree.structure(batched.plan(P, x)) for x in cut(networks, 32)]
+    assert len(set(forms)) <= 2
+
+
 def test_programs_are_those_of_the_largest():
     """In whatever place of the sample it is; one program for all of it, and for smaller ones."""
     batched = jedbatch.batch(total)
