@@ -223,8 +223,12 @@ class Placement:
 
     @functools.cached_property
     def need(self) -> Capacity:
-        """The sizes that a program must have to run this minibatch."""
+        """The sizes that a program must have to run this minibatch.
+
+        With a switch, how many instructions there are depends on the program.
+        """
         returned = zip(self.arenas, self.outputs, strict=True)
+        num_instructions = len(self.runs) if self.target.control == "loops" else 0
         return Capacity(
             {
                 "lanes": dict(zip(self.kernels, self.lanes, strict=True)),
@@ -232,7 +236,7 @@ class Placement:
                 "inputs": dict(zip(self.arenas, self.input_counts, strict=True)),
                 "outputs": {kind: len(values) for kind, values in returned},
                 "shared_rows": dict(zip(self.arenas, self.shared_rows, strict=False)),
-                "num_instructions": {None: len(self.runs)},
+                "num_instructions": {None: num_instructions},
             }
         )
 

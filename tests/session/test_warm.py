@@ -141,6 +141,16 @@ def test_at_most_two_programs_without_warming(name, size):
     assert len(set(forms)) <= 2
 
 
+def test_many_runs_are_few_instructions_of_a_switch():
+    """A program for a GPU has room for instructions, of which there are fewer than runs."""
+    fn, policy, params, instances = workload("lattice_lstm", 14 * 32)
+    batched = jedbatch.batch(fn, policy=policy, target="gpu")
+    plans = [batched.plan(params, x) for x in cut(instances, 32)]
+    assert len({jax.tree.structure(plan) for plan in plans}) == 1
+    runs = [len(plan.host.placed.runs) for plan in plans]
+    assert max(runs) > plans[0].static.signature.num_instructions  # else this tests nothing
+
+
 MODULES = [
     jedbatch.cell(lambda p, h, k=k: jnp.tanh(h * k + p["b"]), name=f"m{k}") for k in range(8)
 ]
