@@ -26,6 +26,22 @@ Bindings = dict[Any, Array]  # values by variable, and those computed on the way
 Rule = Callable[[Equation, list[Array]], Sequence[Array]]  # from an equation and its operands
 
 
+def names_in(*lines: str) -> frozenset[str]:
+    """Returns the words of some lines."""
+    return frozenset(" ".join(lines).split())
+
+
+# Each element of the result is of the elements of the operands at its place.
+ELEMENTWISE_OPERATIONS = names_in(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
+    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
+    "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
+    "log1p logistic lt max min mul ne neg nextafter not optimization_barrier or population_count",
+    "pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
+)
+
+
 def reads(eqn: Equation) -> list[Any]:
     """The variables an equation reads, each once."""
     return list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))

@@ -8,30 +8,17 @@ weights is row-wise along the rows, a softmax over features is, a sum over rows 
 
 import jax
 
-from jedbatch._jaxpr.interpret import inner_programs
+from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inner_programs, names_in
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Equation, scan_parts, without_consts
 
-
-def _names(*lines: str) -> frozenset[str]:
-    return frozenset(" ".join(lines).split())
-
-
-ELEMENTWISE_OPERATIONS = _names(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
-    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
-    "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
-    "log1p logistic lt max min mul ne neg nextafter not optimization_barrier or population_count",
-    "pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
-)
-REDUCTIONS = _names(
+REDUCTIONS = names_in(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 )
-CUMULATIVE_OPERATIONS = _names("cumsum cumprod cummax cummin cumlogsumexp")
+CUMULATIVE_OPERATIONS = names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # The same elements in another shape or precision.
-VIEWS = _names("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
-LOOK_UPS = _names("slice dynamic_slice gather")
+VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
+LOOK_UPS = names_in("slice dynamic_slice gather")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
 from jedbatch._jaxpr.versions import Equation, scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE_OPERATIONS,
-    ELEMENTWISE_OPERATIONS,
     REDUCTIONS,
     CannotMergeError,
     is_look_up,

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.interpret import interpret
+from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, interpret
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
 from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._ragged.axis_rules import (
-    ELEMENTWISE_OPERATIONS,
     REDUCTIONS,
     CannotMergeError,
     is_look_up,

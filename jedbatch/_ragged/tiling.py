@@ -13,10 +13,10 @@ from typing import Any
 from jax.extend.core import Var
 
 from jedbatch._graph.union_find import UnionFind
-from jedbatch._jaxpr.interpret import reads
+from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, reads
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import ELEMENTWISE_OPERATIONS, REDUCTIONS, is_look_up, mixed_axes
+from jedbatch._ragged.axis_rules import REDUCTIONS, is_look_up, mixed_axes
 from jedbatch._ragged.phases import Phase
 
 TILE_ROWS = 256  # rows
