@@ -1,0 +1,569 @@
+"""Programs of a list of values as programs of lists of any length.
+
+Python unrolls what a function does with a list: of three elements `sum(xs)` is two additions, and
+`jnp.stack(xs)` an array of three rows. *Rolled*, a program says what is done with each element,
+once, and how the results are reduced over all of them. Then programs of lists of different lengths
+are equal, and one that is compiled for some capacity serves all lists up to that length: elements
+that do not exist take no part in reductions.
+
+What can be rolled: functions of one element and of values that are no elements; sums, products,
+maxima, minima and logical reductions of elements in order; arrays that stack one row for each
+element, and row-wise operations, reductions and products over their rows; and numbers that are the
+length, or one divided by it. All else, such as positions in the list or elements that meet each
+other, raises `CannotRollError`.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jedbatch._jaxpr.identity import Same
+from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inlined, inner_programs, run_equation
+from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
+from jedbatch._support.types import Array, Dtype
+
+# Elementwise functions with a derivative rule of their own.
+KNOWN_FUNCTIONS = (jax.nn.relu, jax.nn.relu6)
+REDUCTIONS = {
+    "reduce_sum": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "mul",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+LENGTHS = ("length", "one by the length")
+CHAINS = {x: x for x in ("add", "mul", "max", "min", "and", "or")} | {"add_any": "add"}
+
+
+def _lowest(dtype: Dtype) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Dtype) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+# Of two values, of the rows of an array, and what changes nothing, by dtype.
+FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "add": (lax.add, jnp.sum, lambda dtype: 0),
+    "max": (lax.max, jnp.max, _lowest),
+    "min": (lax.min, jnp.min, _highest),
+    "mul": (lax.mul, jnp.prod, lambda dtype: 1),
+    "and": (lax.bitwise_and, jnp.all, lambda dtype: True),
+    "or": (lax.bitwise_or, jnp.any, lambda dtype: False),
+}
+
+
+class CannotRollError(Exception):
+    """A program that is not known to be the same for lists of any length."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A value that is computed once, or once for each element of the list.
+
+    Attributes:
+      of_element: whether there is one for each element.
+      args: ids of the expressions it reads.
+      shape, dtype: of the value, or of one element's.
+      run: maps the values of `args` to the value; None of what is below.
+      given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
+        ("one by the length",).
+      reduction: (operation, whether elements were rows of an array) if it reduces elements.
+      chained: (operation, base, element) if it is an element's part in a chain.
+      repeated: (operand, its axes in the value) of a broadcast.
+    """
+
+    of_element: bool
+    args: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Dtype
+    run: Callable[..., Any] | None = None
+    given: tuple[Any, ...] | None = None
+    reduction: tuple[str, bool] | None = None
+    chained: tuple[str, int, int] | None = None
+    repeated: tuple[int, tuple[int, ...]] | None = None
+
+
+class Single(NamedTuple):
+    """A value that is computed once."""
+
+    id: int
+
+
+class Element(NamedTuple):
+    """A value of the element at a position."""
+
+    id: int
+    position: int
+
+
+class Chain(NamedTuple):
+    """A reduction over the first elements, `op(op(base, x0), x1)`; `base` may be None."""
+
+    id: int
+    op: str
+    base: int | None
+    num_elements: int
+
+
+class Stack(NamedTuple):
+    """An array that has a row for each element, along an axis."""
+
+    id: int
+    axis: int
+
+
+class Expressions:
+    """The expressions of programs of lists of any length, equal ones once.
+
+    Args:
+      key_of: gives what parameters of operations are told apart by.
+    """
+
+    def __init__(self, key_of: Callable[[Any], Hashable]):
+        self.key_of = key_of
+        self.all: list[Expression] = []
+        self._ids: dict[Hashable, int] = {}
+        self._made: dict[Hashable, list[int]] = {}
+
+    def add(self, key: Hashable, expression: Expression) -> int:
+        """The id of an expression; `key` says what it does with its arguments."""
+        full = key, expression.args, expression.shape, expression.dtype
+        if full not in self._ids:
+            self.all.append(expression)
+            self._ids[full] = len(self.all) - 1
+        return self._ids[full]
+
+    def given(self, shape: tuple[int, ...], dtype: Dtype, *what: Hashable) -> int:
+        """The id of a value that is not computed."""
+        of_element = what[0] == "element"
+        return self.add(what, Expression(of_element, (), shape, dtype, given=what))
+
+    def operation(
+        self, key: Hashable, run: Callable[..., Any], args: Sequence[int], **facts: Any
+    ) -> list[int]:
+        """The ids of what a function makes of expressions, a list of arrays."""
+        known = self._made.get((key, *args))
+        if known is not None:
+            return known
+        read = [self.all[a] for a in args]
+        made = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in read))
+        of_element = any(x.of_element for x in read)
+        ids = []
+        for k, x in enumerate(made):
+            of_result = lambda *values, k=k: run(*values)[k]  # noqa: E731
+            expression = Expression(of_element, tuple(args), x.shape, x.dtype, of_result, **facts)
+            ids.append(self.add((key, k), expression))
+        self._made[key, *args] = ids
+        return ids
+
+    def primitive(self, primitive: Any, params: dict[str, Any], args: Sequence[int]) -> int:
+        """The id of the result of an operation of JAX."""
+        run = lambda *values: [primitive.bind(*values, **params)]  # noqa: E731
+        facts = {}
+        if primitive.name == "broadcast_in_dim":
+            facts["repeated"] = args[0], tuple(params["broadcast_dimensions"])
+        return self.operation((primitive, self.key_of(params)), run, args, **facts)[0]
+
+    def program(
+        self, results: Sequence[int], inputs: Sequence[int], leaves: int, capacity: int
+    ) -> Callable[..., list[Array]]:
+        """Returns the program of a list of at most so many elements.
+
+        Args:
+          results: ids of what it returns.
+          inputs: the numbers of the inputs, in the order in which they are given.
+          leaves: values that an element consists of.
+          capacity: elements there is room for.
+
+        Returns:
+          A function of the inputs in a list, of the elements' values in a list, one leaf after the
+          other, of whose elements some may be anything, and of the number of elements that exist.
+        """
+
+        def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
+            stacked = [
+                jnp.stack(elements[k * capacity : (k + 1) * capacity]) for k in range(leaves)
+            ]
+            by_number = dict(zip(inputs, given, strict=True))
+            exists = jnp.arange(capacity) < length
+            values: dict[int, Array] = {}
+            for index in self._read_by(results):
+                x = self.all[index]
+                if x.given is not None:
+                    values[index] = _given(x, by_number, stacked, length)
+                elif x.reduction is not None:
+                    values[index] = _reduced(x.reduction, [values[a] for a in x.args], exists)
+                else:
+                    axes = [0 if self.all[a].of_element else None for a in x.args]
+                    assert x.run is not None
+                    call = jax.vmap(x.run, axes, axis_size=capacity) if x.of_element else x.run
+                    values[index] = call(*(values[a] for a in x.args))
+            return [values[index] for index in results]
+
+        return run
+
+    def _read_by(self, results: Sequence[int]) -> list[int]:
+        """Returns the ids that some expressions read, in an order in which they can run."""
+        needed: set[int] = set()
+        waiting = list(results)
+        while waiting:
+            index = waiting.pop()
+            if index not in needed:
+                needed.add(index)
+                waiting += self.all[index].args
+        return sorted(needed)  # what is read has been made before
+
+
+def _given(
+    x: Expression, inputs: dict[int, Array], elements: Sequence[Array], length: Array
+) -> Array:
+    """The value of an expression that is not computed."""
+    assert x.given is not None
+    kind, *where = x.given
+    if kind in ("input", "element"):
+        (k,) = where
+        return inputs[k] if kind == "input" else elements[k]
+    number = length.astype(x.dtype)
+    return number if kind == "length" else 1 / number
+
+
+def _reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array) -> Array:
+    """The reduction of the elements that exist, after a base."""
+    op, rows = reduction
+    join, reduce, neutral = FUNCTIONS[op]
+    x, *base = values
+    if rows or op == "add":
+        shape = (len(exists), *[1] * (x.ndim - 1))
+        total = reduce(jnp.where(exists.reshape(shape), x, neutral(x.dtype)), axis=0)
+        total = total.astype(x.dtype)  # of small integers it is wider
+        return join(*base, total) if base else total
+    total = base[0] if base else x[0]
+    for k in range(0 if base else 1, len(exists)):
+        total = jnp.where(exists[k], join(total, x[k]), total)
+    return total
+
+
+class Roller:
+    """Rolls one program of a list.
+
+    Args:
+      expressions: where expressions are kept.
+      program: the program.
+      roles: what its arguments are: ("input", k), or ("element", leaf, position).
+      length: of the list.
+      counts: whether numbers that are equal to the length, or to one by it, stand for these.
+    """
+
+    def __init__(
+        self,
+        expressions: Expressions,
+        program: ClosedProgram,
+        roles: Sequence[tuple],
+        length: int,
+        counts: bool,
+    ):
+        self.expressions = expressions
+        self.length = length
+        self.counts = counts
+        closed = inlined(program)
+        self.jaxpr = closed.jaxpr
+        self.env: dict[Any, Any] = {}
+        for v, (kind, which, *position) in zip(self.jaxpr.invars, roles, strict=True):
+            index = expressions.given(v.aval.shape, v.aval.dtype, kind, which)
+            self.env[v] = Element(index, *position) if position else Single(index)
+        for v, const in zip(self.jaxpr.constvars, closed.consts, strict=True):
+            self.env[v] = self._constant(Same(const), const)
+
+    def results(self) -> tuple[int, ...]:
+        """The ids of the results."""
+        for eqn in self.jaxpr.eqns:
+            self.env.update(zip(eqn.outvars, self._equation(eqn), strict=True))
+        return tuple(self._single(self._read(v)) for v in self.jaxpr.outvars)
+
+    def _constant(self, key: Hashable, value: Any) -> Single:
+        shape, dtype = np.shape(value), jnp.result_type(value)
+        run = lambda: value  # noqa: E731
+        return Single(
+            self.expressions.add(("constant", key), Expression(False, (), shape, dtype, run))
+        )
+
+    def _read(self, atom: Any) -> Any:
+        """The value that a variable or literal stands for."""
+        if not isinstance(atom, Literal):
+            value = self.env[atom]
+            if isinstance(value, Chain) and value.num_elements == self.length:
+                return self._reduction(value.op, False, value.id, value.base)
+            return value
+        dtype = atom.aval.dtype  # type: ignore[attr-defined]
+        number = np.asarray(atom.val, dtype)
+        if self.counts and not number.shape and number.dtype.kind in "if":
+            for name, like in zip(LENGTHS, (self.length, 1 / self.length), strict=True):
+                if number == np.asarray(like, dtype):
+                    return Single(self.expressions.given((), dtype, name))
+        return self._constant((str(dtype), number.tobytes()), number)
+
+    def _single(self, value: Any) -> int:
+        if not isinstance(value, Single):
+            raise CannotRollError("a result is of one element, or of a row for each")
+        return value.id
+
+    def _reduction(self, op: str, rows: bool, index: int, base: int | None = None) -> Single:
+        x = self.expressions.all[index]
+        if op in ("and", "or") and x.dtype != bool:
+            raise CannotRollError(f"`{op}` of integers")
+        args = (index,) if base is None else (index, base)
+        expression = Expression(False, args, x.shape, x.dtype, reduction=(op, rows))
+        return Single(self.expressions.add(("reduction", op, rows), expression))
+
+    # --- equations ---
+
+    def _equation(self, eqn: Equation) -> list[Any]:
+        values = [self._read(x) for x in eqn.invars]
+        name = eqn.primitive.name
+        chain = self._chain(CHAINS.get(name), values)
+        if chain is not None:
+            return [chain]
+        if any(isinstance(x, Stack) for x in values):
+            return [self._stacked(eqn, values)]
+        positions = {x.position for x in values if isinstance(x, Element)}
+        if positions and name in ("stack", "concatenate"):
+            return [self._stack(eqn, values)]
+        if len(positions) > 1:
+            raise CannotRollError(f"`{name}` of several elements")
+        if positions and inner_programs(eqn) and _known_function(eqn) is None:
+            raise CannotRollError(f"`{name}` of an element, which runs a program")
+        made = self._on_values(eqn, values)
+        return [Element(i, *positions) if positions else Single(i) for i in made]
+
+    def _on_values(self, eqn: Equation, values: Sequence[Any]) -> list[int]:
+        """The ids of the results of an equation that does not mix elements."""
+        ids = [x.id for x in values]
+        facts: dict[str, Any] = {}
+        name = eqn.primitive.name
+        if name == "broadcast_in_dim":
+            facts["repeated"] = ids[0], tuple(eqn.params["broadcast_dimensions"])
+        elif (
+            name in CHAINS and len(values) == 2 and sum(isinstance(x, Single) for x in values) == 1
+        ):
+            base, element = sorted(values, key=lambda x: isinstance(x, Element))
+            facts["chained"] = CHAINS[name], base.id, element.id
+        if (function := _known_function(eqn)) is not None:
+            return self.expressions.operation(function, lambda value: [function(value)], ids)
+        jaxpr = self.jaxpr
+        sources = [self.expressions.all[i].given or ("",) for i in ids]
+        has_length = any(source[0] in LENGTHS for source in sources)
+
+        def run(*given: Array) -> list[Array]:
+            if has_length:  # in place of a literal
+                return [eqn.primitive.bind(*given, **eqn.params)]
+            return run_equation(jaxpr, eqn, given)
+
+        key = eqn.primitive, self.expressions.key_of(eqn.params)
+        return self.expressions.operation(key, run, ids, **facts)
+
+    def _chain(self, op: str | None, values: Sequence[Any]) -> Chain | None:
+        """The chain that an equation begins or goes on with; None if it does neither."""
+        chains = [x for x in values if isinstance(x, Chain)]
+        elements = sorted(x for x in values if isinstance(x, Element))
+        if chains:
+            if op is None or len(chains) != 1 or len(elements) != 1 or len(values) != 2:
+                raise CannotRollError("a part of the elements is read")
+            (chain,), (element,) = chains, elements
+            if (element.id, element.position, op) != (chain.id, chain.num_elements, chain.op):
+                raise CannotRollError("elements are not treated alike")
+            return chain._replace(num_elements=chain.num_elements + 1)
+        if op is None or len(elements) != 2 or len(values) != 2:
+            return None
+        first, second = sorted(elements, key=lambda x: x.position)
+        if (first.position, second.position) != (0, 1):
+            return None
+        if first.id == second.id:
+            return Chain(second.id, op, None, 2)
+        chained = self.expressions.all[first.id].chained
+        if chained is not None and chained[0] == op and chained[2] == second.id:
+            return Chain(second.id, op, chained[1], 2)
+        return None
+
+    def _stack(self, eqn: Equation, values: Sequence[Any]) -> Stack:
+        """An array of one row for each element."""
+        ids = {x.id for x in values}
+        places = [x.position if isinstance(x, Element) else None for x in values]
+        if len(ids) != 1 or places != list(range(self.length)):
+            raise CannotRollError("an array of some of the elements, or of other things too")
+        (index,) = ids
+        if eqn.primitive.name == "stack":
+            return Stack(index, eqn.params["axis"])
+        axis = eqn.params["dimension"]
+        if self.expressions.all[index].shape[axis] != 1:
+            raise CannotRollError("elements are put together along an axis of theirs")
+        return Stack(self._without_axis(index, axis), axis)
+
+    def _without_axis(self, index: int, axis: int) -> int:
+        """An expression without an axis along which it has one element, or repeats itself."""
+        x = self.expressions.all[index]
+        if not x.shape:
+            return index
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+        if x.shape[axis] == 1:
+            run = lambda value: [value.reshape(shape)]  # noqa: E731
+            return self.expressions.operation(("reshape", shape), run, [index])[0]
+        if x.repeated is not None and axis not in x.repeated[1]:
+            source, axes = x.repeated
+            axes = tuple(a - (a > axis) for a in axes)
+            run = lambda value: [lax.broadcast_in_dim(value, shape, axes)]  # noqa: E731
+            return self.expressions.operation(
+                ("broadcast", shape, axes), run, [source], repeated=(source, axes)
+            )[0]
+        raise CannotRollError("an array has other rows for the elements than theirs")
+
+    # --- arrays with a row for each element ---
+
+    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> Stack | Single:
+        """The result of an operation on arrays with a row for each element."""
+        name, params = eqn.primitive.name, dict(eqn.params)
+        if any(isinstance(x, Element) for x in values):
+            raise CannotRollError(f"`{name}` of one element and all")
+        if (name in ELEMENTWISE_OPERATIONS and len(eqn.outvars) == 1) or _known_function(
+            eqn
+        ) is not None:
+            return self._elementwise(eqn, values)
+        if name == "dot_general":
+            return self._product(eqn, *values)
+        if len(values) != 1:
+            raise CannotRollError(f"`{name}` of a row for each element")
+        ((index, axis),) = values
+        moved = lambda axes: tuple(a - (a > axis) for a in axes if a != axis)  # noqa: E731
+        reduction = REDUCTIONS.get(name)
+        if reduction is not None:
+            axes = params["axes"]
+            if others := moved(axes):
+                index = self.expressions.primitive(
+                    eqn.primitive, params | {"axes": others}, [index]
+                )
+            if axis in axes:
+                return self._reduction(reduction, True, index)
+            return Stack(index, axis - sum(a < axis for a in axes))
+        if name == "broadcast_in_dim":
+            axes, shape = params["broadcast_dimensions"], list(params["shape"])
+            place = axes[axis]
+            if shape.pop(place) != self.length:
+                raise CannotRollError("rows of one element are repeated")
+            kept = [a - (a > place) for k, a in enumerate(axes) if k != axis]
+            params |= {"shape": tuple(shape), "broadcast_dimensions": tuple(kept)}
+        elif name == "transpose":
+            place = params["permutation"].index(axis)
+            params["permutation"] = moved(params["permutation"])
+        elif name == "squeeze" and axis not in params["dimensions"]:
+            place = axis - sum(a < axis for a in params["dimensions"])
+            params["dimensions"] = moved(params["dimensions"])
+        elif name == "reshape":
+            shape = list(params["new_sizes"])
+            before = self.expressions.all[index].shape[:axis]
+            place = next(
+                (
+                    k
+                    for k, n in enumerate(shape)
+                    if n == self.length and np.prod(shape[:k]) == np.prod(before)
+                ),
+                -1,
+            )
+            if place < 0:
+                raise CannotRollError("rows of elements are put together")
+            del shape[place]
+            params["new_sizes"] = tuple(shape)
+        else:
+            raise CannotRollError(f"`{name}` of a row for each element")
+        return Stack(self.expressions.primitive(eqn.primitive, params, [index]), place)
+
+    def _elementwise(self, eqn: Equation, values: Sequence[Any]) -> Stack:
+        """The result of an operation that computes each element of an array by itself."""
+        axes = {x.axis for x in values if isinstance(x, Stack)}
+        if len(axes) != 1:
+            raise CannotRollError("rows meet along other axes")
+        (axis,) = axes
+        ids = [x.id if isinstance(x, Stack) else self._without_axis(x.id, axis) for x in values]
+        function = _known_function(eqn)
+        if function is not None:
+            run = lambda value: [function(value)]  # noqa: E731
+            return Stack(self.expressions.operation(function, run, ids)[0], axis)
+        return Stack(self.expressions.primitive(eqn.primitive, dict(eqn.params), ids), axis)
+
+    def _product(self, eqn: Equation, left: Any, right: Any) -> Stack | Single:
+        """The result of a matrix product."""
+        contracted, batch = eqn.params["dimension_numbers"]
+        axes = [x.axis if isinstance(x, Stack) else None for x in (left, right)]
+
+        def dims(pair: Any, keep: bool) -> Any:
+            """Axes without that of the elements, which they may share, or not."""
+            both = [p for p in zip(*pair, strict=True) if keep or not any(map(_equal, p, axes))]
+            return tuple(
+                tuple(a - (axis is not None and a > axis) for a in side)
+                for side, axis in zip(
+                    zip(*both, strict=True) if both else ((), ()), axes, strict=True
+                )
+            )
+
+        def shares(pair: Any) -> int | None:
+            """Where both meet along the axis of the elements; None if they do not."""
+            pairs = list(zip(*pair, strict=True))
+            touched = [k for k, p in enumerate(pairs) if any(map(_equal, p, axes))]
+            if touched and pairs[touched[0]] != tuple(axes):
+                raise CannotRollError("elements meet other things along their axis")
+            return touched[0] if touched else None
+
+        met, together = shares(contracted), shares(batch)
+        params = dict(eqn.params)
+        params["dimension_numbers"] = dims(contracted, met is None), dims(batch, together is None)
+        index = self.expressions.primitive(eqn.primitive, params, [left.id, right.id])
+        if met is not None:
+            return self._reduction("add", True, index)
+        if together is not None:
+            return Stack(index, together)
+        if None not in axes:
+            raise CannotRollError("elements meet each other")
+        ((side, axis),) = [(k, a) for k, a in enumerate(axes) if a is not None]
+        ndims = [len(self._shape(x)) for x in (left, right)]
+        free = [
+            [a for a in range(n) if a not in c and a not in b]
+            for n, c, b in zip(ndims, contracted, batch, strict=True)
+        ]
+        place = len(batch[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
+        return Stack(index, place)
+
+    def _shape(self, x: Any) -> tuple[int, ...]:
+        shape = self.expressions.all[x.id].shape
+        return (*shape, self.length) if isinstance(x, Stack) else shape  # as many axes
+
+
+def _known_function(eqn: Equation) -> Callable | None:
+    """Returns the function of `KNOWN_FUNCTIONS` that an equation calls; None if it calls none."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return None
+    source = _source(eqn)
+    return next((f for f in KNOWN_FUNCTIONS if source and source == _source_of(f)), None)
+
+
+def _source(eqn: Equation) -> str | None:
+    """Returns name, file and line of a function with a derivative rule, if JAX says them."""
+    program = without_consts(eqn.params["call_jaxpr"])
+    return getattr(getattr(program, "debug_info", None), "func_src_info", None)
+
+
+@functools.cache
+def _source_of(function: Callable) -> str | None:
+    (eqn,) = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), "float32")).eqns
+    return _source(eqn) if eqn.primitive.name == "custom_jvp_call" else None
+
+
+def _equal(a: int, axis: int | None) -> bool:
+    return a == axis
