@@ -14,26 +14,27 @@ Read in this order:
 7. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
 8. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-9. `shared_values`: Values that do not depend on the instance, and how they are computed before
+9. `arity`: Cells that take lists of any length: one type for many lengths.
+10. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-10. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+11. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-11. `registry`: Types, shared values and calls seen while recording, interned.
-12. `failures`: What errors of users' functions say besides what JAX says: where they
+12. `registry`: Types, shared values and calls seen while recording, interned.
+13. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-13. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-14. `operators`: Indexing symbols, and Python's operators on them.
-15. `fast_path`: Recording calls of cells the second time: by a short description of their
+14. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+15. `operators`: Indexing symbols, and Python's operators on them.
+16. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-16. `slow_path`: Recording calls of cells the first time, and those without a short description.
-17. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-18. `recorder`: A recorder of what a function does to symbolic values.
-19. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-20. `deep`: Recursion deeper than Python's limit.
-21. `trace`: Recording a minibatch: every instance of it as a graph.
-22. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+17. `slow_path`: Recording calls of cells the first time, and those without a short description.
+18. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+19. `recorder`: A recorder of what a function does to symbolic values.
+20. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+21. `deep`: Recursion deeper than Python's limit.
+22. `trace`: Recording a minibatch: every instance of it as a graph.
+23. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-23. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-24. `granularity.fuse`: Finding cells without marks: operations that always run together become
+24. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+25. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

@@ -33,6 +33,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 )
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._jaxpr.versions import OpenProgram
+from jedbatch._record.arity import Arities
 from jedbatch._record.cell import pause
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
@@ -77,6 +78,7 @@ class Registry:
       num_varying: operations on shared values that turned out to depend on the instance.
       lifting: which numbers that operations hold are operands.
       hidden: calls of cells that read what neither arguments nor closures show.
+      arities: the calls of cells that differ in the length of lists.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
       keys: what operations are told apart by.
@@ -119,6 +121,7 @@ class Registry:
         self.num_varying = 0
         self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
+        self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
 
@@ -219,6 +222,12 @@ class Registry:
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)
         return call_spec
+
+    def _add_type_like(self, node_type: NodeType, other: int) -> int:
+        """The id of a type that takes the place of another."""
+        type_id = self._intern(self.node_types, node_type)
+        self.lines.setdefault(type_id, self.lines[other])
+        return type_id
 
     def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
         """(how to record calls but for the names of symbols in their operands, these names)."""

@@ -164,7 +164,12 @@ def cell_call_spec(
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and call_spec.node_type >= num_types:
         recorder.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
-    if recorder.grouping is not None and recorder.grouping.met is not None:
+    if recorder.grouping is None:
+        is_operand = [slot == "value" for slot in slots]
+        recorder.registry.arities.note(
+            (identity, options), fn, args, is_operand, call_spec.node_type
+        )
+    elif recorder.grouping.met is not None:
         recorder.grouping.met((identity, options, *shared), call_spec, call)
     return call_spec, [v.index for v in operands]
 

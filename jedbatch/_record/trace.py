@@ -18,6 +18,7 @@ from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
+from jedbatch._record.arity import LENGTH
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
 from jedbatch._record.failures import place_of
@@ -159,18 +160,27 @@ def finish(
     node_ptr, _, input_ptr, output_ptr = ends
     recorded, references, input_group, input_value = columns
     node_type, arity, operand = find_operands(registry, recorded, references)
+    node_type, arity, operand, of_lists, lengths = registry.arities.pad(
+        node_type, arity, operand, len(input_group)
+    )
 
     # Inputs: drop those that are not read, and group what is read the same way, by instance.
     result = np.array(outputs, np.int64)
     group = np.array(input_group, np.int64)
+    owner_of = np.searchsorted(input_ptr, np.arange(len(group)), side="right") - 1
+    if len(of_lists):
+        of_length = registry.group("value", *registry.kinds_of([LENGTH]))
+        group = np.append(group, np.full(len(lengths), of_length))
+        owner_of = np.append(owner_of, np.searchsorted(node_ptr, of_lists, side="right") - 1)
+        input_value = [*input_value, *lengths.tolist()]
     used = np.zeros(len(group), bool)
     for read in (operand, result):
         used[-1 - read[read < 0]] = True
     kept_inputs = np.flatnonzero(used)
-    owner = np.searchsorted(input_ptr, kept_inputs, side="right") - 1
-    if len(np.flatnonzero(np.bincount(group[kept_inputs]))) > 1:
+    owner = owner_of[kept_inputs]
+    if len(of_lists) or len(np.flatnonzero(np.bincount(group[kept_inputs]))) > 1:
         kept_inputs = kept_inputs[np.lexsort((kept_inputs, group[kept_inputs], owner))]
-        owner = np.searchsorted(input_ptr, kept_inputs, side="right") - 1
+        owner = owner_of[kept_inputs]
     place = np.zeros(len(group), np.int64)
     place[kept_inputs] = np.arange(len(kept_inputs))
     for read in (operand, result):

@@ -95,6 +95,12 @@ class RecordCache:
         for key in old:
             del self.by_key[key]
 
+    def forget_records(self) -> None:
+        """Forgets all records: types they are of have become others."""
+        for by_key, by_id in self._known.values():
+            by_key.clear()
+            by_id.clear()
+
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""
         return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)

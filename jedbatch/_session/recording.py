@@ -49,8 +49,9 @@ class Recording:
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
 
         def assumed() -> object:
-            """Assumptions about lengths, and the numbers that are constants."""
-            return cache.lengths.revision, cache.regions.revision
+            """Assumptions about lengths, and about numbers and lists that differ."""
+            arities = cache.registry.arities.revision
+            return cache.lengths.revision, cache.regions.revision, arities
 
         return until_guards_hold(lambda: self._find(cache, instances, read), assumed)
 
@@ -82,8 +83,12 @@ class Recording:
         ]
         if not new:
             return records, arrays, [], len(instances)
+        revision = cache.registry.arities.revision
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
         graphs, keep, tracers = self._record(cache, new_parts[0], new_parts[1], new_parts[2], read)
+        if cache.registry.arities.revision != revision:
+            cache.forget_records()
+            raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:

@@ -1,0 +1,356 @@
+"""Cells that take lists of any length: one type for many lengths.
+
+A cell that sums over the children of a node is another program for every number of children, and
+so another node type, which is compiled and batched by itself. As long as few numbers have been met
+that is fastest. Then the programs are rolled up (see `_jaxpr.rolling`), and where those of
+different lengths say the same, nodes take part in one type that has room for so many elements. A
+node of this type reads its elements, the first of them again in the places that are left, and how
+many there are.
+
+Types are changed where a graph is written down: until then every call is recorded with the
+arguments it has.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jedbatch._graph.operations import Operation
+from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
+from jedbatch._record.cell import pause
+from jedbatch._record.instance_arrays import flatten
+from jedbatch._support.types import Array
+
+MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
+CAPACITIES = (4, 16, 64)  # elements there is room for in types that serve several lengths
+LENGTH = ValueType((), np.dtype(np.int32))
+
+
+class ListArgument(NamedTuple):
+    """An argument of a call that may be a list of any length.
+
+    Attributes:
+      which: position of the argument; of `*args` the first.
+      length: of the list.
+      first: its first leaf among those of all arguments.
+      leaves: of each element.
+    """
+
+    which: int
+    length: int
+    first: int
+    leaves: int
+
+
+class Rolled(NamedTuple):
+    """A type of calls, rolled up.
+
+    Attributes:
+      node_type: its id.
+      length: of its lists.
+      roles: what its operands are, ("input", k) or ("element", leaf, position).
+      keys: equal for types that compute the same for lists of any length, if numbers that are the
+        length are constants, and if they are the length.
+    """
+
+    node_type: int
+    length: int
+    roles: tuple[tuple, ...]
+    keys: tuple[Hashable, Hashable]
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """How nodes of a type are nodes of another type that has room for more elements.
+
+    Attributes:
+      node_type: the id of the other type.
+      order: which of their operands nodes read as each operand of the other type but the last,
+        which is the length.
+      length: of their lists.
+    """
+
+    node_type: int
+    order: np.ndarray
+    length: int
+
+
+class CellCalls:
+    """The types of calls of one cell, which may differ in the length of lists.
+
+    Attributes:
+      lists: by type, the arguments that may be lists.
+      slots: by type, for each leaf of the arguments whether it is an operand.
+      rolled: the types that were rolled up, by their ids; None of those that cannot be.
+      padded_types: ids of the types that serve several lengths, by their keys and capacities.
+    """
+
+    def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
+        self.first_variable = _first_variable(fn)
+        self.lists: dict[int, tuple[ListArgument, ...]] = {}
+        self.slots: dict[int, tuple[bool, ...]] = {}
+        self.rolled: dict[int, Rolled | None] = {}
+        self.padded_types: dict[tuple[Hashable, int], int] = {}
+        self._expressions = Expressions(key_of)
+
+    def add(self, node_type: int, args: tuple, slots: Sequence[bool]) -> None:
+        """Adds a type of calls."""
+        self.lists[node_type] = tuple(_lists(args, self.first_variable))
+        self.slots[node_type] = tuple(slots)
+
+    @property
+    def num_lengths(self) -> int:
+        """Of lists, how many have been met."""
+        return len({tuple(x.length for x in lists) for lists in self.lists.values()})
+
+    def roll(self, node_types: Sequence[NodeType]) -> dict[Hashable, list[Rolled]]:
+        """Returns types that compute the same for lists of any length."""
+        for t in self.lists.keys() - self.rolled.keys():
+            self.rolled[t] = self._rolled(t, node_types[t])
+        alike: dict[Hashable, list[Rolled]] = {}
+        types = [r for r in self.rolled.values() if r is not None]
+        for counts in (False, True):  # numbers that are the length by accident come first
+            by_key: dict[Hashable, list[Rolled]] = {}
+            for r in types:
+                if r.keys[counts] is not None:
+                    by_key.setdefault(r.keys[counts], []).append(r)
+            alike |= {k: same for k, same in by_key.items() if len({r.length for r in same}) > 1}
+            types = [r for r in types if r.keys[counts] not in alike]
+        return alike
+
+    def _rolled(self, node_type: int, of: NodeType) -> Rolled | None:
+        lengths: dict[int, set[int]] = {}
+        for lists in self.lists.values():
+            for x in lists:
+                lengths.setdefault(x.which, set()).add(x.length)
+        varying = [x for x in self.lists[node_type] if len(lengths[x.which]) > 1]
+        if len({x.length for x in varying}) != 1 or not 0 < varying[0].length <= CAPACITIES[-1]:
+            return None
+        roles = self._roles(node_type, varying)
+        if roles is None:
+            return None
+        length = varying[0].length
+        program = operation_of(of).jaxpr
+        num_shared = len(of.shared)
+        num_inputs = sum(role[0] == "input" for role in roles)
+        shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
+        types = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[0] == "input")
+        elements = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[2:] == (0,))
+        keys: list[Hashable] = []
+        for counts in (False, True):
+            try:
+                roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
+                results = roller.results()
+            except CannotRollError:
+                return None
+            keys.append((results, of.shared, types, elements, of.results))
+        return Rolled(node_type, length, roles, (keys[0], keys[1]))
+
+    def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
+        """Returns what the operands of a type are; None if some element is no operand."""
+        of_leaf: dict[int, tuple] = {}
+        first_leaf = 0
+        for x in varying:
+            for k in range(x.length * x.leaves):
+                position, leaf = divmod(k, x.leaves)
+                of_leaf[x.first + k] = "element", first_leaf + leaf, position
+            first_leaf += x.leaves
+        slots = self.slots[node_type]
+        if not all(slots[k] for k in of_leaf):
+            return None
+        inputs = itertools.count()
+        return tuple(
+            of_leaf[k] if k in of_leaf else ("input", next(inputs))
+            for k, is_operand in enumerate(slots)
+            if is_operand
+        )
+
+    def padded_type(self, rolled: Rolled, key: Any, of: NodeType, capacity: int) -> NodeType:
+        """Returns the type with room for so many elements that serves types of one key.
+
+        Args:
+          rolled: one of these types.
+          key: the key.
+          of: the type.
+          capacity: elements there is room for.
+        """
+        results, shared, inputs, elements, _ = key
+        program = self._expressions.program(
+            results, range(len(inputs) + len(shared)), len(elements), capacity
+        )
+        num_elements = len(elements) * capacity
+
+        def run(*values: Array) -> list[Array]:
+            others, rest = values[: len(shared)], values[len(shared) :]
+            given, rest = rest[: len(inputs)], rest[len(inputs) :]
+            return program([*given, *others], rest[:num_elements], rest[-1])
+
+        avals = operation_of(of).jaxpr.in_avals
+        shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
+        pairs = list(zip(rolled.roles, operand_avals, strict=True))
+        given = [aval for role, aval in pairs if role[0] == "input"]
+        of_element = [aval for role, aval in pairs if role[2:] == (0,)]
+        repeated = [aval for aval in of_element for _ in range(capacity)]
+        length = jax.ShapeDtypeStruct(LENGTH.shape, LENGTH.dtype)
+        with pause():
+            closed = jax.make_jaxpr(run)(*shared_avals, *given, *repeated, length)
+        where = of.label[of.label.rindex(")") + 1 :]
+        operands = (*inputs, *(t for t in elements for _ in range(capacity)), LENGTH)
+        listed = ", ".join(map(str, (*inputs, *(f"≤{capacity} × {t}" for t in elements))))
+        return NodeType(
+            of.name,
+            Operation(("list", capacity, operation_of(of).key), closed),
+            operands,
+            of.shared,
+            of.results,
+            f"{of.name}({listed}){where}",
+        )
+
+
+class Arities:
+    """The calls of cells with lists, and the types that serve several lengths.
+
+    Args:
+      node_types: the types by their ids.
+      add_type: gives a type its id; the second argument is that of a type like it.
+      key_of: gives what parameters of operations are told apart by.
+
+    Attributes:
+      padded: by the id of a type, how its nodes are nodes of another type.
+      revision: how often types that had been met became another type.
+    """
+
+    def __init__(
+        self,
+        node_types: Sequence[NodeType],
+        add_type: Callable[[NodeType, int], int],
+        key_of: Callable[[Any], Hashable],
+    ):
+        self.padded: dict[int, Padded] = {}
+        self.revision = 0
+        self._node_types = node_types
+        self._add_type = add_type
+        self._key_of = key_of
+        self._cells: dict[Hashable, CellCalls] = {}
+
+    def note(
+        self, cell: Hashable, fn: Callable, args: tuple, slots: Sequence[bool], node_type: int
+    ) -> None:
+        """Notes a type of calls of a cell.
+
+        Args:
+          cell: what calls of one function with one set of options have in common.
+          fn: the function.
+          args: the arguments.
+          slots: for each leaf of the arguments, and of what `fn` closes over, whether it is an
+            operand.
+          node_type: the id of the type.
+        """
+        calls = self._cells.get(cell)
+        if calls is None:
+            calls = self._cells[cell] = CellCalls(fn, self._key_of)
+        if node_type in calls.lists:
+            return
+        calls.add(node_type, args, slots)
+        if calls.num_lengths <= MAX_ARITIES:
+            return
+        for key, same in calls.roll(self._node_types).items():
+            for rolled in same:
+                if rolled.node_type not in self.padded:
+                    self.padded[rolled.node_type] = self._padded(calls, rolled, key)
+                    self.revision += rolled.node_type != node_type
+
+    def _padded(self, calls: CellCalls, rolled: Rolled, key: Hashable) -> Padded:
+        capacity = next(c for c in CAPACITIES if c >= rolled.length)
+        if (key, capacity) not in calls.padded_types:
+            of = self._node_types[rolled.node_type]
+            new = calls.padded_type(rolled, key, of, capacity)
+            calls.padded_types[key, capacity] = self._add_type(new, rolled.node_type)
+        place = {role: k for k, role in enumerate(rolled.roles)}
+        num_leaves = sum(role[2:] == (0,) for role in place)
+        inputs = [k for role, k in place.items() if role[0] == "input"]
+        elements = [
+            place["element", leaf, position if position < rolled.length else 0]
+            for leaf in range(num_leaves)
+            for position in range(capacity)
+        ]
+        order = np.array([*inputs, *elements], np.int64)
+        return Padded(calls.padded_types[key, capacity], order, rolled.length)
+
+    def pad(
+        self, node_type: np.ndarray, arity: np.ndarray, operand: np.ndarray, first_input: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Makes nodes that have lists nodes of the types that serve several lengths.
+
+        Args:
+          node_type: int32[N], the types of nodes.
+          arity: int64[N], the number of their operands.
+          operand: int64[E], what they read.
+          first_input: the number of inputs so far; what is new counts on from it.
+
+        Returns:
+          The three arrays as they are then, and of the nodes that were changed the numbers,
+          int64[n], and the lengths of their lists, int64[n], which are new inputs.
+        """
+        present = [t for t in np.unique(node_type).tolist() if t in self.padded]
+        if not present:
+            nothing = np.zeros(0, np.int64)
+            return node_type, arity, operand, nothing, nothing
+        starts = pointers(arity)
+        new_type, new_arity = node_type.copy(), arity.copy()
+        nodes_of = {t: np.flatnonzero(node_type == t) for t in present}
+        for t, nodes in nodes_of.items():
+            new_type[nodes] = self.padded[t].node_type
+            new_arity[nodes] = len(self.padded[t].order) + 1
+        new_starts = pointers(new_arity)
+        new_operand = np.empty(int(new_starts[-1]), np.int64)
+        same = np.flatnonzero(new_type == node_type)
+        new_operand[ranges(new_starts[same], arity[same])] = operand[
+            ranges(starts[same], arity[same])
+        ]
+        changed = np.flatnonzero(new_type != node_type)
+        number = np.zeros(len(node_type), np.int64)
+        number[changed] = first_input + np.arange(len(changed))
+        length = np.zeros(len(node_type), np.int64)
+        for t, nodes in nodes_of.items():
+            order = self.padded[t].order
+            new_operand[new_starts[nodes][:, None] + np.arange(len(order))] = operand[
+                starts[nodes][:, None] + order
+            ]
+            new_operand[new_starts[nodes] + len(order)] = -1 - number[nodes]
+            length[nodes] = self.padded[t].length
+        return new_type, new_arity, new_operand, changed, length[changed]
+
+
+def _first_variable(fn: Callable) -> int | None:
+    """Returns the position of the first of `*args` of a function; None if it has none."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = [p.kind for p in parameters]
+    variable = inspect.Parameter.VAR_POSITIONAL
+    return kinds.index(variable) if variable in kinds else None
+
+
+def _lists(args: tuple, first_variable: int | None) -> Iterator[ListArgument]:
+    """Yields the arguments that are lists or tuples of elements of one structure."""
+    named = args if first_variable is None else args[:first_variable]
+    candidates: list[Any] = list(named)
+    if first_variable is not None:
+        candidates.append(args[first_variable:])
+    first = 0
+    for which, argument in enumerate(candidates):
+        if type(argument) in (list, tuple):
+            parts = [flatten(x, "an element") for x in argument]
+            if all(structure == parts[0][1] for _, structure in parts):
+                leaves = len(parts[0][0]) if parts else 0
+                yield ListArgument(which, len(parts), first, leaves)
+        first += len(flatten(argument, "an argument")[0])

@@ -1,0 +1,221 @@
+"""Cells that take lists: one type serves lists of many lengths, with the loop's answers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, check, compilations
+
+import jedbatch
+from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
+from jedbatch._record.keys import Keys
+
+W = jnp.array([[0.3, -0.7], [0.5, 0.2]])
+
+
+def child_sum(w, x, *states):
+    total = sum((h for h, _ in states[1:]), start=states[0][0])
+    c = jnp.tanh(x + total @ w)
+    for h, below in states:
+        c = c + jax.nn.sigmoid(x + h @ w) * below
+    return jnp.tanh(c), c
+
+
+def attention(w, x, *states):
+    h, c = (jnp.stack(parts) for parts in zip(*states, strict=True))
+    weights = jax.nn.softmax(h @ w @ x)
+    return weights @ c, jax.nn.relu(jnp.max(h @ w, axis=0))
+
+
+def means(w, x, *states):
+    rows = jnp.concatenate([h[None] for h, _ in states])
+    columns = jnp.stack([c for _, c in states], axis=1)
+    both = sum(h * c for h, c in states) / len(states)
+    return jnp.mean(rows * x[None], axis=0) + both, jnp.sum(w @ columns, axis=1)
+
+
+def in_order(w, x, *states):
+    highest = product = states[0][0]
+    for h, _ in states[1:]:
+        highest = jnp.maximum(highest, h)
+        product = product * h
+    norms = jnp.array([jnp.sum(c * c) for _, c in states])
+    return highest @ w + jax.nn.logsumexp(norms), product * x
+
+
+def together(w, x, *states):
+    rows = jnp.stack([h for h, _ in states])[:, None]
+    scores = jnp.einsum("kij,kj->ki", rows, jnp.transpose(jnp.stack([c for _, c in states], 1)))
+    return jnp.squeeze(jnp.tanh(rows), 1).T @ scores[:, 0], jnp.prod(rows.reshape(-1, 2), 0)
+
+
+ALIKE = [child_sum, attention, means, in_order, together]
+
+
+def difference(w, x, *states):
+    return states[0][0] - states[-1][0], x
+
+
+def by_position(w, x, *states):
+    return sum((k + 1.0) * h for k, (h, _) in enumerate(states)), x
+
+
+def side_by_side(w, x, *states):
+    return jnp.concatenate([h for h, _ in states]).reshape(2, -1).sum(1), x
+
+
+def one_more(w, x, *states):
+    return jnp.stack([x, *(h for h, _ in states)]).sum(0), x
+
+
+def some(w, x, *states):
+    return states[0][0] + states[1][0], x
+
+
+def rows(w, x, *states):
+    return jnp.stack([h for h, _ in states]), x
+
+
+UNLIKE = [difference, by_position, side_by_side, one_more, some, rows]
+
+
+def rolled(expressions, cell, length, counts):
+    """The ids of the results of a cell of so many states."""
+    states = [(jnp.ones(2), jnp.ones(2))] * length
+    program = jax.make_jaxpr(lambda w, x, states: cell(w, x, *states))(W, jnp.ones(2), states)
+    elements = [("element", leaf, k) for k in range(length) for leaf in range(2)]
+    roles = [("input", 0), ("input", 1), *elements]
+    return Roller(expressions, program, roles, length, counts).results()
+
+
+@pytest.mark.parametrize("cell", ALIKE)
+def test_programs_of_lists_are_rolled_up(cell):
+    expressions = Expressions(Keys().params_key)
+    results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
+    assert len(results) == 1
+    program = expressions.program(*results, inputs=[0, 1], leaves=2, capacity=6)
+    rng = np.random.default_rng(0)
+
+    def value(run, w, *args):
+        return sum(jnp.sin(y).sum() for y in run(w, *args))
+
+    for length in (1, 2, 4, 6):
+        x, *leaves = rng.normal(size=(1 + 2 * length, 2)).astype(np.float32)
+        states = list(zip(leaves[:length], leaves[length:], strict=True))
+
+        def padded(w, states, x=x, length=length):
+            every = [*states, *[states[0]] * (6 - length)]
+            elements = [part for parts in zip(*every, strict=True) for part in parts]
+            return program([w, x], elements, jnp.int32(length))
+
+        def plain(w, states, x=x):
+            return cell(w, x, *states)
+
+        ours, loops = (
+            jax.value_and_grad(lambda w, s, run=run: value(run, w, s), argnums=(0, 1))(W, states)
+            for run in (padded, plain)
+        )
+        assert_close(ours, loops, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cell", UNLIKE)
+def test_what_differs_by_more_than_length_is_no_list(cell):
+    expressions = Expressions(Keys().params_key)
+    found = set()
+    for length in (3, 4, 7):
+        try:
+            found.add(rolled(expressions, cell, length, counts=True))
+        except CannotRollError:
+            found.add(length)
+    assert len(found) == 3
+
+
+@jedbatch.cell
+def leaf(w, x):
+    return jnp.tanh(x), x @ w
+
+
+def encoder(cell, form):
+    node = jedbatch.cell(cell)
+
+    def encode(w, tree):
+        x, *children = tree
+        states = [encode(w, child) for child in children]
+        return form(node, w, x, states) if states else leaf(w, x)
+
+    return lambda w, tree: encode(w, tree)[0]
+
+
+def spread(node, w, x, states):
+    return node(w, x, *states)
+
+
+def trees(seed, arities):
+    """A tree for each number of children; the children have children, too."""
+    rng = np.random.default_rng(seed)
+
+    def tree(*numbers):
+        x = rng.normal(size=2).astype(np.float32)
+        return x, *(tree(*numbers[1:]) for _ in range(numbers[0] if numbers else 0))
+
+    return [tree(n, 1 + n % 3) for n in arities]
+
+
+def types_of(plan):
+    return len({t for t, _ in plan.schedule.batches})
+
+
+def test_many_lengths_are_few_types():
+    encode = encoder(child_sum, spread)
+    few, many = trees(0, [1, 2, 3]), trees(1, [0, 1, 2, 3, 4, 5, 6, 9, 12])
+    batched = check(encode, W, many)
+    with compilations() as made:
+        batched(W, trees(2, [0, 1, 2, 3, 4, 5, 6, 8, 11]))
+    assert not made
+    batched = jedbatch.batch(encode)
+    assert types_of(batched.plan(W, few)) == 4  # one for each number of children
+    # No children, one, two to four, and up to sixteen.
+    assert types_of(batched.plan(W, many)) == types_of(batched.plan(W, [*few, *many])) == 4
+
+
+def test_longer_lists_than_there_is_room_for():
+    encode, many = encoder(child_sum, spread), trees(3, [1, 2, 3, 4, 5, 66])
+    assert types_of(check(encode, W, many, gradients=False).plan(W, many)) == 5
+
+
+def in_lists(node, w, x, states):
+    return node(w, x, [h for h, _ in states], tuple(c for _, c in states))
+
+
+def of_lists(w, x, hs, cs):
+    return attention(w, x, *zip(hs, cs, strict=True))
+
+
+def test_lists_among_the_arguments():
+    many = trees(4, [1, 2, 3, 4, 5, 6])
+    assert types_of(check(encoder(of_lists, in_lists), W, many).plan(W, many)) == 3
+
+
+@pytest.mark.parametrize("cell", [means, by_position])
+def test_lengths_that_python_reads(cell):
+    many = trees(5, [1, 2, 3, 4, 5, 6])
+    plan = check(encoder(cell, spread), W, many, gradients=False).plan(W, many)
+    assert types_of(plan) == (4 if cell is means else 7)
+
+
+def test_lists_in_a_lazy_scope():
+    encode = encoder(child_sum, spread)
+    many = trees(6, [1, 2, 3, 4, 5, 6])
+    with jedbatch.lazy() as scope:
+        futures = [encode(W, tree) for tree in many]
+    assert len(scope.rounds) == 1
+    np.testing.assert_allclose(
+        np.stack([np.asarray(x) for x in futures]), [encode(W, t) for t in many], rtol=1e-5
+    )
+
+
+def test_lists_whose_elements_are_shared_arguments():
+    node = jedbatch.cell(lambda x, rows: x + sum(jnp.tanh(r * x) for r in rows))
+    params = [W[0] * k for k in range(7)]
+    instances = [(np.ones(2, np.float32) * k, "a" * (1 + k % 7)) for k in range(7)]
+    check(lambda params, x: node(x[0], params[: len(x[1])]), params, instances, gradients=False)
