@@ -22,7 +22,7 @@ class Options:
       executor: runs programs, by its name; None for the default.
       layout: the order of nodes within batches, by its name.
       reuse: whether inference uses rows again.
-      granularity: the name of what a node is.
+      granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: limits of the instances that are kept.
       target: what programs are made for; None takes that of the shared arguments.
@@ -31,7 +31,7 @@ class Options:
     executor: str | None = None
     layout: str = "auto"
     reuse: bool | None = None
-    granularity: str = "cell"
+    granularity: str | None = None
     key: Callable[..., Hashable] | None = None
     cache_size: int = 65536
     cache_bytes: int = 1 << 30
@@ -44,7 +44,7 @@ class Options:
         executor: Any,
         layout: Any,
         reuse: Any,
-        granularity: Any = "cell",
+        granularity: Any = None,
         key: Any = None,
         cache_size: Any = 65536,
         cache_bytes: Any = 1 << 30,
@@ -63,7 +63,7 @@ class Options:
                 "rows again "
                 "where it saves much."
             )
-        checks.one_of(name, "granularity", granularity, sorted(GRANULARITIES))
+        checks.one_of(name, "granularity", granularity, (*sorted(GRANULARITIES), None))
         if key is not None:
             expected = "a function of the mapped arguments of an instance"
             checks.function(name, "key", key, expected, "It gives something hashable.")

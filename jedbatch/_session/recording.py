@@ -49,9 +49,9 @@ class Recording:
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
 
         def assumed() -> object:
-            """Assumptions about lengths, and about numbers and lists that differ."""
+            """Assumptions about lengths, about numbers and lists that differ, and granularity."""
             arities = cache.registry.arities.revision
-            return cache.lengths.revision, cache.regions.revision, arities
+            return cache.lengths.revision, cache.regions.revision, arities, cache.grouping
 
         return until_guards_hold(lambda: self._find(cache, instances, read), assumed)
 
@@ -83,11 +83,13 @@ class Recording:
         ]
         if not new:
             return records, arrays, [], len(instances)
-        revision = cache.registry.arities.revision
+        revision, grouping = cache.registry.arities.revision, cache.grouping
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
         graphs, keep, tracers = self._record(cache, new_parts[0], new_parts[1], new_parts[2], read)
         if cache.registry.arities.revision != revision:
             cache.forget_records()
+            raise GuardFailed
+        if cache.grouping is not grouping and any(r is not None for r in records):
             raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
@@ -112,7 +114,7 @@ class Recording:
         """
         record = functools.partial(trace, self.fn, cache.registry, instances, arrays, self.join)
         if not any(given):
-            return record(cache.grouping, read)
+            return self._record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)
         try:
             return attempt.record(record)
@@ -121,6 +123,16 @@ class Recording:
                 record(cache.grouping, read)  # complains if lengths are not the reason
                 cache.lengths.give_up(error, attempt.given[attempt.number])
             raise GuardFailed from None
+
+    def _record_either_way(self, cache: RecordCache, record: Callable) -> Any:
+        """Records instances as they are, or with nodes merged if that is found to pay."""
+        recorded = record(cache.grouping)
+        if cache.merging is not None and cache.merging.asks(recorded[0]):
+            merged = record(cache.merging.blocks)
+            cache.merging.compare(recorded[0], merged[0])
+            recorded = merged if cache.merging.pays else recorded
+        cache.decide()
+        return recorded
 
 
 class RaggedRecording:

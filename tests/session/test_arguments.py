@@ -59,7 +59,7 @@ CASES = [
             "cache_bytes": COUNTS,
             "layout": (None, *THINGS),
             "reuse": THINGS[:-1],
-            "granularity": (None, *THINGS),
+            "granularity": THINGS,
             "target": THINGS,
         },
     ),

@@ -1,0 +1,201 @@
+"""Functions without cells, whose first minibatches say whether operations are merged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import programs
+from cases.helpers import assert_no_recompile, check, loop, random_tree
+
+import jedbatch
+
+H = 4
+PARAMS = programs.weights(0, E=(20, H), W=(2 * H, H), b=(H,))
+OPERATORS = {
+    "add": lambda a, b: a + b,
+    "max": jnp.maximum,
+    "divide": lambda a, b: a / jnp.where(jnp.abs(b) > 0.1, b, 1.0),
+    "root": lambda a: jnp.sqrt(jnp.abs(a) + 0.5),
+}
+CELLS = {name: jedbatch.cell(fn, name=name) for name, fn in OPERATORS.items()}
+
+
+def encode(params, tree):
+    """Six operations a node, and no cell."""
+    if isinstance(tree, int):
+        return jnp.tanh(params["E"][tree])
+    left, right = encode(params, tree[0]), encode(params, tree[1])
+    gate = jax.nn.sigmoid(left * params["b"])
+    return gate * jnp.tanh(jnp.concatenate([left, right]) @ params["W"]) + (1 - gate) * right
+
+
+def trees(num, seed, largest=9):
+    rng = np.random.default_rng(seed)
+    word = lambda: int(rng.integers(20))  # noqa: E731
+    return [random_tree(rng, int(n), word) for n in rng.integers(1, largest, num)]
+
+
+def evaluator(operators):
+    """Evaluates expressions, by operators of their own or by cells."""
+
+    def evaluate(params, expression):
+        if isinstance(expression, int):
+            return params["E"][expression]
+        name, *operands = expression
+        return operators[name](*[evaluate(params, x) for x in operands])
+
+    return evaluate
+
+
+def expressions(num, seed, names=tuple(OPERATORS)):
+    rng = np.random.default_rng(seed)
+
+    def grow(size):
+        if size <= 1:
+            return int(rng.integers(20))
+        name = names[rng.integers(len(names))]
+        if name == "root":
+            return name, grow(size - 1)
+        left = int(rng.integers(1, size))
+        return name, grow(left), grow(size - left)
+
+    return [grow(int(n)) for n in rng.integers(2, 20, num)]
+
+
+def assert_close(got, expected):
+    np.testing.assert_allclose(got, np.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def num_nodes(batched, instances, params=PARAMS):
+    return len(batched.plan(params, instances).graph.node_type)
+
+
+def test_a_model_without_cells_is_merged_before_anything_is_compiled():
+    """As with "auto", and unseen minibatches neither compile nor bring new types."""
+    batched = check(encode, PARAMS, trees(64, seed=0))
+    plan = batched.plan(PARAMS, trees(64, seed=0))
+    chosen = jedbatch.batch(encode, granularity="auto")
+    found = chosen.plan(PARAMS, trees(64, seed=0))
+    assert len(plan.graph.present_types) == len(found.graph.present_types) == 2
+    assert len(plan.graph.node_type) == len(found.graph.node_type)
+    assert len(plan.schedule) == len(found.schedule)
+
+    batched = jedbatch.batch(encode)
+    batched(PARAMS, trees(64, seed=0))
+    assert batched.compilations == 1
+    num_types = len(batched.plan(PARAMS, trees(64, seed=0)).graph.types)
+    for seed in range(1, 4):
+        few = trees(48, seed)
+        expected = loop(encode, PARAMS, few)
+        assert_close(batched(PARAMS, few), expected)
+        assert_close(chosen(PARAMS, few), expected)
+    assert batched.compilations <= chosen.compilations + 1  # which has not met the first minibatch
+    assert len(batched.plan(PARAMS, few).graph.types) == num_types
+
+
+def test_small_minibatches_come_first():
+    """One more program once enough has been met; what was planned before stays as it is."""
+    batched = jedbatch.batch(encode)
+    operations = jedbatch.batch(encode, granularity="cell")
+    few, many = trees(3, seed=5), trees(64, seed=6)
+    early = batched.plan(PARAMS, few)
+    expected = loop(encode, PARAMS, few)
+    assert_close(batched.apply(PARAMS, early), expected)
+    assert len(early.graph.node_type) == num_nodes(operations, few)
+    compiled = batched.compilations
+    mixed = many + few
+    assert_close(batched(PARAMS, mixed), loop(encode, PARAMS, mixed))
+    assert batched.compilations == compiled + 1
+    assert num_nodes(batched, few) < num_nodes(operations, few) / 3
+    assert_close(batched(PARAMS, few), expected)
+    with assert_no_recompile():
+        assert_close(batched.apply(PARAMS, early), expected)
+
+    def loss(params, plan):
+        return jnp.sin(batched.apply(params, plan)).sum()
+
+    late = batched.plan(PARAMS, few)
+    for x, y in zip(
+        jax.tree.leaves(jax.grad(loss)(PARAMS, early)),
+        jax.tree.leaves(jax.jit(jax.grad(loss))(PARAMS, late)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_expressions_are_merged_where_operators_are_several_operations():
+    instances = expressions(96, seed=0)
+    batched = check(evaluator(OPERATORS), PARAMS, instances, rtol=3e-5)
+    with_cells = jedbatch.batch(evaluator(CELLS)).plan(PARAMS, instances)
+    plan = batched.plan(PARAMS, instances)
+    assert len(plan.graph.node_type) == len(with_cells.graph.node_type)
+    assert len(plan.schedule) <= len(with_cells.schedule)
+    assert len(plan.graph.present_types) == len(with_cells.graph.present_types)
+
+
+@pytest.mark.parametrize(
+    ("fn", "instances"),
+    [
+        (evaluator(OPERATORS), expressions(64, seed=1, names=("add", "max"))),
+        (evaluator(CELLS), expressions(64, seed=1)),
+        (lambda params, x: params["b"] * x, list(range(600))),
+    ],
+    ids=["single operations", "cells", "one operation"],
+)
+def test_what_has_nothing_to_merge_stays_as_it_is(fn, instances):
+    graph = jedbatch.batch(fn).plan(PARAMS, instances).graph
+    other = jedbatch.batch(fn, granularity="cell").plan(PARAMS, instances).graph
+    assert [graph.types[t].name for t in graph.node_type] == [
+        other.types[t].name for t in other.node_type
+    ]
+    assert graph.operand.tolist() == other.operand.tolist()
+
+
+def test_arrays_of_any_length_are_still_packed():
+    """Those of another length are recorded for all lengths, as if nothing had been merged."""
+
+    def fn(params, instance):
+        tree, rows = instance
+        return jnp.tanh(rows @ params["W"][:H]).sum(0) * encode(params, tree)
+
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(3, H)).astype(np.float32) for _ in range(64)]
+    batched = jedbatch.batch(fn)
+    equal = list(zip(trees(64, seed=2), rows, strict=True))
+    assert_close(batched(PARAMS, equal), loop(fn, PARAMS, equal))
+    assert num_nodes(batched, equal) < num_nodes(jedbatch.batch(fn, granularity="cell"), equal) / 2
+    ragged = [(tree, x[: i % 3 + 1]) for i, (tree, x) in enumerate(equal)]
+    plan = batched.plan(PARAMS, ragged)
+    assert plan.ragged_rows is not None
+    assert "grouped by equal shapes" not in str(plan)
+    assert_close(batched.apply(PARAMS, plan), loop(fn, PARAMS, ragged))
+
+
+def test_decisions_on_values_and_closures():
+    """The function starts to decide after operations were merged, and it closes over a weight."""
+
+    scale = jnp.full(H, 1.5)
+
+    def fn(params, instance):
+        tree, limit = instance
+        h = encode(params, tree) * scale
+        while limit and jnp.abs(h).max() > limit:
+            h = 0.5 * h
+        return h
+
+    batched = jedbatch.batch(fn)
+    plain = [(tree, 0) for tree in trees(64, seed=3)]
+    assert_close(batched(PARAMS, plain), loop(fn, PARAMS, plain))
+    assert num_nodes(batched, plain) < num_nodes(jedbatch.batch(fn, granularity="cell"), plain) / 3
+    deciding = [(tree, 0.2) for tree in trees(12, seed=4)]
+    assert_close(batched(PARAMS, deciding), loop(fn, PARAMS, deciding))
+
+
+def test_warming_and_learning():
+    """Both record before anything is planned."""
+    batched = jedbatch.batch(encode)
+    batched.learn(PARAMS, trees(64, seed=7))
+    batched.warm(PARAMS, trees(64, seed=8), batch_size=16, calls=False)
+    few = trees(12, seed=9)
+    assert len(batched.plan(PARAMS, few).graph.present_types) == 2
+    assert_close(batched(PARAMS, few), loop(encode, PARAMS, few))
