@@ -35,6 +35,10 @@ Read in this order:
 23. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
 24. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-25. `granularity.fuse`: Finding cells without marks: operations that always run together become
+25. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+   a time.
+26. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+   and after each.
+27. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

@@ -44,7 +44,8 @@ the rule that finds them is ours.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -53,18 +54,15 @@ import numpy as np
 from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
-from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.granularity.call_sites import Sites
-from jedbatch._record.granularity.inline import Nodes, Primitives, Template, apart, make_template
-from jedbatch._record.operators import PICK
+from jedbatch._record.granularity.inline import Primitives, Template, apart, make_template
+from jedbatch._record.granularity.node_arrays import NodeArrays
+from jedbatch._record.granularity.tokens import Tokens
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
-START, END, ELSEWHERE = -1, -2, -3
-MAX_DISTINCT_WAYS = 2  # ways to an operation, or on from it, that may be told apart
-MANY_WAYS = 8  # through one stretch, which are not told apart any more
 MANY_VARIANTS = 3  # of a cell, from which on it may be taken apart
 
 
@@ -81,20 +79,49 @@ class Pattern(NamedTuple):
     reads: tuple[Any, ...]
 
 
-class Block(NamedTuple):
-    """Nodes that become one node.
+@dataclass(eq=False)
+class Block:
+    """A kind of block: nodes that become one node.
 
     Attributes:
-      nodes: in the order of recording.
       pattern: what they compute.
-      operands: what is read from outside, each once.
-      values: what is made inside.
+      operands: value types of what is read from outside.
+      leaving: the values made inside that were read outside in any instance so far, as bits.
+      call_specs: how it is recorded, by what leaves it.
     """
 
-    nodes: list[int]
     pattern: Pattern
-    operands: list[int]
-    values: list[int]
+    operands: tuple[int, ...]
+    leaving: int = 0
+    call_specs: dict[int, CallSpec] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """Nodes of a stretch that depend on each other.
+
+    Attributes:
+      nodes: in the order of recording, from the first of the stretch.
+      block: what they become; None for a single node, which stays what it is.
+      operands: what they read, from what the stretch reads; a block reads each once.
+      values: what they make, from the first value of the stretch.
+    """
+
+    nodes: tuple[int, ...]
+    block: Block | None
+    operands: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+class Merged(NamedTuple):
+    """Nodes as a recorder writes them (see `Recorder.written`), what is returned, and the ends."""
+
+    columns: tuple[Any, ...]
+    outputs: list[int]
+    ends: list[tuple[int, ...]]
+
+    def written(self) -> tuple[tuple[Any, ...], list[int], list[tuple[int, ...]]]:
+        """Returns all three."""
+        return self.columns, self.outputs, self.ends
 
 
 class Blocks:
@@ -107,18 +134,10 @@ class Blocks:
         self._registry = registry
         self._sites = Sites()
         self._variants = Variants(registry, self)
-        self._tokens: dict[tuple, int] = {}
-        self._after: dict[int, set[int]] = {}  # a few tokens that come next, and `ELSEWHERE`
-        self._before: dict[int, set[int]] = {}
-        self._ways: dict[int, set[tuple[int, ...]]] = {}  # stretches by their first token
-        self._edges: set[tuple[int, int]] = set()  # of tokens
-        self._joins: dict[int, bool] = {}
-        self._picked: dict[tuple, int] = {}
-        self._varying: set[tuple[int, int]] = set()
-        self._numbers: dict[tuple[int, int], bytes | None] = {}  # None once they vary
-        self._number_types: list[Any] = []  # dtypes, of every group of inputs that holds numbers
-        self._leaving: dict[Pattern, int] = {}  # as bits
-        self._call_specs: dict[tuple[Pattern, int], CallSpec] = {}
+        self._tokens = Tokens(registry, self._sites)
+        self._blocks: dict[Pattern, Block] = {}
+        self._stretches: dict[tuple, list[Part]] = {}
+        self._numbers_changed = 0
         self.here = self._sites.here
         self.met = self._variants.met
 
@@ -128,267 +147,210 @@ class Blocks:
         return self._sites.revision + self._variants.revision
 
     def group(
-        self, recorder: Recorder, outputs: Sequence[int], ends: Sequence[tuple[int, ...]]
-    ) -> Nodes:
+        self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
+    ) -> Merged:
         """Returns the recorded nodes as nodes of blocks."""
         self._sites.release()
-        nodes = apart(self._registry, recorder, outputs, ends, self._variants.template)
-        tokens = self._learn(nodes)
-        maker = nodes.makers(self._registry)
-        cut = self._cut(tokens, [nodes_here for nodes_here, _ in nodes.instances()])
-        parts = [
-            [part for s in nodes_here for part in _connected(nodes, s, maker)] for nodes_here in cut
-        ]
-        leaving = _read_outside(nodes, parts, maker)
-        starts = nodes.starts(self._registry)
-        blocks = [[self._block(nodes, tokens, starts, p, leaving) for p in ps] for ps in parts]
-        return self._merge(nodes, starts, blocks)
-
-    # --- learning ---
-
-    def _learn(self, nodes: Nodes) -> list[int]:
-        """The tokens of the nodes; notes what follows what, and which numbers vary."""
-        while True:
-            tokens = self._tokens_of(nodes)
-            if not self._find_picks(nodes, tokens):
-                break
-        for positions, _ in nodes.instances():
-            before = START
-            for n in positions:
-                self._follow(before, tokens[n], before != START and self._goes_on(nodes, n))
-                before = tokens[n]
-            self._follow(before, END, goes_on=False)
-        for token, operands in zip(tokens, nodes.operands, strict=True):
-            for position, r in enumerate(operands):
-                if r < 0 and self._numbers.get((token, position), b"") is not None:
-                    number = self._number(nodes, r)
-                    if number is None or number != self._numbers.setdefault(
-                        (token, position), number
-                    ):
-                        self._numbers[token, position] = None
-        maker = nodes.makers(self._registry)
-        edges = {
-            (tokens[maker[r]], token)
-            for token, operands in zip(tokens, nodes.operands, strict=True)
-            for r in operands
-            if r >= 0
-        }
-        self._edges |= edges
-        self._joins.clear()
-        return tokens
-
-    def _follow(self, a: int, b: int, goes_on: bool) -> None:
-        """Notes that b comes after a."""
-        for beside, here, there in ((self._after, a, b), (self._before, b, a)):
-            neighbours = beside.setdefault(here, set())
-            if len(neighbours) <= MAX_DISTINCT_WAYS:
-                neighbours.add(there)
-            if not goes_on:
-                neighbours.add(ELSEWHERE)
-
-    def _goes_on(self, nodes: Nodes, n: int) -> bool:
-        """Returns whether a call of a function goes straight from the node before to this one."""
-        (before, _), (site, same) = nodes.sites[n - 1 : n + 1]
-        return same and self._sites.onward(before, site)
-
-    def _tokens_of(self, nodes: Nodes) -> list[int]:
-        intern, call_specs = self._tokens, self._registry.call_specs
-        tokens = []
-        for n, ((site, _), c) in enumerate(zip(nodes.sites, nodes.call_specs, strict=True)):
-            token: tuple = (site, call_specs[c].node_type)
-            if self._picks(token) and token not in self._varying:
-                token = (*token, nodes.input_value[~nodes.operands[n][1]])
-            tokens.append(intern.setdefault(token, len(intern)))
-        return tokens
-
-    def _picks(self, token: tuple) -> bool:
-        """True of `value[i]` with a Python number."""
-        return operation_of(self._registry.node_types[token[1]]).key[0] == PICK
-
-    def _find_picks(self, nodes: Nodes, tokens: list[int]) -> bool:
-        """Returns whether there are new places where `value[i]` follows the same with another i."""
-        num_varying = len(self._varying)
-        for positions, _ in nodes.instances():
-            before = START
-            for n in positions:
-                call_spec = self._registry.call_specs[nodes.call_specs[n]]
-                place = (nodes.sites[n][0], call_spec.node_type)
-                if self._picks(place) and place not in self._varying:
-                    i = nodes.input_value[~nodes.operands[n][1]]
-                    if self._picked.setdefault((before, place), i) != i:
-                        self._varying.add(place)
-                before = tokens[n]
-        return len(self._varying) > num_varying
-
-    def _number(self, nodes: Nodes, reference: int) -> bytes | None:
-        """An input as bytes, if it is a number."""
-        types, registry = self._number_types, self._registry
-        for how, kind, *_ in registry.groups[len(types) :]:
-            value_type = registry.value_types[kind]
-            plain = how == "value" and value_type.shape == () and not is_key(value_type.dtype)
-            types.append(value_type.dtype if plain else None)
-        dtype = types[nodes.input_group[~reference]]
-        if dtype is None:
-            return None
-        return np.asarray(nodes.input_value[~reference], dtype).tobytes()
+        if self._variants.are_apart:
+            taken = apart(self._registry, recorder, outputs, ends, self._variants.template)
+            nodes = NodeArrays.of_nodes(self._registry, taken)
+        else:
+            nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
+        tokens = self._tokens.learn(nodes)
+        if self._numbers_changed != self._tokens.numbers_changed:
+            self._stretches.clear()
+            self._numbers_changed = self._tokens.numbers_changed
+        starts = self._tokens.cut(tokens, nodes)
+        parts, reads = self._parts(nodes, tokens, starts)
+        self._note_leaving(nodes, starts, parts)
+        return self._merge(nodes, starts, parts, reads)
 
     # --- finding blocks ---
 
-    def _cut(self, tokens: Sequence[int], instances: Sequence[range]) -> list[list[range]]:
-        """Cuts the instances into stretches."""
-        while True:
-            cut = [list(self._stretches(tokens, positions)) for positions in instances]
-            many = False
-            for stretch in itertools.chain.from_iterable(cut):
-                ways = self._ways.setdefault(tokens[stretch.start], set())
-                if len(ways) <= MANY_WAYS:
-                    ways.add(tuple(tokens[stretch.start : stretch.stop]))
-                    many |= len(ways) > MANY_WAYS
-            if not many:
-                return cut
+    def _parts(
+        self, nodes: NodeArrays, tokens: np.ndarray, starts: list[int]
+    ) -> tuple[list[list[Part] | None], list[list[int]]]:
+        """(the parts of each stretch, None for a single node; what each reads from outside)."""
+        operand, ptr, first = nodes.operand.tolist(), nodes.ptr.tolist(), nodes.start.tolist()
+        data, width = tokens.tobytes(), tokens.itemsize
+        parts: list[list[Part] | None] = []
+        outside: list[list[int]] = []
+        for a, b in itertools.pairwise(starts):
+            read = operand[ptr[a] : ptr[b]]
+            if b - a == 1:
+                parts.append(None)
+                outside.append(read)
+                continue
+            begin = first[a]
+            external: dict[int, int] = {}
+            reads = [  # own values, and the rest by number and by whether it is an input
+                r - begin
+                if r >= begin
+                else -1 - 2 * external.setdefault(r, len(external)) - (r < 0)
+                for r in read
+            ]
+            key = data[a * width : b * width], tuple(reads)
+            stretch = self._stretches.get(key)
+            if stretch is None:
+                stretch = self._stretches[key] = self._find_parts(nodes, tokens, a, b, reads)
+            parts.append(stretch)
+            outside.append(list(external))
+        return parts, outside
 
-    def _stretches(self, tokens: Sequence[int], positions: range) -> Iterator[range]:
-        begin = positions.start
-        for n in positions[1:]:
-            strict = len(self._ways.get(tokens[begin], ())) > MANY_WAYS
-            if not self._joined(tokens[n - 1], tokens[n], strict):
-                yield range(begin, n)
-                begin = n
-        if positions:
-            yield range(begin, positions.stop)
+    def _find_parts(
+        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, end: int, reads: list[int]
+    ) -> list[Part]:
+        """Cuts a stretch into what depends on each other.
 
-    def _joined(self, a: int, b: int, strict: bool) -> bool:
-        """Returns whether b, which comes after a, goes with it."""
-        after, before = self._after[a] - {ELSEWHERE}, self._before[b] - {ELSEWHERE}
-        if len(after) == len(before) == 1:
-            return True
-        if strict or ELSEWHERE in self._after[a] | self._before[b]:
-            return False
-        if max(len(after), len(before)) > MAX_DISTINCT_WAYS:
-            return False
-        if b not in self._joins:
-            self._joins[b] = len(before) == 1 or not before.isdisjoint(self._readers(b))
-        return self._joins[b]
+        `reads` has what it reads: its own values, and `-1 - 2 * k` or, for an input, `-2 - 2 * k`.
+        """
+        origin, start = int(nodes.ptr[begin]), nodes.start[begin : end + 1] - nodes.start[begin]
+        maker = np.repeat(np.arange(end - begin), np.diff(start)).tolist()
+        operands = [
+            reads[nodes.ptr[n] - origin : nodes.ptr[n + 1] - origin] for n in range(begin, end)
+        ]
+        connected: UnionFind[int] = UnionFind()
+        for n, read in enumerate(operands):
+            for r in read:
+                if r >= 0:
+                    connected.union(n, maker[r])
+        members: dict[int, list[int]] = {}
+        for n in range(end - begin):
+            members.setdefault(connected.find(n), []).append(n)
+        parts = []
+        for part in members.values():
+            values = [v for n in part for v in range(int(start[n]), int(start[n + 1]))]
+            if len(part) == 1:
+                outside = [(-1 - r) // 2 for r in operands[part[0]]]
+                parts.append(Part(tuple(part), None, tuple(outside), tuple(values)))
+                continue
+            slots = {v: k for k, v in enumerate(values)}
+            pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
+            block = self._blocks.setdefault(pattern, Block(pattern, kinds))
+            parts.append(Part(tuple(part), block, read_once, tuple(values)))
+        return parts
 
-    def _readers(self, token: int) -> set[int]:
-        """The tokens of what depends on the results of operations with a token."""
-        readers: dict[int, list[int]] = {}
-        for a, b in self._edges:
-            readers.setdefault(a, []).append(b)
-        all_readers: set[int] = set()
-        stack = [token]
-        while stack:
-            new = set(readers.get(stack.pop(), ())) - all_readers
-            all_readers |= new
-            stack += new
-        return all_readers
-
-    def _block(self, nodes: Nodes, tokens, starts, part: list[int], leaving: set[int]) -> Block:
-        """Returns what a part of an instance computes and reads; notes what leaves it."""
-        slots: dict[int, int] = {}
-        operands: dict[int, int] = {}
-        reads: list[Any] = []
-        if len(part) == 1:  # stays what it is
-            return Block(part, Pattern((), ()), [], [])
-        for n in part:
-            for position, r in enumerate(nodes.operands[n]):
-                if r in slots:
-                    reads.append(slots[r])
+    def _pattern(
+        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, part, operands, slots
+    ) -> tuple[Pattern, tuple[int, ...], tuple[int, ...]]:
+        """(what nodes of a stretch compute, what they read from outside, value types of that)."""
+        types = tuple(nodes.node_type[[begin + n for n in part]].tolist())
+        once: dict[int, int] = {}
+        kinds: list[int] = []
+        written: list[Any] = []
+        for n, node_type in zip(part, types, strict=True):
+            its_kinds = self._registry.kinds_of(self._registry.node_types[node_type].operands)
+            for position, (r, kind) in enumerate(zip(operands[n], its_kinds, strict=True)):
+                if r >= 0:
+                    written.append(slots[r])
                     continue
-                number = self._numbers.get((tokens[n], position)) if r < 0 else None
+                is_input = r % 2 == 0
+                number = self._tokens.number(int(tokens[begin + n]), position) if is_input else None
                 if number is not None:
-                    kind = self._registry.groups[nodes.input_group[~r]][1]
-                    reads.append((kind, number))
-                else:
-                    reads.append(-1 - operands.setdefault(r, len(operands)))
-            for v in range(starts[n], starts[n + 1]):
-                slots[v] = len(slots)
-        types = tuple([self._registry.call_specs[nodes.call_specs[n]].node_type for n in part])
-        pattern = Pattern(types, tuple(reads))
-        bits = sum([1 << k for v, k in slots.items() if v in leaving])
-        self._leaving[pattern] = self._leaving.get(pattern, 0) | bits
-        return Block(part, pattern, list(operands), list(slots))
+                    written.append((kind, number))
+                    continue
+                outside = (-1 - r) // 2
+                if outside not in once:
+                    kinds.append(kind)
+                written.append(-1 - once.setdefault(outside, len(once)))
+        return Pattern(types, tuple(written)), tuple(once), tuple(kinds)
+
+    def _note_leaving(
+        self, nodes: NodeArrays, starts: list[int], parts: Sequence[list[Part] | None]
+    ) -> None:
+        """Notes which values of blocks instances return, or other parts read."""
+        part_of = np.repeat(np.arange(len(parts)), np.diff(starts))
+        total = len(parts)
+        for k, stretch in enumerate(parts):
+            if stretch is not None and len(stretch) > 1:
+                for part in stretch:
+                    part_of[[starts[k] + n for n in part.nodes]] = total
+                    total += 1
+        outside = np.zeros(len(nodes.maker), bool)
+        outside[[v for v in nodes.outputs if v >= 0]] = True
+        inner = np.flatnonzero(nodes.operand >= 0)
+        values = nodes.operand[inner]
+        apart = part_of[nodes.maker[values]] != part_of[nodes.reader[inner]]
+        outside[values[apart]] = True
+        leaves, first = outside.tobytes(), nodes.start.tolist()
+        seen: set[tuple] = set()
+        for a, b, stretch in zip(starts, starts[1:], parts, strict=False):
+            if stretch is None:
+                continue
+            mark = id(stretch), leaves[first[a] : first[b]]
+            if mark in seen:
+                continue
+            seen.add(mark)
+            for part in stretch:
+                if part.block is not None:
+                    bits = sum([1 << k for k, v in enumerate(part.values) if mark[1][v]])
+                    part.block.leaving |= bits
 
     # --- merging ---
 
     def _merge(
-        self, nodes: Nodes, starts: Sequence[int], blocks: Sequence[Sequence[Block]]
-    ) -> Nodes:
-        """The nodes with each block as one node."""
-        merged = Nodes(input_group=nodes.input_group, input_value=nodes.input_value)
-        place = [0] * nodes.num_values
+        self,
+        nodes: NodeArrays,
+        starts: list[int],
+        parts: Sequence[list[Part] | None],
+        outside: Sequence[list[int]],
+    ) -> Merged:
+        """Returns the nodes with each block as one node."""
+        place = [0] * len(nodes.maker)
+        recorded, first = nodes.call_spec.tolist(), nodes.start.tolist()
+        call_specs: list[int] = []
+        references: list[int] = []
+        num_values = 0
+        done = {}  # by node: how many nodes and references there are before it
+        for a, b, stretch, read in zip(starts, starts[1:], parts, outside, strict=False):
+            done[a] = len(call_specs), len(references)
+            begin = first[a]
+            if stretch is None:
+                call_specs.append(recorded[a])
+                references += read
+                for v in range(begin, first[b]):
+                    place[v] = num_values
+                    num_values += 1
+                continue
+            for part in stretch:
+                if part.block is None:
+                    call_specs.append(recorded[a + part.nodes[0]])
+                    leaving = (1 << len(part.values)) - 1
+                elif leaving := part.block.leaving:
+                    call_spec = part.block.call_specs.get(leaving)
+                    if call_spec is None:
+                        call_spec = self._call_spec(
+                            part.block, nodes.site[[a + n for n in part.nodes]]
+                        )
+                    call_specs.append(call_spec.id)
+                else:  # it is never read
+                    continue
+                references += [read[k] for k in part.operands]
+                for k, v in enumerate(part.values):
+                    if leaving >> k & 1:
+                        place[begin + v] = num_values
+                        num_values += 1
+        done[starts[-1]] = len(call_specs), len(references)
+        all_ends: list[tuple[int, ...]] = [(*done[n], i, o) for n, i, o in nodes.ends]
+        columns = (
+            call_specs,
+            [place[r] if r >= 0 else r for r in references],
+            nodes.input_group,
+            nodes.input_value,
+        )
+        return Merged(columns, [place[r] if r >= 0 else r for r in nodes.outputs], all_ends)
 
-        def placed(references: Sequence[int]) -> list[int]:
-            return [place[r] if r >= 0 else r for r in references]
-
-        for (_, returned), instance_blocks, end in zip(
-            nodes.instances(), blocks, nodes.ends[1:], strict=True
-        ):
-            for block in instance_blocks:
-                if len(block.nodes) == 1:
-                    (n,) = block.nodes
-                    call_spec = self._registry.call_specs[nodes.call_specs[n]]
-                    first = merged.add(call_spec, nodes.sites[n], placed(nodes.operands[n]))
-                    place[starts[n] : starts[n + 1]] = range(first, merged.num_values)
-                elif leaving := self._leaving[block.pattern]:  # else it is never read
-                    call_spec = self._call_spec(block, leaving, nodes)
-                    v = merged.add(call_spec, nodes.sites[block.nodes[0]], placed(block.operands))
-                    for k, value in enumerate(block.values):
-                        if leaving >> k & 1:
-                            place[value] = v
-                            v += 1
-            merged.outputs += placed(nodes.outputs[returned.start : returned.stop])
-            merged.ends.append((len(merged.call_specs), *end[1:]))
-        return merged
-
-    def _call_spec(self, block: Block, leaving: int, nodes: Nodes) -> CallSpec:
+    def _call_spec(self, block: Block, sites: np.ndarray) -> CallSpec:
         """Returns how to record a block of which some values leave."""
-        pattern, registry = block.pattern, self._registry
-        call_spec = self._call_specs.get((pattern, leaving))
-        if call_spec is None:
-            types = [registry.node_types[t] for t in pattern.types]
-            shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
-            kinds = [0] * len(block.operands)
-            reads = iter(pattern.reads)
-            for value_type, read in zip((x for t in types for x in t.operands), reads, strict=True):
-                if isinstance(read, int) and read < 0:
-                    kinds[~read] = registry.value_type(
-                        value_type.shape, value_type.dtype, value_type.weak
-                    )
-            name = self._sites.name(nodes.sites[n][0] for n in block.nodes)
-            key = ("block", *pattern, leaving)
-            call = _program(registry, pattern, shared, leaving)
-            call_spec = registry.call_spec(name, key, call, shared, tuple(kinds), user_code=False)
-            self._call_specs[pattern, leaving] = call_spec
+        pattern, leaving, registry = block.pattern, block.leaving, self._registry
+        types = [registry.node_types[t] for t in pattern.types]
+        shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
+        name = self._sites.name(sites.tolist())
+        key = ("block", *pattern, leaving)
+        call = _program(registry, pattern, shared, leaving)
+        call_spec = registry.call_spec(name, key, call, shared, block.operands, user_code=False)
+        block.call_specs[leaving] = call_spec
         return call_spec
-
-
-def _connected(nodes: Nodes, stretch: range, maker: Sequence[int]) -> list[list[int]]:
-    """The nodes of a stretch; those that depend on each other together."""
-    if len(stretch) == 1:
-        return [list(stretch)]
-    connected: UnionFind[int] = UnionFind()
-    for n in stretch:
-        for r in nodes.operands[n]:
-            if r >= 0 and maker[r] >= stretch.start:
-                connected.union(n, maker[r])
-    parts: dict[int, list[int]] = {}
-    for n in stretch:
-        parts.setdefault(connected.find(n), []).append(n)
-    return list(parts.values())
-
-
-def _read_outside(nodes: Nodes, parts: Sequence[Sequence[list[int]]], maker) -> set[int]:
-    """The values that instances return or other parts read."""
-    part_of = [0] * len(nodes.call_specs)
-    for number, part in enumerate(itertools.chain.from_iterable(parts)):
-        for n in part:
-            part_of[n] = number
-    values = set(nodes.outputs)
-    for n, operands in enumerate(nodes.operands):
-        own_part = part_of[n]
-        values.update([r for r in operands if r >= 0 and part_of[maker[r]] != own_part])
-    return values
 
 
 def _program(
@@ -464,6 +426,11 @@ class Variants:
         if products & self._products[cell]:
             self._apart.add(cell)
         self._products[cell] |= products
+
+    @property
+    def are_apart(self) -> bool:
+        """Returns whether there are cells to take apart."""
+        return bool(self._apart)
 
     def template(self, call_spec: CallSpec) -> Template | None:
         """Returns the replacement of a call, or None."""

@@ -1,0 +1,114 @@
+"""`NodeArrays`: recorded nodes as arrays, to look at many of them at a time."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jedbatch._graph.paths import pointers
+from jedbatch._record.granularity.inline import Nodes
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.registry import Registry
+from jedbatch._record.trace import find_operands
+from jedbatch._support.types import Leaf
+
+
+@dataclass(frozen=True, eq=False)
+class NodeArrays:
+    """Recorded nodes; every operand is one value (N nodes, E operands, I instances).
+
+    Attributes:
+      call_spec, node_type: int64[N].
+      site: int64[N], where each was recorded.
+      same: bool[N], whether that was in the same call of a function as the node before.
+      ptr, operand: int64[N + 1] and int64[E], what each reads: results, or inputs as `-1 - i`.
+      start: int64[N + 1], the first result of each.
+      input_group, input_value: as the recorder has them.
+      outputs: what the instances return.
+      ends: for each instance, after zeros, how many nodes, inputs and outputs there are at its end.
+    """
+
+    call_spec: np.ndarray
+    node_type: np.ndarray
+    site: np.ndarray
+    same: np.ndarray
+    ptr: np.ndarray
+    operand: np.ndarray
+    start: np.ndarray
+    input_group: list[int]
+    input_value: list[Leaf]
+    outputs: list[int]
+    ends: list[tuple[int, int, int]]
+
+    @functools.cached_property
+    def maker(self) -> np.ndarray:
+        """int64[V], the node of each result."""
+        return np.repeat(np.arange(len(self.call_spec)), np.diff(self.start))
+
+    @functools.cached_property
+    def reader(self) -> np.ndarray:
+        """int64[E], the node of each operand."""
+        return np.repeat(np.arange(len(self.call_spec)), np.diff(self.ptr))
+
+    @functools.cached_property
+    def begins(self) -> np.ndarray:
+        """bool[N], whether a node is the first one of its instance."""
+        begins = np.zeros(len(self.call_spec) + 1, bool)
+        begins[[n for n, _, _ in self.ends]] = True
+        return begins[:-1]
+
+    @staticmethod
+    def of_recorder(
+        registry: Registry, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
+    ) -> "NodeArrays":
+        """Returns what was recorded; `ends` as in `apart`."""
+        recorded = recorder.call_specs
+        _, arity, operand = find_operands(registry, recorded, recorder.references)
+        sites = recorder.sites or [(0, False)] * len(recorded)
+        return _arrays(
+            registry,
+            np.array(recorded, np.int64),
+            sites,
+            pointers(arity),
+            operand,
+            recorder.input_group,
+            recorder.input_value,
+            outputs,
+            [(n, i, o) for n, _, i, o in ends],
+        )
+
+    @staticmethod
+    def of_nodes(registry: Registry, nodes: Nodes) -> "NodeArrays":
+        """Returns nodes that have been taken apart."""
+        arity = np.fromiter(map(len, nodes.operands), np.int64, len(nodes.operands))
+        operand = np.array(list(itertools.chain.from_iterable(nodes.operands)), np.int64)
+        return _arrays(
+            registry,
+            np.array(nodes.call_specs, np.int64),
+            nodes.sites,
+            pointers(arity),
+            operand,
+            nodes.input_group,
+            nodes.input_value,
+            nodes.outputs,
+            nodes.ends,
+        )
+
+
+def _arrays(
+    registry: Registry, recorded: np.ndarray, sites: Sequence[tuple], *rest: Any
+) -> NodeArrays:
+    present = np.flatnonzero(np.bincount(recorded))
+    call_specs = [registry.singly(registry.call_specs[c]) for c in present.tolist()]
+    local = np.zeros(len(registry.call_specs), np.int64)
+    local[present] = np.arange(len(present))
+    which = local[recorded]
+    columns = np.array([(c.id, c.node_type, len(c.results)) for c in call_specs], np.int64)
+    call_spec, node_type, num_results = columns.reshape(-1, 3)[which].T
+    site, same = np.array(sites, np.int64).reshape(-1, 2).T
+    ptr, operand, *others = rest
+    start = pointers(num_results)
+    return NodeArrays(call_spec, node_type, site, same > 0, ptr, operand, start, *others)
