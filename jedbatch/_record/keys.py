@@ -1,5 +1,6 @@
 """Keys that tell operations of JAX apart: keys of primitives, their parameters and jaxprs."""
 
+import operator
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ class Keys:
         self.reached: Mapping[int, Hashable] = {}
         self._ids: dict[Hashable, Any] = {}
         self._jaxprs: dict[Hashable, tuple[Hashable, tuple[Number, ...]]] = Memory(MANY_JAXPRS)
+        self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
 
     def __len__(self) -> int:
@@ -51,9 +53,13 @@ class Keys:
         """
         same = None
         if "jaxpr" in params:
+            latest = self._latest.get(id(params["jaxpr"]))
+            if latest is not None and latest[0] is primitive and _all_same(latest[2], params):
+                return latest[1]
             same = (primitive, *params, *map(id, params.values()))
             entry = self._by_identity.get(same)
             if entry is not None:
+                self._latest[id(params["jaxpr"])] = primitive, *entry
                 return entry[0]
         skeleton, numbers = self._without_numbers(primitive, params)
         content = (*skeleton, *(x.key for x in numbers)) if numbers else skeleton
@@ -135,3 +141,8 @@ class Keys:
             parts += [atom(x, are_numbers) for x in eqn.invars]
             parts += map(atom, eqn.outvars)
         return (*parts, *map(atom, inner.outvars))
+
+
+def _all_same(params: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Returns whether the parameters of a primitive are the very same objects."""
+    return len(params) == len(others) and all(map(operator.is_, params.values(), others.values()))

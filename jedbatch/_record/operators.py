@@ -31,6 +31,7 @@ from jedbatch._record.symbols import (
 )
 from jedbatch._support.types import Leaf, PyTree
 
+SMALL = 1 << 31  # whole numbers below can be computed with
 PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a value
 
 
@@ -45,7 +46,10 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
         if recorder.locates and number and recorder.active and value.shape:
             row = recorder.input(row_index(item, value.shape[0]))
             return recorder.node(PICK, PICK, _pick, (), [value, row])
-        return super(Value, value).__getitem__(item)
+        of_tracer = super(Value, value).__getitem__
+        if not _is_plain(item):
+            return of_tracer(item)
+        return step_by_step(recorder, ("item", frozen(item)), lambda _: of_tracer(item), value)
     if number:
         if not value.shape:
             raise IndexError("an array with no dimensions cannot be indexed")
@@ -68,42 +72,126 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     number = isinstance(first, int | np.integer) and not isinstance(first, bool)
     if not (number and recorder.active and value.shape and is_static(further)):
         return super(Shared, value).__getitem__(item)
-    row = recorder.input(row_index(first, value.shape[0]))
+    i = row_index(first, value.shape[0])
+    way = ("row", value.index, frozen(further))
+    recorded = recorder.registry.operators.get(way)
+    if recorded is None:
+        row = recorder.input(i)
 
-    def look_up(shared, operands):
-        return shared[0][(operands[0], *further)]
+        def look_up(shared, operands):
+            return shared[0][(operands[0], *further)]
 
-    return recorder.node("row", ("row", frozen(further)), look_up, (value.index,), [row])
+        out = recorder.node("row", ("row", way[2]), look_up, (value.index,), [row])
+        call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
+        group = recorder.input_group[~row.index]
+        recorder.registry.operators[way] = Known(call_spec, (0,), group)
+        return out
+    recorder.references.append(recorder.new_input(recorded.group, i))
+    return recorder.record(recorded.call_spec)
+
+
+def _is_plain(item: Any) -> bool:
+    """True of indices that are alike if they are equal."""
+    if isinstance(item, tuple):
+        return all(map(_is_plain, item))
+    if isinstance(item, slice):
+        return all(map(_is_plain, (item.start, item.stop, item.step)))
+    return item is None or item is Ellipsis or type(item) is int
 
 
 # --- operations and operators ---
 
 
 def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Leaf]) -> CallSpec | None:
-    """Returns how an operation was recorded before; if it is known, adds the symbols it reads."""
+    """Returns how an operation was recorded before; if it is known, adds what it reads."""
     way: list[Any] = [key]
-    reads = []
+    reads: list[Any] = []
+    numbers = []
     for x in args:
-        if type(x) is Value and x._trace is recorder:
+        kind = type(x)
+        if kind is Value and x._trace is recorder:
             way.append(x.type)
             reads.append(x.index)
-        elif type(x) is Shared and x._trace is recorder:
+        elif kind is Shared and x._trace is recorder:
             way.append(~x.index)
+        elif isinstance(x, float) or (isinstance(x, int) and -SMALL <= x < SMALL):
+            way.append((kind, *_kind_of_number(x)))
+            numbers.append((len(reads), x))
+            reads.append(None)
         else:
             return None
-    call_spec = recorder.registry.operations.get(tuple(way)) if recorder.active else None
-    if call_spec is not None:
-        recorder.references += reads
+    known = recorder.registry.operations.get(tuple(way)) if recorder.active else None
+    if known is None:
+        return None
+    call_spec, groups = known
+    for (position, number), group in zip(numbers, groups, strict=True):
+        reads[position] = recorder.new_input(group, number)
+    recorder.references += reads
     return call_spec
 
 
-def remember_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Leaf]) -> None:
-    """Files the last node under its operation and what it reads, if that is symbols only."""
-    is_here = all(isinstance(x, Symbol) and x._trace is recorder for x in args)
-    if is_here and any(isinstance(x, Value) for x in args):
-        kinds = [x.type if isinstance(x, Value) else ~x.index for x in args]
+def remember_operation(
+    recorder: RecorderLike, key: Hashable, args: Sequence[Leaf], num_inputs: int
+) -> None:
+    """Files the last node under its operation and what it reads: symbols, and numbers.
+
+    There were `num_inputs` inputs before these numbers became some.
+    """
+    kinds: list[Any] = []
+    for x in args:
+        if isinstance(x, Symbol) and x._trace is recorder:
+            kinds.append(x.type if isinstance(x, Value) else ~x.index)
+        elif isinstance(x, float | int):
+            kinds.append((type(x), *_kind_of_number(x)))
+        else:
+            return
+    groups = tuple(recorder.input_group[num_inputs:])
+    if len(groups) == sum(isinstance(k, tuple) for k in kinds) and any(
+        isinstance(x, Value) for x in args
+    ):
         call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
-        recorder.registry.operations[key, *kinds] = call_spec
+        recorder.registry.operations[key, *kinds] = call_spec, groups
+
+
+def _kind_of_number(x: Any) -> tuple[Any, Any]:
+    """The type that JAX has given a number of Python, if it has."""
+    return getattr(x, "dtype", None), getattr(x, "weak_type", None)
+
+
+def step_by_step(recorder: RecorderLike, how: Hashable, slow_path: Callable, x: "Value") -> Leaf:
+    """What is done to one value, as recorded before, or by `slow_path`.
+
+    It is known from then on if it comes to nodes that read the result of the one before.
+    """
+    if type(x) is not Value or not recorder.active or is_ragged(x.shape):
+        return slow_path(x)
+    with take_current_trace() as current:
+        here = current is recorder
+    if not here:
+        return slow_path(x)
+    way = (how, x.type)
+    chain = recorder.registry.chains.get(way)
+    if chain is not None:
+        out: Leaf = x
+        for call_spec in chain:
+            recorder.references.append(out.index)
+            out = recorder.record(call_spec)
+            out = out[0] if type(out) is list else out
+        return out
+    before = len(recorder.call_specs), len(recorder.references), len(recorder.input_group)
+    first = recorder.num_values
+    out = slow_path(x)
+    nodes = recorder.call_specs[before[0] :]
+    reads = [x.index, *range(first, recorder.num_values - 1)]
+    if recorder.locates and len(nodes) > 1:  # each was recorded somewhere else in JAX
+        return out
+    if type(out) is Value and nodes and len(recorder.input_group) == before[2]:
+        is_chain = recorder.num_values - first == len(nodes) and out.index == first + len(nodes) - 1
+        if is_chain and recorder.references[before[1] :] == reads:
+            recorder.mark_again()
+            all_call_specs = recorder.registry.call_specs
+            recorder.registry.chains[way] = [all_call_specs[c] for c in nodes]
+    return out
 
 
 class Known(NamedTuple):
@@ -183,4 +271,6 @@ def _same_number(recorder: RecorderLike, number: Any) -> bool:
     _, kind, *_ = recorder.registry.groups[recorder.input_group[-1]]
     value_type = recorder.registry.value_types[kind]
     x = recorder.input_value[-1]
-    return value_type.shape == () and bool(np.asarray(x) == np.asarray(number, value_type.dtype))
+    if value_type.shape != ():
+        return False
+    return bool(np.asarray(x, value_type.dtype) == np.asarray(number, value_type.dtype))

@@ -62,6 +62,7 @@ from jedbatch._record.operators import (
     known_operation,
     operate,
     remember_operation,
+    step_by_step,
 )
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.slow_path import cell_call_spec, slow_path
@@ -361,6 +362,7 @@ class Recorder(Trace):
     index_value = index_value
     index_shared = index_shared
     operate = operate
+    step_by_step = step_by_step
 
     def process_primitive(self, primitive, tracers, params, /):
         key = self.registry.keys.primitive_key(primitive, params)
@@ -388,8 +390,8 @@ class Recorder(Trace):
         except Exception as error:
             note_operation(error, name, tracers)
             raise
-        if before == (len(self.input_group), len(self.call_specs) - 1):
-            remember_operation(self, operation, tracers)
+        if before[1] == len(self.call_specs) - 1:
+            remember_operation(self, operation, tracers, before[0])
         return out if primitive.multiple_results else out[0]
 
     def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:

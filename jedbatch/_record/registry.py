@@ -83,6 +83,7 @@ class Registry:
       arrays_reached: these arrays, by the way to them.
       keys: what operations are told apart by.
       operations, operators: how operations and Python's operators on symbols were recorded.
+      chains: how operators on one value, and static indices, were recorded.
     """
 
     def __init__(self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef):
@@ -107,7 +108,8 @@ class Registry:
         self.keys = Keys()
         self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
         self._of_user: dict[Hashable, CallSpec] = self._of_states.setdefault(0, {})
-        self.operations: dict[tuple, CallSpec] = {}
+        self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = {}
+        self.chains: dict[tuple, list[CallSpec]] = {}
         self.operators: dict[tuple, Any] = {}
         self._single: dict[int, CallSpec] = {}
         self._alike: dict[Hashable, Alike] = {}
@@ -129,7 +131,7 @@ class Registry:
     def size(self) -> int:
         """The number of entries of everything recorded."""
         num_known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
-        return num_known + len(self.operations) + len(self.operators)
+        return num_known + len(self.operations) + len(self.operators) + len(self.chains)
 
     @property
     def types(self) -> tuple[NodeType, ...]:

@@ -87,6 +87,8 @@ class RecorderLike(Protocol):
 
     def mark_again(self) -> None: ...
 
+    def step_by_step(self, how: Hashable, slow_path: Callable, x: "Value") -> Leaf: ...
+
     def value_of(self, symbol: "Symbol") -> Any: ...
 
 
@@ -130,6 +132,18 @@ def _remembering(name: str) -> Callable:
     return method
 
 
+def _of_one(name: str) -> Callable:
+    """The same for an operator on one value."""
+    of_tracer = getattr(Tracer, name)
+
+    def method(self: "Symbol") -> Any:
+        if type(self) is Value:
+            return self._trace.step_by_step(name, of_tracer, self)
+        return of_tracer(self)
+
+    return method
+
+
 class Symbol(Tracer):
     """A tracer of ours: it has a type and no value."""
 
@@ -151,6 +165,7 @@ class Symbol(Tracer):
     __matmul__, __rmatmul__ = _remembering("__matmul__"), _remembering("__rmatmul__")
     __lt__, __le__ = _remembering("__lt__"), _remembering("__le__")
     __gt__, __ge__ = _remembering("__gt__"), _remembering("__ge__")
+    __neg__, __abs__ = _of_one("__neg__"), _of_one("__abs__")
 
     def value_for(self, what: str) -> Any:
         """Returns the value, which is the recorder's to give, for something that needs it.
