@@ -2,8 +2,8 @@
 
 A function in plain `jax.numpy` is recorded operation by operation, and may take twice as long to
 run as one with cells. Where nobody has chosen a granularity, its first minibatches are therefore
-recorded once more, in the way of `granularity="auto"` (see `_record.granularity.fuse`), and the two
-graphs are compared before anything is compiled. Operations are merged from then on if that makes
+recorded once more, in the way of `granularity="auto"` (see `_record.granularity.fuse`), as soon as
+there is enough to see, and the two graphs are compared before a program is made. Operations are merged from then on if that makes
 nodes, batches and types fewer by a stated part; if not, or if the function calls cells, nothing
 changes. It is decided once.
 
@@ -21,8 +21,8 @@ from jedbatch._record.registry import Registry
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import schedule
 
-MIN_INSTANCES = 8  # recorded before it is decided
-MIN_NODES = 512
+MIN_INSTANCES = 8  # recorded in both ways before it is decided
+MIN_NODES = 512  # recorded before that is begun
 FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
 
 
@@ -42,8 +42,8 @@ class Merging:
         self.blocks = Blocks(registry)
         self.is_decided = False
         self.pays = False
-        self._num_instances = 0
         self._num_nodes = 0
+        self._num_compared = 0
 
     def asks(self, records: Sequence[Record]) -> bool:
         """Returns whether to record these new instances again, with `blocks`, and compare them."""
@@ -52,14 +52,14 @@ class Merging:
             return False
         if any(_is_cell(graph, t) for t in graph.present_types):
             self.is_decided = True
-        return not self.is_decided
+        self._num_nodes += len(graph.node_type)
+        return not self.is_decided and self._num_nodes >= MIN_NODES
 
     def compare(self, records: Sequence[Record], merged: Sequence[Record]) -> None:
         """Decides, if enough has been met, by the instances at hand recorded in both ways."""
         before, after = records[0].whole, merged[0].whole
-        self._num_instances += len(records)
-        self._num_nodes += len(before.node_type)
-        if self._num_instances < MIN_INSTANCES or self._num_nodes < MIN_NODES:
+        self._num_compared += len(records)
+        if self._num_compared < MIN_INSTANCES:
             return
         self.is_decided = True
         counts = zip(_counts(before), _counts(after), strict=True)

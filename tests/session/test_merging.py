@@ -199,3 +199,14 @@ def test_warming_and_learning():
     few = trees(12, seed=9)
     assert len(batched.plan(PARAMS, few).graph.present_types) == 2
     assert_close(batched(PARAMS, few), loop(encode, PARAMS, few))
+
+
+def test_minibatches_of_one():
+    """They come to the same as a large one."""
+    batched = jedbatch.batch(encode)
+    for tree in trees(40, seed=11, largest=12):
+        plan = batched.plan(PARAMS, [tree])
+    few = trees(12, seed=12)
+    plan = batched.plan(PARAMS, few)
+    assert len(plan.graph.present_types) == 2
+    assert_close(batched.apply(PARAMS, plan), loop(encode, PARAMS, few))
