@@ -34,6 +34,7 @@ from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFut
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.fast_path import Watched
 from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._record.operators import Slice
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
@@ -230,21 +231,8 @@ class LazyRecorder(Recorder):
         self._reader, x = "slice", tracers[0]
         if not (is_array(x) and isinstance(self.symbol(x), Shared)):
             return super().process_primitive(primitive, tracers, params)
-        starts = params["start_indices"]
-        sizes = tuple(b - a for a, b in zip(starts, params["limit_indices"], strict=True))
-        cut = tuple(k for k, (n, size) in enumerate(zip(x.shape, sizes, strict=True)) if n != size)
-
-        def call(x, *starts):
-            if cut == (0,) and sizes[0] == 1:
-                return [x[starts[0]][None]]
-            where: list[Any] = [0] * x.ndim
-            for k, start in zip(cut, starts, strict=True):
-                where[k] = start
-            return [jax.lax.dynamic_slice(x, where, sizes)]
-
-        return self._operation(
-            "slice", ("slice", cut, sizes), call, [x, *(starts[k] for k in cut)]
-        )[0]
+        cut = Slice.of(x.shape, params)
+        return self._operation("slice", cut.key, cut.call, [x, *cut.starts])[0]
 
     def _operation(
         self, name: str, key: Hashable, call: Callable, args: Sequence[Leaf], is_ragged=False

@@ -11,7 +11,7 @@ Everything unusual takes the slow path: tracers of other transformations, arrays
 shared values alone.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,6 +88,43 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
         return out
     recorder.references.append(recorder.new_input(recorded.group, i))
     return recorder.record(recorded.call_spec)
+
+
+class Slice(NamedTuple):
+    """A slice of an array, with its place as numbers.
+
+    Attributes:
+      key: what it is told apart by, whatever its place.
+      call: does it, given the array and the place.
+      starts: the place, along the axes that are cut.
+    """
+
+    key: tuple[Hashable, ...]
+    call: Callable
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: Sequence[int], params: Mapping[str, Any]) -> "Slice":
+        """Returns JAX's primitive on an array of a shape."""
+        starts = params["start_indices"]
+        sizes = tuple(b - a for a, b in zip(starts, params["limit_indices"], strict=True))
+        cut = tuple(k for k, (n, size) in enumerate(zip(shape, sizes, strict=True)) if n != size)
+
+        def call(x, *starts):
+            if cut == (0,) and sizes[0] == 1:
+                return [x[starts[0]][None]]
+            where: list[Any] = [0] * x.ndim
+            for k, start in zip(cut, starts, strict=True):
+                where[k] = start
+            return [jax.lax.dynamic_slice(x, where, sizes)]
+
+        return Slice(("slice", cut, sizes), call, tuple([starts[k] for k in cut]))
+
+    @property
+    def is_row(self) -> bool:
+        """Returns whether it is one row of a table, or one element of a vector."""
+        _, cut, sizes = self.key
+        return cut == (0,) and sizes[0] == 1 and len(sizes) <= 2
 
 
 def _is_plain(item: Any) -> bool:

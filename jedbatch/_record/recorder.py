@@ -57,6 +57,7 @@ from jedbatch._record.instance_arrays import (
 )
 from jedbatch._record.lifting import with_operands
 from jedbatch._record.operators import (
+    Slice,
     index_shared,
     index_value,
     known_operation,
@@ -365,6 +366,10 @@ class Recorder(Trace):
     step_by_step = step_by_step
 
     def process_primitive(self, primitive, tracers, params, /):
+        if primitive.name == "slice" and type(tracers[0]) is not Value:
+            cut = self._row_of_weight(tracers[0], params)
+            if cut is not None:
+                return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
         key = self.registry.keys.primitive_key(primitive, params)
         lifted = self._lifted(key, tracers) if key.numbers else ()
         operation: Hashable = key
@@ -393,6 +398,16 @@ class Recorder(Trace):
         if before[1] == len(self.call_specs) - 1:
             remember_operation(self, operation, tracers, before[0])
         return out if primitive.multiple_results else out[0]
+
+    def _row_of_weight(self, x: Leaf, params: Mapping[str, Any]) -> Slice | None:
+        """A row of a table that the function closes over, whose number may be the instance's."""
+        if params["strides"] is not None or is_ragged(x.shape):
+            return None
+        is_weight = isinstance(x, Tracer) or self._is_weight_reached(x)
+        if not (is_weight and isinstance(self.symbol(x), Shared)):
+            return None
+        cut = Slice.of(x.shape, params)
+        return cut if cut.is_row else None
 
     def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:
         """Positions of the numbers in the bodies of an operation that are operands.

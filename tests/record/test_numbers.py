@@ -189,3 +189,44 @@ def test_few_arrays_stay_constants():
 
     plan = jedbatch.batch(fn).plan(W, [np.float32(x) for x in range(20)])
     assert len(plan.graph.node_type) == 20  # what depends on weights alone is computed once
+
+
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
+
+
+@pytest.mark.parametrize("granularity", ["cell", "auto"])
+def test_rows_of_a_table_that_is_closed_over(granularity):
+    """Which row it is, is data as for a table among the arguments; a few stay constants."""
+
+    def fn(w, word):
+        return jnp.tanh(TABLE[word] * w) + TABLE[0] * TABLE[-1]
+
+    words = [int(k) for k in np.random.default_rng(1).integers(20, size=24)]
+    batched = check(fn, jnp.float32(0.5), words, granularity=granularity)
+    assert len(batched.plan(jnp.float32(0.5), words).graph.present_types) <= 6
+
+    def total(table):
+        closing = jedbatch.batch(lambda word: jnp.sin(table[word]), 0)
+        return closing(words).sum()
+
+    def loop_total(table):
+        return sum(jnp.sin(table[word]).sum() for word in words)
+
+    np.testing.assert_allclose(
+        jax.grad(total)(TABLE), jax.grad(loop_total)(TABLE), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_rows_negative_and_numbers_beside_are_those_of_each_call():
+    """What is recorded at once the second time reads its own index and number."""
+
+    def fn(w, n):
+        h = w["E"][n % 5] + w["E"][-1 - n % 4]
+        h = jnp.where(h > 0.1 * n, h, 0.3) - jnp.maximum(-h, n) + h[n % 3] * h[1:].sum()
+        return abs(h) * (0.7 < h)
+
+    weights = {"E": TABLE[:5]}
+    for granularity in ("cell", "auto"):
+        check(fn, weights, list(range(9)), granularity=granularity, rtol=3e-5)
+    with pytest.raises(OverflowError):
+        jedbatch.batch(fn).plan(weights, [1, 2, 3 << 40])
