@@ -94,12 +94,14 @@ class Slice(NamedTuple):
     """A slice of an array, with its place as numbers.
 
     Attributes:
-      key: what it is told apart by, whatever its place.
+      cut: the axes that are cut.
+      sizes: extents of the result.
       call: does it, given the array and the place.
       starts: the place, along the axes that are cut.
     """
 
-    key: tuple[Hashable, ...]
+    cut: tuple[int, ...]
+    sizes: tuple[int, ...]
     call: Callable
     starts: tuple[int, ...]
 
@@ -118,13 +120,17 @@ class Slice(NamedTuple):
                 where[k] = start
             return [jax.lax.dynamic_slice(x, where, sizes)]
 
-        return Slice(("slice", cut, sizes), call, tuple([starts[k] for k in cut]))
+        return Slice(cut, sizes, call, tuple([starts[k] for k in cut]))
+
+    @property
+    def key(self) -> Hashable:
+        """What it is told apart by, whatever its place."""
+        return "slice", self.cut, self.sizes
 
     @property
     def is_row(self) -> bool:
         """Returns whether it is one row of a table, or one element of a vector."""
-        _, cut, sizes = self.key
-        return cut == (0,) and sizes[0] == 1 and len(sizes) <= 2
+        return self.cut == (0,) and self.sizes[0] == 1 and len(self.sizes) <= 2
 
 
 def _is_plain(item: Any) -> bool:
