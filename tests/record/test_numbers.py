@@ -223,7 +223,7 @@ def test_rows_negative_and_numbers_beside_are_those_of_each_call():
     def fn(w, n):
         h = w["E"][n % 5] + w["E"][-1 - n % 4]
         h = jnp.where(h > 0.1 * n, h, 0.3) - jnp.maximum(-h, n) + h[n % 3] * h[1:].sum()
-        return abs(h) * (0.7 < h)
+        return abs(h) * (h > 0.7)
 
     weights = {"E": TABLE[:5]}
     for granularity in ("cell", "auto"):
