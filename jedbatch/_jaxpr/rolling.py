@@ -307,7 +307,8 @@ class Roller:
         dtype = atom.aval.dtype  # type: ignore[attr-defined]
         number = np.asarray(atom.val, dtype)
         if self.counts and not number.shape and number.dtype.kind in "if":
-            for name, like in zip(LENGTHS, (self.length, 1 / self.length), strict=True):
+            likes = [self.length] if dtype.kind == "i" else [self.length, 1 / self.length]
+            for name, like in zip(LENGTHS, likes, strict=False):
                 if number == np.asarray(like, dtype):
                     return Single(self.expressions.given((), dtype, name))
         return self._constant((str(dtype), number.tobytes()), number)
