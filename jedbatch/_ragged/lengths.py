@@ -199,14 +199,11 @@ class Lengths:
 
     def _ragged(self, family: LengthFamily) -> list[int]:
         """Returns the arrays of a family whose lengths differ from instance to instance."""
-        if any(family.varied):
-            return [i for i, varied in enumerate(family.varied) if varied]
-        if len(self._families) <= 1:
-            return []
+        kinds = self._kinds if len(self._families) > 1 else {}
         return [
             i
             for i, (shape, dtype, _) in enumerate(family.types)
-            if shape and self._kinds[shape[1:], dtype] is None
+            if family.varied[i] or (shape and kinds.get((shape[1:], dtype), 0) is None)
         ]
 
     def _types_of(

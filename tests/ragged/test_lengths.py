@@ -102,6 +102,22 @@ def test_trees_whose_sentences_meet():
     assert batched.compilations == before
 
 
+def test_documents_whose_last_sentences_are_equally_long():
+    """By chance, in all that have so many: others with as many need not."""
+
+    def total(weight, sentences):
+        return sum(jnp.tanh(x @ weight).sum(0) for x in sentences)
+
+    documents = arrays((3, 2), (5, 2), (4,))
+    batched = agree(total, documents)
+    batched(WEIGHT, documents)
+    before = batched.compilations
+    instances = arrays((3, 4), (1, 3), (2,))
+    expected = [total(WEIGHT, sentences) for sentences in instances]
+    assert_close(list(batched(WEIGHT, instances)), expected, 2e-5)
+    assert batched.compilations == before
+
+
 def test_what_differs_in_the_names_of_symbols_only_runs_together():
     """Without a cell: JAX makes functions of its own of the same rules, again and again."""
 
