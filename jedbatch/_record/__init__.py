@@ -17,28 +17,29 @@ Read in this order:
 9. `arity`: Cells that take lists of any length: one type for many lengths.
 10. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-11. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+11. `shared_operands`: Shared arrays that cells get in place of values.
+12. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-12. `registry`: Types, shared values and calls seen while recording, interned.
-13. `failures`: What errors of users' functions say besides what JAX says: where they
+13. `registry`: Types, shared values and calls seen while recording, interned.
+14. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-14. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-15. `operators`: Indexing symbols, and Python's operators on them.
-16. `fast_path`: Recording calls of cells the second time: by a short description of their
+15. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+16. `operators`: Indexing symbols, and Python's operators on them.
+17. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-17. `slow_path`: Recording calls of cells the first time, and those without a short description.
-18. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-19. `recorder`: A recorder of what a function does to symbolic values.
-20. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-21. `deep`: Recursion deeper than Python's limit.
-22. `trace`: Recording a minibatch: every instance of it as a graph.
-23. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+18. `slow_path`: Recording calls of cells the first time, and those without a short description.
+19. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+20. `recorder`: A recorder of what a function does to symbolic values.
+21. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+22. `deep`: Recursion deeper than Python's limit.
+23. `trace`: Recording a minibatch: every instance of it as a graph.
+24. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-24. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-25. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+25. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+26. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-26. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+27. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-27. `granularity.fuse`: Finding cells without marks: operations that always run together become
+28. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

@@ -523,6 +523,10 @@ class Recorder(Trace):
         self.references += [v.index for v in operands]
         return self.record(call_spec)
 
+    def shared_value(self, symbol: Shared) -> Value:
+        """A shared value as a value of the instance."""
+        return self.node("shared", "identity", lambda shared, _: shared[0], (symbol.index,), [])
+
     def _constant(self, key: Hashable, call: Callable, args: Sequence[Leaf]) -> list[Leaf]:
         """Computes an operation on concrete values, or finds what it gave before."""
         for x in args:
@@ -570,8 +574,7 @@ class Recorder(Trace):
             self.trust(leaf)
             symbol = self.input(leaf)
         if isinstance(symbol, Shared):
-            shared = (symbol.index,)
-            symbol = self.node("shared", "identity", lambda shared, _: shared[0], shared, [])
+            symbol = self.shared_value(symbol)
         value_type = self.registry.value_types[symbol.type]
         return symbol.index, (value_type.shape, value_type.dtype)
 

@@ -41,6 +41,7 @@ from jedbatch._record.hidden import Hidden, by_class
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifting
+from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, owned, prologue
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Dtype
@@ -79,6 +80,7 @@ class Registry:
       lifting: which numbers that operations hold are operands.
       hidden: calls of cells that read what neither arguments nor closures show.
       arities: the calls of cells that differ in the length of lists.
+      shared_operands: arguments of cells that are values, though they are shared in some calls.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
       keys: what operations are told apart by.
@@ -124,6 +126,7 @@ class Registry:
         self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
+        self.shared_operands = SharedOperands()
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.extend.core import take_current_trace
+from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
@@ -31,13 +32,14 @@ from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
 from jedbatch._record.registry import NUMBER_TYPES
-from jedbatch._record.symbols import RecorderLike, Value
+from jedbatch._record.shared_operands import VALUE
+from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf, PyTree
 
 
 def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
     """Records a call of a cell: any pytrees of anything."""
-    registry = recorder.registry
+    registry, num_nodes = recorder.registry, len(recorder.call_specs)
     while True:
         skeleton, lifted = registry.lifting.of_closure(cell.fn, registry.reached, recorder.computed)
         try:
@@ -56,7 +58,8 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
     call_spec, references = recorded
-    way = None if lifted else recorder.description(cell, args, static)
+    is_short = not lifted and len(recorder.call_specs) == num_nodes
+    way = recorder.description(cell, args, static) if is_short else None
     if way is not None and recorder.registry.hidden.is_same_again(call_spec):
         recorder.registry.remember(
             way,
@@ -125,9 +128,11 @@ def cell_call_spec(
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
     identity = function_identity(without, recorder.registry.reached)
+    if recorder.grouping is None:
+        _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
+    slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
 
     places = tuple(captured)
 
@@ -172,6 +177,28 @@ def cell_call_spec(
     elif recorder.grouping.met is not None:
         recorder.grouping.met((identity, options, *shared), call_spec, call)
     return call_spec, [v.index for v in operands]
+
+
+def _make_values(
+    recorder: RecorderLike, cell: Hashable, leaves: list[Leaf], tree: PyTreeDef
+) -> None:
+    """Makes values of shared arrays that are values in other calls (see `SharedOperands`)."""
+    registry = recorder.registry
+    places, first = [], 0  # of the leaves that are arguments, not parts of one
+    for argument in tree.children()[0].children():
+        is_leaf = argument.num_leaves and jax.tree_util.treedef_is_leaf(argument)
+        if is_leaf and isinstance(leaves[first], Symbol):
+            places.append(first)
+        first += argument.num_leaves
+    arguments = [
+        (x.index if type(x) is Shared else VALUE, x.aval.shape, x.aval.dtype)
+        for x in (leaves[k] for k in places)
+    ]
+    revision = registry.shared_operands.revision
+    for k in registry.shared_operands.note((cell, tuple(places)), arguments):
+        leaves[places[k]] = recorder.shared_value(leaves[places[k]])
+    if registry.shared_operands.revision != revision:
+        registry.forget_calls()
 
 
 def _sorted_out(

@@ -71,7 +71,8 @@ def trace(
     def assumed() -> object:
         """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
-        return registry.lifting.num_lifted, registry.num_varying, revision
+        operands = registry.shared_operands.revision
+        return registry.lifting.num_lifted, registry.num_varying, operands, revision
 
     recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
     columns = recorder.written

@@ -98,6 +98,11 @@ class RecordCache:
         for key in old:
             del self.by_key[key]
 
+    @property
+    def revision(self) -> int:
+        """How often types that had been met became others."""
+        return self.registry.arities.revision + self.registry.shared_operands.revision
+
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
         for by_key, by_id in self._known.values():

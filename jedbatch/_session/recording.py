@@ -50,8 +50,8 @@ class Recording:
 
         def assumed() -> object:
             """Assumptions about lengths, about numbers and lists that differ, and granularity."""
-            arities = cache.registry.arities.revision
-            return cache.lengths.revision, cache.regions.revision, arities, cache.grouping
+            lengths, regions = cache.lengths.revision, cache.regions.revision
+            return lengths, regions, cache.revision, cache.grouping
 
         return until_guards_hold(lambda: self._find(cache, instances, read), assumed)
 
@@ -83,10 +83,10 @@ class Recording:
         ]
         if not new:
             return records, arrays, [], len(instances)
-        revision, grouping = cache.registry.arities.revision, cache.grouping
+        revision, grouping = cache.revision, cache.grouping
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
         graphs, keep, tracers = self._record(cache, new_parts[0], new_parts[1], new_parts[2], read)
-        if cache.registry.arities.revision != revision:
+        if cache.revision != revision:
             cache.forget_records()
             raise GuardFailed
         if cache.grouping is not grouping and any(r is not None for r in records):
