@@ -34,7 +34,6 @@ from jedbatch._program.returned import (
     leaf_numbers,
     rows_wanted,
 )
-from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._ragged.regions import Region
@@ -106,11 +105,13 @@ def make_plan(
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
-    lowered = programs.lower(placed, brought)
-    signature = lowered.signature
     reverse = reverse_table = None
     if gradient:
-        reverse, reverse_table = _plan_reverse(programs, placed, signature, form)
+        leaves = _told_apart(placed, form) or None
+        lowered, (reverse, reverse_table) = programs.lower_both(placed, leaves, brought)
+    else:
+        lowered = programs.lower(placed, brought)
+    signature = lowered.signature
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
     ragged_calls = None
@@ -133,13 +134,6 @@ def make_plan(
     if is_wanted():
         verify(plan)
     return plan
-
-
-def _plan_reverse(
-    programs: ProgramCache, placed: Placement, signature: Signature, form: OutputSpec
-) -> tuple[ReverseSignature, np.ndarray]:
-    """Plans the reverse of all results: (its program, its table)."""
-    return programs.reverse(placed, signature, _told_apart(placed, form) or None)
 
 
 def _told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:

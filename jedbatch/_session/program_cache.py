@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
@@ -239,23 +240,55 @@ class ProgramCache:
                 made.append(make_row_capacity(calls, self.target, model))
         capacities += [c for c in made if c not in capacities]
 
+    def lower_both(
+        self, placed: Placement, leaves: Any, brought: Collection[Hashable] | None = None
+    ) -> tuple[Lowered, tuple[ReverseSignature, Any]]:
+        """Returns a minibatch for a program, and for its reverse: for a pair in use if it fits one.
+
+        Of several programs that a minibatch fits, the smallest may have no reverse with room for it
+        where a larger one has, which was made for a minibatch like this. `leaves` as in `reverse`.
+        """
+        lowered = self.lower(placed, brought)
+        others = (
+            s
+            for s in self._fitting(placed, self._usable(placed, brought))
+            if s is not lowered.signature and any(r.forward == s for r in self._reverses)
+        )
+        for signature in itertools.chain([lowered.signature], others):
+            own = signature is lowered.signature
+            found = lowered if own else lower(placed, signature)
+            readers, fitting, _ = self._reverses_of(placed, signature, leaves)
+            reverse = next(fitting, None)
+            if found is not None and reverse is not None:
+                self._use(signature)
+                return found, (reverse, reverse_table(placed, readers, reverse))
+        return lowered, self.reverse(placed, lowered.signature, leaves)
+
     def reverse(
         self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
         """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
+        readers, fitting, similar = self._reverses_of(placed, forward, leaves, wanted)
+        return find_or_grow(
+            self._reverses,
+            fitting=fitting,
+            similar=similar,
+            make=functools.partial(make_reverse_signature, placed, readers, forward),
+            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
+        )
+
+    def _reverses_of(
+        self, placed: Placement, forward: Signature, leaves: Any, wanted: Any = None
+    ) -> tuple[Readers, Iterator[ReverseSignature], Iterator[ReverseSignature]]:
+        """(readers of values of a minibatch, reverses in use that it fits, and similar ones)."""
         programs = [s for s in self._reverses if s.forward == forward]
         kin = (forward.kernels, forward.arenas)
         similar = [s for s in self._reverses if (s.forward.kernels, s.forward.arenas) == kin]
         shares = programs[-1].sent is not None if programs else None
         readers = find_readers(placed, forward, leaves, wanted, shares)
         need = reverse_need(placed, readers, forward)
-        return find_or_grow(
-            self._reverses,
-            fitting=(s for s in programs if reverse_fits(need, readers, s)),
-            similar=reversed(similar),
-            make=functools.partial(make_reverse_signature, placed, readers, forward),
-            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
-        )
+        fitting = (s for s in programs if reverse_fits(need, readers, s))
+        return readers, fitting, reversed(similar)
 
     def stage(self, calls: RegionCalls) -> Stage:
         """Returns the stage that calls of a region in a minibatch are compiled for."""
