@@ -13,13 +13,14 @@ table has them as bits, so that one table will do whichever they are.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jedbatch._graph.paths import distinct, ranges
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
@@ -32,6 +33,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
 
 MAX_READERS = 4
+FEW_NODES = 32  # of a type: other minibatches may read their results more often
 FIRST_SUM_ROW = 1 << 30  # rows from here on are those of sums, until a program is chosen
 
 
@@ -427,13 +429,30 @@ def reverse_ample(placed: Placement, readers: Readers, forward: Signature) -> Ca
     return Capacity({**need.sizes, **larger})
 
 
+def _more_readers(
+    placed: Placement, forward: Signature, listed: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    """Readers of each result: for types with few nodes, as many as those of its kind with more."""
+    nodes = {k: len(placed.nodes[t]) for k, t in zip(placed.kernels, placed.type_ids, strict=True)}
+    few = {k for k, kernel in enumerate(forward.kernels) if nodes.get(kernel, 0) < FEW_NODES}
+    kinds = {(k, s): stored(forward.kernels[k].results[s]) for k, s in listed}
+    most: dict[Kind, int] = {}
+    for (k, s), count in listed.items():
+        if k not in few:
+            most[kinds[k, s]] = max(count, most.get(kinds[k, s], 0))
+    return {
+        (k, s): max(n, most.get(kinds[k, s], 0)) if k in few else n for (k, s), n in listed.items()
+    }
+
+
 def make_reverse_signature(
     placed: Placement, readers: Readers, forward: Signature, model: ReverseSignature | None
 ) -> ReverseSignature:
     """A reverse signature with room for a minibatch, and for what `model` had room for."""
     capacity = reverse_ample(placed, readers, forward)
     if model is not None:
-        capacity = capacity.joined(model.capacity)
+        more = _more_readers(placed, forward, capacity["readers"])
+        capacity = Capacity({**capacity.sizes, "readers": more}).joined(model.capacity)
     signature = ReverseSignature(
         forward,
         tuple(
