@@ -3,9 +3,9 @@
 A function in plain `jax.numpy` is recorded operation by operation, and may take twice as long to
 run as one with cells. Where nobody has chosen a granularity, its first minibatches are therefore
 recorded once more, in the way of `granularity="auto"` (see `_record.granularity.fuse`), as soon as
-there is enough to see, and the two graphs are compared before a program is made. Operations are merged from then on if that makes
-nodes, batches and types fewer by a stated part; if not, or if the function calls cells, nothing
-changes. It is decided once.
+there is enough to see, and the two graphs are compared before a program is made. Operations are
+merged from then on if that makes nodes, batches and types fewer by a stated part; if not, or if the
+function calls cells, nothing changes. It is decided once.
 
 Where operations that follow on each other are always different ones, as in expressions of single
 operations, there is nothing to merge, and a node an operation is what cells would give.
