@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
 WIDTH_DEVIATIONS = 2.5  # the same for widths, each of which takes time to compile
+GROWN_HEADROOM = 1.3  # of lanes whose results take few bytes, once programs had to grow
+SMALL_RESULTS = 1 << 20  # so few
 COUNT_DEVIATIONS = 3.0  # of a number of nodes from its square root, once programs had to grow
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
@@ -261,7 +263,9 @@ class Placement:
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
             cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), 2 * widths[-1])
-            lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap)
+            grown = of_count and need * kernel.result_bytes <= SMALL_RESULTS
+            least = round_up(GROWN_HEADROOM * need) if grown else 0
+            lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap, least)
         needed = self.need.sizes
         larger = {
             name: {kind: self.with_headroom(n) for kind, n in needed[name].items()}

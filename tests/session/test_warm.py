@@ -172,6 +172,16 @@ def test_rare_types_have_room_once_programs_grow():
     assert len(set(forms)) <= 2
 
 
+def test_all_types_have_more_room_once_programs_grow():
+    """Not only those that had too little: in the next minibatch it is another one."""
+    batched = jedbatch.batch(lambda p, k: MODULES[k](p, p["b"]))
+    counts = [(1100, 1100, 1200), (1300, 1140, 960), (1050, 1300, 1050)]
+    minibatches = [[k for k, n in enumerate(each) for _ in range(n)] for each in counts]
+    params = {"b": jnp.ones(64)}
+    forms = [jax.tree.structure(batched.plan(params, minibatch)) for minibatch in minibatches]
+    assert forms[0] != forms[1] == forms[2]
+
+
 def test_programs_are_those_of_the_largest():
     """In whatever place of the sample it is; one program for all of it, and for smaller ones."""
     batched = jedbatch.batch(total)
