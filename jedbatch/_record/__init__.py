@@ -38,8 +38,10 @@ Read in this order:
 25. `granularity.inline`: Taking calls apart: the nodes inside of a node.
 26. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-27. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+27. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+   what they compute.
+28. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-28. `granularity.fuse`: Finding cells without marks: operations that always run together become
+29. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

@@ -21,8 +21,13 @@ class Grouping(Protocol):
     """Merges nodes or takes them apart (see `_record.granularity`), as a recorder sees it."""
 
     @property
+    def picks(self) -> bool:
+        """Returns whether `value[i]` is one operation that reads i."""
+        ...
+
+    @property
     def here(self) -> Callable[[], tuple[int, bool]] | None:
-        """Returns the call site of what is being recorded (see `Sites.here`)."""
+        """Returns what gives call sites (see `Sites.here`), if it takes them."""
         ...
 
     @property
@@ -35,6 +40,8 @@ class Grouping(Protocol):
         """The number of times that what was recorded first would now be recorded otherwise."""
         ...
 
-    def group(self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]) -> Columns:
-        """Returns the recorded nodes as other nodes."""
+    def group(
+        self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]
+    ) -> Columns | None:
+        """Returns the recorded nodes as other nodes; None if they must be recorded once more."""
         ...

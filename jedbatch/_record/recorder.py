@@ -134,8 +134,8 @@ class Recorder(Trace):
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
-        self.locates = self._here is not None
-        if self.locates:
+        self.locates = grouping is not None and grouping.picks
+        if self._here is not None:
             self.call_cell = self._marking(self.call_cell)
 
     def is_valid(self) -> bool:
@@ -314,9 +314,8 @@ class Recorder(Trace):
 
     def mark_again(self) -> None:
         """Notes the call site of the last node as that of the caller."""
-        if self.locates:
+        if self._here is not None:
             _, same = self.sites.pop()
-            assert self._here is not None
             self.sites.append((self._here()[0], same))
 
     def results(self, call_spec: CallSpec, index: int) -> PyTree:

@@ -74,11 +74,15 @@ def trace(
         operands = registry.shared_operands.revision
         return registry.lifting.num_lifted, registry.num_varying, operands, revision
 
-    recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
-    columns = recorder.written
-    if grouping is not None:
+    while True:
+        recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
+        if grouping is None:
+            columns = recorder.written
+            break
         nodes = grouping.group(recorder, outputs, ends)
-        columns, outputs, ends = nodes.written()
+        if nodes is not None:
+            columns, outputs, ends = nodes.written()
+            break
     graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
     records = [Record(graph, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers

@@ -5,10 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import programs
-from cases.helpers import assert_no_recompile, check, mostly_slow, random_tree
+from cases.helpers import (
+    assert_close,
+    assert_no_recompile,
+    check,
+    loop,
+    mostly_slow,
+    random_tree,
+)
 from flax import linen, nnx
 
 import jedbatch
+from jedbatch._record.granularity import call_sites
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
@@ -406,6 +414,43 @@ def test_deep_recursion(mode):
     deep = short.plan(params, [5000])
     deep.graph.check()
     assert len(deep.graph.node_type) == 1 + 5000 * (1 if mode == "auto" else 3)
+
+
+def test_call_sites_are_taken_where_something_is_new(monkeypatch):
+    """Not for trees of known blocks; again for another number, and for another block."""
+    taken = []
+    here = call_sites.Sites.here
+    monkeypatch.setattr(call_sites.Sites, "here", lambda self: taken.append(1) or here(self))
+
+    def fn(params, instance):
+        tree, scale, extra = instance
+
+        def visit(t):
+            if not isinstance(t, tuple):
+                return jnp.tanh(params["E"][t] * scale)
+            left, right = visit(t[0]), visit(t[1])
+            h = jnp.sin(left @ params["W"] + 0.5 * right)
+            return jnp.abs(h * params["b"]) + 0.1 if extra else h
+
+        return visit(tree)
+
+    params = programs.weights(0, W=(H, H), b=(H,), E=(WORDS, H))
+    batched = jedbatch.batch(fn, granularity="auto")
+
+    def run(seed, scale, extra):
+        instances = [(t, scale, extra) for t in word_trees(8, seed)]
+        taken.clear()
+        assert_close(batched(params, instances), loop(fn, params, instances), 3e-5)
+        return bool(taken)
+
+    assert run(0, 2.0, False)
+    assert not run(1, 2.0, False)
+    assert not run(2, 2.0, False)
+    assert run(3, 3.0, False)  # had been the same number so far
+    assert not run(4, 2.5, False)
+    assert run(5, 2.5, True)
+    assert not run(6, 1.5, True)
+    assert not run(7, 1.5, False)
 
 
 def test_granularity_is_checked():

@@ -39,6 +39,9 @@ Such a cell is taken apart if variants have a product of matrices in common (see
 `_record.granularity.inline`); then what does not depend on the number of children is a block of its
 own.
 
+Once a minibatch would have been cut in the same way by the blocks known from before, call sites are
+not taken any more (see `_record.granularity.known`), until something new is met.
+
 The granularity of cells is that of TensorFlow Fold and ED-Batch, where the user writes them down;
 the rule that finds them is ours.
 """
@@ -56,6 +59,7 @@ from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._record.granularity.call_sites import Sites
 from jedbatch._record.granularity.inline import Primitives, Template, apart, make_template
+from jedbatch._record.granularity.known import KnownStretches, Parsed, Stretch, relative
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.granularity.tokens import Tokens
 from jedbatch._record.recorder import Recorder
@@ -63,6 +67,7 @@ from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
+MANY_STRETCHES = 10_000  # known, before all are forgotten
 MANY_VARIANTS = 3  # of a cell, from which on it may be taken apart
 
 
@@ -84,12 +89,14 @@ class Block:
     """A kind of block: nodes that become one node.
 
     Attributes:
+      name: of the function they are performed in.
       pattern: what they compute.
       operands: value types of what is read from outside.
       leaving: the values made inside that were read outside in any instance so far, as bits.
       call_specs: how it is recorded, by what leaves it.
     """
 
+    name: str
     pattern: Pattern
     operands: tuple[int, ...]
     leaving: int = 0
@@ -128,7 +135,13 @@ class Blocks:
     """Merges what always runs together: `granularity="auto"`.
 
     Belongs to one registry and learns from everything that is recorded for it.
+
+    Attributes:
+      picks: `value[i]` is one operation, of which i may be a number.
+      met: notes that a cell was called.
     """
+
+    picks = True
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -136,10 +149,16 @@ class Blocks:
         self._variants = Variants(registry, self)
         self._tokens = Tokens(registry, self._sites)
         self._blocks: dict[Pattern, Block] = {}
-        self._stretches: dict[tuple, list[Part]] = {}
+        self._stretches: dict[tuple, list[Part] | None] = {}
+        self._known = KnownStretches()
         self._numbers_changed = 0
-        self.here = self._sites.here
+        self._needs_sites = True
         self.met = self._variants.met
+
+    @property
+    def here(self) -> Callable[[], tuple[int, bool]] | None:
+        """Returns what gives call sites; None while blocks are found without them."""
+        return self._sites.here if self._needs_sites else None
 
     @property
     def revision(self) -> int:
@@ -148,22 +167,35 @@ class Blocks:
 
     def group(
         self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
-    ) -> Merged:
-        """Returns the recorded nodes as nodes of blocks."""
+    ) -> Merged | None:
+        """Returns the recorded nodes as nodes of blocks; None if it takes call sites."""
         self._sites.release()
         if self._variants.are_apart:
             taken = apart(self._registry, recorder, outputs, ends, self._variants.template)
             nodes = NodeArrays.of_nodes(self._registry, taken)
         else:
             nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
+        parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
+        if parsed is None:
+            self._needs_sites = True
+            return None
+        self._note_leaving(nodes, parsed.starts, parsed.parts)
+        return self._merge(nodes, *parsed)
+
+    def _learn(self, nodes: NodeArrays) -> Parsed:
+        """Cuts nodes by their call sites, and finds out whether these are needed again."""
         tokens = self._tokens.learn(nodes)
-        if self._numbers_changed != self._tokens.numbers_changed:
+        changed = self._numbers_changed != self._tokens.numbers_changed
+        if changed or len(self._stretches) > MANY_STRETCHES:
             self._stretches.clear()
+            self._known = KnownStretches()
             self._numbers_changed = self._tokens.numbers_changed
         starts = self._tokens.cut(tokens, nodes)
         parts, reads = self._parts(nodes, tokens, starts)
-        self._note_leaving(nodes, starts, parts)
-        return self._merge(nodes, starts, parts, reads)
+        if not (self._variants.are_apart or self._known.is_ambiguous):
+            without = self._known.parse(nodes)
+            self._needs_sites = without is None or without.starts != starts
+        return Parsed(starts, parts, reads)
 
     # --- finding blocks ---
 
@@ -177,25 +209,35 @@ class Blocks:
         outside: list[list[int]] = []
         for a, b in itertools.pairwise(starts):
             read = operand[ptr[a] : ptr[b]]
-            if b - a == 1:
-                parts.append(None)
-                outside.append(read)
-                continue
-            begin = first[a]
             external: dict[int, int] = {}
-            reads = [  # own values, and the rest by number and by whether it is an input
-                r - begin
-                if r >= begin
-                else -1 - 2 * external.setdefault(r, len(external)) - (r < 0)
-                for r in read
-            ]
+            reads = relative(read, first[a], external)
             key = data[a * width : b * width], tuple(reads)
-            stretch = self._stretches.get(key)
-            if stretch is None:
-                stretch = self._stretches[key] = self._find_parts(nodes, tokens, a, b, reads)
+            if key not in self._stretches:
+                new = self._find_parts(nodes, tokens, a, b, reads) if b - a > 1 else None
+                self._stretches[key] = new
+                self._note_known(nodes, a, b, reads, new)
+            stretch = self._stretches[key]
             parts.append(stretch)
-            outside.append(list(external))
+            outside.append(read if stretch is None else list(external))
         return parts, outside
+
+    def _note_known(
+        self, nodes: NodeArrays, begin: int, end: int, reads: list[int], parts: list[Part] | None
+    ) -> None:
+        """Makes a stretch known by what it computes."""
+        ptr = nodes.ptr[begin : end + 1] - nodes.ptr[begin]
+        numbers = []
+        for part in parts or ():
+            written = iter(part.block.pattern.reads if part.block else ())
+            for n in part.nodes if part.block else ():
+                for position in range(int(ptr[n]), int(ptr[n + 1])):
+                    read = next(written)
+                    if not isinstance(read, int):
+                        kind, number = read
+                        numbers.append((position, self._registry.value_types[kind].dtype, number))
+        stretch = Stretch(parts, tuple(numbers))
+        types = nodes.node_type[begin:end].tolist()
+        self._known.add(types, np.diff(ptr).tolist(), reads, stretch)
 
     def _find_parts(
         self, nodes: NodeArrays, tokens: np.ndarray, begin: int, end: int, reads: list[int]
@@ -226,7 +268,10 @@ class Blocks:
                 continue
             slots = {v: k for k, v in enumerate(values)}
             pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
-            block = self._blocks.setdefault(pattern, Block(pattern, kinds))
+            block = self._blocks.get(pattern)
+            if block is None:
+                name = self._sites.name(nodes.site[[begin + n for n in part]].tolist())
+                block = self._blocks[pattern] = Block(name, pattern, kinds)
             parts.append(Part(tuple(part), block, read_once, tuple(values)))
         return parts
 
@@ -319,9 +364,7 @@ class Blocks:
                 elif leaving := part.block.leaving:
                     call_spec = part.block.call_specs.get(leaving)
                     if call_spec is None:
-                        call_spec = self._call_spec(
-                            part.block, nodes.site[[a + n for n in part.nodes]]
-                        )
+                        call_spec = self._call_spec(part.block)
                     call_specs.append(call_spec.id)
                 else:  # it is never read
                     continue
@@ -340,15 +383,16 @@ class Blocks:
         )
         return Merged(columns, [place[r] if r >= 0 else r for r in nodes.outputs], all_ends)
 
-    def _call_spec(self, block: Block, sites: np.ndarray) -> CallSpec:
+    def _call_spec(self, block: Block) -> CallSpec:
         """Returns how to record a block of which some values leave."""
         pattern, leaving, registry = block.pattern, block.leaving, self._registry
         types = [registry.node_types[t] for t in pattern.types]
         shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
-        name = self._sites.name(sites.tolist())
         key = ("block", *pattern, leaving)
         call = _program(registry, pattern, shared, leaving)
-        call_spec = registry.call_spec(name, key, call, shared, block.operands, user_code=False)
+        call_spec = registry.call_spec(
+            block.name, key, call, shared, block.operands, user_code=False
+        )
         block.call_specs[leaving] = call_spec
         return call_spec
 

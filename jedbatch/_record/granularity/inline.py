@@ -228,6 +228,7 @@ class Primitives:
     """Takes all cells and jit-ted functions apart: `granularity="op"`."""
 
     here = met = None  # nothing to learn while recording
+    picks = False
     revision = 0
 
     def __init__(self, registry: Registry):
