@@ -166,6 +166,25 @@ class GrowingTypesWarning(PerformanceWarning):
     """
 
 
+class NoCellsWarning(PerformanceWarning):
+    """A function without cells is recorded operation by operation, again and again.
+
+    **Symptom.** Planning takes longer than running, for minibatches that were never met before.
+
+    **Reason.** Operations that always run together are found and merged, so that a minibatch runs
+    as it would with cells. But of an instance that is new each operation passes through JAX, at
+    about ten microseconds, where a call of a cell takes one. Instances met before cost nothing.
+
+    **Cure.** Mark what is done for one node as a cell; the message names the function. Where
+    planning does not matter, as with few instances that come again, choose
+    `jedbatch.batch(fn, granularity="auto")`, which does not warn.
+
+        # instead of                          write
+        def node(params, left, right):        @jedbatch.cell
+            ...                               def node(params, left, right): ...
+    """
+
+
 class RetracedCellWarning(PerformanceWarning):
     """A cell is traced by JAX at every call.
 
@@ -190,6 +209,7 @@ __all__ = [
     "GroupedByShapesWarning",
     "GrowingTypesWarning",
     "ManyTypesWarning",
+    "NoCellsWarning",
     "NothingReadyError",
     "PerformanceWarning",
     "RecompilationWarning",

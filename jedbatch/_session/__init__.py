@@ -11,15 +11,15 @@ Read in this order:
 4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
    such a row.
 5. `round`: Rounds: the nodes that are computed together while a function or a lazy scope goes on.
-6. `merging`: `Merging`: whether the operations of a function without cells become larger nodes.
-7. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
-8. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
-   made for.
-9. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-10. `session`: `Session`: what a batched function keeps between minibatches.
-11. `recording`: The records of a minibatch: those that are known, and new ones.
-12. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
+6. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
    `_graph.degeneracy`).
+7. `merging`: `Merging`: whether the operations of a function without cells become larger nodes.
+8. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
+9. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
+   made for.
+10. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+11. `session`: `Session`: what a batched function keeps between minibatches.
+12. `recording`: The records of a minibatch: those that are known, and new ones.
 13. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
 14. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.

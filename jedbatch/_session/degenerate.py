@@ -43,13 +43,13 @@ def warn_if_degenerate(
             f"{at} and differ in {difference}. "
         )
         text += f"Instances are grouped by equal shapes, since {apart}. " if apart else ""
-        _warn(cause, f"{text}{cure}", warned)
+        warn_once(cause, f"{text}{cure}", warned)
         return
     last = len(graph.types) - 1
     grows = new_in_a_row >= GROWING_PLANS and last >= MAX_TYPES
     if grows and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
         at = f" ({lines[last]})" if last in lines else ""
-        _warn(
+        warn_once(
             GrowingTypesWarning,
             f"{new_in_a_row} minibatches in a row had node types that none before had, "
             f"{len(graph.types)} by now, and each time programs are compiled again. The last one "
@@ -59,7 +59,10 @@ def warn_if_degenerate(
         )
 
 
-def _warn(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
+def warn_once(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
+    """Warns at the user's line, unless the cause is among those that have been warned of."""
+    if cause in warned:
+        return
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and not is_user_code(frame):
         frame, level = frame.f_back, level + 1

@@ -7,6 +7,9 @@ there is enough to see, and the two graphs are compared before a program is made
 merged from then on if that makes nodes, batches and types fewer by a stated part; if not, or if the
 function calls cells, nothing changes. It is decided once.
 
+What is merged is still recorded operation by operation where an instance has not been met before,
+at about ten microseconds each. If that goes on, it is warned of.
+
 Where operations that follow on each other are always different ones, as in expressions of single
 operations, there is nothing to merge, and a node an operation is what cells would give.
 """
@@ -20,9 +23,14 @@ from jedbatch._record.granularity.fuse import Blocks
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import schedule
+from jedbatch._session.degenerate import warn_once
+from jedbatch.errors import NoCellsWarning
 
 MIN_INSTANCES = 8  # recorded in both ways before it is decided
 MIN_NODES = 512  # recorded before that is begun
+SLOW_PLANS = 8  # in a row, of which each
+MANY_OPERATIONS = 4096  # were recorded for
+MANY_A_NODE = 4  # and so many became a node
 FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
 
 
@@ -65,6 +73,40 @@ class Merging:
         counts = zip(_counts(before), _counts(after), strict=True)
         (types, types_left), *others = counts
         self.pays = types_left <= types and all(left <= FEWER * num for num, left in others)
+
+
+class Unmarked:
+    """How much is recorded of a function that has no cells, though it has something to mark.
+
+    Args:
+      registry: which warnings there have been.
+      blocks: that merge operations.
+    """
+
+    def __init__(self, registry: Registry, blocks: Blocks):
+        self._warned = registry.warned
+        self._blocks = blocks
+        self._in_a_row = 0
+
+    def note(self, records: Sequence[Record]) -> None:
+        """Notes the new instances of a minibatch; warns if there are many again and again."""
+        num_operations = self._blocks.num_operations
+        num_nodes = len(records[0].whole.node_type) if records else 0
+        many = num_operations >= max(MANY_OPERATIONS, MANY_A_NODE * num_nodes)
+        self._in_a_row = self._in_a_row + 1 if records and many else 0
+        if self._in_a_row < SLOW_PLANS:
+            return
+        block = self._blocks.largest
+        most = len(block.pattern.types)
+        warn_once(
+            NoCellsWarning,
+            f"{self._in_a_row} minibatches in a row were recorded operation by operation, the last "
+            f"one as {num_operations} of them, about ten microseconds each, and merged into "
+            f"{num_nodes} nodes. A call of a cell is recorded at once: write `@jedbatch.cell` on "
+            f"what is done for one node, such as the {most} operations in `{block.name}` "
+            f"({block.line})",
+            self._warned,
+        )
 
 
 def _is_cell(graph: Graph, node_type: int) -> bool:

@@ -10,7 +10,7 @@ from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._record.environment import NOWHERE, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.registry import MAX_READ_STATES, Registry
-from jedbatch._session.merging import Merging
+from jedbatch._session.merging import Merging, Unmarked
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed
@@ -26,6 +26,7 @@ class RecordCache:
       registry: types met so far.
       grouping: merges nodes or takes them apart; None if nodes are what was recorded.
       merging: says whether to merge nodes; None if that is decided.
+      unmarked: watches what is recorded of a function whose nodes are merged unasked.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       lengths, regions: of arrays whose length differs, and what is done to them.
@@ -35,6 +36,7 @@ class RecordCache:
         self.registry = registry
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
+        self.unmarked: Unmarked | None = None
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
         self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
@@ -114,6 +116,7 @@ class RecordCache:
         if self.merging is not None and self.merging.is_decided:
             if self.merging.pays:
                 self.grouping = self.merging.blocks
+                self.unmarked = Unmarked(self.registry, self.merging.blocks)
                 self.forget_records()
             self.merging = None
 

@@ -82,6 +82,8 @@ class Recording:
             if record is None and (k is None or first.setdefault(k, i) == i)
         ]
         if not new:
+            if cache.unmarked is not None:
+                cache.unmarked.note(())
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
@@ -127,6 +129,8 @@ class Recording:
     def _record_either_way(self, cache: RecordCache, record: Callable) -> Any:
         """Records instances as they are, or with nodes merged if that is found to pay."""
         recorded = record(cache.grouping)
+        if cache.unmarked is not None:
+            cache.unmarked.note(recorded[0])
         if cache.merging is not None and cache.merging.asks(recorded[0]):
             merged = record(cache.merging.blocks)
             cache.merging.compare(recorded[0], merged[0])

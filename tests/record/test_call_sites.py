@@ -105,9 +105,9 @@ def by_two_functions(note):
 
 def test_blocks_are_named_after_the_innermost_function_of_all_sites():
     sites, (first, *others) = sites_of(by_two_functions)
-    assert sites.name([first]) == sites.name(others) == "note"
-    assert sites.name([first, *others]) == "by_two_functions"
-    assert sites.name([]) == "block"
+    assert sites.function([first]).co_name == sites.function(others).co_name == "note"
+    assert sites.function([first, *others]) is by_two_functions.__code__
+    assert sites.function([]) is None
 
 
 def test_functions_of_libraries_do_not_recur_for_the_user():

@@ -8,6 +8,7 @@ from cases import programs
 from cases.helpers import assert_no_recompile, check, loop, random_tree
 
 import jedbatch
+from jedbatch.errors import NoCellsWarning
 
 H = 4
 PARAMS = programs.weights(0, E=(20, H), W=(2 * H, H), b=(H,))
@@ -210,3 +211,24 @@ def test_minibatches_of_one():
     plan = batched.plan(PARAMS, few)
     assert len(plan.graph.present_types) == 2
     assert_close(batched.apply(PARAMS, plan), loop(encode, PARAMS, few))
+
+
+def test_recording_again_and_again_is_warned_of():
+    """Once, with the function to mark; not where instances come again, nor if it was asked for."""
+    batched, chosen = (jedbatch.batch(encode, granularity=g) for g in (None, "auto"))
+    minibatches = [trees(96, seed, largest=16) for seed in range(20, 29)]
+    for k, minibatch in enumerate(minibatches[:8]):
+        batched.plan(PARAMS, minibatch, gradient=False)
+        if k % 4 == 3:
+            batched.plan(PARAMS, minibatches[0], gradient=False)
+    again = jedbatch.batch(encode)
+    for minibatch in minibatches[:8]:  # of which the first one has decided
+        again.plan(PARAMS, minibatch, gradient=False)
+        chosen.plan(PARAMS, minibatch, gradient=False)
+    line = f"{__file__}:{encode.__code__.co_firstlineno}"
+    with pytest.warns(NoCellsWarning, match=rf"8 minibatches .*`encode` \({line}\)") as warned:
+        again.plan(PARAMS, minibatches[8], gradient=False)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    chosen.plan(PARAMS, minibatches[8], gradient=False)
+    again.plan(PARAMS, trees(96, 40, largest=16), gradient=False)

@@ -144,7 +144,7 @@ class Sites:
                 return inside or (code == next_code and next_last > last)
         return len(path) != len(next_path)
 
-    def name(self, sites: Iterable[int]) -> str:
+    def function(self, sites: Iterable[int]) -> CodeType | None:
         """The innermost function of the user that all of the sites lie in."""
         ways = []
         for site in sites:
@@ -152,4 +152,4 @@ class Sites:
             ways.append([self._codes[c] for c in codes if self._kinds[c] >= _USER])
         steps = itertools.takewhile(lambda s: all(c is s[0] for c in s), zip(*ways, strict=False))
         common = list(steps)
-        return common[-1][0].co_name if common else "block"
+        return common[-1][0] if common else None

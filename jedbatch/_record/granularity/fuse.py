@@ -89,7 +89,7 @@ class Block:
     """A kind of block: nodes that become one node.
 
     Attributes:
-      name: of the function they are performed in.
+      name, line: of the function they are performed in, and the line where it begins.
       pattern: what they compute.
       operands: value types of what is read from outside.
       leaving: the values made inside that were read outside in any instance so far, as bits.
@@ -97,6 +97,7 @@ class Block:
     """
 
     name: str
+    line: str
     pattern: Pattern
     operands: tuple[int, ...]
     leaving: int = 0
@@ -139,6 +140,7 @@ class Blocks:
     Attributes:
       picks: `value[i]` is one operation, of which i may be a number.
       met: notes that a cell was called.
+      num_operations: that the last minibatch was recorded as.
     """
 
     picks = True
@@ -154,6 +156,7 @@ class Blocks:
         self._numbers_changed = 0
         self._needs_sites = True
         self.met = self._variants.met
+        self.num_operations = 0
 
     @property
     def here(self) -> Callable[[], tuple[int, bool]] | None:
@@ -175,6 +178,7 @@ class Blocks:
             nodes = NodeArrays.of_nodes(self._registry, taken)
         else:
             nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
+        self.num_operations = len(nodes.call_spec)
         parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
         if parsed is None:
             self._needs_sites = True
@@ -196,6 +200,11 @@ class Blocks:
             without = self._known.parse(nodes)
             self._needs_sites = without is None or without.starts != starts
         return Parsed(starts, parts, reads)
+
+    @property
+    def largest(self) -> Block:
+        """The block of most operations."""
+        return max(self._blocks.values(), key=lambda block: len(block.pattern.types))
 
     # --- finding blocks ---
 
@@ -270,8 +279,11 @@ class Blocks:
             pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
             block = self._blocks.get(pattern)
             if block is None:
-                name = self._sites.name(nodes.site[[begin + n for n in part]].tolist())
-                block = self._blocks[pattern] = Block(name, pattern, kinds)
+                code = self._sites.function(nodes.site[[begin + n for n in part]].tolist())
+                name, line = "block", ""
+                if code is not None:
+                    name, line = code.co_name, f"{code.co_filename}:{code.co_firstlineno}"
+                block = self._blocks[pattern] = Block(name, line, pattern, kinds)
             parts.append(Part(tuple(part), block, read_once, tuple(values)))
         return parts
 
