@@ -6,7 +6,6 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import check
 
 import jedbatch
 from jedbatch.errors import (
@@ -29,7 +28,7 @@ def powers(w, n):
 
 
 def inverses(w, x):
-    return w * jnp.linalg.inv(x @ x.T + jnp.eye(x.shape[0])).sum()
+    return w * jnp.linalg.inv(x @ x.T).sum()
 
 
 SQUARES = [np.ones((n, 3), np.float32) for n in COUNTS]
@@ -88,4 +87,5 @@ def test_many_types_of_many_nodes_are_fine():
     def fn(w, x):
         return sum(jnp.tanh(w * jnp.tile(x, n)).sum() for n in range(1, 46))
 
-    check(fn, W, [np.ones(2, np.float32) * x for x in range(12)], gradients=False)
+    plan = jedbatch.batch(fn).plan(W, [np.ones(2, np.float32) * x for x in range(12)])
+    assert len(plan.static.signature.kernels) > 40
