@@ -54,7 +54,7 @@ def instances(rng, count, tiny):
     """Connected graphs: a tree, and some edges more."""
 
     def graph():
-        size = int(rng.integers(*((2, 6) if tiny else (8, 25))))
+        size = int(rng.integers(*((4, 9) if tiny else (8, 25))))
         near = [set() for _ in range(size)]
         pairs = [(i, int(rng.integers(max(0, i - 4), i))) for i in range(1, size)]
         for a, b in pairs + [tuple(rng.integers(size, size=2)) for _ in range(size // 4)]:

@@ -22,7 +22,7 @@ TYPES = {
     "childsum_equinox": 4,
     "childsum_nnx": 4,
     "childsum_haiku": 4,
-    "messages": 9,
+    "messages": 6,
     "felsenstein": 5,
     "cky20": 7,
     "expressions": 21,  # at first
