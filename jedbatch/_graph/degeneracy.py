@@ -14,7 +14,9 @@ from jedbatch._graph.types import NodeType
 
 MAX_TYPES = 40  # that are fine however few nodes they have
 MIN_INSTANCES = 8  # from which on a minibatch can be told to batch badly
-ENOUGH_INSTANCES = 16  # a type need not have more nodes than a quarter of so many instances
+ENOUGH_INSTANCES = 16  # a type need not have more nodes than a quarter of so many instances,
+VERY_MANY_TYPES = 100  # or, where there are more types than this, which take minutes to compile,
+MORE_INSTANCES = 64  # a quarter of so many
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Degeneracy:
         if graph.num_instances < MIN_INSTANCES or len(used) <= MAX_TYPES:
             return None
         median = int(np.median(counts[used]))
-        if median >= min(graph.num_instances, ENOUGH_INSTANCES) // 4:
+        enough = ENOUGH_INSTANCES if len(used) <= VERY_MANY_TYPES else MORE_INSTANCES
+        if median >= min(graph.num_instances, enough) // 4:
             return None
         by_name: dict[str, dict[int, NodeType]] = {}
         for t in used.tolist():

@@ -83,6 +83,17 @@ def test_types_that_grow_from_minibatch_to_minibatch():
     batched.plan(W, list(range(44, 51)))
 
 
+def test_very_many_types_of_some_nodes():
+    def fn(w, n):
+        return sum((w * i) ** n for i in range(6))
+
+    batched = jedbatch.batch(fn)
+    few, many = np.arange(2, 92), np.arange(2, 112)
+    batched.plan(W, few.tolist())
+    with pytest.warns(ManyTypesWarning, match=r"1\d\d node types, most .* at most 6 nodes"):
+        batched.plan(W, many.tolist())
+
+
 def test_many_types_of_many_nodes_are_fine():
     def fn(w, x):
         return sum(jnp.tanh(w * jnp.tile(x, n)).sum() for n in range(1, 46))
