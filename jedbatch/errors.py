@@ -31,7 +31,8 @@ class SymbolicValueError(TypeError):
     - In `plan`, and so with `apply`: which branches are taken depends on the values of the
       parameters, and a plan would be wrong for the next ones. In `Batched.learn` likewise.
     - Under `jax.jit`, `jax.vmap`, `jax.checkpoint` or a second derivative around the batched
-      function, with arguments they trace: there are no values there, only tracers of JAX.
+      function, with arguments they trace: there are no values there, only tracers of JAX. A lazy
+      scope has them in derivatives of any order.
     - Inside of a block that changes the state of the thread, such as
       `with jax.default_matmul_precision(...)` or a module of Flax that is being applied: other
       instances go on while this one waits, and the state would hold for them too. Decide between

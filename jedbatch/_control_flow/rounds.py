@@ -213,7 +213,8 @@ class Stepwise:
             raise SymbolicValueError(
                 "a batched function decides on the value of an array (`if`, `while`, `int()`, "
                 "...), and there are no values here: it is called under `jax.jit`, `jax.vmap` or "
-                "a second derivative. Call it outside of them; `jax.grad` of it is fine. "
+                "a second derivative. Call it outside of them; `jax.grad` of it is fine, and "
+                "`jedbatch.lazy` has values in derivatives of any order. "
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
         return deeply(functools.partial(self._compute_alone, given, saving))

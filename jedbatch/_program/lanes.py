@@ -125,7 +125,15 @@ class Lanes:
                 total[c] = x
             return total
 
-        return each_block(self.blocks, self.capacity, self.trips, block, list(total))
+        try:
+            return each_block(self.blocks, self.capacity, self.trips, block, list(total))
+        except Exception as error:
+            error.add_note(
+                "This happened while results were differentiated with respect to what all "
+                f"instances share: they depend on it by `{self.kernel.node_type}`. If no gradient "
+                "is wanted through it, write `jax.lax.stop_gradient` around it."
+            )
+            raise
 
     def _alive(self, tap: Tap, lane: Lane, width: int) -> list[jax.Array]:
         return [self.alive(sources, lane, width) for sources in tap.sources]

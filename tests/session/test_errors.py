@@ -435,6 +435,50 @@ def test_rules_for_reverse_mode_only():
             run()
 
 
+def test_loops_without_a_reverse_name_their_cell():
+    @jedbatch.cell
+    def settle(p, x):
+        return jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h + p, x)
+
+    batched = jedbatch.batch(settle)
+    plan = batched.plan(P, [X])
+    for total in (
+        lambda p: batched(p, [X]).sum(),
+        lambda p: jax.jit(batched.apply)(p, plan).sum(),
+        lambda p: batched(P, [p]).sum(),
+    ):
+        with pytest.raises(ValueError, match="Reverse-mode") as caught:
+            jax.grad(total)(P)
+        assert any(
+            "`settle(f32[3]) -> f32[3]`" in note and "jax.lax.stop_gradient" in note
+            for note in notes_of(caught)
+        )
+    assert_close(jax.jvp(lambda p: batched(p, [X]), (P,), (P,))[1], jnp.full((1, 3), 2.0), 1e-6)
+
+
+def test_second_derivatives_where_python_decides():
+    def decide(p, x):
+        h = double(p, double(p, x))
+        return double(p, h) if h.sum() > 4 else 3 * h
+
+    xs = [X, 2 * X]
+    batched = jedbatch.batch(decide)
+
+    def loop(p):
+        return jnp.stack([decide(p, x) for x in xs]).sum()
+
+    def in_a_scope(p):
+        with jedbatch.lazy():
+            return loop(p)
+
+    def twice(total):
+        return jax.grad(lambda p: jax.grad(total)(p).sum())(P)
+
+    with pytest.raises(SymbolicValueError, match=r"second derivative.*`jedbatch.lazy` has values"):
+        twice(lambda p: batched(p, xs).sum())
+    assert_close(twice(in_a_scope), twice(loop), 1e-6)
+
+
 def test_a_plan_cannot_keep_a_tracer():
     def outer(w):
         batched = jedbatch.batch(lambda p, x: p * x * w)
