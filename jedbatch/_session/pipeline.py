@@ -88,9 +88,8 @@ def make_plan(
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
-    programs, form = session.programs, returned[1]
+    programs, form, shown = session.programs, returned[1], session.records.lengths.shown
     session.note_types()
-    shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
     clock = [time.perf_counter()]
     batches = schedule(graph, policy)
@@ -105,12 +104,11 @@ def make_plan(
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
-    reverse = reverse_table = None
     if gradient:
-        leaves = _told_apart(placed, form) or None
-        lowered, (reverse, reverse_table) = programs.lower_both(placed, leaves, brought)
+        apart = _told_apart(placed, form) or None
+        lowered, (reverse, reverse_table) = programs.lower_both(placed, apart, brought)
     else:
-        lowered = programs.lower(placed, brought)
+        lowered, reverse, reverse_table = programs.lower(placed, brought), None, None
     signature = lowered.signature
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
