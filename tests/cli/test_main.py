@@ -40,6 +40,7 @@ def test_demo_tests_on_all_trees_held_back(monkeypatch):
     assert held_back == [2, 1]
 
 
+@pytest.mark.slow
 def test_demo_reads_a_treebank(tmp_path, capsys):
     def bracketed(t):
         if len(t) == 2:

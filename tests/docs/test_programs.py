@@ -52,9 +52,7 @@ def _rows_and_biases():
         yield
 
 
-@pytest.mark.parametrize(
-    "name", helpers.mostly_slow([*TYPES, *WITHOUT_CELLS], "felsenstein", "runge_kutta_cell")
-)
+@pytest.mark.parametrize("name", helpers.mostly_slow([*TYPES, *WITHOUT_CELLS], "runge_kutta_cell"))
 def test_programs_are_the_loop(name):
     """Ours and what is written by hand, values and gradients."""
     program, params, minibatches = load(name)
@@ -71,7 +69,7 @@ def test_programs_are_the_loop(name):
         helpers.assert_close(slope, jax.grad(loop)(params), 1e-3)
 
 
-@pytest.mark.parametrize("name", helpers.mostly_slow(TYPES, "modules", "runge_kutta_cell"))
+@pytest.mark.parametrize("name", helpers.mostly_slow(TYPES, "runge_kutta_cell"))
 def test_programs_stop_compiling(name):
     """Nothing is compiled after three minibatches, and there are few types of nodes."""
     program, params, minibatches = load(name)

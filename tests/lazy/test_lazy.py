@@ -194,6 +194,7 @@ def test_what_depends_on_weights_only_is_a_weight_afterwards():
     np.testing.assert_allclose(jax.grad(run)(w), 6)
 
 
+@pytest.mark.slow
 def test_functions_that_close_over_weights():
     def states(w, b, xs):
         double = jax.jit(lambda x: x @ w + b)

@@ -198,6 +198,7 @@ def test_child_sum_against_its_equations():
     assert_close(got[0], np.float32([loss, error]), 1e-5)
 
 
+@pytest.mark.slow
 def test_every_weight_matters():
     """DGL's example of this model left out the product of word and forget gate (#7848)."""
     cells = childsum.plain_cells(9, 6)

@@ -27,6 +27,7 @@ ATTENTION = {"plain": layers.plain_attention, "ragged": ragged.attention}
 WORDS = as_arrays([((3, 1, 4),), ((5, 0),), ((2, 2, 1),)])
 
 
+@pytest.mark.slow
 def test_states_of_sentences():
     """Results of different shapes, a list."""
     model = encoder()

@@ -111,6 +111,7 @@ def test_show_explains_the_layout(capsys):
     assert "XLA programs built so far: none yet" in text  # a plan for training is not run
 
 
+@pytest.mark.slow
 def test_learn_and_use_what_was_learned(capsys, tmp_path):
     path = tmp_path / "policy.json"
     learned = ["learn", "treelstm2", "--hidden", "4", "--instances", "8", "--save", str(path)]

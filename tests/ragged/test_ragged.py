@@ -368,6 +368,7 @@ def test_tiles_of_more_rows_than_the_instance_has():
     check(fn, weights(), instances, rtol=2e-4, alone=jax.jit(fn))
 
 
+@pytest.mark.slow
 def test_rows_that_are_none_do_not_spoil_gradients():
     def fn(params, x):
         grown = jnp.exp(jnp.cumsum(15 + 0 * x * params["b"][None], 0)).sum(0) / 1e20

@@ -195,6 +195,7 @@ def of_lists(w, x, hs, cs):
     return attention(w, x, *zip(hs, cs, strict=True))
 
 
+@pytest.mark.slow
 def test_lists_among_the_arguments():
     many = trees(4, [1, 2, 3, 4, 5, 6])
     assert types_of(check(encoder(of_lists, in_lists), W, many).plan(W, many)) == 3

@@ -273,6 +273,7 @@ def test_static_arguments_are_told_apart_however_often_they_are_met():
     assert len([t for t in types if t.name == "options"]) == len(flags) + 2
 
 
+@pytest.mark.slow
 def test_arguments_put_together_by_hand():
     """Tuples and lists of values, of what cells returned and of weights, met again and again."""
     pair = cell(lambda x, y: (x + y, x * y), name="pair")

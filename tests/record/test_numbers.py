@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import check
+from cases.helpers import check, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.numbers import numbers_of, with_numbers
@@ -194,7 +194,7 @@ def test_few_arrays_stay_constants():
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 
 
-@pytest.mark.parametrize("granularity", ["cell", "auto"])
+@pytest.mark.parametrize("granularity", mostly_slow(["cell", "auto"], "auto"))
 def test_rows_of_a_table_that_is_closed_over(granularity):
     """Which row it is, is data as for a table among the arguments; a few stay constants."""
 
@@ -217,6 +217,7 @@ def test_rows_of_a_table_that_is_closed_over(granularity):
     )
 
 
+@pytest.mark.slow
 def test_rows_negative_and_numbers_beside_are_those_of_each_call():
     """What is recorded at once the second time reads its own index and number."""
 

@@ -456,6 +456,7 @@ def test_loops_without_a_reverse_name_their_cell():
     assert_close(jax.jvp(lambda p: batched(p, [X]), (P,), (P,))[1], jnp.full((1, 3), 2.0), 1e-6)
 
 
+@pytest.mark.slow
 def test_second_derivatives_where_python_decides():
     def decide(p, x):
         h = double(p, double(p, x))

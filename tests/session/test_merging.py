@@ -94,6 +94,7 @@ def test_a_model_without_cells_is_merged_before_anything_is_compiled():
     assert len(batched.plan(PARAMS, few).graph.types) == num_types
 
 
+@pytest.mark.slow
 def test_small_minibatches_come_first():
     """One more program once enough has been met; what was planned before stays as it is."""
     batched = jedbatch.batch(encode)
@@ -124,6 +125,7 @@ def test_small_minibatches_come_first():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_expressions_are_merged_where_operators_are_several_operations():
     instances = expressions(96, seed=0)
     batched = check(evaluator(OPERATORS), PARAMS, instances, rtol=3e-5)

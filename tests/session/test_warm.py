@@ -228,6 +228,7 @@ def test_several_results_of_which_some_are_differentiated():
     assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-5)
 
 
+@pytest.mark.slow
 def test_arrays_of_different_lengths():
     def attend(p, x):
         return (jax.nn.softmax(x @ p["w"] @ x.T) @ x).mean(0)
