@@ -132,7 +132,7 @@ STAGED = {
 }
 
 
-FAST = ["value_and_grad", "two rules in grad", "checkpoint"]
+FAST = ["value_and_grad", "two rules in grad"]
 
 
 @pytest.mark.parametrize(

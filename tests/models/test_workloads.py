@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import jax
 import numpy as np
 import pytest
-from cases.helpers import assert_close, loop
+from cases.helpers import assert_close, loop, mostly_slow
 
 import jedbatch
 from jedbatch import policies
@@ -54,7 +54,9 @@ def test_names_are_no_claim_to_policies():
         assert dataclasses.replace(MINE, name=name).policy() is None
 
 
-@pytest.mark.parametrize("name", ["treelstm2", "translation", "lattice_gru"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["treelstm2", "translation", "lattice_gru"], "translation")
+)
 def test_jitted_cells_are_the_cells(name):
     workload = WORKLOADS[name]
     instances, sizes = workload.load(limit=1)

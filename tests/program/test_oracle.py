@@ -15,7 +15,6 @@ from jedbatch.testing import check_plan
 
 FAST = {
     "batch": [
-        programs.chain_nnx,
         programs.dag,
         programs.several_roots,
         programs.no_work,
@@ -23,7 +22,6 @@ FAST = {
         programs.division,
         programs.control_flow,
         programs.custom_rules,
-        programs.values_and_options,
     ],
     "lazy": [programs.custom_rules],
     "auto": [programs.tree_linen, programs.values_and_options],

@@ -168,7 +168,10 @@ def roots(w, xs):
 MANY = [(0.5, 0.0, 2.0, 0.0, 0.25, 1.0, 0.0), (0.0, 3.0), (1.0, 0.5, 0.0)]
 
 
-@pytest.mark.parametrize("how", ["eager", "argument", "closure", "dispatch", "gpu"])
+@pytest.mark.parametrize(
+    "how",
+    mostly_slow(["eager", "argument", "closure", "dispatch", "gpu"], "eager", "argument", "gpu"),
+)
 def test_loss_reads_some_of_many_results(how):
     """Those whose slope is finite; others share what they are made of."""
     options = {"executor": "dispatch"} if how == "dispatch" else {}

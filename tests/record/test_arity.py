@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check, compilations
+from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
@@ -92,7 +92,7 @@ def rolled(expressions, cell, length, counts):
     return Roller(expressions, program, roles, length, counts).results()
 
 
-@pytest.mark.parametrize("cell", ALIKE)
+@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "attention", "looked_up"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}

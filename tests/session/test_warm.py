@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, loop
+from cases.helpers import assert_close, loop, mostly_slow
 
 import jedbatch
 from jedbatch.data import synthetic_treebank
@@ -104,7 +104,7 @@ def test_nothing_is_compiled_afterwards():
 
 
 @pytest.mark.parametrize("name", ["treelstm", "childsum", "lattice_lstm"])
-@pytest.mark.parametrize("size", [1, 8, 32])
+@pytest.mark.parametrize("size", mostly_slow([1, 8, 32], 8))
 def test_plans_of_unseen_minibatches_have_one_form(name, size):
     """So whoever compiles one program for them compiles no other."""
     if name == "childsum":
