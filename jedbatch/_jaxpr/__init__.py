@@ -17,6 +17,8 @@ Read in this order:
 9. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
 10. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-11. `rolling`: Programs of a list of values as programs of lists of any length.
-12. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+11. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+   more.
+12. `rolling`: Programs of a list of values as programs of lists of any length.
+13. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
 """

@@ -25,7 +25,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.identity import Same
-from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inlined, inner_programs, run_equation
+from jedbatch._jaxpr.interpret import (
+    ELEMENTWISE_OPERATIONS,
+    inlined,
+    inner_programs,
+    run_equation,
+)
+from jedbatch._jaxpr.list_reductions import reduced, without_others
 from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
 from jedbatch._support.types import Array, Dtype
 
@@ -41,25 +47,6 @@ REDUCTIONS = {
 }
 LENGTHS = ("length", "one by the length")
 CHAINS = {x: x for x in ("add", "mul", "max", "min", "and", "or")} | {"add_any": "add"}
-
-
-def _lowest(dtype: Dtype) -> Any:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Dtype) -> Any:
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
-
-
-# Of two values, of the rows of an array, and what changes nothing, by dtype.
-FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "add": (lax.add, jnp.sum, lambda dtype: 0),
-    "max": (lax.max, jnp.max, _lowest),
-    "min": (lax.min, jnp.min, _highest),
-    "mul": (lax.mul, jnp.prod, lambda dtype: 1),
-    "and": (lax.bitwise_and, jnp.all, lambda dtype: True),
-    "or": (lax.bitwise_or, jnp.any, lambda dtype: False),
-}
 
 
 class CannotRollError(Exception):
@@ -191,18 +178,19 @@ class Expressions:
         """
 
         def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
+            exists = jnp.arange(capacity) < length
             stacked = [
-                jnp.stack(elements[k * capacity : (k + 1) * capacity]) for k in range(leaves)
+                without_others(jnp.stack(elements[k * capacity : (k + 1) * capacity]), exists)
+                for k in range(leaves)
             ]
             by_number = dict(zip(inputs, given, strict=True))
-            exists = jnp.arange(capacity) < length
             values: dict[int, Array] = {}
             for index in self._read_by(results):
                 x = self.all[index]
                 if x.given is not None:
                     values[index] = _given(x, by_number, stacked, length)
                 elif x.reduction is not None:
-                    values[index] = _reduced(x.reduction, [values[a] for a in x.args], exists)
+                    values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
                 else:
                     axes = [0 if self.all[a].of_element else None for a in x.args]
                     assert x.run is not None
@@ -235,22 +223,6 @@ def _given(
         return inputs[k] if kind == "input" else elements[k]
     number = length.astype(x.dtype)
     return number if kind == "length" else 1 / number
-
-
-def _reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array) -> Array:
-    """The reduction of the elements that exist, after a base."""
-    op, rows = reduction
-    join, reduce, neutral = FUNCTIONS[op]
-    x, *base = values
-    if rows or op == "add":
-        shape = (len(exists), *[1] * (x.ndim - 1))
-        total = reduce(jnp.where(exists.reshape(shape), x, neutral(x.dtype)), axis=0)
-        total = total.astype(x.dtype)  # of small integers it is wider
-        return join(*base, total) if base else total
-    total = base[0] if base else x[0]
-    for k in range(0 if base else 1, len(exists)):
-        total = jnp.where(exists[k], join(total, x[k]), total)
-    return total
 
 
 class Roller:
@@ -322,6 +294,8 @@ class Roller:
         x = self.expressions.all[index]
         if op in ("and", "or") and x.dtype != bool:
             raise CannotRollError(f"`{op}` of integers")
+        if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise CannotRollError(f"`{op}` of complex numbers")
         args = (index,) if base is None else (index, base)
         expression = Expression(False, args, x.shape, x.dtype, reduction=(op, rows))
         return Single(self.expressions.add(("reduction", op, rows), expression))

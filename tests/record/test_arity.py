@@ -224,3 +224,39 @@ def test_lists_whose_elements_are_shared_arguments():
     params = [W[0] * k for k in range(7)]
     instances = [(np.ones(2, np.float32) * k, "a" * (1 + k % 7)) for k in range(7)]
     check(lambda params, x: node(x[0], params[: len(x[1])]), params, instances, gradients=False)
+
+
+BAGS = [[[1, 2], [1]], [[3, 0, 3], [1, 4, 1, 0]], [[0, 2, 0, 2, 1], [1, 0, 6, 5, 4, 3]]]
+EDGES = {  # a function of a list, and of weights and a number to an element of it
+    "flags": (lambda x: jnp.stack(x).max(0) * 1.0, lambda p, i: p < i),
+    "small integers": (
+        lambda x: jnp.stack(x).min(0) * 1.0,
+        lambda p, i: jnp.uint32(i) + p.astype("u4"),
+    ),
+    "minus infinity": (
+        lambda x: jnp.exp(jnp.stack(x).max(0)) + jnp.stack(x).max(0),
+        lambda p, i: p * i - jnp.inf,
+    ),
+    "ties": (lambda x: jnp.stack(x).max(0), lambda p, i: p * (i % 2)),
+    "infinite derivatives": (
+        lambda x: sum(map(jnp.sqrt, x)),
+        lambda p, i: (p - p[0]) * i + (p - p[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(EDGES, "minus infinity"))
+def test_what_does_not_exist_changes_nothing(name):
+    """Neither results nor derivatives, though all elements may be equal to what nothing changes."""
+    of_list, of_number = EDGES[name]
+    join = jedbatch.cell(lambda p, xs: of_list(xs) * p.sum())
+    element = jedbatch.cell(of_number)
+    fn = lambda p, bag: join(p, [element(p, float(i)) for i in bag])  # noqa: E731
+    batched, p = jedbatch.batch(fn), jnp.array([1.0, 2.0])
+    for bags in BAGS:
+        total = lambda p, run: run(p).sum()  # noqa: E731
+        loop = lambda p, bags=bags: jnp.stack([fn(p, bag) for bag in bags])  # noqa: E731
+        ours = lambda p, bags=bags: batched(p, bags)  # noqa: E731
+        np.testing.assert_allclose(ours(p), loop(p), rtol=1e-5)
+        np.testing.assert_allclose(jax.grad(total)(p, ours), jax.grad(total)(p, loop), rtol=1e-5)
+    assert any("i32[])" in str(t) for t in batched.plan(p, BAGS[-1]).graph.types)  # a length

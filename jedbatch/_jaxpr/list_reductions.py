@@ -1,0 +1,92 @@
+"""Reductions over the elements of a list that exist, where there is room for more.
+
+Elements that do not exist may hold anything. They change neither results nor derivatives.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._support.types import Array, Dtype
+
+
+def _lowest(dtype: Dtype) -> Any:
+    return _extremes(dtype)[0]
+
+
+def _highest(dtype: Dtype) -> Any:
+    return _extremes(dtype)[1]
+
+
+def _extremes(dtype: Dtype) -> tuple[Any, Any]:
+    """(the lowest value, the highest)."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf, jnp.inf
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return np.array(info.min, dtype), np.array(info.max, dtype)
+    return False, True
+
+
+# Of two values, of the rows of an array, and what changes nothing, by dtype.
+FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "add": (lax.add, jnp.sum, lambda dtype: 0),
+    "max": (lax.max, jnp.max, _lowest),
+    "min": (lax.min, jnp.min, _highest),
+    "mul": (lax.mul, jnp.prod, lambda dtype: 1),
+    "and": (lax.bitwise_and, jnp.all, lambda dtype: True),
+    "or": (lax.bitwise_or, jnp.any, lambda dtype: False),
+}
+
+
+def _of_rows(exists: Array, x: Array) -> Array:
+    """Flags of the rows of an array, with as many axes as it has."""
+    return exists.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def without_others(x: Array, exists: Array) -> Array:
+    """x; no cotangent reaches elements that do not exist, as zero times infinity would."""
+    if not has_gradient(x.dtype):
+        return x
+    return jnp.where(_of_rows(exists, x), x, lax.stop_gradient(x))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _extreme(op: str, x: Array, exists: Array) -> Array:
+    """The maximum or minimum of the rows that exist."""
+    _, reduce, neutral = FUNCTIONS[op]
+    return reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
+
+
+@_extreme.defjvp
+def _extreme_jvp(op: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Those that are equal to it share the cotangent, but none that does not exist."""
+    x, exists = primals
+    total = _extreme(op, x, exists)
+    equal = _of_rows(exists, x) & (x == total[None])
+    moved = jnp.where(equal, tangents[0], 0).sum(0)
+    return total, moved / equal.sum(0).astype(moved.dtype)
+
+
+def reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array) -> Array:
+    """The reduction of the elements that exist, after a base."""
+    op, rows = reduction
+    join, reduce, neutral = FUNCTIONS[op]
+    x, *base = values
+    if rows and op in ("max", "min") and has_gradient(x.dtype):
+        total = _extreme(op, x, exists)
+        return join(*base, total) if base else total
+    if rows or op == "add":
+        total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
+        total = total.astype(x.dtype)  # of small integers it is wider
+        return join(*base, total) if base else total
+    total = base[0] if base else x[0]
+    for k in range(0 if base else 1, len(exists)):
+        total = jnp.where(exists[k], join(total, x[k]), total)
+    return total
