@@ -1,4 +1,4 @@
-"""What child-sum TreeLSTMs have in common, whichever framework their cells are written in.
+"""The common parts of child-sum TreeLSTMs, whichever framework their cells are written in.
 
 Trees are `(word, [children])` with 0 to 23 children. For a word with embedding x and children
 (h_k, c_k): [i; o; u] = W x + b + U Σ h_k, f_k = V x + d + Y h_k, c = σ(i) tanh(u) + Σ σ(f_k) c_k,

@@ -1,4 +1,4 @@
-"""What becomes of other people's programs, written without regard to jedbatch?
+"""How fast are other people's programs, written without regard to jedbatch?
 
 The programs of `benchmarks.programs`, as a new user would write them, against what an expert would
 write by hand for the whole minibatch, compiled by `jax.jit` and padded to the same shapes for all
@@ -85,7 +85,7 @@ def check_by_hand(program: programs.Program, rng: np.random.Generator) -> None:
 
 
 class Late(NamedTuple):
-    """What minibatches took after a few others.
+    """Counts and seconds of minibatches after a few others.
 
     Attributes:
       types: node types of a minibatch, the most of all.

@@ -67,7 +67,7 @@ class Rolled(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Padded:
+class PaddedCalls:
     """How nodes of a type are nodes of another type that has room for more elements.
 
     Attributes:
@@ -233,7 +233,7 @@ class Arities:
         add_type: Callable[[NodeType, int], int],
         key_of: Callable[[Any], Hashable],
     ):
-        self.padded: dict[int, Padded] = {}
+        self.padded: dict[int, PaddedCalls] = {}
         self.revision = 0
         self._node_types = node_types
         self._add_type = add_type
@@ -267,7 +267,7 @@ class Arities:
                     self.padded[rolled.node_type] = self._padded(calls, rolled, key)
                     self.revision += rolled.node_type != node_type
 
-    def _padded(self, calls: CellCalls, rolled: Rolled, key: Hashable) -> Padded:
+    def _padded(self, calls: CellCalls, rolled: Rolled, key: Hashable) -> PaddedCalls:
         capacity = next(c for c in CAPACITIES if c >= rolled.length)
         if (key, capacity) not in calls.padded_types:
             of = self._node_types[rolled.node_type]
@@ -282,7 +282,7 @@ class Arities:
             for position in range(capacity)
         ]
         order = np.array([*inputs, *elements], np.int64)
-        return Padded(calls.padded_types[key, capacity], order, rolled.length)
+        return PaddedCalls(calls.padded_types[key, capacity], order, rolled.length)
 
     def pad(
         self, node_type: np.ndarray, arity: np.ndarray, operand: np.ndarray, first_input: int

@@ -124,7 +124,7 @@ class Slice(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What it is told apart by, whatever its place."""
+        """Returns the key that it is told apart by, whatever its place."""
         return "slice", self.cut, self.sizes
 
     @property
@@ -202,7 +202,7 @@ def _kind_of_number(x: Any) -> tuple[Any, Any]:
 
 
 def step_by_step(recorder: RecorderLike, how: Hashable, slow_path: Callable, x: "Value") -> Leaf:
-    """What is done to one value, as recorded before, or by `slow_path`.
+    """Records what is done to one value, as recorded before, or by `slow_path`.
 
     It is known from then on if it comes to nodes that read the result of the one before.
     """

@@ -35,7 +35,7 @@ FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or l
 
 
 class Merging:
-    """What the first minibatches of a function say.
+    """The comparison of granularities on the first minibatches of a function.
 
     Args:
       registry: where types are interned.

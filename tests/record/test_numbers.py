@@ -219,7 +219,7 @@ def test_rows_of_a_table_that_is_closed_over(granularity):
 
 @pytest.mark.slow
 def test_rows_negative_and_numbers_beside_are_those_of_each_call():
-    """What is recorded at once the second time reads its own index and number."""
+    """An operation recorded at once the second time reads its own index and number."""
 
     def fn(w, n):
         h = w["E"][n % 5] + w["E"][-1 - n % 4]

@@ -17,7 +17,7 @@ from jedbatch._record.granularity.node_arrays import NodeArrays
 
 
 class Stretch(NamedTuple):
-    """What becomes of a stretch of nodes.
+    """The blocks that a stretch of nodes is cut into.
 
     Attributes:
       parts: what it is cut into; None for a single node.
@@ -106,7 +106,7 @@ class KnownStretches:
 
 
 def relative(operands: list[int], origin: int, external: dict[int, int]) -> list[int]:
-    """What is read, relative to a stretch: its own values, the rest by order and by kind.
+    """Returns operands relative to a stretch: its own values, the rest by order and by kind.
 
     What lies outside is numbered in `external`, k: `-1 - 2 * k`, or `-2 - 2 * k` if it is an input.
     """

@@ -28,7 +28,7 @@ MANY_WAYS = 8  # through one stretch, which are not told apart any more
 
 
 class Tokens:
-    """What has been met of the operations of a function.
+    """The operations of a function that have been met.
 
     Attributes:
       numbers_changed: how many numbers have been found to vary that did not seem to.
