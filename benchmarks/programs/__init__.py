@@ -18,9 +18,10 @@ circuits           sum–product networks of random structure.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 
@@ -67,3 +68,10 @@ MODULES = {
 def load(name: str) -> Program:
     """A program by name; raises `ImportError` where its framework is not installed."""
     return importlib.import_module(f"benchmarks.programs.{MODULES[name]}").PROGRAMS[name]
+
+
+def normal(key: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Arrays of these shapes, by name, of standard normal numbers."""
+    keys = jax.random.split(key, len(shapes))
+    pairs = zip(shapes.items(), keys, strict=True)
+    return {name: jax.random.normal(k, shape) for (name, shape), k in pairs}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.programs import Program
+from benchmarks.programs import Program, normal
 
 WORDS = 500
 SCORES = 5
@@ -42,9 +42,7 @@ def parameters(key, tiny):
         "sentences_query": (size,),
         "score": (size, SCORES),
     }
-    keys = jax.random.split(key, len(shapes))
-    both = zip(shapes.items(), keys, strict=True)
-    return {name: jax.random.normal(k, shape) * size**-0.5 for (name, shape), k in both}
+    return jax.tree.map(lambda x: x * size**-0.5, normal(key, shapes))
 
 
 def prepare(minibatches):

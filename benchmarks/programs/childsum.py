@@ -6,6 +6,7 @@ h = σ(o) tanh(c) (Tai et al., 2015). The result is h of the root.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,16 @@ def instances(rng: np.random.Generator, count: int, tiny: bool) -> list[Any]:
 
 
 prepare = functools.partial(forest.prepare, read=lambda _, node: (0, *node))
+
+
+def model_of(node: Callable) -> Callable:
+    """The model of one tree, h of its root, for a cell of (params, word, states of children)."""
+
+    def encode(params: Any, tree: Any) -> Any:
+        word, children = tree
+        return node(params, word, [encode(params, child) for child in children])
+
+    return lambda params, tree: encode(params, tree)[0]
 
 
 def by_hand(weights: Weights, trees: forest.Forest) -> jax.Array:

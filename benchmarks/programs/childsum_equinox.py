@@ -44,16 +44,6 @@ def node(module, word, children):
     return module(word, children)
 
 
-def encode(module, tree):
-    word, children = tree
-    return node(module, word, [encode(module, child) for child in children])
-
-
-def model(module, tree):
-    h, _ = encode(module, tree)
-    return h
-
-
 def by_hand(module, trees):
     weights = childsum.Weights(
         module.embedding.weight,
@@ -71,7 +61,7 @@ PROGRAMS = {
     "childsum_equinox": Program(
         childsum.instances,
         lambda key, tiny: ChildSum(childsum.HIDDEN, key),
-        model,
+        childsum.model_of(node),
         childsum.prepare,
         by_hand,
     )

@@ -34,16 +34,6 @@ def parameters(key, tiny):
     return transformed.init(key, 0, [(state, state)])
 
 
-def encode(params, tree):
-    word, children = tree
-    return node(params, word, [encode(params, child) for child in children])
-
-
-def model(params, tree):
-    h, _ = encode(params, tree)
-    return h
-
-
 def by_hand(params, trees):
     weights = childsum.Weights(
         params["embedding"]["embeddings"],
@@ -58,5 +48,7 @@ def by_hand(params, trees):
 
 
 PROGRAMS = {
-    "childsum_haiku": Program(childsum.instances, parameters, model, childsum.prepare, by_hand)
+    "childsum_haiku": Program(
+        childsum.instances, parameters, childsum.model_of(node), childsum.prepare, by_hand
+    )
 }

@@ -36,16 +36,6 @@ def node(module, word, children):
     return module(word, children)
 
 
-def encode(module, tree):
-    word, children = tree
-    return node(module, word, [encode(module, child) for child in children])
-
-
-def model(module, tree):
-    h, _ = encode(module, tree)
-    return h
-
-
 def by_hand(module, trees):
     weights = childsum.Weights(
         module.embedding.embedding[...],
@@ -63,7 +53,7 @@ PROGRAMS = {
     "childsum_nnx": Program(
         childsum.instances,
         lambda key, tiny: ChildSum(childsum.HIDDEN, nnx.Rngs(key)),
-        model,
+        childsum.model_of(node),
         childsum.prepare,
         by_hand,
     )

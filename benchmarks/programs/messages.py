@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from benchmarks.programs import Program
+from benchmarks.programs import Program, normal
 
 KINDS = 12
 ROUNDS = 3
@@ -78,9 +78,7 @@ def parameters(key, tiny):
         "h_new": (size, size),
         "score": (size, SCORES),
     }
-    keys = jax.random.split(key, len(shapes))
-    both = zip(shapes.items(), keys, strict=True)
-    return {name: jax.random.normal(k, shape) * shape[0] ** -0.5 for (name, shape), k in both}
+    return jax.tree.map(lambda x: x * len(x) ** -0.5, normal(key, shapes))
 
 
 class Graphs(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from benchmarks.programs import Program, forest
+from benchmarks.programs import Program, forest, normal
 
 WORDS = 40
 REGIONS = 49
@@ -90,9 +90,7 @@ def parameters(key, tiny):
         "relocate_from": (size, size),
         "answer": (size, ANSWERS),
     }
-    keys = jax.random.split(key, len(shapes))
-    both = zip(shapes.items(), keys, strict=True)
-    return {name: jax.random.normal(k, shape) * size**-0.5 for (name, shape), k in both}
+    return jax.tree.map(lambda x: x * size**-0.5, normal(key, shapes))
 
 
 KINDS = ("relocate", "and", "or", "not")
