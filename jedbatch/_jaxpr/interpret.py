@@ -41,6 +41,9 @@ ELEMENTWISE_OPERATIONS = names_in(
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
 )
 
+# Keep every element in its place, unless they repeat some.
+RESHAPES = names_in("broadcast_in_dim expand_dims reshape squeeze")
+
 
 def reads(eqn: Equation) -> list[Any]:
     """The variables an equation reads, each once."""
@@ -66,6 +69,14 @@ def is_inexact(atom: Atom) -> bool:
 def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a variable, to trace with."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def is_reshape(eqn: Equation) -> bool:
+    """Returns whether an operation gives its operand another shape, and does nothing else."""
+    if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before.size == after.size
 
 
 def run_equation(jaxpr: OpenProgram, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:

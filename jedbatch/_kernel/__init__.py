@@ -13,5 +13,6 @@ Read in this order:
 6. `residuals`: Residuals: what the reverse of a kernel reads of the forward pass, and where it
    finds it.
 7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
-8. `kernel`: The program of a node type for one lane, forwards and backwards.
+8. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
+9. `kernel`: The program of a node type for one lane, forwards and backwards.
 """

@@ -1,6 +1,6 @@
 """The program of a node type for one lane, forwards and backwards.
 
-A node type brings a jaxpr that maps shared values and operands to results. Three things are done
+A node type brings a jaxpr that maps shared values and operands to results. Four things are done
 to it, once, when the type first runs:
 
 **Shared work is lifted out.** What depends on shared values only (`w.T`, a slice of packed
@@ -38,6 +38,7 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
+from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
@@ -53,6 +54,7 @@ class Kernel:
       transient: whether it reads a tracer, which will be gone at the next call.
       reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
+      parameters: the arguments of the program after the consts: operands, or lists of them.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       transposed: positions of consts that are the transpose of a shared matrix.
       buckets: the widths it is compiled in.
@@ -67,7 +69,9 @@ class Kernel:
         target: Target = CPU,
         transient: bool = False,
         reached: bool = False,
+        lists: bool = True,
     ):
+        """Makes the program of a type; without `lists`, each operand is a parameter."""
         self.node_type = node_type
         self.transient = transient
         self.reached = reached
@@ -75,7 +79,11 @@ class Kernel:
         self.results = node_type.results
         operation = operation_of(node_type)
         num_shared = len(node_type.shared)
-        closed = fused(inlined(operation.jaxpr), num_shared)
+        closed = inlined(operation.jaxpr)
+        self.parameters = single_parameters(self.operands)
+        if lists:
+            closed, self.parameters = with_lists(closed, num_shared, self.operands)
+        closed = fused(closed, num_shared)
         self.jaxpr = jaxpr = closed.jaxpr
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
         before_lanes = {*jaxpr.constvars, *shared_vars}
@@ -112,8 +120,9 @@ class Kernel:
         return self.evaluate(consts, operands, {})[0]
 
     def environment(self, operands: Sequence[Array]) -> Bindings:
-        """The operands by variable."""
-        values = map(from_stored, operands, self.operands)
+        """The operands and lists of operands by variable."""
+        pairs = zip(operands, self.parameters, strict=True)
+        values = [from_stored(x, parameter.type) for x, parameter in pairs]
         return dict(zip(self.operand_vars, values, strict=True))
 
     def evaluate(

@@ -29,6 +29,7 @@ from jedbatch._jaxpr.interpret import (
     inlined,
     interpret,
     is_inexact,
+    is_reshape,
     reads,
     run_equation,
     run_equations,
@@ -52,8 +53,6 @@ LOOK_UPS = frozenset({"gather", "dynamic_slice"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # What runs a program of its own is not run again.
 LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
-# Keep every element in its place, unless they repeat some.
-RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 
 CONSTS = -1  # in place of an operand
 MAX_SLOTS = 62  # results of a node told apart; further ones are always alive
@@ -101,6 +100,8 @@ class _Traced(NamedTuple):
 
 class KernelVjp:
     """The reverse of a kernel, found by tracing `jax.vjp` of it and sorting what that saves.
+
+    A list of operands that the kernel takes as one array (`Kernel.parameters`) is one operand here.
 
     Attributes:
       returned: the results that have a cotangent.
@@ -212,15 +213,19 @@ class KernelVjp:
         """The arguments of the backward program that are cotangents, after what it reads."""
         return backward.invars[num_read : num_read + len(self.returned)]
 
-    @property
-    def arity(self) -> int:
-        """Number of operands."""
-        return len(self.kernel.operands)
+    @functools.cached_property
+    def flow_of_operands(self) -> list[Sources]:
+        """`flow`, for each operand of a list by itself."""
+        pairs = zip(self.kernel.parameters, self.flow, strict=True)
+        return [results for parameter, results in pairs for _ in parameter.operands]
 
     @functools.cached_property
     def flow_bits(self) -> tuple[int, ...]:
-        """`flow` as bits: for each operand, bit s for result s."""
-        return tuple(sum({1 << min(s, MAX_SLOTS) for s in result_ids}) for result_ids in self.flow)
+        """`flow_of_operands` as bits: for each operand, bit s for result s."""
+        return tuple(
+            sum({1 << min(s, MAX_SLOTS) for s in result_ids})
+            for result_ids in self.flow_of_operands
+        )
 
     @functools.cached_property
     def inexact_bits(self) -> int:
@@ -242,7 +247,7 @@ class KernelVjp:
         return any(s in source_ids for tap in self.taps for source_ids in tap.sources)
 
     def _flow(self, sources: list[Sources]) -> tuple[Sources, ...]:
-        flow: list[Sources] = [frozenset()] * len(self.kernel.operands)
+        flow: list[Sources] = [frozenset()] * len(self.kernel.parameters)
         for j, source_ids in zip(self._moving, sources, strict=False):
             flow[j] = source_ids
         return tuple(flow)
@@ -331,13 +336,13 @@ class KernelVjp:
 
         def back(leaves, cotangents):
             if not self.returned:
-                return [jnp.zeros(*stored(kernel.operands[j])) for j in self._moving]
+                return [jnp.zeros(*kernel.parameters[j].kind) for j in self._moving]
             return jax.tree.unflatten(structure[-1], leaves)(cotangents)
 
         forward = inlined(
             jax.make_jaxpr(save)(
                 [jax.ShapeDtypeStruct(*kind) for kind in kernel.const_kinds],
-                [jax.ShapeDtypeStruct(*stored(t)) for t in kernel.operands],
+                [jax.ShapeDtypeStruct(*parameter.kind) for parameter in kernel.parameters],
             )
         )
         backward = jax.make_jaxpr(back)(
@@ -425,7 +430,7 @@ class KernelVjp:
         row_of = {}
         maker = {v: eqn for eqn in backward.eqns for v in eqn.outvars}
         for k, (place, v) in enumerate(zip(places, outvars, strict=True)):
-            while isinstance(v, Var) and v in maker and _is_reshape(maker[v]):
+            while isinstance(v, Var) and v in maker and is_reshape(maker[v]):
                 v = maker[v].invars[0]
             row_of[place] = rows.setdefault(v if isinstance(v, Var) else k, len(rows))
         kept = [v if isinstance(v, Var) else outvars[v] for v in rows]
@@ -542,7 +547,7 @@ class KernelVjp:
 
 def _can_move(kernel: Any) -> list[int]:
     """Returns the operands that can have a cotangent."""
-    return [j for j, t in enumerate(kernel.operands) if differentiable(t)]
+    return [j for j, x in enumerate(kernel.parameters) if differentiable(x.type)]
 
 
 def _places_of(tapped: Sequence[Equation]) -> list[Var]:
@@ -557,14 +562,6 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _is_reshape(eqn: Equation) -> bool:
-    """Returns whether an operation gives its operand another shape, and does nothing else."""
-    if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):
-        return False
-    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    return before.size == after.size
 
 
 def _alike(*atoms: Any) -> bool:

@@ -6,6 +6,7 @@ is not: values that are not read, then what was read for their sake, and so on. 
 since nearly everything is alive nearly always.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -144,7 +145,8 @@ def find_refused(
                 origins = find_origins(placed, signature) if origins is None else origins
                 bits = 1 if leads_to is None else int(np.bitwise_or.reduce(leads_to[values]))
                 where = int(CONSTS in operands)
-                for j in operands - {CONSTS}:
+                positions = [kernel.parameters[p].operands for p in operands - {CONSTS}]
+                for j in itertools.chain(*positions):
                     read = graph.operand[graph.operand_ptr[nodes] + j]
                     where |= int(np.bitwise_or.reduce(origins[read]))
                 refused.append(Refused(signature.kernels.index(kernel), s, bits, where))
@@ -161,8 +163,14 @@ def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
     )
     kernels = dict(zip(placed.type_ids, placed.kernels, strict=True))
     for t, a, b in zip(schedule.batch_type, schedule.node_ptr, schedule.node_ptr[1:], strict=False):
-        nodes, reverse = schedule.node[a:b], kernels[int(t)].reverse
-        reads = [found[graph.operand[graph.operand_ptr[nodes] + j]] for j in range(reverse.arity)]
+        nodes, kernel = schedule.node[a:b], kernels[int(t)]
+        reverse = kernel.reverse
+        reads = [
+            np.bitwise_or.reduce(
+                [found[graph.operand[graph.operand_ptr[nodes] + j]] for j in parameter.operands]
+            )
+            for parameter in kernel.parameters
+        ]
         for s in reverse.returned:
             origins = np.full(len(nodes), reverse.meets_consts(s), np.int64)
             for j, operand_values in enumerate(reads):

@@ -27,6 +27,18 @@ def row(form: TableLayout, table: Array, name: tuple, *index: int, start: Array 
     return slice_rows(table, offset + start, size or shape[-1])
 
 
+def block(
+    form: TableLayout, table: Array, name: tuple, first: int, count: int, *, start: Array, size: int
+) -> Array:
+    """`table[name][first : first + count, start : start + size]`."""
+    offset, (_, lanes) = form.places[name]
+    begin = offset + first * lanes
+    rows = table[begin : begin + count * lanes].reshape(count, lanes)
+    return lax.dynamic_slice(
+        rows, (jnp.zeros_like(start), start), (count, size), allow_negative_indices=False
+    )
+
+
 def take(arena: Array, rows: Array) -> Array:
     """Rows of an arena, known to exist."""
     return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jedbatch._graph.paths import pointers
 from jedbatch._jaxpr.storage import row_bytes
+from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.allocator import allocate
 from jedbatch._program.alive import Alive
@@ -31,8 +32,8 @@ class Sent:
     """Blocks of rows for the cotangents that batches send, if they share rows.
 
     Attributes:
-      block: int64[S, operands], the row in which each operand of each batch begins, counted from
-        the first that is shared.
+      block: int64[S, parameters], the row in which each operand of each batch begins, or list of
+        operands, counted from the first that is shared.
       rows: int64[...], rows shared in each arena of the program.
       own: int64[...], rows there would be in each if every lane had its own.
     """
@@ -49,16 +50,16 @@ class Sent:
         """
         schedule, padded = placed.schedule, placed.layout.padded
         first = np.arange(len(schedule))[::-1]
-        arena, last = _last_reads(placed, signature, alive)
+        arena, lengths, last = _last_reads(placed, signature, alive)
         block = np.zeros_like(last)
         rows, rows_of_outputs = np.zeros((2, len(signature.arenas)), np.int64)
         for a in range(len(rows)):
-            batch, operand = np.nonzero(arena == a)
+            batch, parameter = np.nonzero(arena == a)
             if not len(batch):
                 continue
-            size = padded[batch]
-            allocation = allocate(size, first[batch], last[batch, operand], slack=ROW_TOLERANCE)
-            block[batch, operand] = allocation.offset
+            size = padded[batch] * lengths[batch, parameter]
+            allocation = allocate(size, first[batch], last[batch, parameter], slack=ROW_TOLERANCE)
+            block[batch, parameter] = allocation.offset
             rows[a], rows_of_outputs[a] = allocation.peak, size.sum()
         return Sent(block, rows, rows_of_outputs)
 
@@ -70,10 +71,11 @@ class Sent:
     def room(self, signature: Signature) -> list[int]:
         """Capacity for each arena: as large a part of the rows for all as this minibatch needs."""
         least = [0] * len(signature.arenas)  # for the widest chunk that is compiled
-        for arenas, widths in zip(arenas_of_operands(signature), signature.widths, strict=True):
-            for a in arenas:
+        for kernel, widths in zip(signature.kernels, signature.widths, strict=True):
+            arenas = arenas_of_parameters(signature, kernel)
+            for a, parameter in zip(arenas, kernel.parameters, strict=True):
                 if a >= 0:
-                    least[a] = max(least[a], widths[-1])
+                    least[a] = max(least[a], parameter.num_operands * widths[-1])
         ends, rooms_found = signature.cotangent_rows[1], []
         for a, (rows, rows_alone) in enumerate(
             zip(self.rows.tolist(), self.own.tolist(), strict=True)
@@ -82,31 +84,31 @@ class Sent:
             rooms_found.append(max(least[a], min(most, round_up(rows * most / max(rows_alone, 1)))))
         return rooms_found
 
-    def rows_of(self, placed: Placement, nodes: np.ndarray, operand: int) -> np.ndarray:
-        """int64[nodes], the shared row of an operand of some nodes."""
+    def rows_of(self, placed: Placement, nodes: np.ndarray, p: int, length: int) -> np.ndarray:
+        """int64[nodes], the first shared row of parameter p of some nodes, of so many operands."""
         layout, batch = placed.layout, placed.schedule.batch[nodes]
-        return self.block[batch, operand] + layout.lane[nodes] - layout.start[batch]
+        return self.block[batch, p] + (layout.lane[nodes] - layout.start[batch]) * length
 
-    def rows_of_lanes(self, placed: Placement, type_id: int) -> np.ndarray:
-        """int64[operands, lanes], the shared row of every operand of every lane of a type."""
+    def rows_of_lanes(self, placed: Placement, type_id: int, kernel: Kernel) -> np.ndarray:
+        """int64[parameters, lanes], the first shared row of every parameter of lanes of a type."""
         layout = placed.layout
         nodes = layout.lane_node[layout.lane_ptr[type_id] : layout.lane_ptr[type_id + 1]]
-        batch = placed.schedule.batch[nodes]
-        return self.block[batch].T + np.arange(len(nodes)) - layout.start[batch]
+        pairs = enumerate(kernel.parameters)
+        return np.array([self.rows_of(placed, nodes, p, x.num_operands) for p, x in pairs])
 
 
 def _last_reads(
     placed: Placement, signature: Signature, alive: Alive
-) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[S, operands], int64[S, operands]): arenas of what batches send, and the last step.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Arenas of what batches send, operands each consists of, and the last step that reads it.
 
-    Steps count the batches from the last to the first; after them, gradients of inputs and of what
-    leaves read are made.
+    Each is int64[S, parameters]. Steps count the batches from the last to the first; after them,
+    gradients of inputs and of what leaves read are made.
     """
     graph, schedule = placed.graph, placed.schedule
     steps = len(schedule)
-    of_kernel = arenas_of_operands(signature)
-    arena = np.full((steps, max(map(len, of_kernel), default=0)), -1)
+    arena = np.full((steps, max((len(k.parameters) for k in signature.kernels), default=0)), -1)
+    lengths = np.ones_like(arena)
     last = np.repeat(np.arange(steps)[::-1, None], arena.shape[1], axis=1)
     waits = np.zeros(len(graph.types), bool)
     waits[list(placed.type_ids)] = [kernel.reverse.is_leaf for kernel in placed.kernels]
@@ -115,28 +117,27 @@ def _last_reads(
     until[: graph.num_values] = made_at[graph.value_node]
     sizes, types = np.diff(schedule.node_ptr), graph.node_type[schedule.node]
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        reads_here = of_kernel[signature.kernels.index(kernel)]
-        if not reads_here:
+        if not kernel.parameters:
             continue
         batches = np.flatnonzero(schedule.batch_type == t)
         nodes = schedule.node[types == t]
         begins = pointers(sizes[batches])[:-1]
-        arena[batches, : len(reads_here)] = reads_here
-        for j in range(len(reads_here)):
-            edges = graph.operand_ptr[nodes] + j
+        arena[batches, : len(kernel.parameters)] = arenas_of_parameters(signature, kernel)
+        for p, parameter in enumerate(kernel.parameters):
+            lengths[batches, p] = parameter.num_operands
+            edges = graph.operand_ptr[nodes] + np.array(parameter.operands)[:, None]
             read = until[graph.operand[edges]]
             if alive.reads is not None:
                 read = np.where(alive.reads[edges], read, 0)
-            last[batches, j] = np.maximum(last[batches, j], np.maximum.reduceat(read, begins))
-    return arena, last
+            latest = np.maximum.reduceat(read.max(axis=0), begins)
+            last[batches, p] = np.maximum(last[batches, p], latest)
+    return arena, lengths, last
 
 
-def arenas_of_operands(signature: Signature) -> list[list[int]]:
-    """For each kernel the arena of each operand's cotangent; -1 if it has none."""
-    return [
-        [signature.arena(t) if differentiable(t) else -1 for t in kernel.operands]
-        for kernel in signature.kernels
-    ]
+def arenas_of_parameters(signature: Signature, kernel: Kernel) -> list[int]:
+    """The arena of the cotangent of each parameter of a kernel; -1 if it has none."""
+    types = [parameter.type for parameter in kernel.parameters]
+    return [signature.arena(t) if differentiable(t) else -1 for t in types]
 
 
 def shares_rows(signature: Signature) -> bool:

@@ -34,6 +34,7 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.access import GATHER, Reading, extent
 from jedbatch._program.arenas import (
+    block,
     broadcast_flags,
     empty,
     isolated,
@@ -114,14 +115,22 @@ class Forward:
         reading: Reading | None = None,
         wanted: Collection[int] | None = None,
     ) -> list[Array]:
-        """Operands of `width` lanes of kernel k; None in place of those not wanted."""
+        """Operands of `width` lanes of kernel k, and lists of them (see `Kernel.parameters`).
+
+        None in place of those not wanted.
+        """
         signature = self.signature
         operand_rows: list[Any] = []
-        for j, t in enumerate(signature.kernels[k].operands):
-            if wanted is not None and j not in wanted:
+        for p, (j, length, t) in enumerate(signature.kernels[k].parameters):
+            if wanted is not None and p not in wanted:
                 operand_rows.append(None)
                 continue
             arena = arenas[signature.arena(t)]
+            if length is not None:
+                name = ("operands", k)
+                rows = block(signature.form, table, name, j, length, start=lane, size=width)
+                operand_rows.append(take(arena, rows.T))
+                continue
             mode = reading[j] if reading else GATHER
             if extent(mode, width) > len(arena):  # no chunk like this can ever run
                 mode = GATHER
@@ -334,15 +343,20 @@ class Backward:
                 back, const_values, prepared, operands, results, kept, given, alive, width
             )
             writes, marked = [], []
-            inexact = [j for j, t in enumerate(kernel.operands) if differentiable(t)]
-            for j, out in zip(inexact, sent, strict=True):
+            inexact = [p for p, x in enumerate(kernel.parameters) if differentiable(x.type)]
+            for p, out in zip(inexact, sent, strict=True):
                 flags = functools.reduce(
-                    jnp.logical_or, [alive[s] for s in sorted(back.flow[j]) if s in alive], none
+                    jnp.logical_or, [alive[s] for s in sorted(back.flow[p]) if s in alive], none
                 )
-                if (signature.tells or signature.marks) and back.flow[j]:
+                if (signature.tells or signature.marks) and back.flow[p]:
                     out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
-                writes.append((forward.arena(kernel.operands[j]), out, places[j]))
-                marked.append((forward.arena(kernel.operands[j]), flags, places[j]))
+                parameter = kernel.parameters[p]
+                a = forward.arena(parameter.type)
+                if parameter.length is not None and out is not None:
+                    out = out.reshape(-1, *out.shape[2:])
+                    flags = jnp.repeat(flags, parameter.length)
+                writes.append((a, out, places[p]))
+                marked.append((a, flags, places[p]))
             put_at(forward.target, cotangents, writes)
             rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
             marks = state[2]
@@ -359,16 +373,18 @@ class Backward:
         return isolated(forward.target, lane, read, write, state)
 
     def sent(self, k: int, table: Array, lane: Array) -> list[Array]:
-        """The first cotangent row of each operand of the chunk of kernel k that begins in a lane.
+        """The first cotangent row of each parameter of the chunk of kernel k that begins in a lane.
 
-        For operands that have none, any number.
+        For parameters that have none, any number.
         """
         signature = self.signature
+        parameters = signature.forward.kernels[k].parameters
         if signature.sent is None:
-            return [base + lane for base in signature.bases[k]]
+            pairs = zip(signature.bases[k], parameters, strict=True)
+            return [base + lane * parameter.num_operands for base, parameter in pairs]
         return [
-            row(signature.form, table, ("sent", k), j, start=lane, size=1)[0]
-            for j in range(len(signature.forward.kernels[k].operands))
+            row(signature.form, table, ("sent", k), p, start=lane, size=1)[0]
+            for p in range(len(parameters))
         ]
 
     def sum_chunk(self, a: int, width: int, table: Array, state: PyTree, lane: Array) -> PyTree:

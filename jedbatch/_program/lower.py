@@ -121,6 +121,9 @@ def find_all_modes(
         room = [signature.rows[signature.arena(t)] for t in kernel.operands]
         last = kernel_rows[:, chunks.lane[of]] + extent(modes, chunks.width[of])
         modes[last > np.array(room, np.int64)[:, None]] = GATHER
+        for parameter in kernel.parameters:
+            if parameter.length is not None:
+                modes[parameter.operands] = GATHER
         all_modes.append(modes)
     return all_modes
 

@@ -25,7 +25,7 @@ from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
 from jedbatch._program.capacity import Capacity, round_up
-from jedbatch._program.cotangent_rows import Sent, arenas_of_operands, shares_rows
+from jedbatch._program.cotangent_rows import Sent, arenas_of_parameters, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.placement import Placement
 from jedbatch._program.runs import find_runs
@@ -83,9 +83,9 @@ class ReverseSignature:
 
     @functools.cached_property
     def bases(self) -> tuple[tuple[int, ...], ...]:
-        """The first cotangent row of each operand of each type if lanes have rows of their own.
+        """The first cotangent row of each parameter of each type if lanes have rows of their own.
 
-        -1 for operands that have none.
+        -1 for parameters that have none.
         """
         return self.forward.cotangent_rows[0]
 
@@ -135,7 +135,7 @@ class ReverseSignature:
         for k, lanes in enumerate(forward.lanes):
             form.add(("blocks", k), len(forward.target.blocks.widths))
             if self.sent is not None:
-                form.add(("sent", k), len(forward.kernels[k].operands), lanes)
+                form.add(("sent", k), len(forward.kernels[k].parameters), lanes)
             for s, readers in enumerate(self.readers[k]):
                 form.add(("readers", k, s), readers, lanes)
                 if self.tells:
@@ -280,18 +280,22 @@ def _find_edges(
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = placed.nodes[t]
         k = signature.kernels.index(kernel)
-        for j, value_type in enumerate(kernel.operands):
-            if differentiable(value_type):
-                positions = nodes
+        for p, parameter in enumerate(kernel.parameters):
+            if not differentiable(parameter.type):
+                continue
+            a, length = signature.arena(parameter.type), parameter.num_operands
+            if sent is None:
+                first = bases[k][p] + layout.lane[nodes] * length
+            else:
+                first = signature.outputs[a] + sent.rows_of(placed, nodes, p, length)
+            for i, j in enumerate(parameter.operands):
+                edges, row_of_edge = graph.operand_ptr[nodes] + j, first + i
                 if alive.reads is not None:
-                    positions = nodes[alive.reads[graph.operand_ptr[nodes] + j]]
-                a = signature.arena(value_type)
-                targets.append(graph.operand[graph.operand_ptr[positions] + j])
-                if sent is None:
-                    rows.append(bases[k][j] + layout.lane[positions])
-                else:
-                    rows.append(signature.outputs[a] + sent.rows_of(placed, positions, j))
-                arenas.append((a, len(positions)))
+                    reads = alive.reads[edges]
+                    edges, row_of_edge = edges[reads], row_of_edge[reads]
+                targets.append(graph.operand[edges])
+                rows.append(row_of_edge)
+                arenas.append((a, len(edges)))
     target, row = (np.concatenate(x) if x else np.zeros(0, np.int64) for x in (targets, rows))
     size = graph.num_values + graph.num_inputs
     return np.where(target >= 0, target, size + target), row, arenas
@@ -523,10 +527,10 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
         form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
         nodes = placed.nodes[t]
         if readers.sent is not None:
-            first = readers.sent.rows_of_lanes(placed, t)
-            for j, a in enumerate(arenas_of_operands(forward)[k]):
+            first = readers.sent.rows_of_lanes(placed, t, kernel)
+            for p, a in enumerate(arenas_of_parameters(forward, kernel)):
                 if a >= 0:
-                    form.view(table, "sent", k)[j, :used] = forward.outputs[a] + first[j]
+                    form.view(table, "sent", k)[p, :used] = forward.outputs[a] + first[p]
         for s, value_type in enumerate(kernel.results):
             view = form.view(table, "readers", k, s)
             values = graph.value_ptr[nodes] + s

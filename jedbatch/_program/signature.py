@@ -140,16 +140,19 @@ class Signature:
 
     @functools.cached_property
     def cotangent_rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Rows of cotangents in reverse: in its arena, those of each operand of each kernel
-        from some row on, -1 for operands without; and what comes behind them, for each arena.
+        """Rows of cotangents in reverse: in its arena, those of each parameter of each kernel
+        from some row on, -1 for parameters without; and what comes behind them, for each arena.
+
+        The rows of the operands of a list lie next to each other, lane after lane.
         """
         ends = list(self.outputs)
         bases = []
         for kernel, lanes in zip(self.kernels, self.lanes, strict=True):
             first_rows = []
-            for t in kernel.operands:
-                first_rows.append(ends[self.arena(t)] if has_gradient(t.dtype) else -1)
-                ends[self.arena(t)] += lanes if has_gradient(t.dtype) else 0
+            for parameter in kernel.parameters:
+                a, moves = self.arena(parameter.type), has_gradient(parameter.type.dtype)
+                first_rows.append(ends[a] if moves else -1)
+                ends[a] += lanes * parameter.num_operands if moves else 0
             bases.append(tuple(first_rows))
         return tuple(bases), tuple(ends)
 

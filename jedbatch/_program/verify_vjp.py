@@ -16,7 +16,7 @@ from jedbatch._program.verify import Trial, check_apart, chunks_in_table, requir
 
 def flow(kernel: Kernel) -> list[set[int]]:
     """For each operand, the results that send it a cotangent."""
-    return [set(results) for results in kernel.reverse.flow]
+    return [set(results) for results in kernel.reverse.flow_of_operands]
 
 
 Sender = tuple[Any, ...]  # ("lane", kernel, operand, lane) or ("output", position)
@@ -52,10 +52,11 @@ class ReverseTrial:
         ranges_taken = [[(0, n, "outputs")] for n in forward.outputs]
         owners = zip(forward.kernels, forward.lanes, signature.bases, strict=True)
         for kernel, lanes, bases in owners if signature.sent is None else ():
-            for t, base in zip(kernel.operands, bases, strict=True):
-                if differentiable(t):
-                    ranges_taken[forward.arena(t)].append(
-                        (base, base + lanes, str(kernel.node_type))
+            for parameter, base in zip(kernel.parameters, bases, strict=True):
+                if differentiable(parameter.type):
+                    end = base + lanes * parameter.num_operands
+                    ranges_taken[forward.arena(parameter.type)].append(
+                        (base, end, str(kernel.node_type))
                     )
         for spans, rows, first in zip(
             ranges_taken, signature.sent or (), forward.outputs, strict=False
@@ -121,9 +122,13 @@ class ReverseTrial:
         for i in range(lane, lane + width):
             require((k, i) not in self._done, f"lane {i} of {kernel.node_type} runs back twice")
             self._done.add((k, i))
-            for j, t in enumerate(kernel.operands):
-                if differentiable(t):
-                    self.rows[forward.arena(t)][sent[j] + i - lane] = [("lane", k, j, i)]
+            for first, parameter in zip(sent, kernel.parameters, strict=True):
+                if differentiable(parameter.type):
+                    rows = self.rows[forward.arena(parameter.type)]
+                    begin = first + (i - lane) * parameter.num_operands
+                    rows.update(
+                        (begin + e, [("lane", k, j, i)]) for e, j in enumerate(parameter.operands)
+                    )
 
     def _receive(self, table: np.ndarray, k: int, lane: int) -> None:
         """Notes from whom the results of a lane get their cotangents."""
@@ -134,15 +139,17 @@ class ReverseTrial:
                 self.received[a, forward.bases[k][s] + lane] = self._gather(a, view[:, lane])
 
     def _sent(self, table: np.ndarray, k: int, lane: int, width: int) -> list[int]:
-        """Returns the first row of what each operand of a chunk sends."""
+        """Returns the first row of what each parameter of a chunk sends."""
         signature, forward = self.signature, self.signature.forward
+        parameters = forward.kernels[k].parameters
         if signature.sent is None:
-            return [base + lane for base in signature.bases[k]]
+            pairs = zip(signature.bases[k], parameters, strict=True)
+            return [base + lane * parameter.num_operands for base, parameter in pairs]
         rows = signature.form.view(table, "sent", k)[:, lane].tolist()
-        for t, row in zip(forward.kernels[k].operands, rows, strict=True):
-            if differentiable(t):
-                a = forward.arena(t)
-                inside = forward.outputs[a] <= row <= signature.sum_bases[a] - width
+        for parameter, row in zip(parameters, rows, strict=True):
+            if differentiable(parameter.type):
+                a, size = forward.arena(parameter.type), width * parameter.num_operands
+                inside = forward.outputs[a] <= row <= signature.sum_bases[a] - size
                 require(inside, f"rows {row} of cotangents of {forward.arenas[a]} are not shared")
         return rows
 

@@ -3,7 +3,8 @@
 A cell that sums over the children of a node is another program for every number of children, and
 so another node type, which is compiled and batched by itself. As long as few numbers have been met
 that is fastest. Then the programs are rolled up (see `_jaxpr.rolling`), and where those of
-different lengths say the same, nodes take part in one type that has room for so many elements. A
+different lengths say the same, nodes take part in one type that has room for so many elements;
+so do long lists from the first one on, which are programs of thousands of operations otherwise. A
 node of this type reads its elements, the first of them again in the places that are left, and how
 many there are.
 
@@ -29,7 +30,10 @@ from jedbatch._record.instance_arrays import flatten
 from jedbatch._support.types import Array
 
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
-CAPACITIES = (4, 16, 64)  # elements there is room for in types that serve several lengths
+# Elements there is room for in types that serve several lengths. Longer lists than the third are
+# rolled up as soon as they are met.
+CAPACITIES = (4, 16, 64, *(1 << k for k in range(7, 15)))
+LONG = 64
 LENGTH = ValueType((), np.dtype(np.int32))
 
 
@@ -110,8 +114,16 @@ class CellCalls:
         """Of lists, how many have been met."""
         return len({tuple(x.length for x in lists) for lists in self.lists.values()})
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest list that has been met."""
+        return max((x.length for lists in self.lists.values() for x in lists), default=0)
+
     def roll(self, node_types: Sequence[NodeType]) -> dict[Hashable, list[Rolled]]:
-        """Returns types that compute the same for lists of any length."""
+        """Returns types that compute the same for lists of any length.
+
+        Those of long lists, and if there are many lengths, those that others are like.
+        """
         for t in self.lists.keys() - self.rolled.keys():
             self.rolled[t] = self._rolled(t, node_types[t])
         alike: dict[Hashable, list[Rolled]] = {}
@@ -121,7 +133,12 @@ class CellCalls:
             for r in types:
                 if r.keys[counts] is not None:
                     by_key.setdefault(r.keys[counts], []).append(r)
-            alike |= {k: same for k, same in by_key.items() if len({r.length for r in same}) > 1}
+            many = self.num_lengths > MAX_ARITIES
+            for key, same in by_key.items():
+                lengths = {r.length for r in same}
+                long = max(lengths) > LONG
+                if ((many or long) and len(lengths) > 1) or (counts and long):
+                    alike[key] = same
             types = [r for r in types if r.keys[counts] not in alike]
         return alike
 
@@ -130,7 +147,8 @@ class CellCalls:
         for lists in self.lists.values():
             for x in lists:
                 lengths.setdefault(x.which, set()).add(x.length)
-        varying = [x for x in self.lists[node_type] if len(lengths[x.which]) > 1]
+        lists = self.lists[node_type]
+        varying = [x for x in lists if len(lengths[x.which]) > 1 or x.length > LONG]
         if len({x.length for x in varying}) != 1 or not 0 < varying[0].length <= CAPACITIES[-1]:
             return None
         roles = self._roles(node_type, varying)
@@ -259,7 +277,7 @@ class Arities:
         if node_type in calls.lists:
             return
         calls.add(node_type, args, slots)
-        if calls.num_lengths <= MAX_ARITIES:
+        if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
             for rolled in same:
