@@ -59,6 +59,7 @@ class Kernel:
       transposed: positions of consts that are the transpose of a shared matrix.
       buckets: the widths it is compiled in.
       result_bytes: of the results of one lane.
+      cotangent_bytes: of what the reverse of one lane sends back.
       loose: for each operand, whether lanes whose results are not read may have any value for it:
         no index, and in no loop that might not end or call of Python.
     """
@@ -106,6 +107,8 @@ class Kernel:
             i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
         }
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
+        moving = filter(differentiable, self.operands)
+        self.cotangent_bytes = sum(row_bytes(stored(t)) for t in moving)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
         self.buckets = target.buckets(sum(map(work, self.body)), operand_bytes + self.result_bytes)
         cares = any(map(cares_for_padding, self.body))

@@ -18,7 +18,8 @@ CAPACITY_HEADROOM = 1.1  # least capacity over need, before rounding up
 GROWTH = 1.5  # of a size that was too small
 GROWING_SIZES = {"lanes", "inputs", "shared_rows", "num_instructions", "sums", "sent"}
 MAX_OVERSIZE = 4  # a program is used down to a quarter of its size
-LARGE_CAPACITY = 1024  # capacity above which it is rounded up to an eighth of a power of two
+# Capacity above which it is rounded up to an eighth of a power of two, in rows and in bytes.
+LARGE_CAPACITY, LARGE_BYTES = 1024, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,18 @@ class Capacity:
         return Capacity(sizes)
 
 
-def round_up(need: float) -> int:
+def round_up(need: float, row_bytes: int = 0) -> int:
     """Returns a need, rounded up in steps that grow with it; 0 for nothing.
 
     Few sizes when sizes are small and vary much, powers of two; eight to the octave when they
-    are large and memory counts.
+    are large and memory counts. It does for rows that take many bytes, of `row_bytes` each.
     """
     if not need:
         return 0
     size = math.ceil(need)
     step = 1 << max(0, size.bit_length() - 1)
-    if size > LARGE_CAPACITY:
-        step >>= 3
+    if size > LARGE_CAPACITY or size * row_bytes > LARGE_BYTES:
+        step = max(1, step >> 3)
     return -(-size // step) * step
 
 

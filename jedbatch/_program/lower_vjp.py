@@ -20,7 +20,7 @@ import numpy as np
 
 from jedbatch._graph.paths import distinct, ranges
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
@@ -426,7 +426,10 @@ def reverse_ample(placed: Placement, readers: Readers, forward: Signature) -> Ca
             max(2 * more, forward.num_instructions)
         )
     larger = {
-        "sums": {a: placed.with_headroom(n) for a, n in need["sums"].items()},
+        "sums": {
+            a: placed.with_headroom(n, row_bytes=row_bytes(forward.arenas[a]))
+            for a, n in need["sums"].items()
+        },
         "sent": dict(enumerate(readers.sent.room(forward) if readers.sent else ())),
         "num_instructions": {None: num_instructions},
     }

@@ -12,7 +12,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import ranges
-from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
 WIDTH_DEVIATIONS = 2.5  # the same for widths, each of which takes time to compile
-GROWN_HEADROOM = 1.3  # of lanes whose results take few bytes, once programs had to grow
-SMALL_RESULTS = 1 << 20  # so few
+GROWN_HEADROOM = 1.3  # of lanes that take few bytes, once programs had to grow
+SMALL_LANES = 1 << 21  # so few
 COUNT_DEVIATIONS = 3.0  # of a number of nodes from its square root, once programs had to grow
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
-CHEAP_RESULT_BYTES = 1 << 15  # bytes of results that every type may have at least
+CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,14 +214,16 @@ class Placement:
         weight = FEW_INSTANCES + len(sizes)
         return math.sqrt((FEW_INSTANCES * USUAL_DEVIATION**2 + float(squares)) / weight)
 
-    def with_headroom(self, need: int, deviations: float = HEADROOM_DEVIATIONS) -> int:
-        """Returns the size that minibatches like this one will need.
+    def with_headroom(
+        self, need: int, deviations: float = HEADROOM_DEVIATIONS, row_bytes: int = 0
+    ) -> int:
+        """Returns the size that minibatches like this one will need, of rows of so many bytes.
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
         instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
         headroom = 1 + deviations * self.deviation / math.sqrt(instances)
-        return round_up(need * max(CAPACITY_HEADROOM, headroom))
+        return round_up(need * max(CAPACITY_HEADROOM, headroom), row_bytes)
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -262,13 +264,18 @@ class Placement:
             largest = max(self.with_headroom(most, deviations), chance)
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
-            cheap = min(CHEAP_RESULT_BYTES // max(1, kernel.result_bytes), 2 * widths[-1])
-            grown = of_count and need * kernel.result_bytes <= SMALL_RESULTS
+            lane_bytes = kernel.result_bytes + (kernel.cotangent_bytes if self.keeps else 0)
+            cheap = min(CHEAP_LANE_BYTES // max(1, lane_bytes), 2 * widths[-1])
+            grown = of_count and need * lane_bytes <= SMALL_LANES
             least = round_up(GROWN_HEADROOM * need) if grown else 0
-            lanes[kernel] = max(self.with_headroom(need), widths[widest[kernel] - 1], cheap, least)
+            ample = self.with_headroom(need, row_bytes=lane_bytes)
+            lanes[kernel] = max(ample, widths[widest[kernel] - 1], cheap, least)
         needed = self.need.sizes
         larger = {
-            name: {kind: self.with_headroom(n) for kind, n in needed[name].items()}
+            name: {
+                kind: self.with_headroom(n, row_bytes=row_bytes(kind))
+                for kind, n in needed[name].items()
+            }
             for name in ("inputs", "outputs", "shared_rows")
         }
         if self.stacked:
