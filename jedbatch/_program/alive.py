@@ -153,14 +153,18 @@ def find_refused(
     return tuple(refused)
 
 
+def origin_of_inputs(arena: int) -> int:
+    """The bit of `Refused.origins` that stands for the inputs of an arena."""
+    return 2 << min(arena, MAX_SLOTS - 1)
+
+
 def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
     """int64[V + I]: what values are differentiated with respect to; see `Refused.origins`."""
     graph, schedule = placed.graph, placed.schedule
     found = np.zeros(graph.num_values + graph.num_inputs, np.int64)
     arenas = np.array([signature._arena_ids[kind] for kind in placed.arenas], np.int64)
-    found[-1 - np.arange(graph.num_inputs)] = np.int64(2) << np.minimum(
-        arenas[placed.input_arena], MAX_SLOTS - 1
-    )
+    bits = np.array(list(map(origin_of_inputs, range(len(signature.arenas)))), np.int64)
+    found[-1 - np.arange(graph.num_inputs)] = bits[arenas[placed.input_arena]]
     kernels = dict(zip(placed.type_ids, placed.kernels, strict=True))
     for t, a, b in zip(schedule.batch_type, schedule.node_ptr, schedule.node_ptr[1:], strict=False):
         nodes, kernel = schedule.node[a:b], kernels[int(t)]

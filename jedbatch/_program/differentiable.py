@@ -19,7 +19,7 @@ from jedbatch._jaxpr.derivatives import bind_program
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._kernel.vjp import MAX_SLOTS
+from jedbatch._program.alive import origin_of_inputs
 from jedbatch._program.returned import Pieces, joined, split_outputs
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, PyTree
@@ -117,5 +117,5 @@ def origins_of(shared: Sequence[bool], inputs: Sequence[bool]) -> int:
     """Returns which of these are perturbed, as the bits of `Refused.origins`."""
     origins = int(any(shared))
     for a, perturbed in enumerate(inputs):
-        origins |= perturbed << 1 + min(a, MAX_SLOTS - 1)
+        origins |= perturbed * origin_of_inputs(a)
     return origins

@@ -27,7 +27,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
@@ -216,7 +215,7 @@ class Backward:
         signature, forward = self.signature, self.signature.forward
         cotangents = []
         for a, (kind, output_rows) in enumerate(zip(forward.arenas, outputs, strict=True)):
-            if has_gradient(kind[1]):
+            if signature.has_cotangents(a):
                 fresh = empty(signature.zero[a] + 1 - len(output_rows), kind)
                 cotangents.append(
                     jnp.concatenate([output_rows, fresh]) if len(output_rows) else fresh
@@ -233,9 +232,10 @@ class Backward:
         """Marks of the cotangents that exist before the first step."""
         signature, forward = self.signature, self.signature.forward
         of_rows = []
-        for a, ((_, dtype), flags) in enumerate(zip(forward.arenas, exist, strict=True)):
+        for a, flags in enumerate(exist):
             fresh = jnp.zeros(signature.zero[a] + 1 - len(flags), bool)
-            of_rows.append(jnp.concatenate([flags, fresh]) if has_gradient(dtype) else None)
+            there = signature.has_cotangents(a)
+            of_rows.append(jnp.concatenate([flags, fresh]) if there else None)
         of_lanes = [
             jnp.zeros((lanes, len(kernel.results)), bool)
             for kernel, lanes in zip(forward.kernels, forward.lanes, strict=True)
@@ -345,13 +345,15 @@ class Backward:
             writes, marked = [], []
             inexact = [p for p, x in enumerate(kernel.parameters) if differentiable(x.type)]
             for p, out in zip(inexact, sent, strict=True):
+                parameter = kernel.parameters[p]
+                a = forward.arena(parameter.type)
+                if not signature.has_cotangents(a):
+                    continue
                 flags = functools.reduce(
                     jnp.logical_or, [alive[s] for s in sorted(back.flow[p]) if s in alive], none
                 )
                 if (signature.tells or signature.marks) and back.flow[p]:
                     out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
-                parameter = kernel.parameters[p]
-                a = forward.arena(parameter.type)
                 if parameter.length is not None and out is not None:
                     out = out.reshape(-1, *out.shape[2:])
                     flags = jnp.repeat(flags, parameter.length)
@@ -389,6 +391,8 @@ class Backward:
 
     def sum_chunk(self, a: int, width: int, table: Array, state: PyTree, lane: Array) -> PyTree:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
+        if not self.signature.has_cotangents(a):
+            return state
         cotangents = list(state[0])
         rows = self.gather(("sums", a), table, cotangents[a], lane, width)
         if self.signature.forward.target.control == "switch":

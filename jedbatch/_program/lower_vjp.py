@@ -23,7 +23,14 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.alive import Alive, Refused, computes_what_is_read, find_leads, find_refused
+from jedbatch._program.alive import (
+    Alive,
+    Refused,
+    computes_what_is_read,
+    find_leads,
+    find_refused,
+    origin_of_inputs,
+)
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.cotangent_rows import Sent, arenas_of_parameters, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
@@ -53,6 +60,8 @@ class ReverseSignature:
       refused: results of kernels that cannot be differentiated and would have to be.
       branches: of several opcodes, or in a loop (see `_program.instructions`).
       marks: whether the sweep marks the cotangents that exist, one by one (see `Backward`).
+      constants: arenas in which there are inputs alone, with respect to which nothing is
+        differentiated; cotangents in them are not computed.
     """
 
     forward: Signature
@@ -65,6 +74,19 @@ class ReverseSignature:
     refused: tuple[Refused, ...]
     branches: tuple[Branch, ...] = ()
     marks: bool = False
+    constants: frozenset[int] = frozenset()
+
+    def with_constants(self, origins: int) -> "ReverseSignature":
+        """Returns the program that differentiates only with respect to some `Refused.origins`."""
+        forward = self.forward
+        made = {forward.arena(t) for kernel in forward.kernels for t in kernel.results}
+        arenas = range(len(forward.arenas))
+        moving = {a for a in arenas if origins & origin_of_inputs(a)}
+        return replace(self, constants=frozenset(arenas) - made - moving)
+
+    def has_cotangents(self, a: int) -> bool:
+        """Returns whether cotangents in an arena are computed."""
+        return has_gradient(self.forward.arenas[a][1]) and a not in self.constants
 
     @functools.cached_property
     def capacity(self) -> Capacity:

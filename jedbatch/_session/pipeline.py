@@ -244,13 +244,14 @@ def run_plan(
             numbers = leaf_numbers(static.results, signature.arenas)
             bits = bits_of(numbers, exist) if static.reverse.tells else None
             refuse_derivative(static.reverse, bits, moving, name)
+            reverse = static.reverse.with_constants(moving)
             if all_or_none_exist(signature.arenas, numbers, exist):
-                return static.reverse, table, handed_over(bits)
+                return reverse, table, handed_over(bits)
             flags = [np.repeat(x, batch or 1) for x in exist]
-            return replace(static.reverse, marks=True), table, handed_over(flags)
+            return replace(reverse, marks=True), table, handed_over(flags)
         reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
         refuse_derivative(reverse, None, moving, name)
-        return reverse, handed_over(table), None
+        return reverse.with_constants(moving), handed_over(table), None
 
     executor_of = functools.partial(programs.executor, signature)
     run = Differentiable(executor_of, signature, batch, permit, reverse_of)

@@ -177,3 +177,42 @@ def test_look_ups_run_nothing_backwards():
 def test_a_look_up_and_a_product_that_are_added_share_a_cotangent():
     reverse = kernels(jedbatch.batch(with_look_ups).plan(PARAMS, [(1, 2)]))["looked_up"].reverse
     assert (len(reverse.taps), len(reverse.cotangents), reverse.extra) == (2, 1, ())
+
+
+# --- inputs that are not differentiated ---
+
+FEATURES = 50  # in no other array
+
+
+def read_twice(params, xs):
+    project = jedbatch.cell(lambda w, h, x: jnp.tanh(h + x @ w))
+    h = jnp.zeros(3)
+    for x in xs:
+        h = project(params["in"], project(params["in"], h, x), x)
+    return h
+
+
+def of_features():
+    rng = np.random.default_rng(0)
+    params = {"in": jnp.asarray(rng.normal(size=(FEATURES, 3)) / FEATURES, jnp.float32)}
+    lengths = (5, 2, 7)
+    return params, [list(rng.normal(size=(n, FEATURES)).astype(np.float32)) for n in lengths]
+
+
+@pytest.mark.parametrize("argument", [0, 1, (0, 1)], ids=str)
+def test_features_have_no_cotangents_unless_they_are_wanted(argument):
+    params, instances = of_features()
+    batched = jedbatch.batch(read_twice)
+
+    def total(params, instances):
+        return jnp.sum(batched(params, instances) ** 2)
+
+    def loop(params, instances):
+        return sum(jnp.sum(read_twice(params, xs) ** 2) for xs in instances)
+
+    slope = jax.grad(total, argument)
+    found, expected = slope(params, instances), jax.grad(loop, argument)(params, instances)
+    testing.assert_close(found, expected, 1e-5)
+    lowered = jax.jit(slope).lower(params, instances).as_text()
+    written = [x for x in lowered.splitlines() if "dynamic_update_slice" in x]
+    assert any(f"x{FEATURES}xf32>" in x for x in written) == (argument != 0)
