@@ -3,7 +3,8 @@
 Read in this order:
 
 1. `warming`: What `Batched.warm` runs so that programs are compiled.
-2. `batched`: `Batched`: a function of many instances, made of one of one instance.
-3. `batch`: the composition of everything else.
-4. `calibrate`: The costs of batches on this machine.
+2. `nested`: Calls of a batched function inside of another one.
+3. `batched`: `Batched`: a function of many instances, made of one of one instance.
+4. `batch`: the composition of everything else.
+5. `calibrate`: The costs of batches on this machine.
 """

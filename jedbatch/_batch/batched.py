@@ -14,11 +14,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
+from jedbatch._batch.nested import results_inside
 from jedbatch._batch.warming import (
     check_possible,
     check_values,
@@ -48,8 +48,9 @@ from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments
+from jedbatch._session.mapped import MIN_ROWS
 from jedbatch._session.options import Options
-from jedbatch._session.outputs import InstanceOutput, Returned, check_stack, form_of_results
+from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
 from jedbatch._session.pipeline import (
     NO_SECONDS,
     checked_inputs,
@@ -184,9 +185,14 @@ class Batched(Generic[*Given, Result]):
           ValueError, TypeError: the arguments do not fit `in_axes`, shared arguments have leaves
             that are not arrays, or results do not stack.
         """
+        if (results := self._run_mapped(args)) is not None:
+            return results
         shared, instances = self._arguments.split(args)
         if recording.recorder is not None:
-            return self._part_of_another(shared, instances)
+            calls = [
+                functools.partial(self._fn, *self._arguments.join(shared, x)) for x in instances
+            ]
+            return results_inside(self._name, calls, stack=self._out_axes is not None)
         session, leaves = self._session(shared)
         plan = self._unless_decides(
             session,
@@ -217,26 +223,26 @@ class Batched(Generic[*Given, Result]):
 
         return until_guards_hold(attempt, lambda: session.decides)
 
-    def _part_of_another(self, shared: tuple, instances: list[tuple]) -> Any:
-        """A call inside of a batched function: part of what that one computes for its instance.
-
-        So what it does is batched across the instances of both, and both may decide on values.
-        """
-        results = recording.recorder.together(
-            [
-                functools.partial(self._fn, *self._arguments.join(shared, mapped))
-                for mapped in instances
-            ]
-        )
-        if self._out_axes is None:
-            return results
-        forms = [
-            (jax.tree.structure(result), [array_type(x)[:2] for x in jax.tree.leaves(result)])
-            for result in results
-        ]
-        for i, form in enumerate(forms):
-            check_stack(self._name, i, forms[0], form)
-        return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
+    def _run_mapped(self, args: tuple) -> Any:
+        """Runs the function on rows of arrays; None if instances are to be planned one by one."""
+        planned = recording.recorder is not None or self._options.executor or self._options.key
+        if planned or (instances := self._arguments.stacked(args, MIN_ROWS)) is None:
+            return None
+        session, leaves = self._session(instances.shared)
+        start = time.perf_counter()
+        with self._planning:
+            recorded = self._unless_decides(
+                session, lambda read: self._record(session, [instances.first], read)
+            )
+        if recorded is None or recorded[2]:  # it closes over values of an outer transformation
+            return None
+        (record,), (arrays,), *_ = recorded
+        program = session.mapped_program(record, arrays, instances)
+        if program is None:
+            return None
+        results = program(leaves, instances.arrays, stack=self._out_axes is not None)
+        self.last_rounds = Rounds([program.round(instances.num_rows, time.perf_counter() - start)])
+        return results
 
     def _run_stepwise(self, session: Session, leaves: list[Leaf], instances: list[tuple]) -> Any:
         """Runs the function where it decides on values."""

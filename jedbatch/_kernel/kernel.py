@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
@@ -117,6 +118,13 @@ class Kernel:
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values the type reads; once per program."""
         return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+
+    def arguments(self, operands: Sequence[Array]) -> list[Array]:
+        """The operands, with arrays in place of lists of them."""
+        return [
+            operands[x.first] if x.length is None else jnp.stack([operands[j] for j in x.operands])
+            for x in self.parameters
+        ]
 
     def forward(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """The results of one lane."""

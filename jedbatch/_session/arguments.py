@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,24 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
 MAX_FUNCTIONS = 1024  # that stand for equal ones
+
+
+class StackedInstances(NamedTuple):
+    """Instances that are the rows of arrays.
+
+    Attributes:
+      shared: the shared arguments.
+      arrays: whose rows they are.
+      num_rows: how many rows each has.
+      first_rows: of the arrays.
+      first: the mapped arguments of the first instance, which hold these rows.
+    """
+
+    shared: tuple
+    arrays: list[Array]
+    num_rows: int
+    first_rows: list[Array]
+    first: tuple
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,30 @@ class Arguments:
             )
         shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
         return shared, list(zip(*mapped, strict=True))
+
+    def stacked(self, args: Sequence[Any], least: int) -> StackedInstances | None:
+        """Returns instances that are the rows of arrays, if all are and there are enough of them.
+
+        They are if every mapped argument is an array, or a pytree of arrays that is no sequence.
+        The items of vectors of NumPy are numbers.
+        """
+        axes = self._axes(len(args))
+        mapped = [x for x, axis in zip(args, axes, strict=False) if axis is not None]
+        if len(axes) != len(args) or any(isinstance(x, list) for x in mapped):
+            return None
+        if any(isinstance(x, tuple) and not hasattr(x, "_fields") for x in mapped):
+            return None
+        if any(isinstance(x, np.ndarray) and x.ndim == 1 for x in mapped):
+            return None
+        arrays, structure = jax.tree.flatten(tuple(mapped))
+        if not all(is_array(x) and x.ndim for x in arrays):
+            return None
+        if len(set(map(len, arrays))) != 1 or (num_rows := len(arrays[0])) < least:
+            return None
+        first_rows = [x[0, ...] for x in arrays]
+        shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
+        first = jax.tree.unflatten(structure, first_rows)
+        return StackedInstances(shared, arrays, num_rows, first_rows, first)
 
     def join(self, shared: Sequence[Any], mapped: Sequence[Any]) -> list[Any]:
         """Returns the arguments of the function, from the shared and the mapped ones."""

@@ -1,17 +1,22 @@
 """`Session`: what a batched function keeps between minibatches."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
 
+from jedbatch._graph.record import Record
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.registry import Registry
+from jedbatch._session.arguments import StackedInstances
+from jedbatch._session.mapped import MappedProgram, places_of
 from jedbatch._session.options import Options
-from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
+from jedbatch._support.caches import Memory
+from jedbatch._support.types import Array
 
 MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
 
@@ -27,6 +32,7 @@ class Session:
       decides: whether the function has been seen to decide on values.
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
+      mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
     """
 
     registry: Registry
@@ -35,6 +41,9 @@ class Session:
     decides: bool = False
     num_types: int = 0
     new_in_a_row: int = 0
+    mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
+        default_factory=lambda: Memory(MAX_PROGRAMS)
+    )
 
     @classmethod
     def empty(
@@ -64,6 +73,24 @@ class Session:
     def is_full(self) -> bool:
         """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
+
+    def mapped_program(
+        self, record: Record, arrays: Sequence[Array], instances: StackedInstances
+    ) -> MappedProgram | None:
+        """Returns the program for rows of arrays; None if they are better planned.
+
+        Args:
+          record: of the first instance.
+          arrays: of the first instance.
+          instances: the rows.
+        """
+        places = places_of(arrays, instances)
+        if places is None or type(record) is not Record:  # some of its arrays differ in length
+            return None
+        program = self.mapped.get((record, places))
+        if program is None:
+            program = self.mapped[record, places] = MappedProgram(record, self.programs, places)
+        return program if program.takes(instances.arrays) else None
 
     def note_types(self) -> None:
         """Notes how many node types there are when a minibatch is planned."""

@@ -1,0 +1,242 @@
+"""Rows of arrays as instances run as `jax.vmap` runs them, with the answers of the loop."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, compilations, loop
+
+import jedbatch
+from jedbatch.testing import weighted_sum
+
+RNG = np.random.default_rng(0)
+ROWS = 20
+PARAMS = {
+    "w": jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32),
+    "table": jnp.asarray(RNG.normal(size=(7, 4)), jnp.float32),
+}
+X = RNG.normal(size=(ROWS, 4)).astype(np.float32)
+WORDS = RNG.integers(0, 7, ROWS)
+
+
+@jedbatch.cell
+def layer(params, h, x):
+    return jnp.tanh(h @ params["w"] + x), jnp.argmax(h)
+
+
+class Pair(NamedTuple):
+    x: jax.Array
+    word: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Both:
+    word: jax.Array
+    x: jax.Array
+
+
+def of_vector(params, x):
+    return {"out": jnp.tanh(x @ params["w"]).sum(), "in": x, "constant": jnp.ones(2)}
+
+
+def with_cells(params, x):
+    h, which = layer(params, x, x)
+    return layer(params, h, x[::-1])[0], which
+
+
+def of_word(params, word):
+    return layer(params, params["table"][word], jnp.float32(word))
+
+
+def of_pair(params, pair):
+    return layer(params, params["table"][pair.word], pair.x)
+
+
+def of_dict(params, instance):
+    return instance["x"] @ params["w"] * instance["scale"]
+
+
+def of_matrix(params, rows):
+    """Reads rows one by one, and a list of them at once."""
+    return jnp.stack([rows[0], rows[2], rows[1], rows[0] + rows[1]]).sum(0) @ params["w"]
+
+
+def scanned(params, rows):
+    return jax.lax.scan(lambda h, x: layer(params, h, x), jnp.zeros(4), rows)
+
+
+def drawn(params, key):
+    return jax.random.normal(key, (4,)) @ params["w"], jax.random.split(key)
+
+
+CASES = {
+    "a vector": (of_vector, X),
+    "cells": (with_cells, X),
+    "words": (of_word, jnp.asarray(WORDS)),
+    "a named tuple": (of_pair, Pair(X, WORDS)),
+    "a dataclass": (of_pair, Both(jnp.asarray(WORDS), jnp.asarray(X))),
+    "a dict": (of_dict, {"x": X, "scale": np.float32(WORDS)}),
+    "a matrix": (of_matrix, RNG.normal(size=(ROWS, 3, 4)).astype(np.float32)),
+    "a scan": (scanned, RNG.normal(size=(ROWS, 3, 4)).astype(np.float32)),
+    "keys": (drawn, jax.random.split(jax.random.key(0), ROWS)),
+}
+
+
+def one_by_one(fn, params, stacked):
+    results = [fn(params, jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(ROWS)]
+    return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
+
+
+def floats(results):
+    return [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def comparable(results):
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, results)
+
+
+def is_mapped(batched):
+    """Whether the last call ran by one program, each node for all rows at once."""
+    (session,) = batched._sessions.values()
+    rounds = batched.last_rounds
+    once = len(rounds) == 1 and rounds[0].nodes == ROWS * rounds[0].batches
+    return once and session.programs.compilations["mapped"] > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_the_loops(name):
+    fn, stacked = CASES[name]
+    batched = jedbatch.batch(fn)
+    got, expected = batched(PARAMS, stacked), one_by_one(fn, PARAMS, stacked)
+    assert is_mapped(batched)
+    assert_close(comparable(got), comparable(expected), 1e-5)
+    slope = jax.grad(lambda p: weighted_sum(floats(batched(p, stacked))))(PARAMS)
+    assert_close(
+        slope, jax.grad(lambda p: weighted_sum(floats(one_by_one(fn, p, stacked))))(PARAMS), 1e-4
+    )
+
+
+def test_transformations():
+    """Traced arrays are not cut into rows either."""
+    batched = jedbatch.batch(with_cells)
+
+    def total(params, x):
+        return batched(params, x)[0].sum()
+
+    def expected(params, x):
+        return sum(with_cells(params, row)[0].sum() for row in x)
+
+    slopes = jax.jit(jax.grad(total, (0, 1)))(PARAMS, X)
+    assert_close(slopes, jax.grad(expected, (0, 1))(PARAMS, jnp.asarray(X)), 1e-4)
+    program = jax.make_jaxpr(total)(PARAMS, X)
+    assert len(program.eqns) < ROWS
+    directions = jax.tree.map(jnp.ones_like, PARAMS), jnp.ones_like(X)
+    pushed = jax.jvp(total, (PARAMS, jnp.asarray(X)), directions)[1]
+    assert_close(pushed, jax.jvp(expected, (PARAMS, jnp.asarray(X)), directions)[1], 1e-4)
+    many = jnp.stack([X, X + 1])
+    found = jax.vmap(total, (None, 0))(PARAMS, many)
+    assert_close(found, jnp.stack([expected(PARAMS, x) for x in many]), 1e-4)
+
+
+def test_one_program_for_all_calls():
+    batched = jedbatch.batch(with_cells)
+    batched(PARAMS, X)
+    with compilations() as compiled:
+        batched(PARAMS, X + 1)
+    assert not compiled
+    assert batched.compilations == 1
+
+
+def test_a_list_of_results():
+    batched = jedbatch.batch(with_cells, out_axes=None)
+    assert_close(batched(PARAMS, X), [with_cells(PARAMS, x) for x in X], 1e-5)
+    assert is_mapped(batched)
+
+
+def test_several_mapped_arguments():
+    batched = jedbatch.batch(layer, in_axes=(None, 0, 0))
+    expected = [layer(PARAMS, *pair) for pair in zip(X, X[::-1], strict=True)]
+    got = batched(PARAMS, X, X[::-1])
+    assert_close(got, jax.tree.map(lambda *rows: jnp.stack(rows), *expected), 1e-5)
+    assert is_mapped(batched)
+
+
+def decides(params, x):
+    return x @ params["w"] if x.sum() > 0 else -x
+
+
+def halves(params, x):
+    return jax.lax.while_loop(lambda y: jnp.abs(y).sum() > 1, lambda y: y / 2, x) @ params["w"]
+
+
+def counts(params, word):
+    return sum(params["table"][k] for k in range(word + 1))
+
+
+PLANNED = {"decisions": (decides, X), "loops": (halves, X), "whole numbers": (counts, WORDS)}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_others_are_planned(name):
+    fn, stacked = PLANNED[name]
+    batched = jedbatch.batch(fn)
+    assert_close(batched(PARAMS, stacked), jnp.stack(loop(fn, PARAMS, list(stacked))), 1e-5)
+    assert batched.compilations
+    assert not is_mapped(batched)
+
+
+def test_long_graphs_are_planned():
+    def long(params, x):
+        for _ in range(200):
+            x, _ = layer(params, x, x)
+        return x
+
+    batched = jedbatch.batch(long)
+    assert batched(PARAMS, X).shape == X.shape
+    assert not is_mapped(batched)
+
+
+def test_what_it_closes_over_may_change():
+    holder = {"scale": jnp.float32(2)}
+    batched = jedbatch.batch(lambda params, x: holder["scale"] * x @ params["w"])
+    assert_close(batched(PARAMS, X), 2 * X @ PARAMS["w"], 1e-5)
+    holder["scale"] = jnp.float32(3)
+    assert_close(batched(PARAMS, X), 3 * X @ PARAMS["w"], 1e-5)
+    slope = jax.grad(lambda s: jedbatch.batch(lambda x: s * x, in_axes=0)(X).sum())(2.0)
+    assert_close(slope, jnp.float32(X.sum()), 1e-5)
+
+
+def test_numbers_that_do_not_fit():
+    batched = jedbatch.batch(lambda x: x * 2, in_axes=0)
+    numbers = np.arange(2 * ROWS).reshape(ROWS, 2)
+    assert_close(batched(numbers), jnp.asarray(2 * numbers), 0)
+    assert is_mapped(batched)
+    numbers[13] = 1 << 40
+    with pytest.raises(OverflowError, match="instance 13"):
+        batched(numbers)
+
+
+def test_rows_that_are_not_there():
+    """Of a table that numbers of the instance look up."""
+    look_up = jedbatch.cell(lambda params, word, x: params["table"][word] + x, name="look_up")
+
+    def of_pair(params, pair):
+        return look_up(params, pair.word, pair.x)
+
+    batched = jedbatch.batch(of_pair)
+    words = WORDS.copy()
+    words[5] = -7
+    expected = one_by_one(of_pair, PARAMS, Pair(X, words))
+    assert_close(batched(PARAMS, Pair(X, words)), expected, 1e-5)
+    assert is_mapped(batched)
+    for place, word in ((13, 7), (2, -8)):
+        wrong = words.copy()
+        wrong[place] = word
+        for array in (wrong, jnp.asarray(wrong)):
+            with pytest.raises(IndexError, match=f"instance {place} looks up row {word}"):
+                batched(PARAMS, Pair(X, array))
