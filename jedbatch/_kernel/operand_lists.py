@@ -112,7 +112,7 @@ def with_lists(
             else:
                 arrays[parameter.first] = x
         for eqn in jaxpr.eqns:
-            piece = pieces.get(eqn.outvars[0])
+            piece = pieces.get(eqn.outvars[0]) if eqn.outvars else None
             if piece is None or piece.first not in in_list:
                 values = [value_of(x, env) for x in eqn.invars]
                 env.update(zip(eqn.outvars, run_equation(jaxpr, eqn, values), strict=True))
@@ -173,7 +173,7 @@ def _lists(
     """Returns (first, length) of the lists of operands that are read as a whole, and only so."""
     read: set[Any] = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in jaxpr.eqns:
-        if eqn.outvars[0] not in pieces:
+        if not pieces.keys() & eqn.outvars:
             read.update(reads(eqn))
     whole = {(p.first, p.length) for v, p in pieces.items() if v in read}
     candidates = [(first, length) for first, length in sorted(whole) if length >= MIN_LIST]

@@ -187,3 +187,11 @@ def test_derivatives_of_second_order():
         return jax.jvp(jax.grad(fn), (PARAMS,), (direction,))[1]
 
     assert_close(along(batched), along(loop), 1e-5)
+
+
+def test_beside_an_operation_without_results():
+    def fn(w, *xs):
+        jax.debug.callback(lambda *_: None, xs[0][0])
+        return jnp.stack(xs[1:]) @ w
+
+    assert rewritten(fn, [(3,)] * 5)[1] == [(0, None), (1, 4)]
