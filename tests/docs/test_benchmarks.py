@@ -58,6 +58,7 @@ def case(request):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["treelstm", "bilstm_chars"], indirect=True)
 def test_jedbatch_is_the_loop(case):
     name, instances, params, expected = case
     batched = jedbatch.batch(WORKLOADS[name].loss)

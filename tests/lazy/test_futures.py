@@ -196,6 +196,7 @@ def test_grad_inside_of_a_scope():
     assert_close(jax.tree.map(jnp.asarray, got), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_transformations_of_futures_inside_of_a_scope():
     with jedbatch.lazy():
         h = encode(PARAMS, (1, 2))

@@ -115,6 +115,7 @@ def test_other_lengths_compile_nothing():
     assert not compiled
 
 
+@pytest.mark.slow
 def test_too_much_at_once_runs_in_loops():
     """And what follows, if it is little, does not."""
     small = dataclasses.replace(GPU, name="small", straight_rows=1024)

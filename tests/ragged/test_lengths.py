@@ -147,6 +147,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.slow
 def test_lengths_that_must_be_equal():
     def fn(weight, instance):
         return {name: part(weight, instance) for name, part in EQUAL.items()}
