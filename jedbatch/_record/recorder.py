@@ -66,6 +66,7 @@ from jedbatch._record.operators import (
     step_by_step,
 )
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
+from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch._support.types import Array, Leaf, PyTree
@@ -173,6 +174,7 @@ class Recorder(Trace):
             memory.clear()
         self.known.update(self._containers)
         self.caching = True
+        self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
         return self.symbolic(instance, arrays, types)
 
@@ -495,6 +497,10 @@ class Recorder(Trace):
         if not is_ragged and not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
+        indices = {i: s.index if isinstance(s, Shared) else VALUE for i, s in tracers.items()}
+        known, shared_values = self.registry.shared_operands, self.registry.shared
+        values = known.values_of(key, indices, shared_values)
+        tracers |= {i: self.shared_value(tracers[i]) for i in values}
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
         if len(shared) == len(tracers) and not is_ragged:
             numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))

@@ -126,7 +126,7 @@ class Registry:
         self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
-        self.shared_operands = SharedOperands()
+        self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Shared arrays that cells get in place of values.
+"""Shared arrays that cells and operations get in place of values.
 
 A cell may get an array of the shared arguments where other calls of it get a value of the instance:
 
@@ -9,29 +9,76 @@ would be a type of its own: with three arrays, 16. Where a cell is called in mor
 ways, arguments that are shared in some calls and values in others are values in all: the array is
 written to a row, by a node without operands. What is shared in every call, or part of a container
 as weights are, stays as it is.
+
+Operations outside of cells mean the same: what is done to `params["x"]` and `params["y"]` is
+computed once, a shared value again, which makes types of what reads it. Of a function whose
+instances say what is done to which of them, there are ever more. An operation that meets small
+shared arrays in new ways in one instance after the other has them as values.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+
+from jax.core import ShapedArray
+
+from jedbatch._record.shared_values import SharedValue
 
 MAX_WAYS = 3  # of mixing shared arrays and values in calls of a cell that are types of their own
 MAX_SIZE = 1 << 12  # elements of an array that is worth a row of its own in each instance
+MAX_INSTANCES = 4  # in which an operation meets shared arrays in new ways, before they are values
 VALUE = -1  # in place of the number of a shared array
 
 Argument = tuple[int, tuple[int, ...], Hashable]  # (shared array or `VALUE`, shape, dtype)
 
 
 class SharedOperands:
-    """Which arguments of cells are values, though they are shared arrays in some calls.
+    """Which arguments of cells and operations are values, though some are shared arrays.
+
+    Args:
+      known: how operations were recorded before; forgotten when one has others as values.
 
     Attributes:
       revision: how often an argument became a value.
+      num_instances: how many have been recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[dict]) -> None:
         self.revision = 0
+        self._known = known
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
         self._values: dict[Hashable, set[int]] = {}
+        self.num_instances = 0
+        self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
+        self._new_in: dict[Hashable, set[int]] = {}
+
+    def values_of(
+        self, operation: Hashable, indices: Mapping[int, int], shared: Sequence[SharedValue]
+    ) -> list[int]:
+        """Notes what an operation meets, and returns the arguments that it has as values.
+
+        Args:
+          operation: what is done.
+          indices: of its arguments that depend on something, by their positions: the numbers of
+            those that are shared, `VALUE` of others.
+          shared: all shared values.
+        """
+        small = [i for i, n in indices.items() if n != VALUE and _is_small(shared[n].aval)]
+        if not small:
+            return []
+        new_in = self._new_in.setdefault(operation, set())
+        if len(new_in) <= MAX_INSTANCES:
+            way = tuple(n if i in small else VALUE for i, n in indices.items())
+            ways = self._ways_of_operations.setdefault(operation, set())
+            if way in ways:
+                return []
+            ways.add(way)
+            new_in.add(self.num_instances)
+            if len(new_in) <= MAX_INSTANCES:
+                return []
+            self.revision += 1
+            for known in self._known:
+                known.clear()
+        return small
 
     def note(self, cell: Hashable, arguments: Sequence[Argument]) -> list[int]:
         """Notes a call of a cell.
@@ -60,3 +107,8 @@ class SharedOperands:
             if mixed and k not in values and sizes[k] <= MAX_SIZE:
                 values.add(k)
                 self.revision += 1
+
+
+def _is_small(aval: ShapedArray) -> bool:
+    """Returns whether an array is a number or a short vector; matrices are weights."""
+    return aval.ndim < 2 and aval.size <= MAX_SIZE

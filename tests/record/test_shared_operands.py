@@ -1,7 +1,8 @@
 """Shared arrays in place of values: few ways are types, many ways one, with the loop's answers."""
 
 import jax.numpy as jnp
-from cases.helpers import check
+import numpy as np
+from cases.helpers import assert_close, check
 
 import jedbatch
 
@@ -62,3 +63,60 @@ def test_large_arrays_stay_shared():
     trees = [("x", "y"), (("y", "z"), "x"), ("z", ("x", ("y", "y"))), (("x", "x"), ("z", "y"))]
     plan = check(run, params, trees, gradients=False).plan(params, trees)
     assert not any("shared" in name for name in types_of(plan))
+
+
+# --- operations outside of cells ---
+
+
+def arithmetic(params, tree):
+    if isinstance(tree, str):
+        return params[tree]
+    name, *operands = tree
+    a, *b = (arithmetic(params, operand) for operand in operands)
+    return {"+": lambda: a + b[0], "*": lambda: a * b[0], "tanh": lambda: jnp.tanh(a)}[name]()
+
+
+def expressions(count, depth, seed=0):
+    """Of operators and variables at random."""
+    rng = np.random.default_rng(seed)
+
+    def grow(depth):
+        if not depth:
+            return str(rng.choice(list("xyz")))
+        name = str(rng.choice(["+", "*", "tanh"]))
+        return (name, *(grow(depth - 1) for _ in range(1 if name == "tanh" else 2)))
+
+    return [grow(depth) for _ in range(count)]
+
+
+def test_operations_on_variables_that_instances_choose():
+    """Types are as many as operators and variables, and no more with other expressions."""
+    batched = check(arithmetic, PARAMS, expressions(12, 3))
+    for seed in (0, 1, 2):
+        plan = batched.plan(PARAMS, expressions(12, 3, seed))
+        names = {name.partition("(")[0] for name in types_of(plan)}
+        assert names <= {"shared", "add", "multiply", "tanh", "mul"}
+        assert len(types_of(plan)) <= 6
+    unseen = expressions(12, 3, 3)
+    expected = jnp.stack([arithmetic(PARAMS, tree) for tree in unseen])
+    assert_close(batched(PARAMS, unseen), expected, 1e-5)
+
+
+def test_what_every_instance_does_to_shared_arrays_is_done_once():
+    def run(params, x):
+        scale = jnp.tanh(params["x"]) * params["y"] + params["z"]
+        return x * scale + params["y"]
+
+    xs = [jnp.array([k, 1.0]) for k in range(12)]
+    plan = check(run, PARAMS, xs).plan(PARAMS, xs)
+    assert len(plan.graph.node_type) == 2 * len(xs)
+
+
+def test_matrices_are_weights_however_they_are_chosen():
+    params = {f"w{k}": jnp.eye(2) + k for k in range(8)}
+
+    def run(params, k):
+        return params[f"w{k}"].T @ jnp.array([k, 1.0])
+
+    plan = check(run, params, list(range(8))).plan(params, list(range(8)))
+    assert not any("2,2" in name for name in types_of(plan))
