@@ -14,7 +14,7 @@ arguments it has.
 
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,16 +38,16 @@ LENGTH = ValueType((), np.dtype(np.int32))
 
 
 class ListArgument(NamedTuple):
-    """An argument of a call that may be a list of any length.
+    """A list among the arguments of a call, which may be of any length.
 
     Attributes:
-      which: position of the argument; of `*args` the first.
+      which: position of the argument, of `*args` the first, and the way from it to the list.
       length: of the list.
       first: its first leaf among those of all arguments.
       leaves: of each element.
     """
 
-    which: int
+    which: tuple
     length: int
     first: int
     leaves: int
@@ -143,7 +143,7 @@ class CellCalls:
         return alike
 
     def _rolled(self, node_type: int, of: NodeType) -> Rolled | None:
-        lengths: dict[int, set[int]] = {}
+        lengths: dict[tuple, set[int]] = {}
         for lists in self.lists.values():
             for x in lists:
                 lengths.setdefault(x.which, set()).add(x.length)
@@ -359,16 +359,34 @@ def _first_variable(fn: Callable) -> int | None:
 
 
 def _lists(args: tuple, first_variable: int | None) -> Iterator[ListArgument]:
-    """Yields the arguments that are lists or tuples of elements of one structure."""
+    """Yields the lists and tuples of elements of one structure among arguments."""
     named = args if first_variable is None else args[:first_variable]
     candidates: list[Any] = list(named)
     if first_variable is not None:
         candidates.append(args[first_variable:])
-    first = 0
-    for which, argument in enumerate(candidates):
-        if type(argument) in (list, tuple):
-            parts = [flatten(x, "an element") for x in argument]
-            if all(structure == parts[0][1] for _, structure in parts):
-                leaves = len(parts[0][0]) if parts else 0
-                yield ListArgument(which, len(parts), first, leaves)
-        first += len(flatten(argument, "an argument")[0])
+    yield from _lists_inside(enumerate(candidates), (), 0)
+
+
+def _lists_inside(
+    parts: Iterable[tuple[Hashable, Any]], way: tuple, first: int
+) -> Iterator[ListArgument]:
+    """Yields the lists in parts of a container, and in containers there.
+
+    Args:
+      parts: with their keys, in the order of their leaves.
+      way: to the container.
+      first: its first leaf among those of all arguments.
+    """
+    for key, part in parts:
+        leaves, structure = flatten(part, "an argument")
+        if type(part) in (list, tuple):
+            elements = structure.children()
+            if all(element == elements[0] for element in elements):
+                of_each = elements[0].num_leaves if elements else 0
+                yield ListArgument((*way, key), len(part), first, of_each)
+            else:
+                yield from _lists_inside(enumerate(part), (*way, key), first)
+        elif type(part) is dict:
+            keys = structure.node_data()[1]  # as JAX sorts them
+            yield from _lists_inside(((k, part[k]) for k in keys), (*way, key), first)
+        first += len(leaves)

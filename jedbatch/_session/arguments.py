@@ -94,11 +94,9 @@ class Arguments:
         """
         axes = self._axes(len(args))
         mapped = [x for x, axis in zip(args, axes, strict=False) if axis is not None]
-        if len(axes) != len(args) or any(isinstance(x, list) for x in mapped):
+        if len(axes) != len(args):
             return None
-        if any(isinstance(x, tuple) and not hasattr(x, "_fields") for x in mapped):
-            return None
-        if any(isinstance(x, np.ndarray) and x.ndim == 1 for x in mapped):
+        if not all(map(_may_be_stacked, mapped)):
             return None
         arrays, structure = jax.tree.flatten(tuple(mapped))
         if not all(is_array(x) and x.ndim for x in arrays):
@@ -141,6 +139,15 @@ class Arguments:
             f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
             "Close over other configuration, or bind it with `functools.partial`."
         )
+
+
+def _may_be_stacked(x: Any) -> bool:
+    """Returns whether a mapped argument is an array, not of numbers, or a container with names."""
+    if is_array(x):
+        return x.ndim > 1 or (x.ndim == 1 and not isinstance(x, np.ndarray))
+    if isinstance(x, list) or (isinstance(x, tuple) and not hasattr(x, "_fields")):
+        return False
+    return jax.tree_util.default_registry.flatten_one_level(x) is not None
 
 
 def instances_of(x: Any, who: str) -> list[Any]:

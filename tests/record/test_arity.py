@@ -201,6 +201,20 @@ def test_lists_among_the_arguments():
     assert types_of(check(encoder(of_lists, in_lists), W, many).plan(W, many)) == 3
 
 
+def in_containers(w, node):
+    x, (_, below) = node["x"], node["below"]
+    return jnp.tanh(x + sum(h @ w for h in below["h"])), jnp.stack(below["c"]).max(0) * x
+
+
+def test_lists_inside_of_other_arguments():
+    def arranged(node, w, x, states):
+        h, c = zip(*states, strict=True)
+        return node(w, {"x": x, "below": (x, {"h": list(h), "c": c})})
+
+    many = trees(7, [1, 2, 3, 4, 5, 6])  # the stack of one array is no stack
+    assert types_of(check(encoder(in_containers, arranged), W, many).plan(W, many)) == 3 + 1
+
+
 @pytest.mark.parametrize("cell", [means, by_position])
 def test_lengths_that_python_reads(cell):
     many = trees(5, [1, 2, 3, 4, 5, 6])
