@@ -128,7 +128,7 @@ NEXT = {  # from results and operands to the operands of the next call
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(NEXT, "child_sum", "linen LSTMCell"))
+@pytest.mark.parametrize("name", mostly_slow(NEXT, "child_sum"))
 def test_batched(name, x64):
     """Chains of cells, each instance of its own length."""
     cell, p, args, _ = CELLS[name]()

@@ -416,6 +416,7 @@ def test_lanes_have_widths_of_their_ladder():
         assert layout.padded[0] >= 70
 
 
+@pytest.mark.slow
 def test_chunks_of_long_rows_are_narrow():
     """What a chunk reads and writes stays in caches, however many nodes a batch has."""
     mix = jedbatch.cell(lambda w, x, y: jnp.sin(x + w * y), name="mix")

@@ -37,7 +37,7 @@ def test_scores_are_those_of_the_classifier(model):
     assert_close(model.scorer(cells)(params, tree), np.float32([loss, right]), 1e-5)
 
 
-@pytest.mark.parametrize("model", mostly_slow(ALL, treegru.__name__))
+@pytest.mark.parametrize("model", mostly_slow(ALL))
 def test_training_compiles_once(model):
     """28 steps halve the loss of a blind guess at least; new minibatches compile nothing."""
     cells = model.flax_cells(WORDS, LABELS, 8)

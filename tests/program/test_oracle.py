@@ -19,7 +19,6 @@ FAST = {
         programs.several_roots,
         programs.no_work,
         programs.unread_and_twice,
-        programs.control_flow,
         programs.custom_rules,
     ],
     "lazy": [programs.unread_and_twice],
@@ -64,7 +63,7 @@ def test_agrees_with_loop(make, way):
     assert_close(gradient, slope, rtol)
 
 
-@pytest.mark.parametrize("num", [1, 2, 300])
+@pytest.mark.parametrize("num", [1, 2, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", mostly_slow([programs.tree_cells, programs.no_work], "no_work"))
 def test_numbers_of_instances(make, num):
     check(*make(num, seed=num))
@@ -84,7 +83,7 @@ def test_all_ways_to_run(make):
     "make",
     mostly_slow(
         [programs.tree_cells, programs.dag, programs.several_results, programs.control_flow],
-        "several_results",
+        "tree_cells",
     ),
 )
 def test_float64(make, x64):
