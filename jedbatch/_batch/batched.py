@@ -55,6 +55,7 @@ from jedbatch._session.pipeline import (
     NO_SECONDS,
     checked_inputs,
     make_plan,
+    plan_again,
     programs_of,
     reserve_programs,
     reverse_mode_only,
@@ -62,7 +63,7 @@ from jedbatch._session.pipeline import (
 )
 from jedbatch._session.recording import Recording, keyed
 from jedbatch._session.round import Round, Rounds
-from jedbatch._session.session import Session
+from jedbatch._session.session import Session, num_programs
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array, Leaf, PyTree
@@ -120,7 +121,7 @@ class Batched(Generic[*Given, Result]):
     @property
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
-        return self._compiled_before + _programs_of(self._sessions)
+        return self._compiled_before + num_programs(self._sessions)
 
     def clear(self) -> None:
         """Forgets everything that is cached: graphs of instances, programs, what was met.
@@ -497,7 +498,7 @@ class Batched(Generic[*Given, Result]):
                 return session
             before = self.compilations
             self._sessions[key] = new
-            self._compiled_before = before - _programs_of(self._sessions)
+            self._compiled_before = before - num_programs(self._sessions)
             return new
 
     # --- planning ---
@@ -560,15 +561,18 @@ class Batched(Generic[*Given, Result]):
     ) -> Plan:
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
+        if plan := plan_again(
+            session, records, arrays, policy, num_known, gradient, keeps, seconds
+        ):
+            return plan
         graph = Graph.select([(r.whole, r.index) for r in records])
         calls = find_calls(records, arrays)
-        returned = self._results(records, graph.outputs, find_slices(calls, records))
         return make_plan(
             session,
             graph,
             records,
             arrays,
-            returned,
+            self._results(records, graph.outputs, find_slices(calls, records)),
             policy,
             self._options,
             gradient=gradient,
@@ -589,12 +593,6 @@ class Batched(Generic[*Given, Result]):
         stacked = self._out_axes is not None
         return form_of_results(self._name, records, outputs, slices, stacked)
 
-    # --- running ---
-
     def _run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:
         outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
         return results_from(plan.static.results, plan.static.signature, outputs, packed)
-
-
-def _programs_of(sessions: Memory) -> int:
-    return sum(sum(s.programs.compilations.values()) for s in list(sessions.values()))

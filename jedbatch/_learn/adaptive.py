@@ -22,9 +22,13 @@ class Adaptive:
     Imitation takes a second or less, and is left at that if it comes within a hundredth of the
     search that it imitates; otherwise there is some Q-learning. Where even imitation would take
     long, the machine is an empty one, which leaves all to `critical`.
+
+    Attributes:
+      version: how often the schedule of a graph may have become another one.
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._machine: FSM | None = None
         self._by_rank = True
         self._graphs: list[Graph] = []
@@ -40,12 +44,14 @@ class Adaptive:
                 self._machine = None
                 return batches
             self._by_rank, self._machine, self._graphs = False, None, []
+            self.version += 1
         if self._machine is None or self._is_new(graph):
             graphs = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
             self._graphs = [*graphs, graph.bare()][-MAX_MINIBATCHES:]
             self._labels |= self._present(graph)
             self._most = max(self._most, graph.num_instances)
             self._machine = self._learned(graph)
+            self.version += 1
         return self._machine.schedule(graph)
 
     def _learned(self, graph: Graph) -> FSM:

@@ -8,7 +8,7 @@ optimal, and otherwise by the heuristic with the fewest batches.
 Source: Chen et al., ED-Batch, ICML 2023, Algorithm 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from jedbatch import checks
@@ -27,6 +27,11 @@ class Planner(Protocol):
 
 
 Policy = Callable[[Frontier], int] | Planner
+
+
+def version_of(policy: Policy) -> Hashable:
+    """Returns what the schedules of a policy depend on besides graphs: how often it has changed."""
+    return getattr(policy, "version", None)
 
 
 def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:

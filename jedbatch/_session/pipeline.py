@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,10 +20,12 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.derivatives import reverse_mode_only
+from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
+from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
@@ -38,7 +40,7 @@ from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._ragged.regions import Region
 from jedbatch._record.instance_arrays import is_array
-from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._session.degenerate import warn_if_degenerate
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
@@ -50,6 +52,64 @@ from jedbatch._support.types import Array, Leaf
 
 STAGES = ("schedule", "layout", "lower")
 NO_SECONDS: Mapping[str, float] = {}
+
+
+class Arranged(NamedTuple):
+    """A minibatch in order: all of its plan but the values of its inputs.
+
+    Attributes:
+      graph: what to compute.
+      form: how values that arenas return become results.
+      placed: the graph, scheduled and laid out.
+      lowered: for a program.
+      reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
+    """
+
+    graph: Graph
+    form: OutputSpec
+    placed: Placement
+    lowered: Lowered
+    reverse: ReverseSignature | None
+    reverse_table: np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, about."""
+        tables = [x for x in (self.lowered.table, self.reverse_table) if x is not None]
+        return 4 * self.graph.nbytes + sum(x.nbytes for x in tables)
+
+
+def arrange(
+    session: Session,
+    graph: Graph,
+    returned: Returned,
+    policy: Policy,
+    options: Options,
+    *,
+    gradient: bool,
+    keeps: bool,
+    brought: Collection[Hashable] | None,
+) -> tuple[Arranged, list[float]]:
+    """Returns a graph scheduled, laid out and lowered, and when each was done; see `make_plan`."""
+    programs, form = session.programs, returned[1]
+    clock = [time.perf_counter()]
+    batches = schedule(graph, policy)
+    clock.append(time.perf_counter())
+    placed = programs.place(
+        graph,
+        batches,
+        returned[0],
+        options.layout,
+        stacked=form.batch is not None,
+        keeps=keeps,
+        reuse=options.reuse,
+    )
+    clock.append(time.perf_counter())
+    if gradient:
+        apart = _told_apart(placed, form) or None
+        lowered, backward = programs.lower_both(placed, apart, brought)
+        return Arranged(graph, form, placed, lowered, *backward), clock
+    return Arranged(graph, form, placed, programs.lower(placed, brought), None, None), clock
 
 
 def make_plan(
@@ -88,28 +148,83 @@ def make_plan(
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
     """
-    programs, form, shown = session.programs, returned[1], session.records.lengths.shown
     session.note_types()
+    shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
-    clock = [time.perf_counter()]
-    batches = schedule(graph, policy)
-    clock.append(time.perf_counter())
-    placed = programs.place(
+    arranged, clock = arrange(
+        session,
         graph,
-        batches,
-        returned[0],
-        options.layout,
-        stacked=form.batch is not None,
+        returned,
+        policy,
+        options,
+        gradient=gradient,
         keeps=keeps,
-        reuse=options.reuse,
+        brought=brought,
     )
-    clock.append(time.perf_counter())
-    if gradient:
-        apart = _told_apart(placed, form) or None
-        lowered, (reverse, reverse_table) = programs.lower_both(placed, apart, brought)
-    else:
-        lowered, reverse, reverse_table = programs.lower(placed, brought), None, None
-    signature = lowered.signature
+    if brought is None and not calls and not tracers:
+        session.arranged[_minibatch_key(records, policy, gradient, keeps)] = arranged
+    return _with_inputs(
+        session,
+        arranged,
+        records,
+        arrays,
+        clock,
+        seconds,
+        keeps=keeps,
+        calls=calls,
+        num_known=num_known,
+        tracers=tracers,
+    )
+
+
+def plan_again(
+    session: Session,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+    policy: Policy,
+    num_known: int,
+    gradient: bool,
+    keeps: bool,
+    seconds: Mapping[str, float],
+) -> Plan | None:
+    """Returns a plan for instances that were planned together before, in this order, or None.
+
+    All but the values of their inputs is as it was then.
+    """
+    if num_known < len(records):
+        return None
+    key = _minibatch_key(records, policy, gradient, keeps)
+    arranged = session.arranged.use(key)
+    if arranged is None or not session.programs.use_again(arranged.placed, arranged.lowered):
+        return None
+    clock = [time.perf_counter()] * len(STAGES)
+    return _with_inputs(
+        session, arranged, records, arrays, clock, seconds, keeps=keeps, num_known=num_known
+    )
+
+
+def _minibatch_key(
+    records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool
+) -> Hashable:
+    return (*records, Same(policy), version_of(policy), gradient, keeps)
+
+
+def _with_inputs(
+    session: Session,
+    arranged: Arranged,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+    clock: list[float],
+    seconds: Mapping[str, float],
+    *,
+    keeps: bool,
+    num_known: int,
+    calls: Sequence[RegionCalls] = (),
+    tracers: Any = (),
+) -> Plan:
+    """Returns the plan of a minibatch in order; `clock` says when each stage was done."""
+    graph, form, placed, lowered, reverse, reverse_table = arranged
+    programs, signature = session.programs, lowered.signature
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
     ragged_calls = None
@@ -117,10 +232,10 @@ def make_plan(
         stages = [programs.stage(calls_of_region) for calls_of_region in calls]
         ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
         inputs |= ragged_calls.operands
-    clock.append(time.perf_counter())
-
+    clock = [*clock, time.perf_counter()]
     seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
+    shown = session.records.lengths.shown
     plan = Plan(
         programs.static(signature, reverse, form, keeps, used),
         lowered.table,

@@ -168,6 +168,15 @@ class ProgramCache:
         self._use(lowered.signature)
         return lowered
 
+    def use_again(self, placed: Placement, lowered: Lowered) -> bool:
+        """Returns whether the program of a minibatch is still there, and notes that it is used."""
+        signature = lowered.signature
+        if signature not in self._used or not self.can_read(signature, placed.kernels):
+            return False
+        self._types.note_used(placed.kernels)
+        self._use(signature)
+        return True
+
     def _make(self, placed: Placement, model: Signature | None) -> Signature:
         """Returns a new program for a minibatch, grown from another one."""
         before = model.kernels if model is not None else ()

@@ -1,6 +1,6 @@
 """`Session`: what a batched function keeps between minibatches."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.core import ShapedArray
@@ -18,6 +18,7 @@ from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
+MAX_MINIBATCHES, MINIBATCH_BYTES = 1024, 1 << 26  # that are kept as they were planned
 MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
 
 
@@ -32,6 +33,7 @@ class Session:
       decides: whether the function has been seen to decide on values.
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
+      arranged: minibatches that were planned, by their records and what their schedule depends on.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
     """
 
@@ -41,6 +43,7 @@ class Session:
     decides: bool = False
     num_types: int = 0
     new_in_a_row: int = 0
+    arranged: Memory = field(default_factory=lambda: Memory(0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
@@ -67,7 +70,11 @@ class Session:
         """
         registry = Registry(avals, structure)
         programs = ProgramCache(registry, target, options.executor, environment, key)
-        return cls(registry, RecordCache(registry, options), programs)
+        session = cls(registry, RecordCache(registry, options), programs)
+        num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
+        limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
+        session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
+        return session
 
     @property
     def is_full(self) -> bool:
@@ -97,3 +104,8 @@ class Session:
         met = len(self.registry.node_types)
         self.new_in_a_row = self.new_in_a_row + 1 if met > self.num_types else 0
         self.num_types = met
+
+
+def num_programs(sessions: Mapping[Hashable, Session]) -> int:
+    """Returns how many XLA programs were built for some sessions."""
+    return sum(sum(s.programs.compilations.values()) for s in list(sessions.values()))

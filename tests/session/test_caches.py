@@ -186,3 +186,52 @@ def test_clear():
     assert batched.plan(P, trees).host.num_known == 0
     right(batched, trees, fn)
     assert batched.compilations > before
+
+
+# --- minibatches that come again ---
+
+
+def planned_anew(batched, instances, **options):
+    """(the plan, whether it was scheduled and laid out)."""
+    plan = batched.plan(P, instances, **options)
+    stages = plan.host.seconds
+    return plan, stages["schedule"] + stages["layout"] > 0
+
+
+def test_minibatches_that_come_again_are_not_planned_again():
+    batched = jedbatch.batch(encode)
+    instances = [chain(3), chain(5), chain(2)]
+    first, anew = planned_anew(batched, instances)
+    assert anew
+    again, anew = planned_anew(batched, list(instances))
+    assert not anew
+    assert again.table is first.table
+    assert again.host.num_known == 3
+    assert planned_anew(batched, instances[::-1])[1]
+    assert planned_anew(batched, instances, gradient=False)[1]
+    batched.policy = jedbatch.policies.agenda
+    assert planned_anew(batched, instances)[1]
+    assert not planned_anew(batched, instances)[1]
+
+
+def test_inputs_of_minibatches_that_come_again():
+    """Values of arrays are no part of what is kept."""
+    fn = lambda p, x: jnp.tanh(x @ p).sum() if len(x) == 2 else x.sum()  # noqa: E731
+    w, rng = jnp.eye(2), np.random.default_rng(0)
+    batched = jedbatch.batch(fn)
+    for _ in range(3):
+        xs = [rng.normal(size=n).astype(np.float32) for n in (2, 3, 2)]
+        np.testing.assert_allclose(batched(w, xs), [fn(w, x) for x in xs], rtol=1e-5)
+        slope = jax.grad(lambda w: batched(w, xs).sum())(w)  # noqa: B023
+        expected = jax.grad(lambda w: sum(fn(w, x) for x in xs))(w)  # noqa: B023
+        np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+def test_minibatches_by_bytes():
+    batched = jedbatch.batch(encode, cache_bytes=400_000)
+    for n in range(1, 60):
+        batched.plan(P, [chain(n)], gradient=False)
+    assert 0 < session_of(batched).arranged.bytes <= 100_000
+    nothing = jedbatch.batch(encode, cache_size=0)
+    assert planned_anew(nothing, [chain(3)])[1]
+    assert planned_anew(nothing, [chain(3)])[1]
