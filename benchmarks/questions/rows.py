@@ -1,8 +1,8 @@
 """What do instances that are rows of one array cost, against `jax.vmap`?
 
 `tanh(x @ w).sum()` of each row of an array [n, 16], in a call of the batched function and under
-`jax.jit(jax.vmap(...))`; of value and gradient in `w` too. Calls are timed as a user makes them,
-from the arguments to results that are there. Both are compiled before.
+`jax.jit(jax.vmap(...))`; value and gradient in `w` too, both under `jax.jit`. Calls are timed as a
+user makes them, from the arguments to results that are there. All is compiled before.
 
 call, vmap    milliseconds, medians; `ratio` is of medians of pairs of calls that follow each other.
 as a list     milliseconds for a list of the rows, which is planned instance by instance.
@@ -46,8 +46,10 @@ def measure(size: int, gradient: bool, repeats: int) -> list[Any]:
     w = jnp.asarray(rng.normal(size=(WIDTH, 8)) / 4, jnp.float32)
     x = jnp.asarray(rng.normal(size=(size, WIDTH)), jnp.float32)
     batched, vmapped = jedbatch.batch(model), jax.vmap(model, (None, 0))
-    mode = with_gradient if gradient else lambda fn: fn
-    ours, theirs = mode(batched), jax.jit(mode(vmapped))
+    if gradient:
+        ours, theirs = (jax.jit(with_gradient(fn)) for fn in (batched, vmapped))
+    else:
+        ours, theirs = batched, jax.jit(vmapped)
     np.testing.assert_allclose(*(jax.tree.leaves(f(w, x))[0] for f in (ours, theirs)), rtol=1e-4)
     pairs = [(seconds(lambda: ours(w, x)), seconds(lambda: theirs(w, x))) for _ in range(repeats)]
     call, vmap = 1e3 * np.median(pairs, axis=0)
