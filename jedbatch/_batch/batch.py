@@ -118,6 +118,9 @@ def batch(
     Numbers of an instance that name rows of a shared array, `params["embedding"][word]`, must name
     rows that exist: that is checked when instances are planned.
 
+    Instances that are the rows of arrays are recorded once, and mapped as `jax.vmap` does, unless
+    `fn` decides on values, is long, or has a loop whose length depends on values.
+
     Recursion may be tens of thousands of frames deep. What is deeper than Python's limit is
     recorded once more, on a thread of its own with a larger stack, so that what `fn` does besides
     computing, such as printing, may happen twice.

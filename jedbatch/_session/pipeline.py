@@ -197,6 +197,7 @@ def plan_again(
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(arranged.placed, arranged.lowered):
         return None
+    session.note_types()
     clock = [time.perf_counter()] * len(STAGES)
     return _with_inputs(
         session, arranged, records, arrays, clock, seconds, keeps=keeps, num_known=num_known
@@ -206,6 +207,7 @@ def plan_again(
 def _minibatch_key(
     records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool
 ) -> Hashable:
+    """Returns what decides how instances are planned together."""
     return (*records, Same(policy), version_of(policy), gradient, keeps)
 
 
