@@ -54,7 +54,7 @@ class Capacity:
 
         def larger(name: str, own: int, others: int) -> int:
             grows = name in GROWING_SIZES and own > others > 0
-            return max(own, round_up(GROWTH * others) if grows else others)
+            return max(own, round_up(GROWTH * others, LARGE_BYTES) if grows else others)
 
         return Capacity(
             {

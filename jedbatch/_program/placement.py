@@ -264,7 +264,7 @@ class Placement:
             largest = max(self.with_headroom(most, deviations), chance)
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
-            lane_bytes = kernel.result_bytes + (kernel.cotangent_bytes if self.keeps else 0)
+            lane_bytes = kernel.result_bytes + kernel.cotangent_bytes  # training may come later
             cheap = min(CHEAP_LANE_BYTES // max(1, lane_bytes), 2 * widths[-1])
             grown = of_count and need * lane_bytes <= SMALL_LANES
             least = round_up(GROWN_HEADROOM * need) if grown else 0
