@@ -39,7 +39,7 @@ def test_instances_decide_differently(make):
     assert not any(whole) or len(set(whole)) > 1
 
 
-FAST = ("values_of_params", "shift_reduce")
+FAST = ("values_of_params",)
 
 
 @pytest.mark.parametrize("make", mostly_slow(values.VALUES, *FAST), ids=lambda f: f.__name__)

@@ -48,7 +48,7 @@ def value_and_gradient(loss, params):
         return jax.value_and_grad(loss)(params)
 
 
-@pytest.fixture(params=helpers.mostly_slow(WORKLOADS, "treelstm"), scope="module")
+@pytest.fixture(params=helpers.mostly_slow(WORKLOADS, "mvrnn"), scope="module")
 def case(request):
     """(name, instances, parameters, loss and gradient of the loop)."""
     instances, params = small(request.param)

@@ -373,7 +373,7 @@ WITH_MORE = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(WITH_MORE, "its gradient"))
+@pytest.mark.parametrize("name", mostly_slow(WITH_MORE, "several at once"))
 def test_cells_of_prepared_graphs_that_read_more(name):
     fn, rng = WITH_MORE[name], np.random.default_rng(7)
     instances = [(prepared(rng, n), jnp.float32(x)) for n, x in ((2, 0.5), (4, 2.0))]

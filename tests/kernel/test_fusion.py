@@ -144,6 +144,7 @@ def test_batched(name, x64):
     agrees(fn, p, [1, 2, 1])
 
 
+@pytest.mark.slow
 def test_inside_of_a_model(x64):
     """Trees of `own_forget_gates`, with gradients of the embedding."""
     leaf, node = jedbatch.cell(tree_lstm_leaf), jedbatch.cell(own_forget_gates)

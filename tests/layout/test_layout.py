@@ -53,7 +53,7 @@ def physical_reads(plan):
 # --- orders -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", mostly_slow(sorted(ORDERS), "pq"))
+@pytest.mark.parametrize("order", mostly_slow(sorted(ORDERS)))
 def test_every_order_gives_the_values_and_gradients_of_the_loop(params, order):
     check(encode, params, sentences(1, 9), layout=order)
 

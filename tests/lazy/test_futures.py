@@ -188,6 +188,7 @@ def test_a_value_under_jit():
         jax.grad(lambda p: float(total(p)) * p["b"].sum())(PARAMS)
 
 
+@pytest.mark.slow
 def test_grad_inside_of_a_scope():
     loss = lambda p, t: (encode(p, t) ** 2).sum()  # noqa: E731
     with jedbatch.lazy():

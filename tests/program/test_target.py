@@ -155,7 +155,7 @@ def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
     method = InstructionSet._encode
     counted = lambda self, *args: found.append(self.reverse) or method(self, *args)  # noqa: E731
     monkeypatch.setattr(InstructionSet, "_encode", counted)
-    batched.plan(params, trees(0, 4), gradient=True)
+    batched.plan(params, trees(0, 4)[::-1], gradient=True)
     assert found.count(True) == 1
 
 

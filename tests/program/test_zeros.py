@@ -99,7 +99,7 @@ def gradients(run):
     return jax.grad(lambda p: sum(jnp.sum(x) for x in run(p)))(PARAMS)
 
 
-FAST = ("read_by_comparison", "last_of_a_chain", "stopped", "ruled", "loop_on_data", "loop_stopped")
+FAST = ("last_of_a_chain", "stopped", "ruled", "loop_on_data", "loop_stopped")
 
 
 @pytest.mark.parametrize("fn", mostly_slow(UNREAD, *FAST))

@@ -194,7 +194,7 @@ def test_few_arrays_stay_constants():
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3)), jnp.float32)
 
 
-@pytest.mark.parametrize("granularity", mostly_slow(["cell", "auto"], "auto"))
+@pytest.mark.parametrize("granularity", mostly_slow(["cell", "auto"], "cell"))
 def test_rows_of_a_table_that_is_closed_over(granularity):
     """Which row it is, is data as for a table among the arguments; a few stay constants."""
 

@@ -174,6 +174,7 @@ def test_arrays_of_any_length_are_still_packed():
     assert_close(batched.apply(PARAMS, plan), loop(fn, PARAMS, ragged))
 
 
+@pytest.mark.slow
 def test_decisions_on_values_and_closures():
     """The function starts to decide after operations were merged, and it closes over a weight."""
 
