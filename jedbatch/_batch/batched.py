@@ -27,6 +27,7 @@ from jedbatch._batch.warming import (
     num_lanes,
     one_of_each,
     pull_back,
+    stack_rows,
 )
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
@@ -190,9 +191,8 @@ class Batched(Generic[*Given, Result]):
             return results
         shared, instances = self._arguments.split(args)
         if recording.recorder is not None:
-            calls = [
-                functools.partial(self._fn, *self._arguments.join(shared, x)) for x in instances
-            ]
+            join = functools.partial(self._arguments.join, shared)
+            calls = [functools.partial(self._fn, *join(x)) for x in instances]
             return results_inside(self._name, calls, stack=self._out_axes is not None)
         session, leaves = self._session(shared)
         plan = self._unless_decides(
@@ -397,7 +397,9 @@ class Batched(Generic[*Given, Result]):
         planned = plans[gradient] if plans else None
         check_possible(self._name, leaves, planned, gradient, calls)
         if calls:
-            self._compile(shared, minibatches, plans, gradient)
+            self._compile(shared, minibatches, plans, gradient, list)
+            if self._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
+                self._compile(shared, minibatches, plans, gradient, stack_rows)
         return max(planned, key=num_lanes) if planned else None
 
     def _reserve(
@@ -427,11 +429,12 @@ class Batched(Generic[*Given, Result]):
         minibatches: list[list[tuple]],
         plans: dict[bool, list[Plan]] | None,
         gradient: bool,
+        form: Callable[[tuple], Any],
     ) -> None:
         """Runs every program that minibatches need, and with `gradient` the reverse."""
 
         def call(shared: tuple, minibatch: list[tuple]) -> Any:
-            columns = [list(column) for column in zip(*minibatch, strict=True)]
+            columns = list(map(form, zip(*minibatch, strict=True)))
             return self(*self._arguments.join(shared, columns))
 
         for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
@@ -561,10 +564,9 @@ class Batched(Generic[*Given, Result]):
     ) -> Plan:
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
-        if plan := plan_again(
-            session, records, arrays, policy, num_known, gradient, keeps, seconds
-        ):
-            return plan
+        again = plan_again(session, records, arrays, policy, num_known, gradient, keeps, seconds)
+        if again is not None:
+            return again
         graph = Graph.select([(r.whole, r.index) for r in records])
         calls = find_calls(records, arrays)
         return make_plan(

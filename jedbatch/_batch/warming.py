@@ -114,3 +114,12 @@ def _zero_cotangent(x: Any) -> Any:
 def moves(values: PyTree) -> bool:
     """Returns whether there is something to take gradients with respect to."""
     return any(has_gradient(array_type(x)[1]) for x in jax.tree.leaves(values))
+
+
+def stack_rows(instances: Sequence[PyTree]) -> PyTree:
+    """Returns the arrays whose rows some instances are."""
+
+    def stacked(*rows: Any) -> Any:
+        return np.stack(rows) if isinstance(rows[0], np.ndarray) else jnp.stack(rows)
+
+    return jax.tree.map(stacked, *instances)

@@ -240,3 +240,15 @@ def test_rows_that_are_not_there():
         for array in (wrong, jnp.asarray(wrong)):
             with pytest.raises(IndexError, match=f"instance {place} looks up row {word}"):
                 batched(PARAMS, Pair(X, array))
+
+
+@pytest.mark.parametrize("stacked", [X, Pair(jnp.asarray(X), WORDS)], ids=["an array", "a tuple"])
+def test_what_was_warmed_compiles_nothing(stacked):
+    fn = with_cells if stacked is X else of_pair
+    batched = jedbatch.batch(fn)
+    half = jax.tree.map(lambda x: x[: ROWS // 2], stacked)
+    batched.warm(PARAMS, stacked, batch_size=ROWS // 2, gradient=True)
+    before = batched.compilations
+    slope = jax.grad(lambda p: weighted_sum(floats(batched(p, half))))
+    slope(PARAMS)
+    assert batched.compilations == before
