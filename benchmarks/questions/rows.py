@@ -1,4 +1,4 @@
-"""What do instances that are rows of one array cost, against `jax.vmap`?
+"""How much do instances that are rows of one array cost, against `jax.vmap`?
 
 `tanh(x @ w).sum()` of each row of an array [n, 16], in a call of the batched function and under
 `jax.jit(jax.vmap(...))`; value and gradient in `w` too, both under `jax.jit`. Calls are timed as a

@@ -107,7 +107,7 @@ class MappedProgram:
         return Round(0, batches * rows, batches, batches * rows, ran, seconds)
 
     def _run(self, shared: Sequence[Array], *arrays: Array) -> list[Array]:
-        self._programs._count("mapped")
+        self._programs.count("mapped")
         announce(f"compiling a program for {len(arrays[0])} rows of arrays")
         kernels = [self._programs.kernel(t) for t in self._types]
         pairs = zip(kernels, self._compute(shared), strict=True)

@@ -354,7 +354,7 @@ class ProgramCache:
             prepare, _ = self.program(signature)
             for another in list(self._executors.values()):  # they may never be used again
                 another.release()
-            executor = self._executors[key] = EXECUTORS[name](prepare, signature, self._count)
+            executor = self._executors[key] = EXECUTORS[name](prepare, signature, self.count)
         return executor
 
     def run_regions(
@@ -371,7 +371,7 @@ class ProgramCache:
             compute, closed_over = self.registry.prologue([s.region.shared for s in stages])
 
             def run(shared, tables, targets, inputs):
-                self._count("ragged")
+                self.count("ragged")
                 announce(f"compiling {len(stages)} regions over arrays of different lengths")
                 return run_regions(stages, compute(shared), tables, targets, inputs)
 
@@ -383,7 +383,8 @@ class ProgramCache:
         shared = self.shared_values(closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
 
-    def _count(self, kind: str) -> None:
+    def count(self, kind: str) -> None:
+        """Counts a program that is built."""
         self.compilations[kind] += 1
 
     # --- values that kernels share ---
