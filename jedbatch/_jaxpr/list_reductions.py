@@ -34,6 +34,8 @@ def _extremes(dtype: Dtype) -> tuple[Any, Any]:
     return False, True
 
 
+MAX_UNROLLED = 64  # steps of a chain that are compiled one by one
+
 # Of two values, of the rows of an array, and what changes nothing, by dtype.
 FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
     "add": (lax.add, jnp.sum, lambda dtype: 0),
@@ -86,7 +88,15 @@ def reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array)
         total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
         total = total.astype(x.dtype)  # of small integers it is wider
         return join(*base, total) if base else total
-    total = base[0] if base else x[0]
-    for k in range(0 if base else 1, len(exists)):
-        total = jnp.where(exists[k], join(total, x[k]), total)
+    total, begin = (base[0], 0) if base else (x[0], 1)
+
+    def step(total: Array, element: tuple[Array, Array]) -> tuple[Array, None]:
+        value, there = element
+        return jnp.where(there, join(total, value), total), None
+
+    if len(exists) > MAX_UNROLLED:
+        total = jnp.broadcast_to(lax.convert_element_type(total, x.dtype), x.shape[1:])
+        return lax.scan(step, total, (x[begin:], exists[begin:]))[0]
+    for k in range(begin, len(exists)):
+        total, _ = step(total, (x[k], exists[k]))
     return total

@@ -1,5 +1,8 @@
 """Cells that take lists: one type serves lists of many lengths, with the loop's answers."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,3 +278,18 @@ def test_what_does_not_exist_changes_nothing(name):
         np.testing.assert_allclose(ours(p), loop(p), rtol=1e-5)
         np.testing.assert_allclose(jax.grad(total)(p, ours), jax.grad(total)(p, loop), rtol=1e-5)
     assert any("i32[])" in str(t) for t in batched.plan(p, BAGS[-1]).graph.types)  # a length
+
+
+@pytest.mark.parametrize("length", [70, pytest.param(300, marks=pytest.mark.slow)])
+def test_long_chains(length):
+    """Elements one after the other; those that are equal share the cotangent as in the loop."""
+    values = jnp.array([[0.9, 1.1], [1.02, 0.97], [1.02, 1.1]])
+    cell = jedbatch.cell(lambda *xs: functools.reduce(jnp.maximum, xs) * math.prod(xs))
+    rng = np.random.default_rng(0)
+    lists = [tuple(rng.integers(0, 3, n).tolist()) for n in (length, length + 3)]
+
+    def fn(values, chosen):
+        rows = [jnp.tanh(values[k]) for k in range(3)]
+        return cell(*(rows[k] + 0.2 for k in chosen))
+
+    check(fn, values, lists, rtol=1e-4)
