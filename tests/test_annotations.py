@@ -5,11 +5,11 @@ import functools
 import types
 import typing
 
-import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from cases.models import random_params
 
 import jedbatch
 from jedbatch._graph.graph import Graph
@@ -97,7 +97,7 @@ def model_of(name):
     workload = WORKLOADS[name]
     instances, sizes = workload.synthetic(4, 0)
     cells = workload.cells(hidden=4, **sizes)
-    return workload.scorer(cells), cells.init(jax.random.key(0)), instances
+    return workload.scorer(cells), random_params(cells), instances
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ from jedbatch.models import (
     twotypes,
 )
 
-from . import lstms
-
 SIZES = {"hidden": 8, "heads": 2, "layers": 1, "max_length": 64}
 # Few kinds of nodes, so that little has to be compiled.
 PAIRS_OF_TREES = [((1, (2,), (3,)), (4, (5,)), 2.5), ((6,), (7, (8, (0,))), 4.0)]
@@ -68,22 +66,11 @@ def treebank(module, num_trees, *, seed=0, mean_length=8.0):
     return with_kinds(trees, seed=seed) if module is twotypes else trees
 
 
-def new(cells):
-    """New parameters."""
-    return cells.init(jax.random.key(0))
-
-
-def biased(cells):
-    """New parameters, but without biases of zero."""
-    return lstms.single(lstms.double(new(cells)))
-
-
-def shaken(params):
-    """The parameters with noise, so that none of them is zero or one."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, noisy)
+def random_params(cells, seed=0):
+    """Parameters of a model, drawn by NumPy; `init` compiles a program for each of their shapes."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(cells.init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), shapes)
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,6 @@ class Model:
       cells: makes its cells, with an attribute `init`.
       loss: from the cells to a function of parameters and an instance.
       instances: of that function.
-      parameters: from the cells to the parameters.
       rtol: the tolerance.
       compiled: whether the loop runs the function compiled.
     """
@@ -102,7 +88,6 @@ class Model:
     cells: Callable[[], Any]
     loss: Callable[[Any], Callable]
     instances: Sequence
-    parameters: Callable[[Any], Any] = new
     rtol: float = 3e-5
     compiled: bool = False
 
@@ -119,8 +104,7 @@ def _of_trees(module):
         return lambda params, tree: (score(params, tree), classify(params, tree))
 
     trees = treebank(module, 6, seed=3, mean_length=4)
-    noisy = lambda cells: shaken(new(cells))  # noqa: E731
-    return Model(lambda: module.flax_cells(60, 5, 6), loss, trees, noisy, rtol=1e-4)
+    return Model(lambda: module.flax_cells(60, 5, 6), loss, trees, rtol=1e-4)
 
 
 def _of_tree_lstm(make, loss, rtol):
@@ -130,17 +114,17 @@ def _of_tree_lstm(make, loss, rtol):
 
 # Instances are arrays of any length.
 OF_ARRAYS = {
-    "transformer tagger": Model(encoder, transformer.tagger, TAGGED, biased, compiled=True),
+    "transformer tagger": Model(encoder, transformer.tagger, TAGGED, compiled=True),
     "transformer tagger in plain jnp": Model(
-        lambda: encoder(layers.plain_attention), transformer.tagger, TAGGED, biased, compiled=True
+        lambda: encoder(layers.plain_attention), transformer.tagger, TAGGED, compiled=True
     ),
-    "transformer scorer": Model(encoder, transformer.scorer, OF_ONE_LABEL, biased, compiled=True),
+    "transformer scorer": Model(encoder, transformer.scorer, OF_ONE_LABEL, compiled=True),
     "transformer translator": Model(
-        encoder_decoder, transformer.translator, TRANSLATED, biased, compiled=True
+        encoder_decoder, transformer.translator, TRANSLATED, compiled=True
     ),
-    "deepsets mean": Model(sets, deepsets.scorer, random_points(3, 1, 3), biased, compiled=True),
+    "deepsets mean": Model(sets, deepsets.scorer, random_points(3, 1, 3), compiled=True),
     "deepsets maximum": Model(
-        lambda: sets(jnp.max), deepsets.scorer, random_points(3, 1, 3), biased, compiled=True
+        lambda: sets(jnp.max), deepsets.scorer, random_points(3, 1, 3), compiled=True
     ),
 }
 

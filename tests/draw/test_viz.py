@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases.chains import encode, make_params, sentences
 from cases.helpers import random_dag
+from cases.models import random_params
 
 import jedbatch
 from jedbatch import viz
@@ -60,7 +61,7 @@ def num_edges(graph):
 def trees():
     """A function that plans so many trees."""
     cells = tree.plain_cells(num_words=500, num_labels=5, hidden=4)
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     classify = jedbatch.batch(tree.classifier(cells))
 
     def plan(number, mean_length=6, **options):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases.chains import HIDDEN, embed, encode, make_params, sentences, step
 from cases.helpers import assert_close, check, loop, mostly_slow, number, random_dag
+from cases.models import random_params
 
 import jedbatch
 from jedbatch._kernel.target import CPU
@@ -62,7 +63,7 @@ def test_every_order_gives_the_values_and_gradients_of_the_loop(params, order):
 @pytest.mark.parametrize("reuse", mostly_slow([True, False], True))
 def test_every_order_gives_the_values_of_the_loop_on_trees(order, reuse):
     cells = tree.plain_cells(500, 5, HIDDEN)
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     trees = synthetic_treebank(6, seed=2)
     fn = tree.scorer(cells)
     expected = loop(fn, params, trees)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from cases.helpers import assert_close, check
-from cases.models import PAIRS_OF_TREES
+from cases.models import PAIRS_OF_TREES, random_params
 
 import jedbatch
 from jedbatch.data import (
@@ -157,7 +157,7 @@ def test_synthetic_pairs_are_shaped_like_real_ones():
 @pytest.mark.slow
 def test_any_number_of_children():
     cells = childsum.plain_cells(12, 5)
-    params = cells.init(jax.random.key(1))
+    params = random_params(cells, 1)
     stars = [(0, *((1 + i,) for i in range(children))) for children in range(10)]
     encode = childsum.encoder(cells)
     check(encode, params, [*stars, (11, stars[9], stars[1])], rtol=3e-5, gradients=False)
@@ -167,7 +167,7 @@ def test_any_number_of_children():
 def test_child_sum_against_its_equations():
     """A pair written out with NumPy in double precision, gate by gate as in the paper."""
     cells = childsum.plain_cells(7, 5, 4)
-    params = cells.init(jax.random.key(2))
+    params = random_params(cells, 2)
     for k, name in enumerate(("word_b", "compare_b", "score_b")):
         params[name] = jax.random.normal(jax.random.key(k), params[name].shape)
     p = {k: np.asarray(v, np.float64) for k, v in params.items()}
@@ -202,7 +202,7 @@ def test_child_sum_against_its_equations():
 def test_every_weight_matters():
     """DGL's example of this model left out the product of word and forget gate (#7848)."""
     cells = childsum.plain_cells(9, 6)
-    params = cells.init(jax.random.key(3))
+    params = random_params(cells, 3)
     score = jedbatch.batch(childsum.scorer(cells))
     slope = jax.grad(lambda p: score(p, PAIRS_OF_TREES)[:, 0].sum())(params)
     for name, g in slope.items():
@@ -214,5 +214,5 @@ def test_every_weight_matters():
 def test_whole_scores_have_finite_gradients():
     """Where the target is a single score, x log x is taken at zero."""
     cells = childsum.plain_cells(9, 4)
-    params = cells.init(jax.random.key(4))
+    params = random_params(cells, 4)
     check(childsum.scorer(cells), params, [((1,), (2,), 3.0), ((1,), (2,), 5.0)], rtol=3e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import lstms
 from cases.helpers import assert_close
-from cases.models import LATTICES
+from cases.models import LATTICES, random_params
 from cases.training import train
 
 import jedbatch
@@ -70,7 +70,7 @@ def lattice_gru(p, characters, words):
 def test_lattices_against_their_equations(make, equations):
     """A lattice written out with NumPy in double precision."""
     cells = make(6, 6, 3, 4)
-    p = lstms.double(cells.init(jax.random.key(1)))
+    p = lstms.double(random_params(cells, 1))
     characters, words, tags = LATTICES[0]
     logits = lstms.linear(p["output"], equations(p, characters, words))
     params = lstms.single(p)
@@ -106,7 +106,7 @@ def test_lattices_learn():
     )
     cells = lattice.gru_cells(12, 30, 3, 8)
     score = jedbatch.batch(lattice.scorer(cells))
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     trained = train(score, params, lattices, lambda x: len(x[2]), size=8, epochs=20, rate=0.02)
     tags = [tag for *_, tags in lattices for tag in tags]
     assert trained.losses[-1] < 0.5 * trained.losses[0]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cases import lstms
 from cases.helpers import assert_close, assert_no_recompile
-from cases.models import SENTENCES, SPELLED, TRANSLATIONS
+from cases.models import SENTENCES, SPELLED, TRANSLATIONS, random_params
 from cases.training import train
 
 import jedbatch
@@ -23,7 +23,7 @@ def words_of(sentences):
 def test_tagger_against_its_equations():
     """Two layers and a spelled word, written out with NumPy in double precision."""
     cells = tagger.flax_cells(6, 3, 4, num_characters=6)
-    p = lstms.double(cells.init(jax.random.key(1)))
+    p = lstms.double(random_params(cells, 1))
     words, tags = (1, (3, 0, 5), 4), [2, 0, 0]
 
     def both_ways(forward, backward, xs):
@@ -50,7 +50,7 @@ def test_tagger_against_its_equations():
 def test_logits_of_sentences_of_all_lengths():
     """Lists of logits; sentences longer and shorter than those before compile nothing."""
     cells = tagger.flax_cells(6, 3, 4, num_layers=1)
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     tag = tagger.tagger(cells)
     batched = jedbatch.batch(tag, out_axes=None)
     assert_close(
@@ -77,7 +77,7 @@ def test_tagger_learns():
     sentences = synthetic_tagged(96, seed=1, num_words=40, num_tags=4, mean_length=8)
     cells = tagger.flax_cells(40, 4, 8, num_layers=1)
     score = jedbatch.batch(tagger.scorer(cells))
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     trained = train(score, params, sentences, lambda s: len(s[1]), size=8, epochs=12, rate=0.02)
     tags = [tag for _, tags in sentences for tag in tags]
     assert trained.losses[-1] < 0.5 * trained.losses[0]
@@ -91,7 +91,7 @@ def test_tagger_learns():
 def test_translation_against_its_equations():
     """Scored and translated with NumPy in double precision."""
     cells = translation.flax_cells(6, 7, 4)
-    p = lstms.double(cells.init(jax.random.key(1)))
+    p = lstms.double(random_params(cells, 1))
     source, target = TRANSLATIONS[0]
     zeros = np.zeros(4), np.zeros(4)
     encoded = lstms.lstm_states(p["encode"], p["source"]["embedding"][list(source)], zeros)[-1]
@@ -116,7 +116,7 @@ def test_translation_learns_and_translates():
     pairs = synthetic_translations(64, seed=1, num_words=8, mean_length=3)
     cells = translation.flax_cells(8, 20, 16)
     score = jedbatch.batch(translation.scorer(cells))
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     trained = train(score, params, pairs, lambda p: len(p[1]), size=8, epochs=20, rate=0.02)
     assert trained.losses[-1] < 0.5 * trained.losses[0]
     assert trained.compiled == 0
@@ -131,7 +131,7 @@ def test_translation_learns_and_translates():
 
 def test_translations_end_at_the_latest():
     cells = translation.flax_cells(6, 7, 4)
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     translate = jedbatch.batch(translation.translator(cells, most=3), out_axes=None)
     for word, expected in ((4, [4, 4, 4]), (END, [END])):
         params["output"]["bias"] = 1e3 * np.eye(7, dtype=np.float32)[word]

@@ -11,9 +11,9 @@ from cases.models import (
     SIZES,
     TAGGED,
     TRANSLATED,
-    biased,
     encoder,
     encoder_decoder,
+    random_params,
     random_points,
     sets,
 )
@@ -31,7 +31,7 @@ WORDS = as_arrays([((3, 1, 4),), ((5, 0),), ((2, 2, 1),)])
 def test_states_of_sentences():
     """Results of different shapes, a list."""
     model = encoder()
-    params, encode = biased(model), transformer.encoder(model)
+    params, encode = random_params(model), transformer.encoder(model)
     words = [words for (words,) in WORDS]
     states = jedbatch.batch(encode, out_axes=None)(params, words)
     assert [x.shape for x in states] == [(3, 8), (2, 8), (3, 8)]
@@ -83,7 +83,7 @@ def stack(p, words, memory=None):
 
 def test_encoder_against_its_equations():
     model = transformer.flax_encoder(6, 3, **SIZES | {"layers": 2})
-    p = lstms.double(model.init(jax.random.key(1)))
+    p = lstms.double(random_params(model, 1))
     params = lstms.single(p)
     words, tags = TAGGED[0]
     states = stack(p["encode"], words)
@@ -100,7 +100,7 @@ def test_encoder_against_its_equations():
 @pytest.mark.parametrize("attend", ATTENTION.values(), ids=ATTENTION)
 def test_translator_against_its_equations(attend):
     model = encoder_decoder(attend)
-    p = lstms.double(model.init(jax.random.key(1)))
+    p = lstms.double(random_params(model, 1))
     params = lstms.single(p)
     source, target = TRANSLATED[1]
     before = np.array([BEGIN, *target[:-1]])
@@ -116,7 +116,7 @@ def test_translator_against_its_equations(attend):
 @pytest.mark.parametrize("pool", [np.mean, np.max])
 def test_sets_against_their_equations(pool):
     model = deepsets.flax_model(2, 3, 4, pool={np.mean: jnp.mean, np.max: jnp.max}[pool])
-    p = lstms.double(model.init(jax.random.key(1)))
+    p = lstms.double(random_params(model, 1))
     ((points, _),) = random_points(5)
     h = gelu(lstms.linear(p["points"], points))
     for layer in p["layers"].values():
@@ -133,7 +133,7 @@ def test_sets_against_their_equations(pool):
 def test_words_do_not_see_what_comes_after_them():
     """Another word t changes no logits up to its own, and all after it."""
     model = encoder_decoder()
-    params, decode = biased(model), jax.jit(transformer.decoder(model))
+    params, decode = random_params(model), jax.jit(transformer.decoder(model))
     source, target = np.array([3, 1, 4]), np.array([2, 4, 2, 3, END])
     logits = decode(params, (source, target))
     for t in range(len(target) - 1):
@@ -147,7 +147,7 @@ def test_words_do_not_see_what_comes_after_them():
 @pytest.mark.parametrize("pool", [jnp.mean, jnp.max])
 def test_the_order_of_a_set_means_nothing(pool):
     model = sets(pool)
-    params, classify = biased(model), jax.jit(deepsets.classifier(model))
+    params, classify = random_params(model), jax.jit(deepsets.classifier(model))
     ((points, _),) = random_points(6)
     for seed in range(3):
         shuffled = np.random.default_rng(seed).permutation(points)
@@ -156,7 +156,7 @@ def test_the_order_of_a_set_means_nothing(pool):
 
 def test_the_order_of_words_matters():
     model = encoder()
-    params, classify = biased(model), transformer.classifier(model)
+    params, classify = random_params(model), transformer.classifier(model)
     there, back = (classify(params, np.array(words)) for words in ([1, 2, 3], [3, 2, 1]))
     assert np.abs(there - back).max() > 1e-3
 
@@ -188,7 +188,7 @@ def test_traced_for_all_lengths_at_once(name):
 @pytest.mark.slow
 def test_compiled_for_all_lengths_at_once():
     model = encoder()
-    params = biased(model)
+    params = random_params(model)
     run = jax.jit(jax.value_and_grad(transformer.tagger(model)))
     compiled = jax.export.export(run)(params, symbolic(TAGGED[0]))
     for sentence in TAGGED[:2]:

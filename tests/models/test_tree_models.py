@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from cases.helpers import assert_close, mostly_slow
-from cases.models import shaken, treebank
+from cases.models import random_params, treebank
 
 import jedbatch
 from jedbatch.data import num_nodes
@@ -23,7 +23,7 @@ MODELS = pytest.mark.parametrize("model", ALL, ids=lambda m: m.__name__[len("jed
 def test_scores_are_those_of_the_classifier(model):
     """The loss of a tree is the cross-entropy of all subtrees' logits."""
     cells = model.flax_cells(WORDS, LABELS, HIDDEN)
-    params = cells.init(jax.random.key(1))
+    params = random_params(cells, 1)
     (tree,) = treebank(model, 1, seed=5, mean_length=4)
     subtrees = [tree]
     for t in subtrees:
@@ -41,7 +41,7 @@ def test_scores_are_those_of_the_classifier(model):
 def test_training_compiles_once(model):
     """28 steps halve the loss of a blind guess at least; new minibatches compile nothing."""
     cells = model.flax_cells(WORDS, LABELS, 8)
-    params = cells.init(jax.random.key(2))
+    params = random_params(cells, 2)
     score = jedbatch.batch(model.scorer(cells))
     optimizer = optax.adam(0.03)
     state = optimizer.init(params)
@@ -85,7 +85,7 @@ def names(plan):
 def test_products_of_a_node(model, products):
     """All gates of a node are one product, and candidates another."""
     cells = model.flax_cells(WORDS, LABELS, HIDDEN)
-    params = cells.init(jax.random.key(0))
+    params = random_params(cells)
     node = cells.nodes[0] if model is twotypes else cells.node
     state = cells.leaf(params, 1)
     assert str(jax.make_jaxpr(node)(params, state, state)).count("dot_general") == products
@@ -128,7 +128,7 @@ def assert_equal(got, expected):
 def test_tree_gru_against_its_equations():
     """Gate by gate: every child and gate has a block of the weights."""
     cells = treegru.flax_cells(4, 3, HIDDEN)
-    params = shaken(cells.init(jax.random.key(3)))
+    params = random_params(cells, 3)
     p = double(params)
 
     def leaf(word):
@@ -159,7 +159,7 @@ def test_tree_gru_against_its_equations():
 
 def test_mv_rnn_against_its_equations():
     cells = mvrnn.flax_cells(4, 3, HIDDEN, rank=2)
-    params = shaken(cells.init(jax.random.key(4)))
+    params = random_params(cells, 4)
     p = double(params)
 
     def leaf(word):
@@ -196,7 +196,7 @@ def test_words_of_the_mv_rnn_begin_near_the_identity():
 def test_two_kinds_against_their_equations():
     """Each kind has weights of its own."""
     cells = twotypes.flax_cells(4, 3, HIDDEN)
-    params = shaken(cells.init(jax.random.key(6)))
+    params = random_params(cells, 6)
     p = double(params)
 
     def leaf(word):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_no_recompile
+from cases.models import random_params
 
 import jedbatch
 from jedbatch.data import synthetic_treebank
@@ -13,7 +14,7 @@ from jedbatch.models import tree
 
 def make(hidden=8):
     cells = tree.plain_cells(500, 5, hidden)
-    return jedbatch.batch(tree.scorer(cells)), cells.init(jax.random.key(0))
+    return jedbatch.batch(tree.scorer(cells)), random_params(cells)
 
 
 def minibatches(seed, size, count):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, loop, mostly_slow
+from cases.models import random_params
 
 import jedbatch
 from jedbatch.data import synthetic_treebank
@@ -69,7 +70,7 @@ def workload(name, count):
     found = WORKLOADS[name]
     instances, sizes = found.load(limit=count, seed=5)
     cells = found.cells(hidden=2, **sizes)
-    return found.scorer(cells), found.policy(), cells.init(jax.random.key(0)), instances
+    return found.scorer(cells), found.policy(), random_params(cells), instances
 
 
 # --- an epoch of unseen minibatches ---
