@@ -142,7 +142,7 @@ def speeds(
 
     losses: list[Callable[..., Any]] = [loss, loss_of_one]
     run, run_one = map(jax.value_and_grad, losses) if training else losses
-    run = jax.jit(run)
+    run = jax.jit(run, compiler_options=jedbatch.compiler_options())
 
     def whole(instances: list[Any]) -> Any:
         return run(params, batched.plan(params, instances, gradient=training))
