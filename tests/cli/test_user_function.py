@@ -7,7 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from cases.helpers import assert_close
+from cases.helpers import assert_close, mostly_slow
 
 from jedbatch.__main__ import command_line, main
 from jedbatch._commands.user_commands import Times, ways_to_run
@@ -159,7 +159,7 @@ LOOPS = {  # (arguments, the function of an instance by its number)
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", mostly_slow(LOOPS, "settle", "trees_first"))
 def test_what_is_timed_computes_what_the_loop_does(module, name):
     """Each way to run it, and the gradient of the sum of its results."""
     options, fn = LOOPS[name]

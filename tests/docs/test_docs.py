@@ -18,8 +18,7 @@ MODULES = [
     for m in pkgutil.walk_packages(jedbatch.__path__, "jedbatch.")
     if not m.name.endswith("__main__")
 ]
-MODELS = [name for name in MODULES if name.startswith("jedbatch.models.")]
-FAST = [name for name in MODULES if name not in MODELS or name == "jedbatch.models.tree"]
+FAST = [name for name in MODULES if not name.startswith("jedbatch.models.")]
 
 
 @pytest.mark.parametrize("name", mostly_slow(MODULES, *FAST))

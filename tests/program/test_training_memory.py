@@ -104,7 +104,7 @@ def sent(fn, instances, **options):
 
 
 @pytest.mark.parametrize("target", mostly_slow(["cpu", "gpu"], "cpu"))
-@pytest.mark.parametrize("fn", mostly_slow(CHAINS, "lstm", "with_many_readers"))
+@pytest.mark.parametrize("fn", mostly_slow(CHAINS, "with_many_readers"))
 def test_gradients_are_the_loops(fn, target, sharing):
     testing.check_against_loop(fn, PARAMS, chains(5, 6), target=target)
 

@@ -95,7 +95,7 @@ def rolled(expressions, cell, length, counts):
     return Roller(expressions, program, roles, length, counts).results()
 
 
-@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "attention", "looked_up"))
+@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "looked_up"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
@@ -219,7 +219,7 @@ def test_lists_inside_of_other_arguments():
     assert types_of(batched.plan(W, many)) == 3 + 1
 
 
-@pytest.mark.parametrize("cell", [means, by_position])
+@pytest.mark.parametrize("cell", mostly_slow([means, by_position], "by_position"))
 def test_lengths_that_python_reads(cell):
     many = trees(5, [1, 2, 3, 4, 5, 6])
     plan = check(encoder(cell, spread), W, many, gradients=False).plan(W, many)

@@ -224,7 +224,7 @@ NAMES = [m.__name__ for m in MODELS]
 NAMES[6] = "many_children_cell"
 
 
-FAST = [("raw_tree", "auto"), ("helpers_everywhere", "op")]
+FAST = [("lattice", "auto"), ("helpers_everywhere", "op")]
 TREES = ("raw_tree", "linen_tree")  # whose operations are those of `nnx_tree`
 CASES = [
     pytest.param(
@@ -314,7 +314,7 @@ def test_operations_are_counted():
     assert not {graph.types[t].name for t in graph.node_type} & {"node", "silu", "<lambda>"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "auto"))
 @pytest.mark.parametrize("make", mostly_slow([raw_tree, many_children, ragged], "raw_tree"))
 def test_unseen_topologies_add_nothing(make, mode):
     """Neither types nor programs, after others were met."""

@@ -101,7 +101,7 @@ P, Q = random_params(0), random_params(1)
 @pytest.mark.parametrize(
     ("apply", "granularity"),
     [
-        (transform(plain), "auto"),
+        pytest.param(transform(plain), "auto", marks=pytest.mark.slow),
         (transform(with_cells), "cell"),
         (transform(with_cells_of_layers), "cell"),
         (transform(global_cells), "cell"),

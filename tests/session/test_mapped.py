@@ -242,7 +242,13 @@ def test_rows_that_are_not_there():
                 batched(PARAMS, Pair(X, array))
 
 
-@pytest.mark.parametrize("stacked", [X, Pair(jnp.asarray(X), WORDS)], ids=["an array", "a tuple"])
+@pytest.mark.parametrize(
+    "stacked",
+    [
+        pytest.param(X, id="an array"),
+        pytest.param(Pair(jnp.asarray(X), WORDS), id="a tuple", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_warmed_compiles_nothing(stacked):
     fn = with_cells if stacked is X else of_pair
     batched = jedbatch.batch(fn)

@@ -139,7 +139,9 @@ def test_what_the_forward_pass_keeps_for_the_reverse(way, f):
     check(lambda params, x: choose(params["W"] @ x) @ choose(x * params["b"]), P, XS)
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3, 7])
+@pytest.mark.parametrize(
+    "n", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_the_first_and_the_last_of_a_batch_get_their_gradients(n):
     """DyNet #604, #1210: one lane too many or too few in the reverse."""
 
