@@ -122,6 +122,11 @@ class Times(NamedTuple):
         return f"{self.median(index) / self.median(base):.2f} ({low:.2f}–{high:.2f})"
 
 
+def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Value and gradient of the sum of a function of parameters and something else."""
+    return jax.value_and_grad(lambda params, x: fn(params, x).sum())
+
+
 def interleaved(functions: Sequence[Callable[[], Any]], budget: float, least: int = 7) -> Times:
     """Times functions in turns, so that whatever else the machine does hits all alike.
 

@@ -25,11 +25,6 @@ from benchmarks.suite import harness
 LEVELS = (3, 2, 1)
 
 
-def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Value and gradient of the sum of a function of parameters and something else."""
-    return jax.value_and_grad(lambda params, x: fn(params, x).sum())
-
-
 def sides_of_program(name: str, tiny: bool) -> dict[str, tuple[Callable, tuple[Any, Any]]]:
     """The step and its arguments, of jedbatch and of what is written by hand."""
     program = programs.load(name)
@@ -37,7 +32,7 @@ def sides_of_program(name: str, tiny: bool) -> dict[str, tuple[Callable, tuple[A
     params = program.parameters(jax.random.key(0), tiny)
     instances = program.instances(rng, 4 if tiny else program.batch, tiny)
     batched = jedbatch.batch(program.model)
-    mode = with_gradient if program.differentiable else lambda fn: fn
+    mode = common.with_gradient if program.differentiable else lambda fn: fn
     (arrays,) = program.prepare([instances])
     plan = batched.plan(params, instances, gradient=program.differentiable)
     return {
@@ -53,7 +48,7 @@ def sides_of_workload(name: str, tiny: bool) -> dict[str, tuple[Callable, tuple[
     bench = harness.Bench.of(case, types.SimpleNamespace(data=None), minibatches=1)
     return {
         "jedbatch": (
-            with_gradient(bench.batched.apply),
+            common.with_gradient(bench.batched.apply),
             (bench.params, bench.plan(bench.minibatches[0])),
         )
     }

@@ -57,11 +57,6 @@ def first(run: Callable[..., Any], *args: Any) -> First:
     return First(result, time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def with_gradient(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Value and gradient of the sum of a function of parameters and something else."""
-    return jax.value_and_grad(lambda params, x: fn(params, x).sum())
-
-
 def assert_close(got: Any, expected: Any, what: str) -> None:
     """Relative to the largest element, since sums are taken in another order."""
 
@@ -80,8 +75,10 @@ def check_by_hand(program: programs.Program, rng: np.random.Generator) -> None:
     loop = lambda p, xs: jnp.stack([program.model(p, x) for x in xs])  # noqa: E731
     assert_close(program.by_hand(params, arrays), loop(params, instances), "by hand")
     if program.differentiable:
-        slope = with_gradient(loop)(params, instances)
-        assert_close(with_gradient(program.by_hand)(params, arrays), slope, "gradient by hand")
+        slope = common.with_gradient(loop)(params, instances)
+        assert_close(
+            common.with_gradient(program.by_hand)(params, arrays), slope, "gradient by hand"
+        )
 
 
 class Late(NamedTuple):
@@ -127,7 +124,7 @@ def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
     params = program.parameters(jax.random.key(0), tiny)
     minibatches = [program.instances(rng, size, tiny) for _ in range(WARM + options.unseen)]
     arrays = program.prepare(minibatches)
-    modes = [lambda fn: fn, with_gradient] if slopes else [lambda fn: fn]
+    modes = [lambda fn: fn, common.with_gradient] if slopes else [lambda fn: fn]
     new = [jedbatch.batch(program.model) for _ in modes]
     by_hand = [jax.jit(mode(program.by_hand)) for mode in modes]
     times, seconds = [], []
@@ -141,7 +138,7 @@ def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
     step = jax.jit(modes[-1](batched.apply))
     found = late(batched, step, params, minibatches, slopes)
     for mode, ours, theirs in zip(modes, (batched.apply, step), by_hand, strict=False):
-        gradient = mode is with_gradient
+        gradient = mode is common.with_gradient
         plan = jax.device_put(batched.plan(params, minibatches[-1], gradient=gradient))
         there = jax.device_put(arrays[-1])
         assert_close(ours(params, plan), theirs(params, there), "jedbatch")

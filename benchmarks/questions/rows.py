@@ -35,11 +35,6 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Value and gradient of the sum of the results."""
-    return jax.value_and_grad(lambda w, x: fn(w, x).sum())
-
-
 def measure(size: int, gradient: bool, repeats: int) -> list[Any]:
     """Returns the row of a size."""
     rng = np.random.default_rng(0)
@@ -47,7 +42,7 @@ def measure(size: int, gradient: bool, repeats: int) -> list[Any]:
     x = jnp.asarray(rng.normal(size=(size, WIDTH)), jnp.float32)
     batched, vmapped = jedbatch.batch(model), jax.vmap(model, (None, 0))
     if gradient:
-        ours, theirs = (jax.jit(with_gradient(fn)) for fn in (batched, vmapped))
+        ours, theirs = (jax.jit(common.with_gradient(fn)) for fn in (batched, vmapped))
     else:
         ours, theirs = batched, jax.jit(vmapped)
     np.testing.assert_allclose(*(jax.tree.leaves(f(w, x))[0] for f in (ours, theirs)), rtol=1e-4)

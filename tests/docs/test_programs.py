@@ -59,13 +59,14 @@ def test_programs_are_the_loop(name):
     instances = minibatches[0][:COMPARED]
     (arrays,) = program.prepare([instances])
     slopes = program.differentiable
-    batched = helpers.check(program.model, params, instances, slopes, rtol=1e-4)
+    helpers.check(program.model, params, instances, slopes, rtol=1e-4)
     run = lambda p: program.by_hand(p, arrays)  # noqa: E731
-    ours = lambda p: batched(p, instances)  # noqa: E731
-    helpers.assert_close(run(params), ours(params), 1e-4)
+    expected = helpers.loop(program.model, params, instances)
+    helpers.assert_close(run(params), expected, 1e-4)
     if slopes:
-        of = lambda fn: jax.grad(lambda p: helpers.number(fn(p)))(params)  # noqa: E731
-        helpers.assert_close(of(run), of(ours), 1e-3)
+        loop = lambda p: helpers.number(helpers.loop(program.model, p, instances))  # noqa: E731
+        slope = jax.grad(lambda p: helpers.number(run(p)))(params)
+        helpers.assert_close(slope, jax.grad(loop)(params), 1e-3)
 
 
 def planned(batched, program, params, instances):
