@@ -5,14 +5,8 @@ import numpy as np
 
 
 def double(params):
-    """Parameters in double precision, with random biases, since those of a new model are zero."""
-    rng = np.random.default_rng(5)
-
-    def value(path, x):
-        is_bias = jax.tree_util.keystr(path).endswith("['bias']")
-        return rng.normal(size=x.shape) if is_bias else np.asarray(x, np.float64)
-
-    return jax.tree.map_with_path(value, params)
+    """Parameters in double precision."""
+    return jax.tree.map(np.float64, params)
 
 
 def single(params):

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from cases.helpers import assert_close, mostly_slow
+from cases.lstms import double
 from cases.models import random_params, treebank
 
 import jedbatch
@@ -115,10 +116,6 @@ def test_kinds_are_needed():
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
-
-
-def double(params):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
 
 def assert_equal(got, expected):
