@@ -31,7 +31,7 @@ PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values
 def fast_path(recorder: RecorderLike) -> Callable:
     """Returns the recorder of calls of cells: a closure, as attributes cost a quarter more."""
     known, kept = recorder.known, recorder.kept
-    numbers, arrays = recorder.numbers, recorder.arrays
+    numbers, arrays = recorder.registry.numbers, recorder.registry.arrays
     watched, result = recorder.watched, recorder.result
     calls, call_specs = recorder.registry.calls, recorder.call_specs
     references = recorder.references
@@ -174,7 +174,7 @@ def number_token(recorder: RecorderLike, kind: type) -> tuple[int, Hashable]:
     """(input group, token) of Python numbers of a kind."""
     value_type = recorder.registry.value_type(*array_type(kind(0)))
     token = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
-    recorder.numbers[kind] = token
+    recorder.registry.numbers[kind] = token
     return token
 
 
@@ -183,7 +183,7 @@ def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
     value_type = recorder.registry.value_type(*array_type(x))
     token = recorder.registry.token(np.ndarray, value_type)
     group_and_token = recorder.registry.group("value", value_type), token
-    recorder.arrays[x.shape, x.dtype] = group_and_token
+    recorder.registry.arrays[x.shape, x.dtype] = group_and_token
     return group_and_token
 
 

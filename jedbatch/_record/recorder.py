@@ -129,8 +129,6 @@ class Recorder(Trace):
         self._made: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
-        self.numbers: dict[type, tuple[int, Hashable]] = {}  # (input group, token) by kind
-        self.arrays: dict[tuple, tuple[int, Hashable]] = {}  # and by shape and dtype
         self.call_cell = fast_path(self)
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []

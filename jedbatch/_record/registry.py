@@ -51,13 +51,11 @@ from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicVal
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MANY_VARIANTS = 32  # variants of one cell, or closed-over arrays, before we warn
-
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 MANY_CONSTANTS = 10_000  # kept
 CONSTANT_BYTES = 1 << 26
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 END = None  # where a description of a call ends
-
 NUMBER_TYPES = (int, float, complex, np.generic)
 
 
@@ -74,7 +72,8 @@ class Registry:
         the shared arguments come first among the shared values.
       avals: the value types as JAX has them.
       ragged_types: those of them with ragged axes as user code gets them, by their ids.
-      calls: call specs by the description of a call, a tree of dictionaries (see `Recorder`).
+      calls: call specs by the description of a call (see `fast_path`).
+      numbers, arrays: (input group, token) by kind of number, and by shape and dtype of an array.
       constants: results of operations on concrete values.
       num_varying: operations on shared values that turned out to depend on the instance.
       lifting: which numbers that operations hold are operands.
@@ -101,6 +100,8 @@ class Registry:
         self.groups: list[tuple] = []
         self.units: list[tuple[int, ...]] = []
         self.calls: dict[Hashable, Any] = {}
+        self.numbers: dict[type, tuple[int, Hashable]] = {}
+        self.arrays: dict[tuple, tuple[int, Hashable]] = {}
         self._num_calls = 0
         self._kept: list[Any] = []
         self.constants: dict[Hashable, list[Any]] = Memory(
@@ -270,8 +271,7 @@ class Registry:
         named = {t: symbol_of(every[s], s) for t, s in zip(first_symbols, symbols, strict=True)}
         results = []
         for aval in (self.avals[v] for v in first.results):
-            shape = shape_at(aval.shape, named)
-            results.append(self.value_type(shape, aval.dtype, aval.weak_type))
+            results.append(self.value_type(shape_at(aval.shape, named), aval.dtype, aval.weak_type))
         first_type = self.node_types[first.node_type]
         operation = operation_of(first_type)
         node_type = NodeType(

@@ -40,8 +40,6 @@ class RecorderLike(Protocol):
     leaves: dict[int, tuple[int, Leaf]]
     known: dict[int, tuple[Any, int | None]]
     kept: list[Any]
-    numbers: dict[type, tuple[int, Hashable]]
-    arrays: dict[tuple, tuple[int, Hashable]]
 
     @property
     def result(self) -> type["Value"]: ...
