@@ -105,6 +105,12 @@ def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.n
     return of_all_types
 
 
+def reads_itself(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
+    """Returns bool[T]: whether a node of the type reads another one of it."""
+    maker, reader = (node_type[end] for end in edges)
+    return np.bincount(maker[maker == reader], minlength=num_types) > 0
+
+
 def strong_components(reach: np.ndarray, present: Sequence[int]) -> list[list[int]]:
     """Returns the strongly connected components of the types present, makers before readers.
 

@@ -408,7 +408,8 @@ class Graph:
     @functools.cached_property
     def cyclic_components(self) -> list[list[int]]:
         """The components whose types read each other, or themselves."""
-        return [group for group in self.components if self._reach[group[0], group[0]]]
+        is_cycle = analysis.reads_itself(self.node_type, len(self.types), self.edges)
+        return [group for group in self.components if len(group) > 1 or is_cycle[group[0]]]
 
     @functools.cached_property
     def labels(self) -> list[str]:
@@ -456,6 +457,8 @@ class Graph:
         for name in ("rank", "chain"):
             if name in self.__dict__:
                 part.__dict__[name] = getattr(self, name)[nodes]
+        if list(types) in self.components:
+            part.__dict__["components"] = [list(range(len(types)))]
         return nodes, part
 
     def check(self) -> None:
