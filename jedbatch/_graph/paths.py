@@ -4,12 +4,14 @@ A path is long by its edges, a chain by how many nodes of one type it has. Both 
 pass, since edges come in an order in which all that lead to a node come before any that leave it:
 by reader, in a graph whose nodes read earlier nodes only. A pass is a loop over the edges, which
 for deep graphs (lattices, sequences) is several times faster than NumPy level by level; shallow
-ones of many types go level by level.
+ones of many types go level by level. Both passes have twins in C (`_support/c/paths.c`).
 """
 
 from collections.abc import Iterator
 
 import numpy as np
+
+from jedbatch._support.native import core
 
 
 def pointers(counts: np.ndarray) -> np.ndarray:
@@ -38,12 +40,27 @@ def distinct(indices: np.ndarray) -> np.ndarray:
     return indices[first]
 
 
+def int64_of(numbers: list[int]) -> np.ndarray:
+    """int64[len], numbers as an array; of long lists, faster than `np.array`."""
+    compiled = core()
+    if compiled is None:
+        return np.array(numbers, np.int64)
+    array = np.empty(len(numbers), np.int64)
+    compiled.copy_ints(numbers, (array,))
+    return array
+
+
 def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """int32[N], the most edges on a path that ends in each node.
 
     Edge i leads from node `before[i]` to node `after[i]`; all that lead to a node come before
     those that leave it.
     """
+    compiled = core()
+    if compiled is not None:
+        longest = np.zeros(num_nodes, np.int32)
+        compiled.longest_paths((*_int32(before, after), longest))
+        return longest
     length = [0] * num_nodes
     for a, b in zip(before.tolist(), after.tolist(), strict=True):
         if length[b] <= length[a]:
@@ -51,7 +68,8 @@ def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.n
     return np.array(length, np.int32)
 
 
-EDGE, LEVEL = 0.07, 25  # microseconds for an edge in a loop and for a level in NumPy
+# Microseconds for an edge in a loop, in Python and compiled, and for a level in NumPy.
+EDGE, COMPILED_EDGE, LEVEL = 0.07, 0.001, 25
 
 
 def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -59,12 +77,16 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
 
     Edges are given as in `longest_paths`; kinds are numbered from 0.
     """
-    num_kinds = int(kind.max(initial=-1)) + 1
+    num_kinds, compiled = int(kind.max(initial=-1)) + 1, core()
+    edge = EDGE if compiled is None else COMPILED_EDGE
     if num_kinds > 4:
         level = longest_paths(len(kind), before, after)
-        if num_kinds * len(before) * EDGE > (int(level.max(initial=0)) + 1) * LEVEL:
+        if num_kinds * len(before) * edge > (int(level.max(initial=0)) + 1) * LEVEL:
             return _chains_by_level(kind, num_kinds, level, before, after)
     longest = np.ones(len(kind), np.int32)
+    if compiled is not None:
+        compiled.longest_chains((*_int32(before, after), longest, *_int32(kind)))
+        return longest
     ends = before.tolist(), after.tolist()
     for k in range(num_kinds):
         same_kind = kind == k
@@ -75,6 +97,11 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
                 chain[b] = length
         longest[same_kind] = np.array(chain, np.int32)[same_kind]
     return longest
+
+
+def _int32(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Arrays as the compiled core takes them."""
+    return [np.ascontiguousarray(x, np.int32) for x in arrays]
 
 
 def kinds_before(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> list[int]:

@@ -1,6 +1,7 @@
 """Recording calls of cells the second time: by a short description of their arguments.
 
-This is the hottest path of recording, 0.8 microseconds a node. A call is described without
+This is the hottest path of recording, 0.8 microseconds a node in Python, and so it has a twin in C
+(`_support/c/fast_path.c`). A call is described without
 looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
 returned, keyword arguments and a container of shared values by a token. `registry.calls` is a tree
 of dictionaries that leads from such a description to a `CallSpec`, the way in which a call like
@@ -22,13 +23,38 @@ from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
-from jedbatch._record.symbols import RecorderLike
+from jedbatch._record.symbols import RecorderLike, Value
+from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
 def fast_path(recorder: RecorderLike) -> Callable:
+    """Returns the recorder of calls of cells: compiled, if its symbols are plain and it can be."""
+    in_python, compiled = fast_path_in_python(recorder), core()
+    if compiled is None or recorder.result is not Value:
+        return in_python
+    return compiled.fast_path(
+        recorder,
+        recorder.result,
+        recorder.known,
+        recorder.kept,
+        recorder.registry.numbers,
+        recorder.registry.arrays,
+        np.ndarray,
+        recorder.watched,
+        recorder.registry.calls,
+        recorder.call_specs,
+        recorder.references,
+        recorder.input_group,
+        recorder.input_value,
+        END,
+        in_python,
+    )
+
+
+def fast_path_in_python(recorder: RecorderLike) -> Callable:
     """Returns the recorder of calls of cells: a closure, as attributes cost a quarter more."""
     known, kept = recorder.known, recorder.kept
     numbers, arrays = recorder.registry.numbers, recorder.registry.arrays

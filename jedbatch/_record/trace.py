@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._graph.graph import Graph, InputRows
-from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
@@ -170,8 +170,8 @@ def finish(
     )
 
     # Inputs: drop those that are not read, and group what is read the same way, by instance.
-    result = np.array(outputs, np.int64)
-    group = np.array(input_group, np.int64)
+    result = int64_of(outputs)
+    group = int64_of(input_group)
     owner_of = np.searchsorted(input_ptr, np.arange(len(group)), side="right") - 1
     if len(of_lists):
         of_length = registry.group("value", *registry.kinds_of([LENGTH]))
@@ -212,13 +212,13 @@ def find_operands(
 
     A reference to a tuple stands for all that is in it.
     """
-    call_spec = np.array(recorded, np.int64)
+    call_spec = int64_of(recorded)
     present = np.flatnonzero(np.bincount(call_spec))
     call_specs = [registry.call_specs[c] for c in present.tolist()]
     local = np.zeros(len(registry.call_specs), np.int64)
     local[present] = np.arange(len(present))
     which = local[call_spec]
-    operand = np.array(references, np.int64)
+    operand = int64_of(references)
     num_references = np.array([len(c.widths) for c in call_specs], np.int64)
     if any(width != 1 for c in call_specs for width in c.widths):
         flat = np.array([width for c in call_specs for width in c.widths], np.int64)

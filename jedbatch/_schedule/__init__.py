@@ -6,8 +6,9 @@ Read in this order:
 2. `schedule`: A graph cut into batches, and how few batches there can be.
 3. `components`: Schedules by component of types, and by rank.
 4. `heuristics`: Heuristics: policies that need no learning.
-5. `policy`: Policies, and Algorithm 1: runs a policy until every node of a graph is in a batch.
-6. `search`: Searching for good schedules: teachers of learned policies, and their judges.
-7. `encodings`: Encodings of a frontier: what a learned policy sees.
-8. `fsm`: Policies as finite-state machines: tables from what a frontier looks like to a type.
+5. `encodings`: Encodings of a frontier: what a learned policy sees.
+6. `compiled`: Algorithm 1 by the compiled core, for the policies of this package.
+7. `policy`: Policies, and Algorithm 1: runs a policy until every node of a graph is in a batch.
+8. `search`: Searching for good schedules: teachers of learned policies, and their judges.
+9. `fsm`: Policies as finite-state machines: tables from what a frontier looks like to a type.
 """

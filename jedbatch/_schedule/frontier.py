@@ -175,20 +175,10 @@ class Frontier:
 
         (Height of each node, whether it turns, its row; nodes not yet looked at of each row; a row
         of each type, above which all have been looked at.)
-
-        Nodes of one type and equal chain are a row; those of a type follow each other, and one
-        that is never empty comes before them.
         """
         graph, left = self.graph, self.left
-        chain = graph.chain
-        lengths = np.zeros(len(graph.types), np.int64)
-        np.maximum.at(lengths, graph.node_type, chain)
-        ends = (lengths + 1).cumsum()
-        row = (ends - lengths - 1)[graph.node_type] + chain
-        waiting = np.bincount(row[left], minlength=int(ends[-1]))
-        waiting[ends - lengths - 1] = 1
-        found = graph.height, graph.changes_type, row, waiting, ends - 1
-        return tuple(x.tolist() for x in found)
+        row, waiting, last = chain_rows(graph, left)
+        return tuple(x.tolist() for x in (graph.height, graph.changes_type, row, waiting, last))
 
     def _look(self, t: int) -> None:
         """Looks at the ready nodes of type t that are new."""
@@ -220,7 +210,7 @@ class Frontier:
         Returns:
           The number of nodes.
         """
-        return self._chains.num_next(t)
+        return self.chains.num_next(t)
 
     def mean_depth(self, t: int) -> float:
         """Mean depth of the nodes of type t that have not run.
@@ -238,12 +228,36 @@ class Frontier:
         return watcher
 
     @functools.cached_property
-    def _chains(self) -> "_Chains":
-        return self._watch(_Chains(self))
+    def chains(self) -> "Chains":
+        """What `num_next` is read off."""
+        return self._watch(Chains(self))
 
     @functools.cached_property
     def _depths(self) -> "_Depths":
         return self._watch(_Depths(self))
+
+
+def chain_rows(graph: Graph, left: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Returns the nodes of a graph in rows, those of one type and equal chain in each.
+
+    The rows of a type follow each other, longer chains later, and one that is never empty comes
+    before them.
+
+    Args:
+      graph: the graph.
+      left: bool[N], the nodes to count; all of them if None.
+
+    Returns:
+      (int64[N] the row of each node, int64[R] nodes in each row, int64[T] the last row of each
+      type).
+    """
+    lengths = np.zeros(len(graph.types), np.int64)
+    np.maximum.at(lengths, graph.node_type, graph.chain)
+    ends = (lengths + 1).cumsum()
+    row = (ends - lengths - 1)[graph.node_type] + graph.chain
+    num_nodes = np.bincount(row if left is None else row[left], minlength=int(ends[-1]))
+    num_nodes[ends - lengths - 1] = 1
+    return row, num_nodes, ends - 1
 
 
 class _Depths:
@@ -259,7 +273,7 @@ class _Depths:
         self.sums[t] -= int(self.depth[nodes].sum())
 
 
-class _Chains:
+class Chains:
     """The size of Frontier(G^a) for every type a, kept up to date batch by batch.
 
     A node is blocked for a if a node of type a that has not run lies before it. It counts its

@@ -123,4 +123,5 @@ class _Depth:
 
 
 depth = _Depth()
+FALLBACKS = {p.__name__: p for p in (critical, sufficient, height, agenda)}
 HEURISTICS = (sufficient, critical, height, agenda, depth)

@@ -75,11 +75,10 @@ class Schedule:
           The schedule.
         """
         sizes = np.fromiter(map(len, batches), np.int64, len(batches))
-        ptr = pointers(sizes)
-        node = np.fromiter(itertools.chain.from_iterable(batches), np.int32, int(ptr[-1]))
+        node = np.fromiter(itertools.chain.from_iterable(batches), np.int32, int(sizes.sum()))
         when = np.empty(len(node), np.int32)
         when[node] = np.repeat(np.arange(len(batches), dtype=np.int32), sizes)
-        return Schedule(np.array(batch_type, np.int32), ptr, nodes_in_order(when), policy, **found)
+        return schedule_of(batch_type, when, policy, **found)
 
     def __len__(self) -> int:
         return len(self.batch_type)
@@ -129,6 +128,12 @@ class Schedule:
                 f"  type {t}: {len(counts)} batches of {counts.min()} to {counts.max()} nodes"
             )
         return "\n".join(lines)
+
+
+def schedule_of(batch_type: Sequence[int], when: np.ndarray, policy: str, **found: Any) -> Schedule:
+    """Returns the schedule with these types of batches and int32[N], the batch of each node."""
+    ptr = pointers(np.bincount(when, minlength=len(batch_type)))
+    return Schedule(np.array(batch_type, np.int32), ptr, nodes_in_order(when), policy, **found)
 
 
 def cost(schedule: Schedule, weights: np.ndarray) -> float:

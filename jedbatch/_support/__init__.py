@@ -1,8 +1,8 @@
 """Additions to Python's library: knows neither graphs nor JAX.
 
 Files that are written whole, caches that forget, state that is put back after an interrupt,
-recordings that are done again, marks of frames, progress bars, lines in the log, and pictures as
-SVG.
+recordings that are done again, marks of frames, progress bars, lines in the log, the compiled core,
+and pictures as SVG.
 
 Read in this order:
 
@@ -15,6 +15,8 @@ Read in this order:
 6. `files`: Files that are written whole or not at all.
 7. `progress`: Progress bars, by tqdm where it is installed.
 8. `announce`: A line in the log while something takes long, such as compiling a program.
-9. `canvas`: Pictures as SVG, from nothing but rectangles, circles, lines and text.
-10. `state_diagram`: Drawing a state machine as SVG, from nothing but boxes and arrows.
+9. `native`: The compiled core: twins in C of the functions in which planning spends most of its
+   time.
+10. `canvas`: Pictures as SVG, from nothing but rectangles, circles, lines and text.
+11. `state_diagram`: Drawing a state machine as SVG, from nothing but boxes and arrows.
 """

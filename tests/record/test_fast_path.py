@@ -7,6 +7,16 @@ import pytest
 import jedbatch
 from jedbatch._record import operators
 from jedbatch._record.recorder import Recorder
+from jedbatch._support import native
+
+
+@pytest.fixture(params=["compiled", "in Python"], autouse=True)
+def path(request, monkeypatch):
+    if request.param == "in Python":
+        monkeypatch.setenv(native.SWITCH, "0")
+    elif native.core() is None:
+        pytest.skip("no compiled core")
+
 
 P = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
 X = np.arange(3, dtype=np.float32)

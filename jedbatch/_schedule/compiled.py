@@ -1,0 +1,82 @@
+"""Algorithm 1 by the compiled core, for the policies of this package.
+
+The core runs a graph to its end at once (`_support/c/frontier.c`); here it is given what
+`_schedule.frontier` computes when it is asked for, as arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._schedule.encodings import ENCODINGS, Code
+from jedbatch._schedule.frontier import Frontier, chain_rows
+from jedbatch._support.native import core
+
+NUMBERS = {"agenda": 0, "height": 1, "critical": 2, "sufficient": 3}  # of heuristics
+
+
+def run_compiled(
+    graph: Graph,
+    heuristic: str,
+    encoding: str = "base",
+    table: Mapping[Code, int] | None = None,
+    numbers: Sequence[int] = (),
+) -> tuple[list[int], np.ndarray, int] | None:
+    """Cuts a graph into batches; None if there is no compiled core.
+
+    Args:
+      graph: what to schedule.
+      heuristic: the name of a heuristic, which decides where `table` does not.
+      encoding: what the codes of `table` mean.
+      table: the type to run by the code of a frontier, in a machine's numbers.
+      numbers: the machine's numbers of the types.
+
+    Returns:
+      (type of each batch, int32[N] the batch of each node, batches left to the heuristic).
+    """
+    compiled = core()
+    if compiled is None or not len(graph.node_type):
+        return None
+    succ_ptr, succ = graph.succs
+    when = np.empty(len(graph.node_type), np.int32)
+    looks = heuristic in ("height", "critical") or (table is not None and encoding == "phase")
+    arrays = (
+        np.diff(graph.preds[0]),
+        succ_ptr,
+        succ,
+        graph.node_type,
+        when,
+        *(_of_heights(graph) if looks else [None] * 5),
+        *(_of_depths(graph) if heuristic == "agenda" else [None] * 2),
+        *(_of_chains(graph) if heuristic == "sufficient" else [None] * 4),
+        None if table is None else np.array(numbers, np.int64),
+    )
+    batch_types, unseen = compiled.schedule(
+        len(graph.types), NUMBERS[heuristic], list(ENCODINGS).index(encoding), table, arrays
+    )
+    return batch_types, when, unseen
+
+
+def _of_heights(graph: Graph) -> tuple[np.ndarray, ...]:
+    """(heights, whether nodes turn, their rows, nodes of each row, the last row of each type)."""
+    row, num_nodes, last = chain_rows(graph)
+    return graph.height, graph.changes_type.view(np.uint8), row, num_nodes, last
+
+
+def _of_depths(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    """(depths, float64[T] their sums)."""
+    return graph.depth, np.bincount(graph.node_type, graph.depth, len(graph.types))
+
+
+def _of_chains(graph: Graph) -> tuple[np.ndarray, ...]:
+    """(row of `blockers` of each type, whether they are relayed, blockers, nodes next)."""
+    chains = Frontier(graph).chains
+    chain_of = np.full(len(graph.types), -1)
+    chain_of[list(chains.blockers)] = np.arange(len(chains.blockers))
+    num_next = graph.nodes_per_type.copy()
+    num_next[list(chains.sizes)] = list(chains.sizes.values())
+    relayed = np.zeros(len(graph.types), np.uint8)
+    relayed[list(chains.relayed)] = 1
+    blockers = np.array([*chains.blockers.values()], np.int64)
+    return chain_of, relayed, blockers.reshape(-1, len(graph.node_type)), num_next

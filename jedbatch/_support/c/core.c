@@ -1,0 +1,91 @@
+/* The module `jedbatch._support.native_core` (see `core.h`). */
+
+#include "core.h"
+
+int
+get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_sizes, void **data,
+            Py_ssize_t *lengths)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != count) {
+        PyErr_Format(PyExc_TypeError, "expected a tuple of %d arrays", count);
+        return -1;
+    }
+    for (int i = 0; i < count; i++) {
+        PyObject *x = PyTuple_GetItem(tuple, i);
+        data[i] = NULL;
+        lengths[i] = 0;
+        if (x == Py_None)
+            continue;
+        Py_buffer *held = &buffers->held[buffers->count];
+        int size = item_sizes[i] < 0 ? -item_sizes[i] : item_sizes[i];
+        int flags = PyBUF_C_CONTIGUOUS | (item_sizes[i] < 0 ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(x, held, flags) < 0)
+            goto failed;
+        buffers->count++;
+        if (held->itemsize != size) {
+            PyErr_Format(PyExc_TypeError, "array %d has items of %zd bytes; expected %d", i,
+                         held->itemsize, size);
+            goto failed;
+        }
+        data[i] = held->buf;
+        lengths[i] = held->len / held->itemsize;
+    }
+    return 0;
+failed:
+    release_buffers(buffers);
+    return -1;
+}
+
+void
+release_buffers(Buffers *buffers)
+{
+    while (buffers->count > 0)
+        PyBuffer_Release(&buffers->held[--buffers->count]);
+}
+
+/* copy_ints(numbers, (array,)): writes a list of ints to an array of int64. */
+static PyObject *
+copy_ints(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *numbers, *given;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &numbers, &given))
+        return NULL;
+    static const int item_sizes[1] = {-8};
+    Buffers buffers = {0};
+    void *data;
+    Py_ssize_t length;
+    if (get_buffers(&buffers, given, 1, item_sizes, &data, &length) < 0)
+        return NULL;
+    int64_t *array = data;
+    if (length != PyList_Size(numbers))
+        PyErr_SetString(PyExc_ValueError, "the array is not as long as the list");
+    for (Py_ssize_t i = 0; i < length && !PyErr_Occurred(); i++) {
+        PyObject *number = PyList_GetItem(numbers, i);
+        array[i] = number == NULL ? 0 : PyLong_AsLongLong(number);
+    }
+    release_buffers(&buffers);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef functions[] = {
+    {"copy_ints", copy_ints, METH_VARARGS, NULL},
+    {"fast_path", make_fast_path, METH_VARARGS, NULL},
+    {"longest_paths", longest_paths, METH_O, NULL},
+    {"longest_chains", longest_chains, METH_O, NULL},
+    {"schedule", schedule, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "jedbatch._support.native_core", NULL, -1, functions, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC
+PyInit_native_core(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && init_fast_path(module) < 0)
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,34 @@
+/* The hot paths of planning in C: twins of functions in Python, with the same results.
+ *
+ * Only what CPython's stable ABI has is used, so that one build serves every Python from 3.11 on.
+ */
+
+#ifndef JEDBATCH_CORE_H
+#define JEDBATCH_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+
+#define MAX_BUFFERS 24
+
+typedef struct {
+    Py_buffer held[MAX_BUFFERS];
+    int count;
+} Buffers;
+
+/* Takes a tuple of contiguous arrays whose items have so many bytes; a negative number means that
+ * they are written to. Where there is None, the pointer is NULL and the length 0. Returns -1 with
+ * an error if they are something else. */
+int get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_sizes, void **data,
+                Py_ssize_t *lengths);
+void release_buffers(Buffers *buffers);
+
+PyObject *make_fast_path(PyObject *module, PyObject *args);
+int init_fast_path(PyObject *module);
+PyObject *longest_paths(PyObject *module, PyObject *given);
+PyObject *longest_chains(PyObject *module, PyObject *given);
+PyObject *schedule(PyObject *module, PyObject *args);
+
+#endif

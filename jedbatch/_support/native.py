@@ -1,0 +1,45 @@
+"""The compiled core: twins in C of the functions in which planning spends most of its time.
+
+A twin does what its Python does, with the same results; the Python says what that is and why. The
+core is built when the package is installed, where there is a compiler of C (sources: `_support/c`).
+Where there is none, or the environment has `JEDBATCH_NATIVE=0`, the Python runs.
+"""
+
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType
+
+SWITCH = "JEDBATCH_NATIVE"  # of the environment
+MODULE = "jedbatch._support.native_core"
+
+
+def core() -> ModuleType | None:
+    """Returns the compiled core; None where there is none, or where it is turned off."""
+    return None if os.environ.get(SWITCH) == "0" else _loaded()[0]
+
+
+def described() -> str:
+    """Returns in one line whether the compiled core is used, and if not, why."""
+    if os.environ.get(SWITCH) == "0":
+        return f"Python, as {SWITCH}=0 says"
+    module, reason = _loaded()
+    return "compiled" if module else f"Python, slower: {reason}"
+
+
+@functools.cache
+def _loaded() -> tuple[ModuleType | None, str]:
+    """(the compiled core or None, the reason why there is none)."""
+    try:
+        return importlib.import_module(MODULE), ""
+    except ModuleNotFoundError:
+        return None, "it was installed without a compiler of C; `pip install .` with one builds it"
+    except ImportError as error:
+        warnings.warn(
+            f"jedbatch plans in Python, which is slower: its compiled core cannot be loaded "
+            f"({error}). Install it again, or set {SWITCH}=0.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, f"the compiled core cannot be loaded ({error})"
