@@ -10,6 +10,7 @@
 - `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
 - `Target`, `compiler_options`: what programs are made for, and what `jax.jit` should know of it.
 - `ragged`: operations between the rows of an instance, whose number varies: attention.
+- `info`: what is installed here, and whether planning is compiled.
 - `viz`: pictures of graphs, batches, time and memory.
 - `errors`: what can go wrong, each with a page of help.
 
@@ -23,6 +24,7 @@ from jedbatch import errors, policies, ragged, viz
 from jedbatch._batch.batch import batch
 from jedbatch._batch.batched import Batched, Plan
 from jedbatch._batch.calibrate import Calibration, calibrate
+from jedbatch._batch.info import info
 from jedbatch._graph.graph import Graph
 from jedbatch._kernel.target import Target, compiler_options
 from jedbatch._layout.layout import Layout, layout
@@ -53,6 +55,7 @@ __all__ = [
     "compiler_options",
     "errors",
     "evaluate",
+    "info",
     "layout",
     "lazy",
     "learn",

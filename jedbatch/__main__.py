@@ -2,7 +2,7 @@
 
 `show` and `bench` take a function of yours, as module:function or file.py:function, or the name of
 a model of `jedbatch.models`, as `learn` does. `fuzz` compares random programs with the loop over
-single instances.
+single instances. `info` says what is installed.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+import jedbatch
 from jedbatch._commands import user_commands
 from jedbatch._commands.lookup import CommandError, attribute_of
 
@@ -100,6 +101,7 @@ def command_line() -> argparse.ArgumentParser:
         "--first", type=int, default=0, help="the number of the first program (default %(default)s)"
     )
     fuzzing.add_argument("--plans", action="store_true", help="only plan, and check the plans")
+    command(info, "print versions and devices, and whether planning is compiled", {})
     return parser
 
 
@@ -111,7 +113,7 @@ def add_command(
     parser.set_defaults(run=run, sizes=tuple(sizes))
     if run is demo:
         parser.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
-    elif run is not fuzz:
+    elif run not in (fuzz, info):
         models = "a model of `jedbatch.models`, such as treelstm"
         if run is not learn:
             models = f"a function of one instance, as module:function or file.py:function; {models}"
@@ -202,6 +204,11 @@ def fuzz(args: argparse.Namespace) -> int:
     )
     print(report)
     return int(bool(report.failures))
+
+
+def info(args: argparse.Namespace) -> None:
+    """Prints what is installed here."""
+    print(jedbatch.info())
 
 
 if __name__ == "__main__":

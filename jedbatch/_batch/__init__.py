@@ -7,4 +7,5 @@ Read in this order:
 3. `batched`: `Batched`: a function of many instances, made of one of one instance.
 4. `batch`: the composition of everything else.
 5. `calibrate`: The costs of batches on this machine.
+6. `info`: What runs here: versions, devices, and whether planning is compiled.
 """

@@ -22,6 +22,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.policy import policies_compared
 from jedbatch._schedule.schedule import Schedule, lower_bound
+from jedbatch._support import native
 from jedbatch._support.types import Array
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def summarize(plan: Plan) -> str:
         f"XLA programs built so far: {programs}",
         f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
         f"({host.num_known} of {graph.num_instances} instances known)",
+        *([] if native.core() else [f"            planned in {native.described()}"]),
     ]
     if plan.device_seconds is not None:
         lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")

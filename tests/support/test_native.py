@@ -1,0 +1,302 @@
+"""The compiled core against the Python that it stands for, on plans, schedules and paths."""
+
+import gc
+import importlib
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch._graph.paths import int64_of, longest_chains, longest_paths
+from jedbatch._record.recorder import Recorder
+from jedbatch._schedule.encodings import ENCODINGS, encode
+from jedbatch._schedule.frontier import Frontier
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.heuristics import FALLBACKS
+from jedbatch._support import native
+from jedbatch.models.workloads import WORKLOADS
+
+compiled = pytest.mark.skipif(native.core() is None, reason="no compiled core")
+
+
+def both(monkeypatch, make):
+    """What a function returns by the compiled core, and by the Python."""
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.core() is None
+    in_python = make()
+    monkeypatch.delenv(native.SWITCH)
+    assert native.core() is not None
+    return make(), in_python
+
+
+def assert_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
+
+
+def columns(plan):
+    """All that a plan is made of."""
+    graph, schedule = plan.graph, plan.schedule
+    lowered = (plan.table, *plan.inputs.values())
+    recorded = graph.node_type, graph.operand_ptr, graph.operand, graph.outputs, graph.node_ptr
+    return (*recorded, schedule.batch_type, schedule.node_ptr, schedule.node, *lowered)
+
+
+@compiled
+@pytest.mark.parametrize("with_policy", [True, False], ids=["its policy", "critical"])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_plans_are_equal(monkeypatch, name, with_policy):
+    workload = WORKLOADS[name]
+    instances, sizes = workload.load(limit=12)
+    cells = workload.cells(hidden=4, **sizes)
+    params = jax.eval_shape(cells.init, jax.random.key(0))
+
+    def plans():
+        policy = workload.policy() if with_policy else jedbatch.policies.critical
+        batched = jedbatch.batch(workload.scorer(cells), policy=policy)
+        minibatches = instances[:6], instances[6:]
+        return [x for few in minibatches for x in columns(batched.plan(params, few))]
+
+    assert_equal(*both(monkeypatch, plans))
+
+
+W = jnp.ones((3, 3))
+
+
+@jedbatch.cell
+def combine(params, a, b, *, scale=1):
+    return params["w"] @ a * scale, b + 1.0
+
+
+@jedbatch.cell
+def total(params, states):
+    return sum((h + c for h, c in states), jnp.zeros(3))
+
+
+def every_argument(params, number, vector):
+    """Cells get symbols, numbers, arrays, states, lists of states, parts of them and options."""
+    state = combine(params, vector, number)
+    for step in range(3):
+        state = combine(params, *state, scale=2 + step % 2)
+        state = combine(params, state[0], 0.5 * step)
+        state = combine(params, np.full(3, step, np.float32), state[1])
+    later = combine(params, params["b"], True)
+    return total(params, [state, later, (state[0], later[1])]), total(params, (later,))
+
+
+@compiled
+def test_calls_are_recorded_equally(monkeypatch):
+    params = {"w": W, "b": jnp.ones(3)}
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=5).tolist()
+    vectors = list(rng.normal(size=(5, 3)).astype(np.float32))
+
+    def plan():
+        batched = jedbatch.batch(every_argument, in_axes=(None, 0, 0), out_axes=None)
+        first = columns(batched.plan(params, numbers[:2], vectors[:2]))
+        return [*first, *columns(batched.plan(params, numbers[2:], vectors[2:]))]
+
+    assert_equal(*both(monkeypatch, plan))
+
+
+def random_graph(rng, num_nodes, num_types):
+    """A graph whose nodes read up to three of the last twenty before them."""
+    makers = [
+        rng.choice(np.arange(max(0, i - 20), i), min(i, rng.integers(4)), replace=False).tolist()
+        for i in range(num_nodes)
+    ]
+    return jedbatch.Graph.from_dag(rng.integers(num_types, size=num_nodes).tolist(), makers)
+
+
+def machine(rng, graphs, encoding, fallback):
+    """A machine that knows half of the frontiers that random decisions lead to."""
+    table, met = {}, set()
+    for graph in graphs:
+        frontier, left = Frontier(graph), len(graph.node_type)
+        numbers = list(range(len(graph.types)))
+        while left:
+            ready = frontier.ready_types
+            run = int(rng.choice(ready))
+            code = encode(encoding, frontier, ready, numbers)
+            if len(ready) > 1 and code not in met and rng.random() < 0.5:
+                table[code] = run
+            met.add(code)
+            left -= len(frontier.run(run))
+    labels = max((g.labels for g in graphs), key=len)
+    return FSM.of(encoding, labels, table, fallback=fallback)
+
+
+@compiled
+@pytest.mark.parametrize("heuristic", FALLBACKS)
+def test_heuristics_schedule_equally(monkeypatch, heuristic):
+    rng = np.random.default_rng(1)
+    for num_nodes, num_types in ((1, 1), (40, 2), (300, 4), (300, 9), (700, 3)):
+        graph = random_graph(rng, num_nodes, num_types)
+        a, b = both(monkeypatch, lambda g=graph: jedbatch.schedule(g.bare(), FALLBACKS[heuristic]))
+        a.check(graph)
+        assert (a.policy, a.unseen) == (b.policy, b.unseen)
+        assert_equal((a.batch_type, a.node_ptr, a.node), (b.batch_type, b.node_ptr, b.node))
+
+
+@compiled
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_machines_schedule_equally(monkeypatch, encoding):
+    rng = np.random.default_rng(2)
+    for fallback in FALLBACKS:
+        graphs = [random_graph(rng, 200, 4) for _ in range(3)]
+        fsm = machine(rng, graphs, encoding, fallback)
+        unseen = 0
+        for graph in graphs:
+            a, b = both(monkeypatch, lambda g=graph, p=fsm: jedbatch.schedule(g.bare(), p))
+            a.check(graph)
+            assert (a.policy, a.unseen) == (b.policy, b.unseen)
+            assert_equal((a.batch_type, a.node_ptr, a.node), (b.batch_type, b.node_ptr, b.node))
+            unseen += a.unseen
+        assert unseen
+
+
+@compiled
+def test_paths_are_equal(monkeypatch):
+    rng = np.random.default_rng(3)
+    for num_nodes, num_kinds in ((0, 1), (1, 1), (50, 1), (400, 3), (400, 40)):
+        maker, reader = random_graph(rng, num_nodes, 1).edges if num_nodes else np.zeros((2, 0))
+        kind = rng.integers(num_kinds, size=num_nodes).astype(np.int32)
+        edges = maker.astype(np.int32), reader.astype(np.int32)
+        assert_equal(
+            *both(
+                monkeypatch,
+                lambda n=num_nodes, k=kind, e=edges: (longest_paths(n, *e), longest_chains(k, *e)),
+            )
+        )
+
+
+@compiled
+def test_numbers_are_copied(monkeypatch):
+    for numbers in ([], [0, -1, 2**40, -(2**63)]):
+        assert_equal(*both(monkeypatch, lambda n=numbers: [int64_of(n)]))
+    with pytest.raises(OverflowError):
+        int64_of([2**63])
+    with pytest.raises(TypeError):
+        int64_of(["1"])
+
+
+@compiled
+def test_arrays_that_do_not_fit_are_refused():
+    core = native.core()
+    i32, i64 = (lambda *x: np.array(x, np.int32)), (lambda *x: np.array(x, np.int64))
+    for wrong in ((i32(0), i32(3), i32(0, 0)), (i32(-1), i32(0), i32(0)), (i32(0), i32(), i32(0))):
+        with pytest.raises(ValueError, match="out of range"):
+            core.longest_paths(wrong)
+    with pytest.raises(ValueError, match="not one kind"):
+        core.longest_chains((i32(0), i32(1), i32(0, 0), i32(0)))
+    with pytest.raises(TypeError, match="items of 8 bytes; expected 4"):
+        core.longest_paths((i64(0), i32(1), i32(0, 0)))
+    with pytest.raises(TypeError, match="tuple of 3 arrays"):
+        core.longest_paths((i32(0), i32(1)))
+    frozen = i32(0, 0)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"read-only|not writable"):
+        core.longest_paths((i32(0), i32(1), frozen))
+    with pytest.raises(ValueError, match="as long as the list"):
+        core.copy_ints([1, 2], (i64(0),))
+
+    def schedule(waiting=(0, 1), ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
+        depths = i32(0, 1), np.array([1.0])
+        arrays = i64(*waiting), i64(*ptr), i32(*succ), i32(*types), i32(*when)
+        return core.schedule(num_types, 0, 0, None, (*arrays, *[None] * 5, *depths, *[None] * 5))
+
+    assert schedule() == ([0, 0], 0)
+    with pytest.raises(ValueError, match="out of range"):
+        schedule(succ=(2,))
+    with pytest.raises(ValueError, match="out of range"):
+        schedule(types=(0, 1))
+    with pytest.raises(ValueError, match="out of range"):
+        schedule(ptr=(0, 2, 1))
+    with pytest.raises(ValueError, match="wait for each other"):
+        schedule(waiting=(1, 1))
+    for wrong in ({"when": (0,)}, {"ptr": (0, 1)}, {"num_types": 0}):
+        with pytest.raises(ValueError, match="do not fit"):
+            schedule(**wrong)
+
+
+@compiled
+def test_errors_of_cells_and_interrupts_pass_through():
+    class Interrupt(BaseException):
+        pass
+
+    def fn(params, number):
+        h = combine(params, number * jnp.ones(3), number)[0]
+        if number > 2:
+            raise Interrupt
+        return combine(params, h, [number])[0] if number > 1 else h
+
+    params = {"w": W}
+    batched = jedbatch.batch(fn)
+    assert batched(params, [0.5, 1.0]).shape == (2, 3)
+    with pytest.raises(TypeError, match="list"):
+        batched(params, [0.5, 1.5])
+    with pytest.raises(Interrupt):
+        batched(params, [0.5, 2.5])
+    assert batched(params, [0.25, 1.0]).shape == (2, 3)
+
+
+@compiled
+def test_recorders_are_released(monkeypatch):
+    recorders = []
+    init = Recorder.__init__
+
+    def noting(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        recorders.append(weakref.ref(self))
+
+    monkeypatch.setattr(Recorder, "__init__", noting)
+    params = {"w": W, "b": jnp.ones(3)}
+    vector = np.ones(3, np.float32)
+    batched = jedbatch.batch(every_argument, in_axes=(None, 0, 0), out_axes=None)
+    for i in range(3):
+        batched.plan(params, [float(i)], [vector])
+    gc.collect()
+    assert len(recorders) >= 3
+    assert not [r for r in recorders if r() is not None]
+    assert not [x for x in gc.get_objects() if type(x).__name__ == "FastPath"]
+
+
+@pytest.fixture
+def not_loaded():
+    native._loaded.cache_clear()
+    yield
+    native._loaded.cache_clear()
+
+
+def importing(monkeypatch, error):
+    def import_module(name):
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+
+
+def test_without_a_compiler(monkeypatch, not_loaded):
+    importing(monkeypatch, ModuleNotFoundError("No module named 'native_core'"))
+    assert native.core() is None
+    assert "without a compiler" in jedbatch.info()
+    plan = jedbatch.batch(lambda w, x: w * x).plan(2.0, [1.0, 2.0])
+    assert "planned in Python, slower: it was installed without a compiler" in str(plan)
+
+
+def test_a_broken_core_is_reported_once(monkeypatch, not_loaded):
+    importing(monkeypatch, ImportError("undefined symbol: schedule"))
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded \(undefined symbol: schedule\)"):
+        assert native.core() is None
+    assert native.core() is None
+    assert "undefined symbol" in native.described()
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert native.core() is None
+    assert jedbatch.info().endswith(f"planning  Python, as {native.SWITCH}=0 says")
+    assert "planned in Python, as" in str(jedbatch.batch(lambda w, x: w * x).plan(2.0, [1.0]))
