@@ -31,17 +31,18 @@ Read in this order:
 19. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
 20. `recorder`: A recorder of what a function does to symbolic values.
 21. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-22. `deep`: Recursion deeper than Python's limit.
-23. `trace`: Recording a minibatch: every instance of it as a graph.
-24. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+22. `thread_settings`: What a thread is set to, for work that goes on in another one.
+23. `deep`: Recursion deeper than Python's limit.
+24. `trace`: Recording a minibatch: every instance of it as a graph.
+25. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-25. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-26. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+26. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+27. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-27. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+28. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-28. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+29. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-29. `granularity.fuse`: Finding cells without marks: operations that always run together become
+30. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
 """

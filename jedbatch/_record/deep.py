@@ -14,16 +14,13 @@ Python keeps a limit for each thread, but has no function that sets that of one.
 it is kept: two neighbouring numbers in the state of the thread, the frames that are left, which
 fall by one with every call, and the limit. If they are not found, the `RecursionError` stands.
 
-What the thread of the caller is set to is taken along: its context variables, what JAX is
-configured to be by `with` blocks, its mesh, and who gets operations and calls of cells. Locks, the
-names of mapped axes and whatever else is kept per thread are not.
+What the thread of the caller is set to is taken along (see `_record.thread_settings`).
 
 Frames of Python functions need no C stack. What recurses through much else, such as `jax.jit`, does
 not run again: JAX takes time in proportion to the depth for every frame that an error passes.
 """
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import itertools
@@ -35,9 +32,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import set_current_trace, take_current_trace
 
-from jedbatch._record.cell import recording
+from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.restored import Restored
 
 T = TypeVar("T")
@@ -48,33 +44,6 @@ FRAME_BYTES = 1 << 14
 # Of all counts, one in so many is a frame of a function that is worth running again.
 COUNTS_PER_FRAME = 4
 STATE_WORDS = 64  # of the state of a thread that are looked at
-SETTINGS = (  # of JAX, each a context manager `jax.name(value)` and an option `jax_name`
-    "array_garbage_collection_guard",
-    "check_tracer_leaks",
-    "debug_infs",
-    "debug_key_reuse",
-    "debug_nans",
-    "default_device",
-    "default_matmul_precision",
-    "default_prng_impl",
-    "disable_jit",
-    "enable_checks",
-    "enable_custom_prng",
-    "enable_x64",
-    "explain_cache_misses",
-    "legacy_prng_key",
-    "log_compiles",
-    "no_execution",
-    "no_tracing",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-    "remove_size_one_mesh_axis_from_type",
-    "softmax_custom_jvp",
-    "threefry_partitionable",
-    "transfer_guard_device_to_device",
-    "transfer_guard_device_to_host",
-    "transfer_guard_host_to_device",
-)
 _IN_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -129,12 +98,7 @@ class _Thread:
 
     def __init__(self, work: Callable[[], Any]):
         self._work = work
-        self._context = contextvars.copy_context()
-        self._settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
-        with take_current_trace() as trace:
-            self._trace = trace
-        self._recorder = recording.recorder
-        self._mesh = jax.sharding.get_abstract_mesh()
+        self._settings = ThreadSettings()
         self._caller = _state()
         self._outcome: tuple[Any, ...] = ()
         self._thread: threading.Thread | None = None
@@ -182,24 +146,12 @@ class _Thread:
             with self._gate:
                 self._begun = not self._stopped
             if self._begun and _state() != self._caller and _set_limit(limit):
-                self._outcome = None, self._in_the_same_state()
+                self._outcome = None, self._settings.run(self._work)
         except BaseException as error:
             self._outcome = error, None
         finally:
             del self._work
             self._done.set()
-
-    def _in_the_same_state(self) -> Any:
-        """Does the work in the state of the caller's thread."""
-        with contextlib.ExitStack() as stack:
-            for name, value in self._settings.items():
-                if getattr(jax.config, f"jax_{name}") != value:
-                    stack.enter_context(getattr(jax, name)(value))
-            if not self._mesh.empty:
-                stack.enter_context(jax.sharding.use_abstract_mesh(self._mesh))
-            recording.recorder = self._recorder
-            with set_current_trace(self._trace):
-                return self._context.run(self._work)
 
 
 def _state() -> int:
