@@ -18,17 +18,9 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch import checks
+from jedbatch._batch import warming
+from jedbatch._batch.ahead import plans
 from jedbatch._batch.nested import results_inside
-from jedbatch._batch.warming import (
-    check_possible,
-    check_values,
-    cut_evenly,
-    moves,
-    num_lanes,
-    one_of_each,
-    pull_back,
-    stack_rows,
-)
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -287,6 +279,8 @@ class Batched(Generic[*Given, Result]):
         session, _ = self._session(shared)
         return self._lasting_plan(session, instances, gradient)
 
+    plans = plans
+
     def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         """A plan that can be kept, or an error if it needs values of an outer transformation."""
         plan = self._plan(session, instances, gradient)
@@ -389,18 +383,18 @@ class Batched(Generic[*Given, Result]):
             checks.whole("warm", "batch_size", batch_size, least=1)
         shared, instances = self._arguments.split(args)
         session, leaves = self._session(shared)
-        check_values(self._name, leaves)
-        minibatches = cut_evenly(instances, batch_size or len(instances))
+        warming.check_values(self._name, leaves)
+        minibatches = warming.cut_evenly(instances, batch_size or len(instances))
         plans = self._unless_decides(
             session, lambda read: self._reserve(session, minibatches, gradient, read)
         )
         planned = plans[gradient] if plans else None
-        check_possible(self._name, leaves, planned, gradient, calls)
+        warming.check_possible(self._name, leaves, planned, gradient, calls)
         if calls:
             self._compile(shared, minibatches, plans, gradient, list)
             if self._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
-                self._compile(shared, minibatches, plans, gradient, stack_rows)
-        return max(planned, key=num_lanes) if planned else None
+                self._compile(shared, minibatches, plans, gradient, warming.stack_rows)
+        return max(planned, key=warming.num_lanes) if planned else None
 
     def _reserve(
         self, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
@@ -437,7 +431,7 @@ class Batched(Generic[*Given, Result]):
             columns = list(map(form, zip(*minibatch, strict=True)))
             return self(*self._arguments.join(shared, columns))
 
-        for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+        for minibatch in warming.one_of_each(minibatches, plans[False]) if plans else minibatches:
             call(shared, minibatch)
         if not gradient:
             return
@@ -449,13 +443,15 @@ class Batched(Generic[*Given, Result]):
         def apply_with(plan: Plan) -> Callable:
             return lambda inputs: self.apply(*shared, plan, inputs=inputs)
 
-        if moves(leaves):
-            for minibatch in one_of_each(minibatches, plans[True]) if plans else minibatches:
-                pull_back(call_with(minibatch), leaves)
-        for plan in one_of_each(plans[True], plans[True]) if plans else ():
+        if warming.moves(leaves):
+            for minibatch in (
+                warming.one_of_each(minibatches, plans[True]) if plans else minibatches
+            ):
+                warming.pull_back(call_with(minibatch), leaves)
+        for plan in warming.one_of_each(plans[True], plans[True]) if plans else ():
             reverse = plan.static.reverse
-            if not moves(leaves) or (reverse and reverse.tells):
-                pull_back(apply_with(plan), plan.inputs)
+            if not warming.moves(leaves) or (reverse and reverse.tells):
+                warming.pull_back(apply_with(plan), plan.inputs)
 
     def profile(self, *args: PyTree, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run.

@@ -1,7 +1,8 @@
 """The arguments of a batched function: those that all instances share, and those of each."""
 
 import enum
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,12 +54,8 @@ class Arguments:
     def _axes(self, num_args: int) -> Sequence[int | None]:
         return (self.axes,) * num_args if isinstance(self.axes, int) else self.axes
 
-    def split(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
-        """Returns (shared arguments, the mapped arguments of each instance).
-
-        Raises:
-          ValueError, TypeError: they do not fit the axes, or there are no instances.
-        """
+    def _axes_of(self, args: Sequence[Any]) -> Sequence[int | None]:
+        """Returns the axes of arguments, or raises `ValueError` if there are not as many."""
         axes = self._axes(len(args))
         if len(axes) != len(args):
             raise ValueError(
@@ -67,6 +64,15 @@ class Arguments:
                 "for what all instances share and 0 for a sequence of instances, as in "
                 "`jedbatch.batch(fn, in_axes=(None, 0))`."
             )
+        return axes
+
+    def split(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
+        """Returns (shared arguments, the mapped arguments of each instance).
+
+        Raises:
+          ValueError, TypeError: they do not fit the axes, or there are no instances.
+        """
+        axes = self._axes_of(args)
         mapped = []
         for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
             if axis is None:
@@ -85,6 +91,39 @@ class Arguments:
             )
         shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
         return shared, list(zip(*mapped, strict=True))
+
+    def minibatches(self, args: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yields the arguments of each minibatch; those that are mapped are iterables of them.
+
+        Raises:
+          ValueError, TypeError: they do not fit the axes, or one is no iterable; later, if there
+            are more minibatches of one than of another.
+        """
+        axes = self._axes_of(args)
+        shared = [x for x, axis in zip(args, axes, strict=True) if axis is None]
+        iterators = []
+        for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
+            if axis is None:
+                continue
+            if isinstance(x, dict | str | bytes) or not hasattr(x, "__iter__"):
+                raise TypeError(
+                    f"argument {position} of the batched `{self.name}` is {checks.shown(x)}; "
+                    "expected an iterable of minibatches, such as a list of lists of instances or "
+                    "a loader of data. For a single minibatch write `plan`."
+                )
+            iterators.append(iter(x))
+
+        def joined() -> Iterator[list[Any]]:
+            missing = object()
+            for mapped in itertools.zip_longest(*iterators, fillvalue=missing):
+                if any(x is missing for x in mapped):
+                    raise ValueError(
+                        f"the mapped arguments of the batched `{self.name}` have different numbers "
+                        "of minibatches; expected equally many."
+                    )
+                yield self.join(shared, mapped)
+
+        return joined()
 
     def stacked(self, args: Sequence[Any], least: int) -> StackedInstances | None:
         """Returns instances that are the rows of arrays, if all are and there are enough of them.

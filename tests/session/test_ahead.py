@@ -1,0 +1,156 @@
+"""Plans made in a thread, against those made one after the other."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+
+W = jnp.ones(3)
+
+
+@jedbatch.cell
+def add(w, x, y):
+    return jnp.tanh(w * (x + y))
+
+
+def total(w, tree):
+    return add(w, total(w, tree[0]), total(w, tree[1])) if isinstance(tree, tuple) else w * tree
+
+
+def weighed(w, tree, weight):
+    return weight * total(w, tree)
+
+
+MINIBATCHES = [[(1.0, 2.0), ((3.0, 4.0), 5.0)], [6.0, (7.0, (8.0, 9.0))], [((1.0, 2.0), 3.0)]]
+
+
+def planning_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("jedbatch-plans")]
+
+
+def assert_no_thread_is_left():
+    for _ in range(100):
+        if not planning_threads():
+            return
+        time.sleep(0.05)
+    raise AssertionError(planning_threads())
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_plans_are_those_made_one_by_one(ahead):
+    batched, other = jedbatch.batch(total), jedbatch.batch(total)
+    plans = list(batched.plans(W, MINIBATCHES, ahead=ahead))
+    assert len(plans) == len(MINIBATCHES)
+    for plan, minibatch in zip(plans, MINIBATCHES, strict=True):
+        expected = other.plan(W, minibatch)
+        np.testing.assert_array_equal(plan.table, expected.table)
+        np.testing.assert_array_equal(plan.reverse_table, expected.reverse_table)
+        loop = jnp.stack([total(W, tree) for tree in minibatch])
+        np.testing.assert_allclose(batched.apply(W, plan), loop, rtol=1e-6)
+    assert_no_thread_is_left()
+
+
+def test_minibatches_of_several_arguments():
+    batched = jedbatch.batch(weighed, in_axes=(None, 0, 0))
+    weights = [[1.0, 2.0], [3.0, 4.0], [5.0]]
+    plans = batched.plans(W, iter(MINIBATCHES), (x for x in weights), gradient=False)
+    for plan, trees, of_trees in zip(plans, MINIBATCHES, weights, strict=True):
+        loop = [weighed(W, *both) for both in zip(trees, of_trees, strict=True)]
+        np.testing.assert_allclose(batched.apply(W, plan), jnp.stack(loop), rtol=1e-6)
+    with pytest.raises(ValueError, match="different numbers of minibatches"):
+        list(batched.plans(W, MINIBATCHES, weights[:2]))
+
+
+def test_no_more_is_read_than_asked_for():
+    taken = []
+
+    def minibatches():
+        for i in range(100):
+            taken.append(i)
+            yield [float(i)]
+
+    plans = jedbatch.batch(total).plans(W, minibatches(), ahead=3)
+    assert not taken
+    next(plans)
+    for _ in range(100):
+        if len(taken) == 4:
+            break
+        time.sleep(0.05)
+    time.sleep(0.1)
+    assert len(taken) == 4  # the one that was asked for and three ahead
+    plans.close()
+    assert_no_thread_is_left()
+    assert len(taken) <= 5
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_errors_come_in_their_turn(ahead):
+    wrong = [*MINIBATCHES[:2], [1.0, "word"], MINIBATCHES[2]]
+    plans = jedbatch.batch(total).plans(W, wrong, ahead=ahead)
+    next(plans)
+    next(plans)
+    with pytest.raises(TypeError) as caught:
+        next(plans)
+    notes = "\n".join(caught.value.__notes__)
+    assert "instance 1 was recorded" in notes
+    assert "minibatch 2 was planned" in notes
+    assert_no_thread_is_left()
+
+
+def test_errors_of_what_is_read():
+    def minibatches():
+        yield MINIBATCHES[0]
+        raise OSError("no such file")
+
+    plans = jedbatch.batch(total).plans(W, minibatches())
+    next(plans)
+    with pytest.raises(OSError, match="no such file"):
+        next(plans)
+
+
+def test_it_is_planned_as_jax_is_configured_here():
+    """The thread sees a `with` block around the call, not that of another thread."""
+    batched = jedbatch.batch(total)
+    with jax.enable_x64(True):
+        wide = jnp.ones(3, jnp.float64)
+        (plan,) = batched.plans(wide, MINIBATCHES[:1])
+        assert batched.apply(wide, plan).dtype == jnp.float64
+
+
+def test_training_while_plans_are_made():
+    batched = jedbatch.batch(total)
+
+    @jax.jit
+    def step(w, plan):
+        loss, gradient = jax.value_and_grad(lambda w: batched.apply(w, plan).sum())(w)
+        return w - 0.1 * gradient, loss
+
+    w, expected = W, W
+    for plan, minibatch in zip(batched.plans(W, MINIBATCHES), MINIBATCHES, strict=True):
+        w, _ = step(w, plan)
+        expected -= 0.1 * jax.grad(lambda w, m=minibatch: sum(total(w, t).sum() for t in m))(
+            expected
+        )
+    np.testing.assert_allclose(w, expected, rtol=1e-5)
+
+
+def test_bad_arguments():
+    batched = jedbatch.batch(total)
+    with pytest.raises(TypeError, match="expected an iterable of minibatches"):
+        batched.plans(W, 3)
+    with pytest.raises(TypeError, match="For a single minibatch write `plan`"):
+        batched.plans(W, {"x": [1.0]})
+    with pytest.raises(ValueError, match="got 1 arguments"):
+        batched.plans(W)
+    with pytest.raises(ValueError, match="ahead=-1"):
+        batched.plans(W, MINIBATCHES, ahead=-1)
+    with pytest.raises(TypeError, match="gradient"):
+        batched.plans(W, MINIBATCHES, gradient="yes")
+    with pytest.raises(TypeError, match="minibatch") as caught:
+        list(batched.plans(W, [1.0, 2.0]))
+    assert "minibatch 0" in caught.value.__notes__[-1]
