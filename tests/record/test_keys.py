@@ -5,6 +5,7 @@ import datetime
 import decimal
 import fractions
 import functools
+import operator
 import typing
 
 import jax
@@ -19,6 +20,7 @@ from jedbatch._jaxpr.interpret import one_by_one
 from jedbatch._record.closures import function_identity
 from jedbatch._record.instance_arrays import replace_arrays
 from jedbatch._record.instance_key import instance_key
+from jedbatch._record.keys import Keys
 
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)
@@ -317,3 +319,21 @@ def test_random_numbers_are_those_of_the_loop():
     draw = jedbatch.cell(lambda p, k: p * jax.random.uniform(k, (2,)))
     keys = [jax.random.key(i, impl="rbg") for i in range(3)]
     np.testing.assert_allclose(jedbatch.batch(draw)(P, keys), loop(draw, P, keys), rtol=1e-6)
+
+
+def test_parameters_that_are_equal_are_not_the_same():
+    """Whatever the parameters of a primitive are made of, and whether it was met before."""
+    keys = Keys()
+    values = [1, True, 1.0, 0.0, -0.0, "1", None, ..., (1,), (True,), ((1,),), (), [1]]
+    values += [np.dtype("float32"), np.dtype("int32"), ("float32",), jax.lax.Precision.HIGH]
+    made = [[keys.primitive_key(jax.lax.add_p, {"a": x, "b": 2}) for x in values] for _ in "ab"]
+    assert len(set(map(id, made[0]))) == len(values)
+    assert all(map(operator.is_, *made))
+    of_none = [
+        keys.primitive_key(jax.lax.mul_p, {"a": x, "b": y})
+        for x, y in ((None, np.dtype("int8")), (np.dtype("int8"), None))
+    ]
+    assert of_none[0] is not of_none[1]
+    assert keys.primitive_key(jax.lax.sub_p, {"a": 1}) is not keys.primitive_key(
+        jax.lax.sub_p, {"b": 1}
+    )
