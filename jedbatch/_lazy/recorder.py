@@ -84,7 +84,7 @@ class LazyRecorder(Recorder):
         self.futures: list[weakref.ref] = []
         self.scope = scope
         self._compute = compute
-        self._made: Any = weakref.WeakValueDictionary()  # a scope may last for long
+        self.computed: Any = weakref.WeakValueDictionary()  # a scope may last for long
         self._weights: dict[int, tuple[weakref.ref, int]] = {}  # shared ids by id of the array
         self._names: dict[Hashable, list[weakref.ref]] = {}
         self._held: dict[Hashable, Any] = {}  # weights read since the last round, by name
@@ -174,7 +174,7 @@ class LazyRecorder(Recorder):
             isinstance(x, jax.Array)
             and has_gradient(x.dtype)
             and (isinstance(x, Tracer) or x.ndim > 0)
-            and id(x) not in self._made
+            and id(x) not in self.computed
         )
 
     def _named(self, x: Leaf) -> int:
@@ -247,7 +247,7 @@ class LazyRecorder(Recorder):
             return super()._constant(key, call, args)
         with pause(), jax.ensure_compile_time_eval():  # not kept: data need not come again
             out = list(call(*args))
-        self._made.update((id(x), x) for x in out)
+        self.computed.update((id(x), x) for x in out)
         return out
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:

@@ -39,6 +39,7 @@ def fast_path(recorder: RecorderLike) -> Callable:
         recorder,
         recorder.result,
         recorder.known,
+        recorder.computed,
         recorder.kept,
         recorder.registry.numbers,
         recorder.registry.arrays,
@@ -57,6 +58,7 @@ def fast_path(recorder: RecorderLike) -> Callable:
 def fast_path_in_python(recorder: RecorderLike) -> Callable:
     """Returns the recorder of calls of cells: a closure, as attributes cost a quarter more."""
     known, kept = recorder.known, recorder.kept
+    computed = recorder.computed  # empty for a lazy scope, which has another one later
     numbers, arrays = recorder.registry.numbers, recorder.registry.arrays
     watched, result = recorder.watched, recorder.result
     calls, call_specs = recorder.registry.calls, recorder.call_specs
@@ -102,8 +104,16 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
                         elif type(x) is result and x._trace is recorder:
                             call_spec = call_spec[x.type]
                             reads.append(x.index)
+                        elif id(x) in computed:  # an input of the instance
+                            symbol = recorder.symbol(x)
+                            call_spec = call_spec[symbol.type]
+                            reads.append(symbol.index)
                         else:
                             raise KeyError(kind)
+                elif id(arg) in computed:
+                    symbol = recorder.symbol(arg)
+                    call_spec = call_spec[symbol.type]
+                    reads.append(symbol.index)
                 else:
                     group, token = numbers[kind]  # an int or a float, if it is found
                     call_spec = call_spec[token]

@@ -28,7 +28,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,7 @@ class Recorder(Trace):
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
+      computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       together: what some functions return, which may wait for values each on its own.
@@ -126,7 +127,7 @@ class Recorder(Trace):
         self._containers: dict[int, tuple[Hashable, None]] = {}
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Leaf]] = {}
-        self._made: dict[int, Any] = {}
+        self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
         self.call_cell = fast_path(self)
@@ -176,11 +177,6 @@ class Recorder(Trace):
         self.turn_to(instance)
         return self.symbolic(instance, arrays, types)
 
-    @property
-    def computed(self) -> Collection[int]:
-        """Ids of the arrays that were computed from numbers and constants."""
-        return self._made.keys()
-
     def turn_to(self, instance: PyTree) -> None:
         """Records into an instance from now on, begun now or before."""
         self._instance = instance
@@ -199,7 +195,7 @@ class Recorder(Trace):
         """Lets go of everything symbolic."""
         self.active = False
         self._instance = self._shared = self._owned = None
-        for memory in (self.known, self._containers, self.kept, self._made, self.leaves):
+        for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
 
     @property
@@ -244,7 +240,7 @@ class Recorder(Trace):
             if position == len(self.tracers):
                 self.tracers.append(x)
             return Shared(self, self.registry.outer(position, jax.typeof(x)))
-        if id(x) in self._made:  # it cannot change: one input for all who read it
+        if id(x) in self.computed:  # it cannot change: one input for all who read it
             if id(x) not in self.known:
                 value = self.input(x)
                 self.known[id(x)] = value.type, value.index
@@ -292,7 +288,7 @@ class Recorder(Trace):
     def trust(self, x: Leaf) -> None:
         """Notes that an instance reads an array; another one may be read the next time."""
         if isinstance(x, jax.Array) and self.caching:
-            is_known = id(x) in self._made or id(x) in self.registry.reached
+            is_known = id(x) in self.computed or id(x) in self.registry.reached
             self.caching = is_known or self._is_owned(x)
 
     # --- cells ---
@@ -518,7 +514,7 @@ class Recorder(Trace):
 
     def _is_value(self, x: Leaf) -> bool:
         """Returns whether this is an array that counts as a value, not as a weight."""
-        return np.ndim(x) > 0 and (isinstance(x, np.ndarray) or id(x) in self._made)
+        return np.ndim(x) > 0 and (isinstance(x, np.ndarray) or id(x) in self.computed)
 
     def node(self, name, key, call, shared, operands) -> PyTree:
         kinds = tuple(v.type for v in operands)
@@ -541,7 +537,7 @@ class Recorder(Trace):
             with pause(), jax.ensure_compile_time_eval():
                 out = list(call(*args))
             constants[full] = out
-        self._made.update((id(x), x) for x in out)
+        self.computed.update((id(x), x) for x in out)
         return out
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:

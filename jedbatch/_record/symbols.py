@@ -5,7 +5,7 @@ Their recorder knows which instance they belong to and records operations on the
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -37,6 +37,7 @@ class RecorderLike(Protocol):
     num_values: int
     input_group: list[int]
     input_value: list[Leaf]
+    computed: dict[int, Any]
     leaves: dict[int, tuple[int, Leaf]]
     known: dict[int, tuple[Any, int | None]]
     kept: list[Any]
@@ -48,9 +49,6 @@ class RecorderLike(Protocol):
     def watched(self) -> Any: ...
 
     def is_valid(self) -> bool: ...
-
-    @property
-    def computed(self) -> Collection[int]: ...
 
     def symbol(self, x: Leaf) -> Leaf: ...
 

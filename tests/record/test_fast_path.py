@@ -47,6 +47,8 @@ CALLS = {
     "two results": lambda p, h, x: state(p, h)[1],
     "a state": lambda p, h, x: join(p, state(p, h), state(p, x)),
     "a state put together": lambda p, h, x: join(p, (h, x), [x, h]),
+    "an array that was computed": lambda p, h, x: combine(p, h, jnp.full(3, 2.0)),
+    "a state that was computed": lambda p, h, x: join(p, (jnp.zeros(3), h), (h, jnp.ones(3))),
     "the same twice": lambda p, h, x: combine(p, h, h),
 }
 OPERATORS = {
@@ -121,6 +123,23 @@ def test_cells_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
         recorded(CALLS[name], times)
         counts.append(len(taken))
     assert 0 < counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_later_minibatches_take_the_fast_path(name, monkeypatch):
+    taken = []
+    slow_path = Recorder.slow_path
+
+    def counted(recorder, cell, args, static):
+        taken.append(cell)
+        return slow_path(recorder, cell, args, static)
+
+    monkeypatch.setattr(Recorder, "slow_path", counted)
+    batched = jedbatch.batch(lambda p, n, x: CALLS[name](p, state(p, x)[1], x), (None, 0, 0))
+    batched.plan(P, [1, 2], [X, X])
+    first = len(taken)
+    batched.plan(P, [3, 4], [X, X])
+    assert 0 < first == len(taken)
 
 
 OTHERS = ("power", "with itself", "negation", "a row")  # are recorded in other ways

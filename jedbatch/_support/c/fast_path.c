@@ -1,7 +1,8 @@
 /* Recording calls of cells: the twin of `_record/fast_path.py`, which says what is done and why.
  *
- * A call that this does not know, and arguments that are rarer than symbols, numbers, arrays of
- * NumPy, states and lists of these, are left to the Python of the same name, after what was written is taken back.
+ * A call that this does not know, and arguments that are rarer than symbols, numbers, arrays,
+ * states and lists of these, are left to the Python of the same name, once the references that were
+ * written are taken back.
  *
  * Python code may run wherever objects are made or let go, and may change the dictionaries. So
  * whatever is used after that is held by a reference of its own.
@@ -11,7 +12,8 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *recorder, *result, *known, *kept, *numbers, *arrays, *ndarray, *watched, *calls;
+    PyObject *recorder, *result, *known, *computed, *kept, *numbers, *arrays, *ndarray, *watched;
+    PyObject *calls;
     PyObject *call_specs, *references, *input_group, *input_value; /* lists */
     PyObject *end, *python;
     PyObject *trace_slot, *index_slot, *type_slot; /* descriptors of slots of `result` */
@@ -21,7 +23,7 @@ typedef struct {
 
 static PyTypeObject *fast_path_type;
 static PyObject *name_closure, *name_contents, *name_id, *name_results, *name_tree, *name_unit;
-static PyObject *name_num_values, *name_shape, *name_dtype, *name_copy;
+static PyObject *name_num_values, *name_shape, *name_dtype, *name_copy, *name_symbol;
 
 /* A step in the tree of descriptions: takes over `place`. NULL without an error: not known. */
 static PyObject *
@@ -83,6 +85,22 @@ done:
     return token;
 }
 
+/* (token, index) of what is known by its id; an array that was computed becomes an input if it is
+ * none yet. A new reference, or NULL: without an error, it is not known. */
+static PyObject *
+find_known(FastPath *self, PyObject *x, PyObject *id)
+{
+    PyObject *found = PyDict_GetItemWithError(self->known, id);
+    if (found == NULL && !PyErr_Occurred() && PyDict_Contains(self->computed, id) == 1) {
+        PyObject *symbol = PyObject_CallMethodObjArgs(self->recorder, name_symbol, x, NULL);
+        if (symbol == NULL)
+            return NULL;
+        Py_DECREF(symbol);
+        found = PyDict_GetItemWithError(self->known, id);
+    }
+    return Py_XNewRef(found);
+}
+
 /* Steps over a symbol or something with a token of its own, and notes what it refers to.
  * `*is_referred` is 0 if `x` is neither; then `place` is as it was. */
 static PyObject *
@@ -107,8 +125,7 @@ step_over_reference(FastPath *self, PyObject *place, PyObject *x, int *is_referr
     PyObject *id = PyLong_FromVoidPtr(x);
     if (id == NULL)
         goto failed;
-    PyObject *found = PyDict_GetItemWithError(self->known, id);
-    Py_XINCREF(found);
+    PyObject *found = find_known(self, x, id);
     Py_DECREF(id);
     if (found == NULL) {
         if (PyErr_Occurred())
@@ -322,13 +339,6 @@ done:
     return results;
 }
 
-static int
-shorten(PyObject *list, Py_ssize_t length)
-{
-    Py_ssize_t now = PyList_Size(list);
-    return now > length ? PyList_SetSlice(list, length, now, NULL) : 0;
-}
-
 /* call_cell(cell, args, options): records a call and returns its results. */
 static PyObject *
 call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
@@ -338,8 +348,7 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         PyErr_SetString(PyExc_TypeError, "expected a cell, a tuple and a dict");
         return NULL;
     }
-    Py_ssize_t num_references = PyList_Size(self->references);
-    Py_ssize_t num_inputs = PyList_Size(self->input_group);
+    Py_ssize_t before = PyList_Size(self->references);
     PyObject *call_spec = find_call_spec(self, argv[0], argv[1], argv[2]);
     if (call_spec != NULL && call_spec != Py_None) {
         PyObject *results = write_node(self, call_spec);
@@ -347,17 +356,19 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         return results;
     }
     Py_XDECREF(call_spec);
-    if (PyErr_Occurred() || shorten(self->references, num_references) < 0 ||
-        shorten(self->input_group, num_inputs) < 0 ||
-        shorten(self->input_value, num_inputs) < 0)
+    if (PyErr_Occurred())
+        return NULL;
+    Py_ssize_t now = PyList_Size(self->references); /* inputs that nobody reads do no harm */
+    if (now > before && PyList_SetSlice(self->references, before, now, NULL) < 0)
         return NULL;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
 }
 
 #define EACH(visit)                                                                               \
-    visit(recorder) visit(result) visit(known) visit(kept) visit(numbers) visit(arrays)           \
-    visit(ndarray) visit(watched) visit(calls) visit(call_specs) visit(references)                \
-    visit(input_group) visit(input_value) visit(end) visit(python) visit(trace_slot) visit(index_slot) visit(type_slot)
+    visit(recorder) visit(result) visit(known) visit(computed) visit(kept) visit(numbers)         \
+    visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs) visit(references)  \
+    visit(input_group) visit(input_value) visit(end) visit(python) visit(trace_slot)              \
+    visit(index_slot) visit(type_slot)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -397,9 +408,9 @@ make_fast_path(PyObject *module, PyObject *args)
     if (self == NULL)
         return NULL;
     PyObject *object = (PyObject *)self;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
-                          &self->result, &PyDict_Type, &self->known, &PyList_Type, &self->kept,
-                          &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
+                          &self->result, &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
+                          &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
                           &PyType_Type, &self->ndarray, &PyDict_Type, &self->watched,
                           &PyDict_Type, &self->calls, &PyList_Type, &self->call_specs,
                           &PyList_Type, &self->references, &PyList_Type, &self->input_group,
@@ -464,6 +475,7 @@ init_fast_path(PyObject *module)
     name_unit = PyUnicode_InternFromString("unit");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
+    name_symbol = PyUnicode_InternFromString("symbol");
     name_copy = PyUnicode_InternFromString("copy");
     name_num_values = PyUnicode_InternFromString("num_values");
     return fast_path_type == NULL || PyErr_Occurred() ? -1 : 0;
