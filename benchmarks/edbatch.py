@@ -445,7 +445,7 @@ def trees(path: Path | None, count: int, kinds: int = 1, most: int | None = None
     else:
         words = data.Vocabulary()
         read = data.read_trees(path, limit=count)
-        found = data.index_trees(read, words, data.Vocabulary("01234"))
+        found = data.index_trees(read, words, data.Vocabulary(list("01234")))
         num_words = len(words)
     if most:
         found, num_words = [few_words(x, most) for x in found], most

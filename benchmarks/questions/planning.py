@@ -8,9 +8,9 @@ schedule    microseconds a batch.
 plan        milliseconds of planning for inference, and how many times as long Python takes.
 run         milliseconds of the device for the inference of one minibatch; `share` is plan / run.
 
-Then minibatches of a growing number of trees; one tree, never seen before and known; and steps that
-wait for the result of the device before the next: each plan made when it is needed, and by
-`Batched.plans` in a thread, two ahead.
+Then TreeLSTMs: minibatches of a growing number of trees; one tree, never seen before and known; and
+steps that wait for the result of the device before the next: each plan made when it is needed, and
+by `Batched.plans` in a thread, two ahead.
 """
 
 import itertools
@@ -26,11 +26,12 @@ import numpy as np
 import jedbatch
 from benchmarks import common, edbatch
 from jedbatch.data import num_nodes
+from jedbatch.models import tree
 
 SWITCH = "JEDBATCH_NATIVE"
 KEYS = ("1", "0")  # compiled, in Python
 HIDDEN = {"mvrnn": 64}
-SIZES = [20, 200, 2_000, 20_000]  # trees
+SIZES = [20, 200, 2_000, 10_000]  # trees
 
 
 def use(key: str) -> None:
@@ -71,10 +72,11 @@ def workload(name: str, directory: Path | None, size: int, count: int, hidden: i
             nodes, batches = len(plan.graph.node_type), len(plan.schedule)
             record = 1e6 * stages["trace"] / nodes
             rows[key].append((1e3 * took, record, 1e6 * stages["schedule"] / batches))
-        plans.append(plan)
+            if key == KEYS[0]:
+                plans.append(plan)
     tables = {key: np.array(rows[key][3:]) for key in KEYS}
     fast, slow = (np.median(tables[key], axis=0) for key in KEYS)
-    run, use_plan = loss(functions[KEYS[1]]), plans[len(plans) // 2]
+    run, use_plan = loss(functions[KEYS[0]]), plans[len(plans) // 2]
     times = common.interleaved([lambda: run(params, use_plan)], 2.0)
     milliseconds = 1e3 * times.median()
     ratios = tables["0"][:, 0] / tables["1"][:, 0]
@@ -85,8 +87,6 @@ def workload(name: str, directory: Path | None, size: int, count: int, hidden: i
 
 def grown(trees: list[Any], sizes: list[int], cells: Any, params: Any) -> Iterator[list[Any]]:
     """The rows of minibatches of more and more trees."""
-    from jedbatch.models import tree
-
     for size in sizes:
         few = [trees[i % len(trees)] for i in range(size)]
         times = {}
@@ -113,8 +113,6 @@ def distinct(trees: list[Any], number: int) -> list[Any]:
 
 def single(trees: list[Any], cells: Any, params: Any) -> list[Any]:
     """The row of one tree: microseconds of planning."""
-    from jedbatch.models import tree
-
     row: list[Any] = []
     for key in KEYS:
         use(key)
@@ -128,29 +126,26 @@ def single(trees: list[Any], cells: Any, params: Any) -> list[Any]:
     return [f"{np.median(list(map(num_nodes, trees))):.0f}", *row]
 
 
-def steps(name: str, directory: Path | None, size: int, hidden: int, gradient: bool) -> list[Any]:
-    """The row of a workload whose steps wait for the device."""
+def steps(trees: list[Any], size: int, cells: Any, params: Any, gradient: bool) -> list[Any]:
+    """The row of steps that wait for the device."""
     use(KEYS[0])
-    made = edbatch.WORKLOADS[name]
-    epochs = minibatches(made.load(directory, size * 16), size)
-    params = made.parameters(made.load(directory, size).sizes, hidden)
-    fn = jedbatch.batch(made.loss)
+    fn = jedbatch.batch(tree.scorer(cells))
     run = loss(fn)
     run = jax.jit(jax.value_and_grad(run)) if gradient else run
-
     seeds = itertools.count()
 
     def epoch(ahead: int) -> float:
-        fresh = [distinct(few, next(seeds)) for few in epochs]
+        fresh = [distinct(few, next(seeds)) for few in common.chunks(trees, size)]
         start = time.perf_counter()
         for plan in fn.plans(params, fresh, gradient=gradient, ahead=ahead):
             jax.block_until_ready(run(params, plan))
         return (time.perf_counter() - start) / len(fresh)
 
     epoch(0)  # compiles
-    apart, ahead = np.median([(epoch(0), epoch(2)) for _ in range(5)], axis=0)
+    times = np.array([(epoch(0), epoch(2)) for _ in range(7)])
+    apart, ahead = 1e3 * np.median(times, axis=0)
     mode = "training" if gradient else "inference"
-    return [made.title, mode, f"{1e3 * apart:.1f}", f"{1e3 * ahead:.1f}", f"{apart / ahead:.2f}"]
+    return [mode, f"{apart:.1f}", f"{ahead:.1f}", common.spread(times[:, 0] / times[:, 1])]
 
 
 def main() -> None:
@@ -176,10 +171,10 @@ def main() -> None:
         table.row(*row)
     table = common.Table("nodes", "unseen µs", "known µs", "unseen, Python", "known, Python")
     table.row(*single([t for t in bank.trees if num_nodes(t) <= 45][:60], cells, params))
-    table = common.Table("workload", "steps of", "one by one ms", "ahead ms", "times as fast")
-    for name in [n for n in names if n.startswith("tree")]:
-        for gradient in (False, True):
-            table.row(*steps(name, directory, options.batch, options.hidden, gradient))
+    cells, params = common.model(bank.num_words, options.hidden)
+    table = common.Table("steps of", "one by one ms", "ahead ms", "times as fast")
+    for gradient in (False, True):
+        table.row(*steps(bank.trees, options.batch, cells, params, gradient))
 
 
 if __name__ == "__main__":
