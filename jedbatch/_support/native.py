@@ -12,6 +12,7 @@ import warnings
 from types import ModuleType
 
 SWITCH = "JEDBATCH_NATIVE"  # of the environment
+BUILD = "`pip install -e .` in a clone"
 MODULE = "jedbatch._support.native_core"
 
 
@@ -34,7 +35,7 @@ def _loaded() -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(MODULE), ""
     except ModuleNotFoundError:
-        return None, "it was installed without a compiler of C; `pip install .` with one builds it"
+        return None, f"the core is not built; {BUILD} does, with a compiler of C"
     except ImportError as error:
         warnings.warn(
             f"jedbatch plans in Python, which is slower: its compiled core cannot be loaded "

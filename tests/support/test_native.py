@@ -282,9 +282,9 @@ def importing(monkeypatch, error):
 def test_without_a_compiler(monkeypatch, not_loaded):
     importing(monkeypatch, ModuleNotFoundError("No module named 'native_core'"))
     assert native.core() is None
-    assert "without a compiler" in jedbatch.info()
+    assert "a compiler of C" in jedbatch.info()
     plan = jedbatch.batch(lambda w, x: w * x).plan(2.0, [1.0, 2.0])
-    assert "planned in Python, slower: it was installed without a compiler" in str(plan)
+    assert "planned in Python, slower: the core is not built" in str(plan)
 
 
 def test_a_broken_core_is_reported_once(monkeypatch, not_loaded):
