@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import PyTreeDef
 
+from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell
 from jedbatch._record.closures import reachable_cells
@@ -37,13 +38,12 @@ def fast_path(recorder: RecorderLike) -> Callable:
         return in_python
     return compiled.fast_path(
         recorder,
-        recorder.result,
+        (Value, CallSpec, Cell, np.ndarray),
         recorder.known,
         recorder.computed,
         recorder.kept,
         recorder.registry.numbers,
         recorder.registry.arrays,
-        np.ndarray,
         recorder.watched,
         recorder.registry.calls,
         recorder.call_specs,

@@ -27,6 +27,7 @@ from jedbatch._record.instance_arrays import (
     children_of,
     is_array,
 )
+from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 
 
@@ -90,6 +91,9 @@ def _is_plain_tree(instance: PyTree) -> bool:
 
     `marshal` writes a part once for every time it is met.
     """
+    compiled = core()
+    if compiled is not None:
+        return compiled.is_plain_tree(instance)
     plain, containers = PLAIN_TYPES, (tuple, list, dict)
     seen_ids: set[int] = set()
     stack = [instance]

@@ -11,6 +11,7 @@ import pytest
 
 import jedbatch
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths
+from jedbatch._record.instance_key import _is_plain_tree
 from jedbatch._record.recorder import Recorder
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
@@ -65,6 +66,10 @@ def test_plans_are_equal(monkeypatch, name, with_policy):
 
 
 W = jnp.ones((3, 3))
+
+
+class Number(int):
+    pass
 
 
 @jedbatch.cell
@@ -172,6 +177,40 @@ def test_paths_are_equal(monkeypatch):
                 lambda n=num_nodes, k=kind, e=edges: (longest_paths(n, *e), longest_chains(k, *e)),
             )
         )
+
+
+def nested(depth):
+    tree = (1, 2)
+    for _ in range(depth):
+        tree = (tree, 3)
+    return tree
+
+
+SHARED = (1, 2)
+CIRCLE = [1]
+CIRCLE.append(CIRCLE)
+INSTANCES = {
+    "a number": 3,
+    "an array": np.ones(2),
+    "a tree": ((1, 2.0), [True, None, {"a": b"x", 2: "y", None: 1j}], ()),
+    "a deep tree": nested(5_000),
+    "a wide tree": [(i, i + 1) for i in range(5_000)],
+    "a part that is met twice": (SHARED, [SHARED]),
+    "an empty tuple that is met twice": ((), ((),)),
+    "a circle": CIRCLE,
+    "an array inside": (1, [np.ones(2)]),
+    "a key that is a tuple": {(1, 2): 3},
+    "a NumPy scalar": (1, np.int32(2)),
+    "an integer of a class of its own": (1, Number(2)),
+    "a set": (1, {2}),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", INSTANCES)
+def test_plain_trees_are_told_apart_equally(monkeypatch, name):
+    a, b = both(monkeypatch, lambda: _is_plain_tree(INSTANCES[name]))
+    assert a is b
 
 
 @compiled

@@ -71,6 +71,7 @@ copy_ints(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"copy_ints", copy_ints, METH_VARARGS, NULL},
     {"fast_path", make_fast_path, METH_VARARGS, NULL},
+    {"is_plain_tree", is_plain_tree, METH_O, NULL},
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},

@@ -27,6 +27,7 @@ void release_buffers(Buffers *buffers);
 
 PyObject *make_fast_path(PyObject *module, PyObject *args);
 int init_fast_path(PyObject *module);
+PyObject *is_plain_tree(PyObject *module, PyObject *instance);
 PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);

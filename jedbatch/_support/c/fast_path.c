@@ -16,14 +16,24 @@ typedef struct {
     PyObject *calls;
     PyObject *call_specs, *references, *input_group, *input_value; /* lists */
     PyObject *end, *python;
-    PyObject *trace_slot, *index_slot, *type_slot; /* descriptors of slots of `result` */
+    PyObject *attributes; /* of the recorder */
+    /* Descriptors of slots: of `result`, of call specs, and of cells. */
+    PyObject *trace_slot, *index_slot, *type_slot, *id_slot, *results_slot, *tree_slot, *unit_slot;
+    PyObject *closure_slot;
     descrgetfunc get_slot;
     descrsetfunc set_slot;
 } FastPath;
 
 static PyTypeObject *fast_path_type;
-static PyObject *name_closure, *name_contents, *name_id, *name_results, *name_tree, *name_unit;
+static PyObject *name_contents, *name_results;
 static PyObject *name_num_values, *name_shape, *name_dtype, *name_copy, *name_symbol;
+
+/* The value of a slot of an object of the class that has it. */
+static PyObject *
+slot(FastPath *self, PyObject *descriptor, PyObject *x)
+{
+    return self->get_slot(descriptor, x, (PyObject *)Py_TYPE(x));
+}
 
 /* A step in the tree of descriptions: takes over `place`. NULL without an error: not known. */
 static PyObject *
@@ -108,15 +118,15 @@ step_over_reference(FastPath *self, PyObject *place, PyObject *x, int *is_referr
 {
     *is_referred = 1;
     if ((PyObject *)Py_TYPE(x) == self->result) {
-        PyObject *recorder = self->get_slot(self->trace_slot, x, self->result);
+        PyObject *recorder = slot(self, self->trace_slot, x);
         if (recorder == NULL)
             goto failed;
         Py_DECREF(recorder); /* the symbol holds it */
         if (recorder == self->recorder) {
-            place = step_with(place, self->get_slot(self->type_slot, x, self->result));
+            place = step_with(place, slot(self, self->type_slot, x));
             if (place == NULL)
                 return NULL;
-            PyObject *index = self->get_slot(self->index_slot, x, self->result);
+            PyObject *index = slot(self, self->index_slot, x);
             if (append_taken(self->references, index) < 0)
                 goto failed;
             return place;
@@ -249,7 +259,7 @@ find_call_spec(FastPath *self, PyObject *cell, PyObject *args, PyObject *options
         place = step_with(place, options_token(options));
     if (place == NULL)
         return NULL;
-    PyObject *closure = PyObject_GetAttr(cell, name_closure);
+    PyObject *closure = slot(self, self->closure_slot, cell);
     Py_ssize_t length = closure == NULL ? -1 : PyTuple_Size(closure);
     if (length < 0)
         Py_CLEAR(place);
@@ -311,17 +321,18 @@ make_tuple(FastPath *self, PyObject *first, PyObject *kinds, PyObject *unit)
 static PyObject *
 write_node(FastPath *self, PyObject *call_spec)
 {
-    PyObject *id = PyObject_GetAttr(call_spec, name_id);
-    PyObject *kinds = PyObject_GetAttr(call_spec, name_results);
-    PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
-    PyObject *unit = PyObject_GetAttr(call_spec, name_unit);
-    PyObject *first = PyObject_GetAttr(self->recorder, name_num_values);
+    PyObject *id = slot(self, self->id_slot, call_spec);
+    PyObject *kinds = slot(self, self->results_slot, call_spec);
+    PyObject *tree = slot(self, self->tree_slot, call_spec);
+    PyObject *unit = slot(self, self->unit_slot, call_spec);
+    PyObject *first = PyDict_GetItemWithError(self->attributes, name_num_values);
     PyObject *next = NULL, *results = NULL;
+    Py_XINCREF(first);
     if (id == NULL || kinds == NULL || tree == NULL || unit == NULL || first == NULL)
         goto done;
     next = PyLong_FromSsize_t(PyLong_AsSsize_t(first) + PyTuple_Size(kinds));
     if (next == NULL || PyErr_Occurred() || PyList_Append(self->call_specs, id) < 0 ||
-        PyObject_SetAttr(self->recorder, name_num_values, next) < 0)
+        PyDict_SetItem(self->attributes, name_num_values, next) < 0)
         goto done;
     if (tree == Py_None)
         results = make_result(self, first, PyTuple_GetItem(kinds, 0));
@@ -367,8 +378,9 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(known) visit(computed) visit(kept) visit(numbers)         \
     visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs) visit(references)  \
-    visit(input_group) visit(input_value) visit(end) visit(python) visit(trace_slot)              \
-    visit(index_slot) visit(type_slot)
+    visit(input_group) visit(input_value) visit(end) visit(python) visit(attributes)              \
+    visit(trace_slot) visit(index_slot) visit(type_slot) visit(id_slot) visit(results_slot)       \
+    visit(tree_slot) visit(unit_slot) visit(closure_slot)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -399,52 +411,62 @@ dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* fast_path(recorder, result, known, ..., end, python): see `FastPath`. */
+/* Takes the descriptor of a slot of a class; 0 if it is one. */
+static int
+take_slot(FastPath *self, PyObject *class, const char *name, PyObject **descriptor)
+{
+    *descriptor = PyObject_GetAttrString(class, name);
+    if (*descriptor == NULL)
+        return -1;
+    descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(*descriptor), Py_tp_descr_get);
+    descrsetfunc set = (descrsetfunc)PyType_GetSlot(Py_TYPE(*descriptor), Py_tp_descr_set);
+    int is_first = self->get_slot == NULL;
+    if (get == NULL || set == NULL || (!is_first && get != self->get_slot)) {
+        PyErr_Format(PyExc_TypeError, "%R has no slot `%s`", class, name);
+        return -1;
+    }
+    self->get_slot = get;
+    self->set_slot = set;
+    return 0;
+}
+
+/* fast_path(recorder, (class of results, of call specs, of cells, of arrays), known, ..., python):
+ * see `FastPath`. */
 PyObject *
 make_fast_path(PyObject *module, PyObject *args)
 {
     (void)module;
+    PyObject *call_spec, *cell;
     FastPath *self = (FastPath *)PyType_GenericAlloc(fast_path_type, 0);
     if (self == NULL)
         return NULL;
-    PyObject *object = (PyObject *)self;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
-                          &self->result, &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
-                          &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
-                          &PyType_Type, &self->ndarray, &PyDict_Type, &self->watched,
-                          &PyDict_Type, &self->calls, &PyList_Type, &self->call_specs,
-                          &PyList_Type, &self->references, &PyList_Type, &self->input_group,
-                          &PyList_Type, &self->input_value, &self->end, &self->python)) {
-        /* borrowed so far */
-#define FORGET(member) self->member = NULL;
+    PyObject *object = (PyObject *)self, *method = NULL;
+    if (!PyArg_ParseTuple(
+            args, "O(O!OOO)O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
+            &self->result, &call_spec, &cell, &self->ndarray, &PyDict_Type, &self->known,
+            &PyDict_Type, &self->computed, &PyList_Type, &self->kept, &PyDict_Type, &self->numbers,
+            &PyDict_Type, &self->arrays, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
+            &PyList_Type, &self->call_specs, &PyList_Type, &self->references, &PyList_Type,
+            &self->input_group, &PyList_Type, &self->input_value, &self->end, &self->python)) {
+#define FORGET(member) self->member = NULL; /* borrowed so far */
         EACH(FORGET)
         Py_DECREF(object);
         return NULL;
     }
 #define HOLD(member) Py_XINCREF(self->member);
     EACH(HOLD)
-    self->trace_slot = PyObject_GetAttrString(self->result, "_trace");
-    self->index_slot = PyObject_GetAttrString(self->result, "index");
-    self->type_slot = PyObject_GetAttrString(self->result, "type");
-    if (self->trace_slot == NULL || self->index_slot == NULL || self->type_slot == NULL)
-        goto failed;
-    PyTypeObject *kind = Py_TYPE(self->type_slot);
-    if (kind != Py_TYPE(self->trace_slot) || kind != Py_TYPE(self->index_slot)) {
-        PyErr_SetString(PyExc_TypeError, "symbols have no slots `_trace`, `index` and `type`");
-        goto failed;
-    }
-    self->get_slot = (descrgetfunc)PyType_GetSlot(kind, Py_tp_descr_get);
-    self->set_slot = (descrsetfunc)PyType_GetSlot(kind, Py_tp_descr_set);
-    if (self->get_slot == NULL || self->set_slot == NULL) {
-        PyErr_SetString(PyExc_TypeError, "`_trace`, `index` and `type` cannot be set");
-        goto failed;
-    }
-    PyObject *method = PyObject_GetAttrString(object, "call_cell");
+    self->attributes = PyObject_GenericGetDict(self->recorder, NULL);
+    if (self->attributes != NULL && take_slot(self, self->result, "_trace", &self->trace_slot) == 0 &&
+        take_slot(self, self->result, "index", &self->index_slot) == 0 &&
+        take_slot(self, self->result, "type", &self->type_slot) == 0 &&
+        take_slot(self, call_spec, "id", &self->id_slot) == 0 &&
+        take_slot(self, call_spec, "results", &self->results_slot) == 0 &&
+        take_slot(self, call_spec, "tree", &self->tree_slot) == 0 &&
+        take_slot(self, call_spec, "unit", &self->unit_slot) == 0 &&
+        take_slot(self, cell, "closure", &self->closure_slot) == 0)
+        method = PyObject_GetAttrString(object, "call_cell");
     Py_DECREF(object);
     return method;
-failed:
-    Py_DECREF(object);
-    return NULL;
 }
 
 static PyMethodDef methods[] = {
@@ -467,12 +489,8 @@ init_fast_path(PyObject *module)
 {
     (void)module;
     fast_path_type = (PyTypeObject *)PyType_FromSpec(&spec);
-    name_closure = PyUnicode_InternFromString("closure");
     name_contents = PyUnicode_InternFromString("cell_contents");
-    name_id = PyUnicode_InternFromString("id");
     name_results = PyUnicode_InternFromString("results");
-    name_tree = PyUnicode_InternFromString("tree");
-    name_unit = PyUnicode_InternFromString("unit");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");

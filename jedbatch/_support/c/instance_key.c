@@ -1,0 +1,116 @@
+/* Whether an instance is a plain tree: the twin of `_is_plain_tree` in `_record/instance_key.py`.
+ *
+ * No Python code runs on the way and nothing is let go, so the parts of the instance stay.
+ */
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "core.h"
+
+typedef struct {
+    PyObject **items; /* containers to look into, or a hash table of those that were met */
+    size_t count, room;
+} Objects;
+
+static int
+is_plain(PyObject *x)
+{
+    return x == Py_None || PyLong_CheckExact(x) || PyUnicode_CheckExact(x) ||
+           PyFloat_CheckExact(x) || PyBool_Check(x) || PyBytes_CheckExact(x) ||
+           PyComplex_CheckExact(x);
+}
+
+static int
+is_container(PyObject *x)
+{
+    return PyTuple_CheckExact(x) || PyList_CheckExact(x) || PyDict_CheckExact(x);
+}
+
+static size_t
+place(const Objects *met, PyObject *x)
+{
+    size_t at = ((uintptr_t)x >> 4) * 0x9E3779B97F4A7C15u >> 16;
+    for (at &= met->room - 1; met->items[at] != NULL && met->items[at] != x;)
+        at = (at + 1) & (met->room - 1);
+    return at;
+}
+
+/* Adds a container to those that were met: 1 if it is new, 0 if not, -1 without memory. */
+static int
+meet(Objects *met, PyObject *x)
+{
+    if (2 * met->count >= met->room) {
+        Objects larger = {NULL, met->count, met->room ? 2 * met->room : 256};
+        larger.items = calloc(larger.room, sizeof(PyObject *));
+        if (larger.items == NULL)
+            return -1;
+        for (size_t i = 0; i < met->room; i++)
+            if (met->items[i] != NULL)
+                larger.items[place(&larger, met->items[i])] = met->items[i];
+        free(met->items);
+        *met = larger;
+    }
+    size_t at = place(met, x);
+    if (met->items[at] == x)
+        return 0;
+    met->items[at] = x;
+    met->count++;
+    return 1;
+}
+
+/* Looks at a part: 1 if it may be part of a plain tree, 0 if not, -1 without memory. */
+static int
+look(Objects *stack, PyObject *x)
+{
+    if (is_plain(x))
+        return 1;
+    if (!is_container(x))
+        return 0;
+    if (stack->count == stack->room) {
+        size_t room = stack->room ? 2 * stack->room : 256;
+        PyObject **items = realloc(stack->items, room * sizeof(PyObject *));
+        if (items == NULL)
+            return -1;
+        stack->items = items;
+        stack->room = room;
+    }
+    stack->items[stack->count++] = x;
+    return 1;
+}
+
+static int
+look_inside(Objects *stack, PyObject *x)
+{
+    int found = 1;
+    if (PyDict_CheckExact(x)) {
+        PyObject *key, *value;
+        for (Py_ssize_t at = 0; found == 1 && PyDict_Next(x, &at, &key, &value);)
+            found = is_plain(key) ? look(stack, value) : 0;
+        return found;
+    }
+    int is_tuple = PyTuple_CheckExact(x);
+    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++)
+        found = look(stack, is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i));
+    return found;
+}
+
+/* is_plain_tree(instance): whether it is made of tuples, lists and dicts of numbers and strings,
+ * none of them met twice. */
+PyObject *
+is_plain_tree(PyObject *module, PyObject *instance)
+{
+    (void)module;
+    Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
+    int found = look(&stack, instance);
+    while (found == 1 && stack.count > 0) {
+        PyObject *x = stack.items[--stack.count];
+        found = meet(&met, x);
+        if (found == 1)
+            found = look_inside(&stack, x);
+    }
+    free(stack.items);
+    free(met.items);
+    return found < 0 ? PyErr_NoMemory() : PyBool_FromLong(found);
+}
