@@ -18,6 +18,19 @@ def path(request, monkeypatch):
         pytest.skip("no compiled core")
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """The cells whose calls took the slow path, one entry a call."""
+    cells, slow_path = [], Recorder.slow_path
+
+    def counted(recorder, cell, args, static):
+        cells.append(cell)
+        return slow_path(recorder, cell, args, static)
+
+    monkeypatch.setattr(Recorder, "slow_path", counted)
+    return cells
+
+
 P = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
 X = np.arange(3, dtype=np.float32)
 
@@ -108,15 +121,7 @@ def test_later_recordings_are_like_the_first(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_cells_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
-    taken = []
-    slow_path = Recorder.slow_path
-
-    def counted(recorder, cell, args, static):
-        taken.append(cell)
-        return slow_path(recorder, cell, args, static)
-
-    monkeypatch.setattr(Recorder, "slow_path", counted)
+def test_cells_take_the_fast_path_from_the_second_time_on(name, taken):
     counts = []
     for times in (3, 9):
         taken.clear()
@@ -126,15 +131,7 @@ def test_cells_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_later_minibatches_take_the_fast_path(name, monkeypatch):
-    taken = []
-    slow_path = Recorder.slow_path
-
-    def counted(recorder, cell, args, static):
-        taken.append(cell)
-        return slow_path(recorder, cell, args, static)
-
-    monkeypatch.setattr(Recorder, "slow_path", counted)
+def test_later_minibatches_take_the_fast_path(name, taken):
     batched = jedbatch.batch(lambda p, n, x: CALLS[name](p, state(p, x)[1], x), (None, 0, 0))
     batched.plan(P, [1, 2], [X, X])
     first = len(taken)

@@ -79,7 +79,8 @@ static PyMethodDef functions[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "jedbatch._support.native_core", NULL, -1, functions, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "jedbatch._support.native_core", NULL, -1, functions, NULL, NULL, NULL,
+    NULL,
 };
 
 PyMODINIT_FUNC

@@ -456,7 +456,8 @@ make_fast_path(PyObject *module, PyObject *args)
 #define HOLD(member) Py_XINCREF(self->member);
     EACH(HOLD)
     self->attributes = PyObject_GenericGetDict(self->recorder, NULL);
-    if (self->attributes != NULL && take_slot(self, self->result, "_trace", &self->trace_slot) == 0 &&
+    if (self->attributes != NULL &&
+        take_slot(self, self->result, "_trace", &self->trace_slot) == 0 &&
         take_slot(self, self->result, "index", &self->index_slot) == 0 &&
         take_slot(self, self->result, "type", &self->type_slot) == 0 &&
         take_slot(self, call_spec, "id", &self->id_slot) == 0 &&

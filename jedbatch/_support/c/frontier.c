@@ -253,7 +253,8 @@ look_up(Frontier *f, const Policy *policy)
     for (int i = 0; i < f->num_ready_types; i++)
         if (policy->numbers[f->ready[i]] == run)
             return f->ready[i];
-    PyErr_Format(PyExc_ValueError, "the machine runs type %lld, which is not ready", (long long)run);
+    PyErr_Format(PyExc_ValueError, "the machine runs type %lld, which is not ready",
+                 (long long)run);
     return -2;
 }
 
@@ -324,7 +325,8 @@ enum {
     NUM_ARRAYS
 };
 /* Bytes of their items, negative where they are written to. */
-static const int item_sizes[NUM_ARRAYS] = {-8, 8, 4, 4, -4, 4, 1, 8, -8, -8, 4, -8, 8, 1, -8, -8, 8};
+static const int item_sizes[NUM_ARRAYS] = {-8, 8,  4, 4, -4, 4,  1,  8, -8,
+                                           -8, 4, -8, 8, 1,  -8, -8, 8};
 
 /* Whether the lengths of arrays and the rows that they name fit each other. */
 static int
