@@ -14,6 +14,7 @@ from types import ModuleType
 SWITCH = "JEDBATCH_NATIVE"  # of the environment
 BUILD = "`pip install -e .` in a clone"
 MODULE = "jedbatch._support.native_core"
+REVISION = 1  # of what the functions of the core take and return, as in `_support/c/core.h`
 
 
 def core() -> ModuleType | None:
@@ -33,7 +34,10 @@ def described() -> str:
 def _loaded() -> tuple[ModuleType | None, str]:
     """(the compiled core or None, the reason why there is none)."""
     try:
-        return importlib.import_module(MODULE), ""
+        module = importlib.import_module(MODULE)
+        if module.REVISION != REVISION:
+            raise ImportError(f"it was built from other sources, revision {module.REVISION}")
+        return module, ""
     except ModuleNotFoundError:
         return None, f"the core is not built; {BUILD} does, with a compiler of C"
     except ImportError as error:

@@ -334,6 +334,13 @@ def test_a_broken_core_is_reported_once(monkeypatch, not_loaded):
     assert "undefined symbol" in native.described()
 
 
+@compiled
+def test_a_core_of_other_sources_is_not_used(monkeypatch, not_loaded):
+    monkeypatch.setattr(native, "REVISION", native.REVISION + 1)
+    with pytest.warns(RuntimeWarning, match="built from other sources, revision"):
+        assert native.core() is None
+
+
 def test_it_can_be_turned_off(monkeypatch):
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.core() is None

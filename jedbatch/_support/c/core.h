@@ -11,6 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
+#define REVISION 1 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
