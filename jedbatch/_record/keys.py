@@ -28,7 +28,7 @@ from jedbatch._support.types import Leaf
 
 MANY_JAXPRS = 1024  # programs known by identity
 MANY_OPERATIONS = 10_000  # primitives with parameters that are plain
-PLAIN_PARAMS = frozenset({bool, int, float, str, tuple, type(None)})
+PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
 
 class Keys:
@@ -155,22 +155,24 @@ class Keys:
 def _written_plainly(primitive: object, params: dict[str, Any]) -> tuple | None:
     """Returns a primitive with parameters that are numbers, strings, dtypes and tuples of these.
 
-    None if others are among them. Where it can be used, this takes a fifth of the time of
-    `Keys.params_key`. `marshal` tells types apart and looks into tuples.
+    None if others are among them. Where it can be used, this takes a quarter of the time of
+    `Keys.params_key`. `marshal` tells types apart, but writes arrays as bytes.
     """
     plain, dtypes = [], []
     for value in params.values():
-        if type(value) in PLAIN_PARAMS:
+        if _is_plain(value):
             plain.append(value)
         elif isinstance(value, np.dtype):
             dtypes.append(value)
             plain.append(...)
         else:
             return None
-    try:
-        return primitive, marshal.dumps(plain, 2), *params, *dtypes
-    except ValueError:  # something else in a tuple
-        return None
+    return primitive, marshal.dumps(plain, 2), *params, *dtypes
+
+
+def _is_plain(x: Any) -> bool:
+    kind = type(x)
+    return kind in PLAIN_PARAMS or (kind is tuple and all(map(_is_plain, x)))
 
 
 def _all_same(params: dict[str, Any], others: dict[str, Any]) -> bool:

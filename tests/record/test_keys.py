@@ -326,6 +326,7 @@ def test_parameters_that_are_equal_are_not_the_same():
     keys = Keys()
     values = [1, True, 1.0, 0.0, -0.0, "1", None, ..., (1,), (True,), ((1,),), (), [1]]
     values += [np.dtype("float32"), np.dtype("int32"), ("float32",), jax.lax.Precision.HIGH]
+    values += [(np.float32(1),), (np.int32(1065353216),), (np.int8(1),), (b"\1",)]  # equal as bytes
     made = [[keys.primitive_key(jax.lax.add_p, {"a": x, "b": 2}) for x in values] for _ in "ab"]
     assert len(set(map(id, made[0]))) == len(values)
     assert all(map(operator.is_, *made))
