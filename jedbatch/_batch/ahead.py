@@ -4,10 +4,11 @@ Planning is work of the host and running is work of the device, which JAX dispat
 wait for. A thread plans the minibatches to come, in order, and stays a few of them ahead.
 """
 
-import collections
+import functools
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jedbatch import checks
@@ -22,7 +23,7 @@ def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> It
     """Yields plans for minibatches, made in a thread while others are used.
 
     The device computes with one plan while the next ones are made, so that a step of training
-    takes the longer of both times, not their sum. The thread stops when the iterator is closed, as
+    takes the longer of both times, not their sum. The thread ends once the iterator is closed, as
     where a `for` loop is left, and sees JAX configured as it is where `plans` is called.
 
     Args:
@@ -63,21 +64,53 @@ def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> It
             error.add_note(f"This happened while minibatch {number} was planned.")
             raise
 
-    return in_thread(make, ahead) if ahead else iter(make, END)
+    settings = ThreadSettings()
+    if not ahead:
+        return in_turn(functools.partial(settings.run, make))
+    return in_thread(functools.partial(settings.run, make), ahead)
+
+
+def in_turn(make: Callable[[], Any]) -> Iterator[Any]:
+    """Yields what a function makes until that is `END`."""
+    while (made := make()) is not END:
+        yield made
 
 
 def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
-    """Yields what a function makes until that is `END`, a few made before they are asked for."""
-    settings = ThreadSettings()
-    waiting: collections.deque[Future] = collections.deque()
-    with ThreadPoolExecutor(1, "jedbatch-plans") as thread:
-        try:
-            while True:
-                while len(waiting) <= ahead:
-                    waiting.append(thread.submit(settings.run, make))
-                made = waiting.popleft().result()
-                if made is END:
-                    return
-                yield made
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+    """Yields the same, made in a thread, a few before they are asked for.
+
+    Nobody waits for the thread where the iterator is closed: it may wait for data, or for what the
+    thread holds that closes it. Garbage collection may close it anywhere, and so there are no locks
+    but those of simple queues, which can be put to while they are held.
+    """
+    outcomes: queue.SimpleQueue = queue.SimpleQueue()  # (what was made, an error or None)
+    turns: queue.SimpleQueue = queue.SimpleQueue()  # an item for each that may be made
+    closed: list[bool] = []
+
+    def work() -> None:
+        made, error = None, None
+        while made is not END and error is None:
+            turns.get()
+            if closed:
+                return
+            try:
+                made = make()
+            except BaseException as raised:
+                error = raised
+            outcomes.put((made, error))
+
+    for _ in range(ahead):
+        turns.put(None)
+    threading.Thread(target=work, name="jedbatch-plans", daemon=True).start()
+    try:
+        while True:
+            turns.put(None)
+            made, error = outcomes.get()
+            if error is not None:
+                raise error
+            if made is END:
+                return
+            yield made
+    finally:
+        closed.append(True)
+        turns.put(None)

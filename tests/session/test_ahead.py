@@ -1,7 +1,10 @@
 """Plans made in a thread, against those made one after the other."""
 
+import gc
+import queue
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -113,13 +116,54 @@ def test_errors_of_what_is_read():
         next(plans)
 
 
-def test_it_is_planned_as_jax_is_configured_here():
-    """The thread sees a `with` block around the call, not that of another thread."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_it_is_planned_as_jax_is_configured_where_it_is_called(ahead):
     batched = jedbatch.batch(total)
     with jax.enable_x64(True):
         wide = jnp.ones(3, jnp.float64)
-        (plan,) = batched.plans(wide, MINIBATCHES[:1])
+        plans = batched.plans(wide, MINIBATCHES[:1], ahead=ahead)
+    (plan,) = plans
+    with jax.enable_x64(True):
         assert batched.apply(wide, plan).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_iterator_ends_with_an_error(ahead):
+    def stops(w, number):
+        if number == 1.0:
+            raise StopIteration
+        return w * number
+
+    plans = jedbatch.batch(stops).plans(W, [[0.0], [1.0], [2.0]], ahead=ahead)
+    next(plans)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(plans)
+    assert not list(plans)
+
+
+def test_closing_does_not_wait():
+    """Neither for data that never comes, nor for a lock that is held where it is closed."""
+    data = queue.SimpleQueue()
+    data.put([1.0])
+    batched = jedbatch.batch(total)
+    for plan in batched.plans(W, iter(data.get, None)):
+        assert batched.apply(W, plan).shape == (1, 3)
+        break
+    data.put(None)
+    assert_no_thread_is_left()
+
+    kept = types.SimpleNamespace(plans=batched.plans(W, MINIBATCHES * 20))
+    kept.circle = kept
+    next(kept.plans)
+    del kept
+
+    def collects(frontier):
+        gc.collect()
+        return jedbatch.policies.agenda(frontier)
+
+    batched.policy = collects
+    assert batched(W, MINIBATCHES[1]).shape == (2, 3)
+    assert_no_thread_is_left()
 
 
 def test_training_while_plans_are_made():
