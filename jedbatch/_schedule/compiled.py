@@ -45,7 +45,7 @@ def run_compiled(
         np.diff(graph.preds[0]),
         succ_ptr,
         succ,
-        graph.node_type,
+        np.ascontiguousarray(graph.node_type, np.int32),
         when,
         *(_of_heights(graph) if looks else [None] * 5),
         *(_of_depths(graph) if heuristic == "agenda" else [None] * 2),

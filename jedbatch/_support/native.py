@@ -35,8 +35,9 @@ def _loaded() -> tuple[ModuleType | None, str]:
     """(the compiled core or None, the reason why there is none)."""
     try:
         module = importlib.import_module(MODULE)
-        if module.REVISION != REVISION:
-            raise ImportError(f"it was built from other sources, revision {module.REVISION}")
+        revision = getattr(module, "REVISION", 0)
+        if revision != REVISION:
+            raise ImportError(f"it was built from other sources, revision {revision}")
         return module, ""
     except ModuleNotFoundError:
         return None, f"the core is not built; {BUILD} does, with a compiler of C"

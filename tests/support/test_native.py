@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import types
 import weakref
 
 import jax
@@ -284,6 +285,39 @@ def test_errors_of_cells_and_interrupts_pass_through():
 
 
 @compiled
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, error):
+    """The function may catch the error and go on."""
+
+    def fn(params, x):
+        h = combine(params, x, x)[0]
+        h = combine(params, h, jnp.full(3, 2.0))[0]  # an input from now on
+        failing.append(True)
+        for computed in (jnp.full(3, 3.0), jnp.full(3, 4.0)):
+            try:
+                h = combine(params, h, computed)[0]
+            except RuntimeError:
+                h = combine(params, h, x)[0]
+        return h
+
+    def symbol(self, x):
+        if failing and x is not None and type(x).__name__ == "ArrayImpl":
+            failing.pop()
+            raise error("no more inputs")
+        return of_recorder(self, x)
+
+    of_recorder, failing = Recorder.symbol, []
+    monkeypatch.setattr(Recorder, "symbol", symbol)
+    x = np.ones(3, np.float32)
+
+    def plan():
+        failing.clear()
+        return columns(jedbatch.batch(fn).plan({"w": W}, [x, 2 * x]))
+
+    assert_equal(*both(monkeypatch, plan))
+
+
+@compiled
 def test_recorders_are_released(monkeypatch):
     recorders = []
     init = Recorder.__init__
@@ -336,8 +370,15 @@ def test_a_broken_core_is_reported_once(monkeypatch, not_loaded):
 
 @compiled
 def test_a_core_of_other_sources_is_not_used(monkeypatch, not_loaded):
-    monkeypatch.setattr(native, "REVISION", native.REVISION + 1)
-    with pytest.warns(RuntimeWarning, match="built from other sources, revision"):
+    before = native.REVISION
+    monkeypatch.setattr(native, "REVISION", before + 1)
+    with pytest.warns(RuntimeWarning, match=f"built from other sources, revision {before}"):
+        assert native.core() is None
+
+
+def test_a_core_without_a_revision_is_not_used(monkeypatch, not_loaded):
+    monkeypatch.setattr(importlib, "import_module", types.ModuleType)
+    with pytest.warns(RuntimeWarning, match="built from other sources, revision 0"):
         assert native.core() is None
 
 

@@ -103,8 +103,11 @@ find_known(FastPath *self, PyObject *x, PyObject *id)
     PyObject *found = PyDict_GetItemWithError(self->known, id);
     if (found == NULL && !PyErr_Occurred() && PyDict_Contains(self->computed, id) == 1) {
         PyObject *symbol = PyObject_CallMethodObjArgs(self->recorder, name_symbol, x, NULL);
-        if (symbol == NULL)
+        if (symbol == NULL) {
+            if (PyErr_ExceptionMatches(PyExc_KeyError) || PyErr_ExceptionMatches(PyExc_ValueError))
+                PyErr_Clear(); /* as in Python: the slow path says what is wrong */
             return NULL;
+        }
         Py_DECREF(symbol);
         found = PyDict_GetItemWithError(self->known, id);
     }
@@ -367,10 +370,13 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         return results;
     }
     Py_XDECREF(call_spec);
-    if (PyErr_Occurred())
-        return NULL;
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback); /* the function may catch it and go on */
     Py_ssize_t now = PyList_Size(self->references); /* inputs that nobody reads do no harm */
-    if (now > before && PyList_SetSlice(self->references, before, now, NULL) < 0)
+    int failed = now > before && PyList_SetSlice(self->references, before, now, NULL) < 0;
+    if (kind != NULL)
+        PyErr_Restore(kind, value, traceback);
+    if (failed || kind != NULL)
         return NULL;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
 }
