@@ -4,6 +4,7 @@ Planning is work of the host and running is work of the device, which JAX dispat
 wait for. A thread plans the minibatches to come, in order, and stays a few of them ahead.
 """
 
+import atexit
 import functools
 import itertools
 import queue
@@ -17,6 +18,7 @@ from jedbatch._record.thread_settings import ThreadSettings
 
 MAX_AHEAD = 1024
 END = object()
+SECONDS_AT_EXIT = 5.0  # for the minibatch that is being planned; one that waits for data is left
 
 
 def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> Iterator[Plan]:
@@ -87,21 +89,33 @@ def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
     turns: queue.SimpleQueue = queue.SimpleQueue()  # an item for each that may be made
     closed: list[bool] = []
 
+    def close() -> None:
+        closed.append(True)
+        turns.put(None)
+
     def work() -> None:
         made, error = None, None
         while made is not END and error is None:
             turns.get()
             if closed:
-                return
+                break
             try:
                 made = make()
             except BaseException as raised:
                 error = raised
             outcomes.put((made, error))
+        atexit.unregister(at_exit)
+
+    def at_exit() -> None:
+        """Python must not end while the thread is inside of JAX."""
+        close()
+        thread.join(SECONDS_AT_EXIT)
 
     for _ in range(ahead):
         turns.put(None)
-    threading.Thread(target=work, name="jedbatch-plans", daemon=True).start()
+    thread = threading.Thread(target=work, name="jedbatch-plans", daemon=True)
+    atexit.register(at_exit)
+    thread.start()
     try:
         while True:
             turns.put(None)
@@ -112,5 +126,4 @@ def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
                 return
             yield made
     finally:
-        closed.append(True)
-        turns.put(None)
+        close()

@@ -2,6 +2,8 @@
 
 import gc
 import queue
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -114,6 +116,23 @@ def test_errors_of_what_is_read():
     next(plans)
     with pytest.raises(OSError, match="no such file"):
         next(plans)
+
+
+def test_python_ends_while_plans_are_made():
+    code = """if True:
+        import jedbatch
+        def total(w, tree):
+            return w * tree if isinstance(tree, float) else total(w, tree[0]) + total(w, tree[1])
+        def minibatches():
+            tree = 1.0
+            for _ in range(500):
+                tree = tree, 2.0
+                yield [tree] * 9
+        plans = jedbatch.batch(total).plans(2.0, minibatches(), ahead=9)
+        print(next(plans).graph.num_instances)
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "9\n"), run.stderr
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
