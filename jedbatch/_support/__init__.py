@@ -1,8 +1,8 @@
 """Additions to Python's library: knows neither graphs nor JAX.
 
 Files that are written whole, caches that forget, state that is put back after an interrupt,
-recordings that are done again, marks of frames, progress bars, lines in the log, the compiled core,
-and pictures as SVG.
+recordings that are done again, marks of frames, progress bars, lines in the log, pictures as SVG,
+and the compiled core, whose sources are in `c`.
 
 Read in this order:
 
