@@ -8,5 +8,5 @@ Read in this order:
 4. `batched`: `Batched`: a function of many instances, made of one of one instance.
 5. `batch`: the composition of everything else.
 6. `calibrate`: The costs of batches on this machine.
-7. `info`: What runs here: versions, devices, and whether planning is compiled.
+7. `info`: The installation: versions, devices, and whether planning is compiled.
 """

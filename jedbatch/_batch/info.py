@@ -1,4 +1,4 @@
-"""What runs here: versions, devices, and whether planning is compiled."""
+"""The installation: versions, devices, and whether planning is compiled."""
 
 import importlib.metadata
 import platform

@@ -31,7 +31,7 @@ Read in this order:
 19. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
 20. `recorder`: A recorder of what a function does to symbolic values.
 21. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-22. `thread_settings`: What a thread is set to, for work that goes on in another one.
+22. `thread_settings`: The settings of a thread, for work that goes on in another one.
 23. `deep`: Recursion deeper than Python's limit.
 24. `trace`: Recording a minibatch: every instance of it as a graph.
 25. `granularity.call_sites`: Call sites: the places in the user's program where operations are

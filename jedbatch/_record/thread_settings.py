@@ -1,4 +1,4 @@
-"""What a thread is set to, for work that goes on in another one.
+"""The settings of a thread, for work that goes on in another one.
 
 Its context variables, what JAX is configured to be by `with` blocks, its mesh, and who gets
 operations and calls of cells. Locks, the names of mapped axes and whatever else is kept per thread

@@ -229,7 +229,7 @@ class Frontier:
 
     @functools.cached_property
     def chains(self) -> "Chains":
-        """What `num_next` is read off."""
+        """The sizes that `num_next` returns, kept up to date."""
         return self._watch(Chains(self))
 
     @functools.cached_property

@@ -40,7 +40,7 @@ def _loaded() -> tuple[ModuleType | None, str]:
             raise ImportError(f"it was built from other sources, revision {revision}")
         return module, ""
     except ModuleNotFoundError:
-        return None, f"the core is not built; {BUILD} does, with a compiler of C"
+        return None, f"the core is not built; {BUILD} builds it, with a compiler of C"
     except ImportError as error:
         warnings.warn(
             f"jedbatch plans in Python, which is slower: its compiled core cannot be loaded "
