@@ -15,7 +15,7 @@ from jedbatch.models import WORKLOADS, deepsets, transformer, tree
 
 HIDDEN = 4
 SIZES = (6, 6, 9, 2, 24)  # instances of the minibatches, one after the other
-TIMES = re.compile(r"[\d.]+ ms: .*(?= \()|, [\d.]+ ms")
+TIMES = re.compile(r"[\d.]+ ms: .*(?= \()|, [\d.]+ ms|\n +planned in Python.*")
 HASHED_TYPES = re.compile(r" at 0x\w+")
 
 
@@ -28,7 +28,7 @@ def digest(*arrays: Any) -> str:
 
 
 def printed(x: Any) -> str:
-    """Returns the printed form of something, without times."""
+    """Returns the printed form of something, without times and whether it was compiled."""
     return HASHED_TYPES.sub("", TIMES.sub("", str(x)))
 
 
