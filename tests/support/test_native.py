@@ -339,7 +339,8 @@ def test_recorders_are_released(monkeypatch):
 
 
 @pytest.fixture
-def not_loaded():
+def not_loaded(monkeypatch):
+    monkeypatch.delenv(native.SWITCH, raising=False)
     native._loaded.cache_clear()
     yield
     native._loaded.cache_clear()
