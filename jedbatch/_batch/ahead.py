@@ -24,15 +24,16 @@ SECONDS_AT_EXIT = 5.0  # for the minibatch that is being planned; one that waits
 def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> Iterator[Plan]:
     """Yields plans for minibatches, made in a thread while others are used.
 
-    The device computes with one plan while the next ones are made, so that a step of training
-    takes the longer of both times, not their sum. The thread ends once the iterator is closed, as
+    The device computes with one plan while the next ones are made. That saves time where steps wait
+    for results and the host has a core to spare. The thread ends once the iterator is closed, as
     where a `for` loop is left, and sees JAX configured as it is where `plans` is called.
 
     Args:
       batched: the batched function.
       *args: as for `plan`, with an iterable of minibatches in place of each sequence of instances:
-        a list, a generator, a Grain dataset, a `torch.utils.data.DataLoader` with
-        `collate_fn=list`. They are read in the thread, `ahead` before they are needed at most.
+        a list, a generator, a `torch.utils.data.DataLoader` with `collate_fn=list`, a Grain dataset
+        batched with `batch_fn=list`. They are read in the thread, `ahead` before they are needed
+        at most.
       gradient: whether `apply` will be differentiated; planning is faster if not.
       ahead: plans made before they are asked for. With 0 they are made when they are, in the
         thread of the caller.
@@ -94,6 +95,7 @@ def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
         turns.put(None)
 
     def work() -> None:
+        atexit.register(at_exit)
         made, error = None, None
         while made is not END and error is None:
             turns.get()
@@ -114,7 +116,6 @@ def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
     for _ in range(ahead):
         turns.put(None)
     thread = threading.Thread(target=work, name="jedbatch-plans", daemon=True)
-    atexit.register(at_exit)
     thread.start()
     try:
         while True:
