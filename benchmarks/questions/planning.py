@@ -1,4 +1,4 @@
-"""What does planning cost, compiled and in Python, and who waits for it?
+"""How much does planning cost, compiled and in Python, and who waits for it?
 
 The workloads of `edbatch.py`: minibatches never seen before, planned in turns by the compiled core
 and by the Python that it stands for (`JEDBATCH_NATIVE=0`), each by a batched function of its own.

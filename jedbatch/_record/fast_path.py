@@ -1,12 +1,11 @@
 """Recording calls of cells the second time: by a short description of their arguments.
 
-This is the hottest path of recording, 0.8 microseconds a node in Python, and so it has a twin in C
-(`_support/c/fast_path.c`). A call is described without
-looking into its arguments: a symbol by its type, a number by its kind, a tuple that a cell
-returned, keyword arguments and a container of shared values by a token. `registry.calls` is a tree
-of dictionaries that leads from such a description to a `CallSpec`, the way in which a call like
-this was recorded before. Whatever has no description takes the slow path every time (see
-`Recorder.slow_path`).
+This is the hottest path of recording, so it has a twin in C (`_support/c/fast_path.c`). A call is
+described without looking into its arguments: a symbol by its type, a number by its kind, a tuple
+that a cell returned, keyword arguments and a container of shared values by a token.
+`registry.calls` is a tree of dictionaries that leads from such a description to a `CallSpec`, the
+way in which a call like this was recorded before. Whatever has no description takes the slow path
+every time (see `Recorder.slow_path`).
 """
 
 import operator

@@ -384,7 +384,7 @@ class FSM:
 
 @functools.lru_cache(maxsize=MAX_MATCHED)
 def matched_before(known_labels: tuple[str, ...], labels: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the same as `match_labels`, which takes a millisecond, for minibatches to come."""
+    """Returns the same as `match_labels`, remembered for minibatches to come."""
     return tuple(match_labels(known_labels, labels))
 
 

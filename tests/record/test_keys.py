@@ -322,7 +322,7 @@ def test_random_numbers_are_those_of_the_loop():
 
 
 def test_parameters_that_are_equal_are_not_the_same():
-    """Whatever the parameters of a primitive are made of, and whether it was met before."""
+    """Parameters of all kinds, met for the first time and again."""
     keys = Keys()
     values = [1, True, 1.0, 0.0, -0.0, "1", None, ..., (1,), (True,), ((1,),), (), [1]]
     values += [np.dtype("float32"), np.dtype("int32"), ("float32",), jax.lax.Precision.HIGH]

@@ -25,7 +25,7 @@ compiled = pytest.mark.skipif(native.core() is None, reason="no compiled core")
 
 
 def both(monkeypatch, make):
-    """What a function returns by the compiled core, and by the Python."""
+    """Returns the results of a function by the compiled core and by the Python."""
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.core() is None
     in_python = make()
