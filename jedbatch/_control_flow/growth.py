@@ -4,13 +4,11 @@ A program has room for some number of lanes. When they are used up, arenas move 
 room for more; the largest program is remembered, so the next minibatch starts with it.
 """
 
-import functools
 
 import numpy as np
 
 from jedbatch._jaxpr.storage import stored
 from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.signature import Signature
 
@@ -54,9 +52,3 @@ def grown_program(capacity: Capacity, need: Capacity, target: Target) -> Signatu
             inputs[kind] = max(1, inputs[kind])
     sizes = {**larger.sizes, "lanes": lanes, "inputs": inputs, "shared_rows": {}}
     return Signature.of(Capacity(sizes), target, {}, reuse=False)
-
-
-@functools.lru_cache(4096)
-def in_blocks(lanes: int, blocks: Buckets) -> int:
-    """Lanes in whole blocks, as weight gradients run over them."""
-    return max(lanes, int(blocks.lanes(blocks.cover(np.array([lanes])))[0]))

@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program, in_blocks
+from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._layout.bucketing import num_widths
+from jedbatch._layout.bucketing import in_blocks, num_widths
 from jedbatch._layout.layout import Layout
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.executors import Dispatch, Fused
@@ -325,7 +325,7 @@ class Workspace:
         lanes, widest = {}, {}
         for t, used in self._lanes.items():
             kernel = self.programs.kernel(t)
-            lanes[kernel] = in_blocks(max(1, used), target.blocks)
+            lanes[kernel] = in_blocks(max(1, used), kernel.blocks)
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
         need = Capacity(

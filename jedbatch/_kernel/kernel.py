@@ -59,6 +59,7 @@ class Kernel:
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       transposed: positions of consts that are the transpose of a shared matrix.
       buckets: the widths it is compiled in.
+      blocks: the widths in which the gradients of its weights are computed.
       result_bytes: of the results of one lane.
       cotangent_bytes: of what the reverse of one lane sends back.
       loose: for each operand, whether lanes whose results are not read may have any value for it:
@@ -111,7 +112,8 @@ class Kernel:
         moving = filter(differentiable, self.operands)
         self.cotangent_bytes = sum(row_bytes(stored(t)) for t in moving)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
-        self.buckets = target.buckets(sum(map(work, self.body)), operand_bytes + self.result_bytes)
+        lane = sum(map(work, self.body)), operand_bytes + self.result_bytes
+        self.buckets, self.blocks = target.buckets(*lane), target.weight_blocks(*lane)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 

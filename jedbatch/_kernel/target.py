@@ -28,6 +28,10 @@ from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
+# Each block reads and writes a whole gradient, so that narrow ones gain nothing.
+NARROWEST_BLOCK = 8  # of rows so long that no other fits
+GPU_BLOCKS = Buckets((512, 2048), 512)
+HEAVY_BLOCKS, LIGHT_BLOCKS = Buckets((64, 512)), Buckets((64,))
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (
@@ -50,11 +54,13 @@ class Target:
       name: "cpu", "gpu", or a name for a variant.
       heavy, light: widths of the chunks of lanes that do much, and of those that do little.
       chunk_work: floating-point operations done while a chunk is started.
-      longest_start: what starting a chunk costs at most, in lanes.
+      longest_start: what starting a chunk may cost, in lanes, to tell light lanes from heavy ones.
       heavy_start: above so many lanes a lane counts as light.
+      light_start: what starting a chunk of light lanes costs at most, in lanes.
       chunk_bytes: bytes that a chunk may read and write.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
-      blocks: of lanes whose weight gradients are computed together, and of ragged rows.
+      blocks: of ragged rows.
+      heavy_blocks, light_blocks: of lanes whose weight gradients are computed together.
       rows_together: padded rows of the ragged instances that run at the same time.
       together: no more of the ragged instances than one in so many run at the same time.
       shortest: the least room for the rows of a ragged instance.
@@ -71,9 +77,12 @@ class Target:
     chunk_work: float = 9e5
     longest_start: int = 64
     heavy_start: int = 16
+    light_start: int = 16
     chunk_bytes: int = 16 << 20
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS
+    heavy_blocks: Buckets = HEAVY_BLOCKS
+    light_blocks: Buckets = LIGHT_BLOCKS
     rows_together: int = 256
     together: int = 4
     shortest: int = 8
@@ -117,6 +126,28 @@ class Target:
         """
         return _buckets_of(self, work, row_bytes)
 
+    def weight_blocks(self, work: int, row_bytes: int) -> Buckets:
+        """The blocks in which weight gradients of such lanes are computed, see `buckets`.
+
+        Args:
+          work: floating-point operations of a lane.
+          row_bytes: bytes that a lane reads and writes.
+
+        Returns:
+          The widths of blocks, in lanes.
+        """
+        is_light = self._start(work) > self.heavy_start
+        blocks = self.light_blocks if is_light else self.heavy_blocks
+        fitting = tuple(w for w in blocks.widths if w * row_bytes <= self.chunk_bytes)
+        return Buckets(fitting or (NARROWEST_BLOCK,), blocks.overhead)
+
+    def _start(self, work: int) -> int:
+        """What starting a chunk costs, in lanes of so many floating-point operations."""
+        start = 8
+        while start < self.longest_start and start * work < self.chunk_work:
+            start *= 2
+        return start
+
     def compiler_options(self) -> dict[str, str]:
         """Options of `jax.jit` that programs for this target should be compiled with.
 
@@ -130,12 +161,11 @@ class Target:
 
 @functools.cache
 def _buckets_of(target: Target, work: int, row_bytes: int) -> Buckets:
-    start = 8
-    while start < target.longest_start and start * work < target.chunk_work:
-        start *= 2
-    widths = target.heavy if start <= target.heavy_start else target.light
+    start = target._start(work)
+    is_light = start > target.heavy_start
+    widths = target.light if is_light else target.heavy
     fitting = sum(width * row_bytes <= target.chunk_bytes for width in widths)
-    return Buckets(widths[: max(2, fitting)], start)
+    return Buckets(widths[: max(2, fitting)], min(start, target.light_start) if is_light else start)
 
 
 CPU = Target("cpu")
@@ -146,9 +176,12 @@ GPU = Target(
     chunk_work=2e9,
     longest_start=8192,
     heavy_start=512,
+    light_start=8192,
     chunk_bytes=1 << 30,
     sums=Buckets((256, 2048), 1024),
-    blocks=Buckets((512, 2048), 512),
+    blocks=GPU_BLOCKS,
+    heavy_blocks=GPU_BLOCKS,
+    light_blocks=GPU_BLOCKS,
     rows_together=8192,
     together=1,
     shortest=32,

@@ -75,5 +75,11 @@ def num_widths(buckets: Buckets, largest: int) -> int:
     return int(np.flatnonzero(used)[-1]) + 1
 
 
+@functools.lru_cache(4096)
+def in_blocks(lanes: int, blocks: Buckets) -> int:
+    """Returns the lanes of the blocks that cover so many lanes."""
+    return int(blocks.lanes(blocks.cover(np.array([lanes])))[0])
+
+
 FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))
-COARSE_BUCKETS = Buckets((8, 64, 512), 64)
+COARSE_BUCKETS = Buckets((8, 64, 512), 16)

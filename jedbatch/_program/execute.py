@@ -463,7 +463,7 @@ class Backward:
             state[1][k],
             lambda lane, width: self.forward.operands(k, tables[0], arenas, lane, width),
             lambda sources, lane, width: self.alive_by(k, tables, state, sources, lane, width),
-            target.blocks if forward.lanes[k] > target.straight_rows else None,
+            kernel.blocks if forward.lanes[k] > target.straight_rows else None,
             forward.lanes[k],
             row(self.signature.form, tables[1], ("blocks", k)),
             echoed if kernel.reverse.is_leaf else None,

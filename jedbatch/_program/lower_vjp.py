@@ -155,7 +155,7 @@ class ReverseSignature:
         form.add(("num_instructions",), 1)
         form.add(("instructions",), self.num_instructions, self.instructions.columns)
         for k, lanes in enumerate(forward.lanes):
-            form.add(("blocks", k), len(forward.target.blocks.widths))
+            form.add(("blocks", k), len(forward.kernels[k].blocks.widths))
             if self.sent is not None:
                 form.add(("sent", k), len(forward.kernels[k].parameters), lanes)
             for s, readers in enumerate(self.readers[k]):
@@ -549,7 +549,7 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
         used = int(layout.lanes[t])
-        form.view(table, "blocks", k)[:] = forward.target.blocks.cover(np.array([used]))[0]
+        form.view(table, "blocks", k)[:] = kernel.blocks.cover(np.array([used]))[0]
         nodes = placed.nodes[t]
         if readers.sent is not None:
             first = readers.sent.rows_of_lanes(placed, t, kernel)

@@ -18,7 +18,7 @@ from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
     MIN_IMPROVED_SHARE,
 )
-from jedbatch._layout.bucketing import NUM_WIDTHS, num_widths
+from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks, num_widths
 from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
@@ -153,9 +153,8 @@ class Placement:
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
-        lanes = self.layout.lanes[list(self.type_ids)]
-        blocks = self.target.blocks.lanes(self.target.blocks.cover(lanes))
-        return tuple(np.maximum(lanes, blocks).tolist())
+        lanes = self.layout.lanes[list(self.type_ids)].tolist()
+        return tuple(in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True))
 
     @property
     def shared_rows(self) -> tuple[int, ...]:

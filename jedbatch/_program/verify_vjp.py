@@ -231,7 +231,7 @@ class ReverseTrial:
         for k, lanes in enumerate(self.forward.lanes):
             need = max(lanes, default=-1) + 1
             name = str(forward.kernels[k].node_type)
-            trips, blocks = form.view(table, "blocks", k), forward.target.blocks
+            trips, blocks = form.view(table, "blocks", k), forward.kernels[k].blocks
             check_cover(trips, blocks, need, forward.lanes[k], f"lanes of {name}")
 
 
