@@ -4,9 +4,6 @@ A program has room for some number of lanes. When they are used up, arenas move 
 room for more; the largest program is remembered, so the next minibatch starts with it.
 """
 
-
-import numpy as np
-
 from jedbatch._jaxpr.storage import stored
 from jedbatch._kernel.target import Target
 from jedbatch._program.capacity import Capacity, round_up
