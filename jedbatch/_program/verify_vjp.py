@@ -226,13 +226,19 @@ class ReverseTrial:
         require(not more, f"{sorted(more)[:1]} sends a cotangent, and gets none")
 
     def _check_blocks(self, table: np.ndarray) -> None:
-        """Weight gradients run over all lanes that ran."""
+        """Weight gradients run over all lanes that ran; idle ones of a block have no cotangents."""
         form, forward = self.signature.form, self.signature.forward
-        for k, lanes in enumerate(self.forward.lanes):
+        for k, (kernel, lanes) in enumerate(zip(forward.kernels, self.forward.lanes, strict=True)):
             need = max(lanes, default=-1) + 1
-            name = str(forward.kernels[k].node_type)
-            trips, blocks = form.view(table, "blocks", k), forward.kernels[k].blocks
-            check_cover(trips, blocks, need, forward.lanes[k], f"lanes of {name}")
+            name = str(kernel.node_type)
+            trips = form.view(table, "blocks", k)
+            check_cover(trips, kernel.blocks, need, forward.lanes[k], f"lanes of {name}")
+            idle = [lane for lane in range(kernel.blocks.lanes(trips)) if lane not in lanes]
+            for s, t in enumerate(kernel.results):
+                if differentiable(t):
+                    rows = form.view(table, "readers", k, s)[:, idle]
+                    none = self.signature.zero[forward.arena(t)]
+                    require((rows == none).all(), f"lanes of {name} have readers and do not run")
 
 
 def check_cover(trips: np.ndarray, blocks: Buckets, used: int, room: int, what: str) -> None:
