@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
-WIDTH_DEVIATIONS = 2.5  # the same for widths, each of which takes time to compile
+WIDTH_DEVIATIONS = 3.5  # the same for widths, each of which takes time to compile
 GROWN_HEADROOM = 1.3  # of lanes that take few bytes, once programs had to grow
 SMALL_LANES = 1 << 21  # so few
 COUNT_DEVIATIONS = 3.0  # of a number of nodes from its square root, once programs had to grow
@@ -220,9 +220,12 @@ class Placement:
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
+        return round_up(need * self.headroom(need, deviations), row_bytes)
+
+    def headroom(self, need: int, deviations: float) -> float:
+        """Returns how many times what this minibatch needs others like it will need."""
         instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
-        headroom = 1 + deviations * self.deviation / math.sqrt(instances)
-        return round_up(need * max(CAPACITY_HEADROOM, headroom), row_bytes)
+        return max(CAPACITY_HEADROOM, 1 + deviations * self.deviation / math.sqrt(instances))
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -260,7 +263,7 @@ class Placement:
         for kernel, t, need in zip(self.kernels, self.type_ids, self.lanes, strict=True):
             most = int(sizes[batch_type == t].max())
             chance = math.ceil(most + of_count * math.sqrt(most))
-            largest = max(self.with_headroom(most, deviations), chance)
+            largest = max(math.ceil(most * self.headroom(most, deviations)), chance)
             widest[kernel] = num_widths(kernel.buckets, largest)
             widths = kernel.buckets.widths
             lane_bytes = kernel.result_bytes + kernel.cotangent_bytes  # training may come later

@@ -32,7 +32,7 @@ TYPES = {
     "circuits": 18,
 }
 WITHOUT_CELLS = ["expressions_plain", "attention"]  # types for each number of operands
-COMPARED, COUNT, WARM, UNSEEN = 4, 16, 3, 5
+COMPARED, COUNT, WARM, UNSEEN = 4, 24, 3, 5
 
 
 def load(name):
