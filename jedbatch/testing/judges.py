@@ -157,6 +157,7 @@ def check_against_loop(
     rtol: float = 1e-5,
     thorough: bool = False,
     plans: bool = True,
+    inference: bool = True,
     alone: Callable | None = None,
     **options: Any,
 ) -> Batched:
@@ -173,6 +174,8 @@ def check_against_loop(
       thorough: whether to compare `plan` and `apply` too, both under `jax.jit`, and the other
         executor.
       plans: whether the function can be planned; False for one that decides on computed values.
+      inference: whether to compare values of a call that is not differentiated, too, for which
+        another program is compiled. Without gradients it is always made.
       alone: what the loop calls, such as `jax.jit(fn)` where operations one by one take long.
       **options: of `jedbatch.batch`.
 
@@ -192,14 +195,16 @@ def check_against_loop(
       ...     return params * tree
       >>> encode_all = testing.check_against_loop(encode, jnp.ones(3), [((1, 2), 3), 4])
     """
-    for name, value in (("gradients", gradients), ("thorough", thorough), ("plans", plans)):
+    flags = {"gradients": gradients, "thorough": thorough, "plans": plans, "inference": inference}
+    for name, value in flags.items():
         checks.flag("check_against_loop", name, value)
     rtol = checks.number("check_against_loop", "rtol", rtol, least=0.0)
     instances = checks.items("check_against_loop", "instances", instances, "a list of instances")
     alone = fn if alone is None else alone
     checks.function("check_against_loop", "alone", alone, "a function of one instance, or None")
     in_list = options.get("out_axes", 0) is None
-    loop = _Loop(alone, params, instances, list if in_list else stacked, gradients, rtol)
+    together = list if in_list else stacked
+    loop = _Loop(alone, params, instances, together, gradients, rtol, inference or not gradients)
 
     batched = batch(fn, **options)
     loop.check(lambda p: batched(p, instances), "a call")
@@ -226,6 +231,7 @@ class _Loop:
         together: Callable,
         gradients: bool,
         rtol: float,
+        inference: bool,
     ):
         """Runs the loop.
 
@@ -236,7 +242,9 @@ class _Loop:
           together: makes one result of a list of results: `list`, or `stacked`.
           gradients: whether to compute gradients of a weighted sum of all results.
           rtol: see `check_against_loop`.
+          inference: whether calls that are not differentiated are compared.
         """
+        self.inference = inference
         self.alone, self.params, self.instances = alone, params, instances
         self.together, self.rtol = together, rtol
         self.gradient, self.has_gradient = None, gradients
@@ -255,14 +263,17 @@ class _Loop:
 
     def check(self, run: Callable, how: str) -> None:
         """Raises an `AssertionError` if a function of parameters gives something else."""
-        results = run(self.params)
-        if self.together is list:
-            for i, (got, expected) in enumerate(zip(results, self.results, strict=True)):
-                assert_close(got, expected, self.rtol, what=f"{how}, instance {i}")
-        else:
-            assert_close(results, self.results, self.rtol, what=how, by_instance=True)
+        if self.inference:
+            self._check_results(run(self.params), how)
         if self.has_gradient:
-            gradient = jax.grad(lambda p: weighted_sum(run(p)), allow_int=True)(self.params)
+
+            def weighted(params: PyTree) -> tuple[PyTree, PyTree]:
+                results = run(params)
+                return weighted_sum(results), results
+
+            differentiate = jax.grad(weighted, has_aux=True, allow_int=True)
+            gradient, results = differentiate(self.params)
+            self._check_results(results, f"{how} that is differentiated")
             try:
                 assert_close(gradient, self.gradient, self.rtol, what=f"gradient of {how}")
             except AssertionError as error:
@@ -270,6 +281,14 @@ class _Loop:
                     _blame(run, self.alone, self.params, self.instances, self.rtol, self.together)
                 )
                 raise
+
+    def _check_results(self, results: PyTree, how: str) -> None:
+        """Raises an `AssertionError` if results are not those of the loop."""
+        if self.together is list:
+            for i, (got, expected) in enumerate(zip(results, self.results, strict=True)):
+                assert_close(got, expected, self.rtol, what=f"{how}, instance {i}")
+        else:
+            assert_close(results, self.results, self.rtol, what=how, by_instance=True)
 
 
 def _blame(run, alone, params, instances, rtol, together) -> str:

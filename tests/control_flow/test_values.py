@@ -44,7 +44,7 @@ FAST = ("values_of_params",)
 
 @pytest.mark.parametrize("make", mostly_slow(values.VALUES, *FAST), ids=lambda f: f.__name__)
 def test_agrees_with_loop(make):
-    check(*make(7, seed=1), rtol=3e-5, plans=False)
+    check(*make(7, seed=1), rtol=3e-5, plans=False, inference=True)
 
 
 @pytest.mark.parametrize("num", mostly_slow([1, 2, 40], 2))
