@@ -58,6 +58,7 @@ class Kernel:
       parameters: the arguments of the program after the consts: operands, or lists of them.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       transposed: positions of consts that are the transpose of a shared matrix.
+      lane_work: floating-point operations of a lane.
       buckets: the widths it is compiled in.
       blocks: the widths in which the gradients of its weights are computed.
       result_bytes: of the results of one lane.
@@ -112,7 +113,8 @@ class Kernel:
         moving = filter(differentiable, self.operands)
         self.cotangent_bytes = sum(row_bytes(stored(t)) for t in moving)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
-        lane = sum(map(work, self.body)), operand_bytes + self.result_bytes
+        self.lane_work = sum(map(work, self.body))
+        lane = self.lane_work, operand_bytes + self.result_bytes
         self.buckets, self.blocks = target.buckets(*lane), target.weight_blocks(*lane)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)

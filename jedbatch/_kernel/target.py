@@ -28,6 +28,7 @@ from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
+LEAST_START = 8  # what starting a chunk costs at least, in lanes
 # Each block reads and writes a whole gradient, so that narrow ones gain nothing.
 NARROWEST_BLOCK = 8  # of rows so long that no other fits
 GPU_BLOCKS = Buckets((512, 2048), 512)
@@ -141,9 +142,20 @@ class Target:
         fitting = tuple(w for w in blocks.widths if w * row_bytes <= self.chunk_bytes)
         return Buckets(fitting or (NARROWEST_BLOCK,), blocks.overhead)
 
+    def start_work(self, work: int) -> float:
+        """What starting a chunk costs, as `chunk_work`; lanes that do much cost some lanes' work.
+
+        Args:
+          work: floating-point operations of a lane.
+
+        Returns:
+          Floating-point operations that take as long.
+        """
+        return max(self.chunk_work, LEAST_START * work)
+
     def _start(self, work: int) -> int:
         """What starting a chunk costs, in lanes of so many floating-point operations."""
-        start = 8
+        start = LEAST_START
         while start < self.longest_start and start * work < self.chunk_work:
             start *= 2
         return start

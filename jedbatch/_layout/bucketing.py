@@ -63,6 +63,26 @@ class Buckets:
         trips[:, -1] += full.astype(np.int32)
         return trips
 
+    def narrowed(self, trips: np.ndarray, num_widths: int) -> np.ndarray:
+        """int32[..., widths]: the same lanes in chunks of the first widths only.
+
+        Raises:
+          ValueError: a wider chunk is not a whole number of narrower ones.
+        """
+        trips = trips.copy()
+        for column in range(num_widths, len(self.widths)):
+            left = self.widths[column]
+            for narrower in reversed(range(num_widths)):
+                chunks, left = divmod(left, self.widths[narrower])
+                trips[..., narrower] += chunks * trips[..., column]
+            if left:
+                raise ValueError(
+                    f"{self.widths[column]} lanes are not a whole number of chunks of "
+                    f"{self.widths[:num_widths]}; widths must be multiples of the narrowest."
+                )
+            trips[..., column] = 0
+        return trips
+
     def lanes(self, trips: np.ndarray) -> np.ndarray:
         """Lanes in chunks of each width, padding included."""
         return trips[..., : len(self.widths)] @ np.array(self.widths)

@@ -14,7 +14,7 @@ from jedbatch._layout.access import (
     choose_reading,
 )
 from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
-from jedbatch._program.lower import Rows, body_runs, find_all_modes, operand_rows
+from jedbatch._program.lower import Rows, body_runs, find_all_modes, narrowed, operand_rows
 from jedbatch._program.lower_vjp import (
     Readers,
     ReverseSignature,
@@ -25,16 +25,22 @@ from jedbatch._program.lower_vjp import (
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
 
+MAX_CUT_COST = 1.25  # of a minibatch in the chunks that a program has, over that in the best ones
 SMALL_RESULT_BYTES = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
 def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
-    """Returns whether a program can run a minibatch without too much room going to waste."""
-    return (
-        placed.target == signature.target
-        and resembles(placed, signature, most)
-        and signature.capacity.holds(placed.need)
-    )
+    """Returns whether a program can run a minibatch without too much room going to waste.
+
+    Chunks that are wider than those of the program are cut if that costs little.
+    """
+    if placed.target != signature.target or not resembles(placed, signature, most):
+        return False
+    if not set(placed.kernels) <= set(signature.kernels):
+        return False
+    cut = narrowed(placed, signature)
+    is_slow = cut is not placed and cut.cost > MAX_CUT_COST * placed.cost
+    return not is_slow and signature.capacity.holds(cut.need)
 
 
 def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
@@ -81,6 +87,7 @@ def make_signature(
                 shared[kind] = max(shared.get(kind, 0), *kernel.buckets.widths[:num_widths])
         capacity = Capacity({**capacity.sizes, "shared_rows": shared})
     made = Signature.of(capacity, placed.target, readings, placed.reuse)
+    placed = narrowed(placed, made)
     rows = operand_rows(placed, Rows.of(placed, made).operand)
     modes = find_all_modes(placed, made, rows)
     for kernel, kernel_modes in zip(placed.kernels, modes, strict=True):
@@ -150,6 +157,7 @@ def make_ample_reverse(
     reverse, shares = model, None if model is None else model.sent is not None
     for placed in by_size(minibatches):
         readers = readers_of(placed, shares)
+        placed = narrowed(placed, forward)
         shares = readers.sent is not None
         ample = reverse_ample(placed, readers, forward)
         if reverse is None or not reverse_fits(ample, readers, reverse):
@@ -165,6 +173,7 @@ def by_size(minibatches: Sequence[Placement]) -> list[Placement]:
 
 def _num_instructions(placed: Placement, signature: Signature) -> int:
     """Returns how many instructions of a program a minibatch takes."""
+    placed = narrowed(placed, signature)
     rows = operand_rows(placed, Rows.of(placed, signature).operand)
     runs = body_runs(placed, signature, find_all_modes(placed, signature, rows))
     return len(signature.instructions.encode(runs))

@@ -62,6 +62,12 @@ class Rows:
         )
 
 
+def narrowed(placed: Placement, signature: Signature) -> Placement:
+    """Returns a minibatch in chunks of the widths that a program has."""
+    place = map(signature.kernels.index, placed.kernels)
+    return placed.narrowed(tuple([signature.widest[k] for k in place]))
+
+
 def space_begins(placed: Placement, signature: Signature) -> np.ndarray:
     """Returns int64[spaces], the row of a program at which each space of a layout begins."""
     layout = placed.layout
@@ -147,11 +153,13 @@ class Lowered:
 
     Attributes:
       signature: the program.
+      placed: the minibatch, in chunks of the widths that the program has.
       table: int32[Z], what it reads.
       runs: int64[_, 3], its runs of chunks in order.
     """
 
     signature: Signature
+    placed: Placement
     table: Int32[np.ndarray, " Z"]
     runs: Int64[np.ndarray, "_ 3"]
 
@@ -186,10 +194,11 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     """Returns a minibatch for a program that it fits; None if it has too many runs after all.
 
     Args:
-      placed: the minibatch, or the nodes of a round.
+      placed: the minibatch, or the nodes of a round; chunks that are too wide are cut.
       signature: the program.
       rows: of a round; None for a whole minibatch.
     """
+    placed = narrowed(placed, signature)
     rows = Rows.of(placed, signature) if rows is None else rows
     form, first_lane = signature.form, rows.first_lane
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
@@ -221,4 +230,4 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
             form.view(table, "results", k)[:, : read.shape[1]] = rows.results[i]
     for kind, returned in rows.outputs.items():
         form.view(table, "outputs", signature._arena_ids[kind])[: len(returned)] = returned
-    return Lowered(signature, table, runs)
+    return Lowered(signature, placed, table, runs)

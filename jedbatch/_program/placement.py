@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
     MIN_IMPROVED_SHARE,
 )
-from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks, num_widths
+from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
-WIDTH_DEVIATIONS = 3.5  # the same for widths, each of which takes time to compile
 GROWN_HEADROOM = 1.3  # of lanes that take few bytes, once programs had to grow
 SMALL_LANES = 1 << 21  # so few
-COUNT_DEVIATIONS = 3.0  # of a number of nodes from its square root, once programs had to grow
+SPARED_WIDTHS_COST = 1.02  # of a minibatch in chunks of the widths compiled for it, over the least
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
@@ -206,6 +205,81 @@ class Placement:
         return tuple(widest[list(self.type_ids)].tolist())
 
     @functools.cached_property
+    def _trips(self) -> np.ndarray:
+        """int64[K, W]: the chunks of each width of each kernel."""
+        trips = np.zeros((len(self.kernels), NUM_WIDTHS), np.int64)
+        np.add.at(trips, self._kind, self.layout.trips)
+        return trips
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """What all chunks cost, in floating-point operations, with those of starting them."""
+        costs = map(self._cost_of, self.kernels, self._trips)
+        return sum(costs)
+
+    def _cost_of(self, kernel: Kernel, trips: np.ndarray) -> float:
+        """Returns what chunks of each width of a kernel cost, see `cost`."""
+        lanes = kernel.buckets.lanes(trips)
+        return trips.sum() * self.target.start_work(kernel.lane_work) + lanes * kernel.lane_work
+
+    def narrowed(self, widest: tuple[int, ...]) -> Placement:
+        """Returns the same, chunks cut where they are wider than the first widths of each kernel.
+
+        Args:
+          widest: how many widths of each kernel there are.
+        """
+        if all(own <= n for own, n in zip(self.widest, widest, strict=True)):
+            return self
+        if widest not in self._narrowed:
+            trips = self.layout.trips.copy()
+            for k, (kernel, n) in enumerate(zip(self.kernels, widest, strict=True)):
+                if self.widest[k] > n:
+                    batches = self._kind == k
+                    own = trips[batches, : len(kernel.buckets.widths)]
+                    trips[batches, : own.shape[1]] = kernel.buckets.narrowed(own, n)
+            layout = replace(self.layout, trips=trips)
+            self._narrowed[widest] = replace(self, layout=layout)
+        return self._narrowed[widest]
+
+    @functools.cached_property
+    def _narrowed(self) -> dict[tuple[int, ...], Placement]:
+        return {}
+
+    @functools.cached_property
+    def _spared(self) -> tuple[int, ...]:
+        """The widths worth compiling for each kernel: those that save more than a little.
+
+        The widest ones are spared one by one, first that whose chunks cost least more if they are
+        cut into narrower ones.
+        """
+        widest, trips = list(self.widest), list(self._trips)
+        left = (SPARED_WIDTHS_COST - 1) * self.cost
+        waiting: list[tuple[float, int, np.ndarray]] = []
+
+        def consider(k: int) -> None:
+            buckets = self.kernels[k].buckets
+            if widest[k] > 1:
+                cut = trips[k].copy()
+                own = cut[: len(buckets.widths)]
+                own[:] = buckets.narrowed(own, widest[k] - 1)
+                more = self._cost_of(self.kernels[k], cut) - self._cost_of(
+                    self.kernels[k], trips[k]
+                )
+                waiting.append((more, k, cut))
+
+        for k in range(len(widest)):
+            consider(k)
+        while waiting:
+            best = min(range(len(waiting)), key=lambda i: waiting[i][:2])
+            more, k, cut = waiting.pop(best)
+            left -= more
+            if left < 0:
+                break
+            widest[k], trips[k] = widest[k] - 1, cut
+            consider(k)
+        return tuple(widest)
+
+    @functools.cached_property
     def deviation(self) -> float:
         """How far instances differ in size, as a part of their mean."""
         sizes = np.diff(self.graph.node_ptr) / max(1.0, len(self.graph.node_type))
@@ -213,19 +287,14 @@ class Placement:
         weight = FEW_INSTANCES + len(sizes)
         return math.sqrt((FEW_INSTANCES * USUAL_DEVIATION**2 + float(squares)) / weight)
 
-    def with_headroom(
-        self, need: int, deviations: float = HEADROOM_DEVIATIONS, row_bytes: int = 0
-    ) -> int:
+    def with_headroom(self, need: int, row_bytes: int = 0) -> int:
         """Returns the size that minibatches like this one will need, of rows of so many bytes.
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
-        return round_up(need * self.headroom(need, deviations), row_bytes)
-
-    def headroom(self, need: int, deviations: float) -> float:
-        """Returns how many times what this minibatch needs others like it will need."""
         instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
-        return max(CAPACITY_HEADROOM, 1 + deviations * self.deviation / math.sqrt(instances))
+        headroom = 1 + HEADROOM_DEVIATIONS * self.deviation / math.sqrt(instances)
+        return round_up(need * max(CAPACITY_HEADROOM, headroom), row_bytes)
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -248,30 +317,27 @@ class Placement:
 
     @functools.cached_property
     def ample(self) -> Capacity:
-        """The sizes that are needed, with headroom, also for somewhat larger batches."""
-        return self._ample(WIDTH_DEVIATIONS, 0)
+        """The sizes that are needed, with headroom."""
+        return self._ample(grown=False)
 
     @functools.cached_property
     def more_ample(self) -> Capacity:
-        """The same where batches have been seen to vary, those of rare types most of all."""
-        return self._ample(HEADROOM_DEVIATIONS, COUNT_DEVIATIONS)
+        """The same where programs had to grow: more of the types of which there are few."""
+        return self._ample(grown=True)
 
-    def _ample(self, deviations: float, of_count: float) -> Capacity:
-        """Returns sizes with headroom, for batches larger by some deviations."""
+    def _ample(self, *, grown: bool) -> Capacity:
+        """Returns sizes with headroom."""
         lanes, widest = {}, {}
-        sizes, batch_type = np.diff(self.schedule.node_ptr), self.schedule.batch_type
-        for kernel, t, need in zip(self.kernels, self.type_ids, self.lanes, strict=True):
-            most = int(sizes[batch_type == t].max())
-            chance = math.ceil(most + of_count * math.sqrt(most))
-            largest = max(math.ceil(most * self.headroom(most, deviations)), chance)
-            widest[kernel] = num_widths(kernel.buckets, largest)
+        all_widest = self.widest if grown else self._spared
+        for kernel, need, num_widths in zip(self.kernels, self.lanes, all_widest, strict=True):
+            widest[kernel] = num_widths
             widths = kernel.buckets.widths
             lane_bytes = kernel.result_bytes + kernel.cotangent_bytes  # training may come later
             cheap = min(CHEAP_LANE_BYTES // max(1, lane_bytes), 2 * widths[-1])
-            grown = of_count and need * lane_bytes <= SMALL_LANES
-            least = round_up(GROWN_HEADROOM * need) if grown else 0
+            is_small = need * lane_bytes <= SMALL_LANES
+            least = round_up(GROWN_HEADROOM * need) if grown and is_small else 0
             ample = self.with_headroom(need, row_bytes=lane_bytes)
-            lanes[kernel] = max(ample, widths[widest[kernel] - 1], cheap, least)
+            lanes[kernel] = max(ample, widths[num_widths - 1], cheap, least)
         needed = self.need.sizes
         larger = {
             name: {

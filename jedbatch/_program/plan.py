@@ -87,7 +87,6 @@ class Host:
       device_seconds: a run took, if it was measured.
     """
 
-    placed: Placement
     lowered: Lowered
     seconds: Mapping[str, float]
     num_known: int = 0
@@ -95,6 +94,10 @@ class Host:
     ragged_calls: RaggedSummary | None = None
     apart: str | None = None
     device_seconds: float | None = None
+
+    @property
+    def placed(self) -> Placement:
+        return self.lowered.placed
 
 
 @jax.tree_util.register_pytree_node_class

@@ -60,14 +60,12 @@ class Arranged(NamedTuple):
     Attributes:
       graph: what to compute.
       form: how values that arenas return become results.
-      placed: the graph, scheduled and laid out.
-      lowered: for a program.
+      lowered: the graph, scheduled and laid out, for a program.
       reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
     """
 
     graph: Graph
     form: OutputSpec
-    placed: Placement
     lowered: Lowered
     reverse: ReverseSignature | None
     reverse_table: np.ndarray | None
@@ -108,8 +106,8 @@ def arrange(
     if gradient:
         apart = _told_apart(placed, form) or None
         lowered, backward = programs.lower_both(placed, apart, brought)
-        return Arranged(graph, form, placed, lowered, *backward), clock
-    return Arranged(graph, form, placed, programs.lower(placed, brought), None, None), clock
+        return Arranged(graph, form, lowered, *backward), clock
+    return Arranged(graph, form, programs.lower(placed, brought), None, None), clock
 
 
 def make_plan(
@@ -195,7 +193,7 @@ def plan_again(
         return None
     key = _minibatch_key(records, policy, gradient, keeps)
     arranged = session.arranged.use(key)
-    if arranged is None or not session.programs.use_again(arranged.placed, arranged.lowered):
+    if arranged is None or not session.programs.use_again(arranged.lowered):
         return None
     session.note_types()
     clock = [time.perf_counter()] * len(STAGES)
@@ -225,7 +223,8 @@ def _with_inputs(
     tracers: Any = (),
 ) -> Plan:
     """Returns the plan of a minibatch in order; `clock` says when each stage was done."""
-    graph, form, placed, lowered, reverse, reverse_table = arranged
+    graph, form, lowered, reverse, reverse_table = arranged
+    placed = lowered.placed
     programs, signature = session.programs, lowered.signature
     inputs = assemble(signature, records, arrays)
     check_rows(session.registry, graph, placed, inputs)
@@ -244,7 +243,7 @@ def _with_inputs(
         reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
-        Host(placed, lowered, seconds, num_known, tracers, ragged_calls, shown),
+        Host(lowered, seconds, num_known, tracers, ragged_calls, shown),
     )
     if is_wanted():
         verify(plan)

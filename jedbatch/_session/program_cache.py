@@ -26,7 +26,7 @@ from jedbatch._program.fit import (
     make_signature,
     resembles,
 )
-from jedbatch._program.lower import Lowered, lower
+from jedbatch._program.lower import Lowered, lower, narrowed
 from jedbatch._program.lower_vjp import (
     Readers,
     ReverseSignature,
@@ -168,9 +168,9 @@ class ProgramCache:
         self._use(lowered.signature)
         return lowered
 
-    def use_again(self, placed: Placement, lowered: Lowered) -> bool:
+    def use_again(self, lowered: Lowered) -> bool:
         """Returns whether the program of a minibatch is still there, and notes that it is used."""
-        signature = lowered.signature
+        signature, placed = lowered.signature, lowered.placed
         if signature not in self._used or not self.can_read(signature, placed.kernels):
             return False
         self._types.note_used(placed.kernels)
@@ -230,7 +230,7 @@ class ProgramCache:
 
             def readers_of(placed: Placement, shares: bool | None, tells: bool = tells) -> Readers:
                 given = of_minibatch[id(placed)] if tells else None
-                return find_readers(placed, signature, given, None, shares)
+                return find_readers(narrowed(placed, signature), signature, given, None, shares)
 
             known = [r for r in self._reverses if r.forward == signature and r.tells == tells]
             last = known[-1] if known else None
@@ -266,12 +266,14 @@ class ProgramCache:
         for signature in itertools.chain([lowered.signature], others):
             own = signature is lowered.signature
             found = lowered if own else lower(placed, signature)
-            readers, fitting, _ = self._reverses_of(placed, signature, leaves)
+            if found is None:
+                continue
+            readers, fitting, _ = self._reverses_of(found.placed, signature, leaves)
             reverse = next(fitting, None)
-            if found is not None and reverse is not None:
+            if reverse is not None:
                 self._use(signature)
-                return found, (reverse, reverse_table(placed, readers, reverse))
-        return lowered, self.reverse(placed, lowered.signature, leaves)
+                return found, (reverse, reverse_table(found.placed, readers, reverse))
+        return lowered, self.reverse(lowered.placed, lowered.signature, leaves)
 
     def reverse(
         self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
