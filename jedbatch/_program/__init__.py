@@ -9,27 +9,29 @@ Read in this order:
    of a table.
 4. `runs`: Batches as what a program loops over.
 5. `signature`: `Signature`: what is compiled to run minibatches.
-6. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
+6. `widths`: Which widths of chunks a program is compiled in: those that save more than a
+   little.
+7. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
    that it needs.
-7. `lower`: Lowering: a scheduled graph as an integer table.
-8. `alive`: The values of a minibatch that have a cotangent.
-9. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
-10. `lower_vjp`: Lowering the reverse: who reads what, as tables.
-11. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
-12. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
-13. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
-14. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
-15. `returned`: The values that a program returns, in pieces that are differentiated or not.
-16. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
+8. `lower`: Lowering: a scheduled graph as an integer table.
+9. `alive`: The values of a minibatch that have a cotangent.
+10. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
+11. `lower_vjp`: Lowering the reverse: who reads what, as tables.
+12. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
+13. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
+14. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
+15. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
+16. `returned`: The values that a program returns, in pieces that are differentiated or not.
+17. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-17. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
+18. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
    device.
-18. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-19. `execute`: Running a program: one XLA program for every topology.
-20. `executors`: Executors of programs.
-21. `differentiable`: Batched programs as differentiable functions.
-22. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
-23. `verify`: Verifying plans: tables are run on symbols in place of values.
-24. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+19. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+20. `execute`: Running a program: one XLA program for every topology.
+21. `executors`: Executors of programs.
+22. `differentiable`: Batched programs as differentiable functions.
+23. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
+24. `verify`: Verifying plans: tables are run on symbols in place of values.
+25. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

@@ -24,8 +24,8 @@ from jedbatch._program.lower_vjp import (
 )
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
+from jedbatch._program.widths import is_cut_cheaply
 
-MAX_CUT_COST = 1.25  # of a minibatch in the chunks that a program has, over that in the best ones
 SMALL_RESULT_BYTES = 1 << 20  # bytes of results; a program of this size will do for any minibatch
 
 
@@ -39,8 +39,9 @@ def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) ->
     if not set(placed.kernels) <= set(signature.kernels):
         return False
     cut = narrowed(placed, signature)
-    is_slow = cut is not placed and cut.cost > MAX_CUT_COST * placed.cost
-    return not is_slow and signature.capacity.holds(cut.need)
+    if cut is not placed and not is_cut_cheaply(placed.target, placed.cost, cut.cost):
+        return False
+    return signature.capacity.holds(cut.need)
 
 
 def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:

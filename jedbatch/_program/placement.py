@@ -22,6 +22,7 @@ from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
+from jedbatch._program.widths import LATER_DEVIATIONS, choose_widths, cost
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.types import Dtype
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
 GROWN_HEADROOM = 1.3  # of lanes that take few bytes, once programs had to grow
 SMALL_LANES = 1 << 21  # so few
-SPARED_WIDTHS_COST = 1.02  # of a minibatch in chunks of the widths compiled for it, over the least
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
@@ -205,7 +205,7 @@ class Placement:
         return tuple(widest[list(self.type_ids)].tolist())
 
     @functools.cached_property
-    def _trips(self) -> np.ndarray:
+    def trips(self) -> np.ndarray:
         """int64[K, W]: the chunks of each width of each kernel."""
         trips = np.zeros((len(self.kernels), NUM_WIDTHS), np.int64)
         np.add.at(trips, self._kind, self.layout.trips)
@@ -213,14 +213,17 @@ class Placement:
 
     @functools.cached_property
     def cost(self) -> float:
-        """What all chunks cost, in floating-point operations, with those of starting them."""
-        costs = map(self._cost_of, self.kernels, self._trips)
-        return sum(costs)
+        """What its chunks cost, in floating-point operations (see `_program.widths`)."""
+        return cost(self.target, self.kernels, self.trips)
 
-    def _cost_of(self, kernel: Kernel, trips: np.ndarray) -> float:
-        """Returns what chunks of each width of a kernel cost, see `cost`."""
-        lanes = kernel.buckets.lanes(trips)
-        return trips.sum() * self.target.start_work(kernel.lane_work) + lanes * kernel.lane_work
+    def _larger_trips(self) -> np.ndarray:
+        """int64[K, W]: the chunks of each width of each kernel, were all batches larger."""
+        sizes = np.ceil(np.diff(self.schedule.node_ptr) * self.headroom(LATER_DEVIATIONS))
+        trips = np.zeros((len(self.kernels), NUM_WIDTHS), np.int64)
+        for k, kernel in enumerate(self.kernels):
+            covers = kernel.buckets.cover(sizes[self._kind == k].astype(np.int64))
+            trips[k, : len(kernel.buckets.widths)] = covers.sum(axis=0)
+        return trips
 
     def narrowed(self, widest: tuple[int, ...]) -> Placement:
         """Returns the same, chunks cut where they are wider than the first widths of each kernel.
@@ -246,40 +249,6 @@ class Placement:
         return {}
 
     @functools.cached_property
-    def _spared(self) -> tuple[int, ...]:
-        """The widths worth compiling for each kernel: those that save more than a little.
-
-        The widest ones are spared one by one, first that whose chunks cost least more if they are
-        cut into narrower ones.
-        """
-        widest, trips = list(self.widest), list(self._trips)
-        left = (SPARED_WIDTHS_COST - 1) * self.cost
-        waiting: list[tuple[float, int, np.ndarray]] = []
-
-        def consider(k: int) -> None:
-            buckets = self.kernels[k].buckets
-            if widest[k] > 1:
-                cut = trips[k].copy()
-                own = cut[: len(buckets.widths)]
-                own[:] = buckets.narrowed(own, widest[k] - 1)
-                more = self._cost_of(self.kernels[k], cut) - self._cost_of(
-                    self.kernels[k], trips[k]
-                )
-                waiting.append((more, k, cut))
-
-        for k in range(len(widest)):
-            consider(k)
-        while waiting:
-            best = min(range(len(waiting)), key=lambda i: waiting[i][:2])
-            more, k, cut = waiting.pop(best)
-            left -= more
-            if left < 0:
-                break
-            widest[k], trips[k] = widest[k] - 1, cut
-            consider(k)
-        return tuple(widest)
-
-    @functools.cached_property
     def deviation(self) -> float:
         """How far instances differ in size, as a part of their mean."""
         sizes = np.diff(self.graph.node_ptr) / max(1.0, len(self.graph.node_type))
@@ -292,9 +261,13 @@ class Placement:
 
         What a minibatch needs is a sum over its instances, and varies the less the more they are.
         """
-        instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
-        headroom = 1 + HEADROOM_DEVIATIONS * self.deviation / math.sqrt(instances)
+        headroom = self.headroom(HEADROOM_DEVIATIONS, need)
         return round_up(need * max(CAPACITY_HEADROOM, headroom), row_bytes)
+
+    def headroom(self, deviations: float, need: int = 0) -> float:
+        """Returns how many times as much others need as this one, by some deviations."""
+        instances = max(self.graph.num_instances, need / LARGE_CAPACITY)
+        return 1 + deviations * self.deviation / math.sqrt(instances)
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -328,7 +301,8 @@ class Placement:
     def _ample(self, *, grown: bool) -> Capacity:
         """Returns sizes with headroom."""
         lanes, widest = {}, {}
-        all_widest = self.widest if grown else self._spared
+        larger_trips = self._larger_trips()
+        all_widest = choose_widths(self.target, self.kernels, self.trips, larger_trips, grown)
         for kernel, need, num_widths in zip(self.kernels, self.lanes, all_widest, strict=True):
             widest[kernel] = num_widths
             widths = kernel.buckets.widths

@@ -1,0 +1,100 @@
+"""Which widths of chunks a program is compiled in: those that save more than a little.
+
+Each width of each kernel takes time to compile. A program without some of the widest runs their
+chunks as several narrower ones (`Placement.narrowed`), each of which has to be started.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.target import Target
+from jedbatch._layout.bucketing import NUM_WIDTHS
+
+# Costs of a minibatch in chunks of the widths that are compiled, over those in the best ones: of
+# the one that a program is made for; of one whose batches are larger; of one that a program runs
+# which was made for another.
+SPARED_COST, SPARED_COST_LATER, MAX_CUT_COST = 1.02, 1.2, 1.25
+MAX_CUT_STARTS = 16  # of chunks that a program may run more, whatever they cost; compiling is more
+LATER_DEVIATIONS = 2.5  # between a batch and larger ones
+
+
+def cost(target: Target, kernels: Sequence[Kernel], trips: Iterable[np.ndarray]) -> float:
+    """Returns what chunks cost, in floating-point operations, with those of starting them.
+
+    Args:
+      target: what they run on.
+      kernels: of the chunks.
+      trips: for each kernel int[widths], the chunks of each width.
+    """
+    total = 0.0
+    for kernel, of_kernel in zip(kernels, trips, strict=True):
+        lanes = kernel.buckets.lanes(of_kernel)
+        total += of_kernel.sum() * target.start_work(kernel.lane_work) + lanes * kernel.lane_work
+    return total
+
+
+def choose_widths(
+    target: Target,
+    kernels: Sequence[Kernel],
+    trips: np.ndarray,
+    larger_trips: np.ndarray,
+    grown: bool,
+) -> tuple[int, ...]:
+    """Returns how many widths of each kernel to compile.
+
+    Args:
+      target: what they are compiled for.
+      kernels: of the chunks.
+      trips: int[K, W], the chunks of each width of each kernel in a minibatch.
+      larger_trips: the same, were its batches larger by `LATER_DEVIATIONS`.
+      grown: whether there were programs before, which others like it did not fit.
+    """
+    now = _spare(target, kernels, trips, 1 if grown else SPARED_COST)
+    later = _spare(target, kernels, larger_trips, SPARED_COST_LATER)
+    return tuple(map(max, now, later))
+
+
+def _spare(target: Target, kernels: Sequence[Kernel], trips: np.ndarray, most: float) -> list[int]:
+    """Returns how many widths of each kernel are left if the widest ones are spared one by one.
+
+    First that whose chunks cost least more in narrower ones, until all cost `most` times as much.
+    """
+    trips = trips.copy()
+    widest = ((trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1).tolist()
+    left = (most - 1) * cost(target, kernels, trips)
+    candidates: dict[int, tuple[float, np.ndarray]] = {}
+
+    def consider(k: int) -> None:
+        candidates.pop(k, None)
+        if widest[k] > 1:
+            buckets, cut = kernels[k].buckets, trips[k].copy()
+            own = cut[: len(buckets.widths)]
+            own[:] = buckets.narrowed(own, widest[k] - 1)
+            costs = [cost(target, [kernels[k]], [x]) for x in (trips[k], cut)]
+            candidates[k] = costs[1] - costs[0], cut
+
+    for k in range(len(kernels)):
+        consider(k)
+    while candidates:
+        k = min(candidates, key=lambda k: (candidates[k][0], k))
+        more, cut = candidates[k]
+        left -= more
+        if left < 0:
+            break
+        trips[k] = cut
+        widest[k] -= 1
+        consider(k)
+    return [max(1, n) for n in widest]
+
+
+def is_cut_cheaply(target: Target, best: float, cut: float) -> bool:
+    """Returns whether a minibatch costs so little more in narrower chunks that it may run in them.
+
+    Args:
+      target: what it runs on.
+      best: what it costs in the best chunks, see `cost`.
+      cut: what it costs in those that a program has.
+    """
+    return cut <= MAX_CUT_COST * best or cut - best <= MAX_CUT_STARTS * target.chunk_work
