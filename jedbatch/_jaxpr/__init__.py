@@ -21,4 +21,6 @@ Read in this order:
    more.
 12. `rolling`: Programs of a list of values as programs of lists of any length.
 13. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+14. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+   zeros first.
 """

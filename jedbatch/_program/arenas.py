@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._jaxpr.uninitialized import uninitialized
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import BROADCAST, SLICE, STRIDE
 from jedbatch._program.tables import TableLayout
@@ -107,7 +108,13 @@ def isolated(target: Target, lane: Array, read: Any, write: Callable, state: PyT
     return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
 
 
-def empty(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
+def zeros(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
     """An arena of zeros."""
     shape, dtype = kind
     return jnp.zeros((rows, *shape), dtype)
+
+
+def empty(rows: int, kind: tuple[tuple[int, ...], Dtype], *name: Any) -> Array:
+    """An arena, any of whose rows is read only after it is written; `name` is its own."""
+    shape, dtype = kind
+    return uninitialized((rows, *shape), dtype, " ".join(map(str, name)))

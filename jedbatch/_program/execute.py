@@ -21,13 +21,14 @@ Source: ED-Batch for batches over contiguous arenas; the forms of the loop were 
 """
 
 import functools
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.storage import Kind
+from jedbatch._jaxpr.storage import Kind, row_bytes
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
@@ -43,12 +44,15 @@ from jedbatch._program.arenas import (
     row,
     slice_rows,
     take,
+    zeros,
 )
 from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lanes import Lanes, put_all, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, PyTree
+
+LARGE_ARENAS = 1 << 25  # bytes, from which on malloc of Linux has the kernel map memory anew
 
 
 class Forward:
@@ -69,16 +73,42 @@ class Forward:
         if used is not None:
             arenas = [put(x, input_rows, 0) for x, input_rows in zip(used, inputs, strict=True)]
         else:
-            for rows, kind, input_rows in zip(
-                signature.rows, signature.arenas, inputs, strict=True
-            ):
-                fresh = empty(rows - len(input_rows), kind)
-                arenas.append(jnp.concatenate([input_rows, fresh]) if len(input_rows) else fresh)
-        saved = []
+            arenas = self._arenas()
+            for a, input_rows in enumerate(inputs):
+                if len(input_rows):
+                    arenas[a] = put(arenas[a], input_rows, 0)
+        saved: list[tuple[Array, ...]] = []
+        if self.saving:
+            for k, kernel in enumerate(signature.kernels):
+                saved.append(self.lanes_of(k, "saved", kernel.reverse.saved))
+        return tuple(arenas), tuple(saved)
+
+    def _arenas(self) -> list[Array]:
+        kinds = zip(self.signature.rows, self.signature.arenas, strict=True)
+        return [self.empty(rows, kind, "values", a) for a, (rows, kind) in enumerate(kinds)]
+
+    def lanes_of(self, k: int, name: str, kinds: Sequence[Kind]) -> tuple[Array, ...]:
+        """Arrays with a row for each lane of kernel k."""
+        lanes = self.signature.lanes[k]
+        return tuple(self.empty(lanes, kind, name, k, i) for i, kind in enumerate(kinds))
+
+    def empty(self, rows: int, kind: Kind, *name: Any) -> Array:
+        """An arena, any of whose rows is read only after it is written.
+
+        Large ones are filled with zeros: XLA maps the pages of their memory in several threads so,
+        where chunk after chunk would map them in one.
+        """
+        return zeros(rows, kind) if self._is_large else empty(rows, kind, *name)
+
+    @functools.cached_property
+    def _is_large(self) -> bool:
+        signature = self.signature
+        size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
         if self.saving:
             for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
-                saved.append(tuple(empty(lanes, kind) for kind in kernel.reverse.saved))
-        return tuple(arenas), tuple(saved)
+                of_lane = sum(map(row_bytes, kernel.reverse.saved)) + kernel.cotangent_bytes
+                size += lanes * of_lane
+        return size > LARGE_ARENAS
 
     def resume(self, inputs: Sequence[Any], state: PyTree) -> PyTree:
         """A state with input rows written again, where there are any."""
@@ -88,7 +118,7 @@ class Forward:
     def moved(self, before: Signature, state: PyTree) -> PyTree:
         """The state of a smaller program with the same kernels, as one of this program."""
         signature = self.signature
-        arenas = [empty(*kind) for kind in zip(signature.rows, signature.arenas, strict=True)]
+        arenas = self._arenas()
         for a, (kind, rows) in enumerate(zip(before.arenas, before.inputs, strict=True)):
             new = signature._arena_ids[kind]
             arenas[new] = put(arenas[new], slice_rows(state[0][a], 0, rows), 0)
@@ -216,15 +246,14 @@ class Backward:
         cotangents = []
         for a, (kind, output_rows) in enumerate(zip(forward.arenas, outputs, strict=True)):
             if signature.has_cotangents(a):
-                fresh = empty(signature.zero[a] + 1 - len(output_rows), kind)
-                cotangents.append(
-                    jnp.concatenate([output_rows, fresh]) if len(output_rows) else fresh
-                )
+                rows = self.forward.empty(signature.zero[a] + 1, kind, "cotangents", a)
+                rows = put(rows, jnp.zeros((1, *rows.shape[1:]), rows.dtype), signature.zero[a])
+                cotangents.append(put(rows, output_rows, 0) if len(output_rows) else rows)
             else:
                 cotangents.append(None)
         rooms = [
-            (*rows, *(empty(lanes, kind) for kind in rooms_for_more(kernel)))
-            for kernel, lanes, rows in zip(forward.kernels, forward.lanes, saved, strict=True)
+            (*rows, *self.forward.lanes_of(k, "room", rooms_for_more(kernel)))
+            for k, (kernel, rows) in enumerate(zip(forward.kernels, saved, strict=True))
         ]
         return tuple(cotangents), tuple(rooms), self._marks(exist) if signature.marks else ()
 

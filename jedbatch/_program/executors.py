@@ -31,7 +31,7 @@ from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._jaxpr.zeros import guarded, sources_of, where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.arenas import empty, take
+from jedbatch._program.arenas import take, zeros
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
@@ -114,7 +114,7 @@ class Fused:
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all
-            arenas = tuple(map(empty, self.signature.rows, self.signature.arenas))
+            arenas = tuple(map(zeros, self.signature.rows, self.signature.arenas))
             arenas = jax.device_put(arenas, devices[0]) if devices else arenas
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
@@ -308,7 +308,7 @@ class Dispatch:
 
 def no_inputs(signature: Signature) -> list[Array]:
     """No input rows for any arena."""
-    return [empty(0, kind) for kind in signature.arenas]
+    return [zeros(0, kind) for kind in signature.arenas]
 
 
 def pick(state: PyTree, rows: Sequence[Array]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._graph.graph import Graph
+from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -101,7 +102,7 @@ class ProgramCache:
         self._types = TypesInUse()
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
-        self._executors: dict[tuple[Signature, str], Fused | Dispatch] = {}
+        self._executors: dict[tuple[Signature, str, bool], Fused | Dispatch] = {}
         self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
         self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
@@ -350,7 +351,7 @@ class ProgramCache:
         """Returns the executor of a program on values; on traced ones always the fused one."""
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
-        key = signature, name
+        key = signature, name, finds_faults()  # programs return rows that nobody reads
         executor = self._executors.get(key)
         if executor is None:
             prepare, _ = self.program(signature)
