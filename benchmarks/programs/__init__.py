@@ -12,7 +12,8 @@ felsenstein        the likelihood of sequences at the leaves of a tree, 512 site
 cky                the inside algorithm for sentences of up to 40 words, its chart a dict.
 expressions        arithmetic expressions of 8 operators, with cells and without.
 runge_kutta        adaptive Dormand–Prince in `lax.while_loop`, in a cell and outside of one.
-attention          attention over the words of sentences and over the sentences of documents.
+attention          attention over the words of sentences and over the sentences of documents, the
+                   latter in a cell or not.
 modules            neural module networks: a program of modules for each question.
 circuits           sum–product networks of random structure.
 """
@@ -60,6 +61,7 @@ MODULES = {
     "runge_kutta": "runge_kutta",
     "runge_kutta_cell": "runge_kutta",
     "attention": "attention",
+    "attention_cell": "attention",
     "modules": "modules",
     "circuits": "circuits",
 }

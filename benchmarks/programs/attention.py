@@ -1,27 +1,41 @@
 """Hierarchical attention (Yang et al., 2016): documents of sentences of words, in one function.
 
 A document is a list of arrays of words, int[length], of any lengths. Attention over the words of a
-sentence makes a vector of it, attention over the sentences one of the document.
+sentence makes a vector of it, attention over the sentences one of the document; in plain
+operations, or the latter in a cell.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jedbatch
 from benchmarks.programs import Program, normal
 
 WORDS = 500
 SCORES = 5
 
 
-def model(params, document):
-    def attend(name, rows):
-        hidden = jnp.tanh(rows @ params[f"{name}_w"])
-        weights = jax.nn.softmax(hidden @ params[f"{name}_query"])
-        return weights @ hidden
+def attend(params, name, rows):
+    hidden = jnp.tanh(rows @ params[f"{name}_w"])
+    weights = jax.nn.softmax(hidden @ params[f"{name}_query"])
+    return weights @ hidden
 
-    sentences = [attend("words", params["embedding"][words]) for words in document]
-    return attend("sentences", jnp.stack(sentences)) @ params["score"]
+
+def over_sentences(params, *sentences):
+    return attend(params, "sentences", jnp.stack(sentences))
+
+
+def model(params, document, over_sentences=over_sentences):
+    sentences = [attend(params, "words", params["embedding"][words]) for words in document]
+    return over_sentences(params, *sentences) @ params["score"]
+
+
+over_sentences_cell = jedbatch.cell(over_sentences)
+
+
+def model_with_cell(params, document):
+    return model(params, document, over_sentences_cell)
 
 
 def instances(rng, count, tiny):
@@ -72,4 +86,7 @@ def by_hand(params, documents):
     return attend("sentences", sentences, exists.any(-1)) @ params["score"]
 
 
-PROGRAMS = {"attention": Program(instances, parameters, model, prepare, by_hand)}
+PROGRAMS = {
+    "attention": Program(instances, parameters, model, prepare, by_hand),
+    "attention_cell": Program(instances, parameters, model_with_cell, prepare, by_hand),
+}

@@ -17,6 +17,7 @@ MIN_INSTANCES = 8  # from which on a minibatch can be told to batch badly
 ENOUGH_INSTANCES = 16  # a type need not have more nodes than a quarter of so many instances,
 VERY_MANY_TYPES = 100  # or, where there are more types than this, which take minutes to compile,
 MORE_INSTANCES = 64  # a quarter of so many
+LIST_SHARE = 1 / 16  # of all types, for a list to be named that others follow from
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Degeneracy:
     Attributes:
       num_types: node types of the minibatch.
       median: nodes of a type, at the median.
-      name: of an operation with about as many types as any; one whose types differ in how many
-        operands they have if there is such a one, since the shapes of others follow from that.
+      name: of the operation with most types of those whose types differ in how many operands they
+        have, if there is one with a good part of all types, since the shapes of others follow from
+        that; else of that with most types.
       types: its types, by their ids.
     """
 
@@ -50,13 +52,10 @@ class Degeneracy:
         by_name: dict[str, dict[int, NodeType]] = {}
         for t in used.tolist():
             by_name.setdefault(graph.types[t].name, {})[t] = graph.types[t]
-        most = max(map(len, by_name.values()))
-        found = [
-            Degeneracy(len(used), median, name, types)
-            for name, types in by_name.items()
-            if len(types) > most // 2
-        ]
-        return max(found, key=lambda x: (x._has_many_arities, len(x.types)))
+        found = [Degeneracy(len(used), median, name, types) for name, types in by_name.items()]
+        many = LIST_SHARE * len(used)
+        lists = [x for x in found if x._has_many_arities and len(x.types) >= many]
+        return max(lists or found, key=lambda x: len(x.types))
 
     def __str__(self) -> str:
         nodes = "node" if self.median == 1 else "nodes"
@@ -74,8 +73,9 @@ class Degeneracy:
         if self._has_many_arities:
             return (
                 f"how many operands they have ({min(arities)} to {max(arities)})",
-                "Fold a list by a cell of two operands, pad it to a few lengths, or make it an "
-                "array of the instance, whose length may differ",
+                "Put what is done with a list into a cell that is given its elements, "
+                "`jedbatch.cell(lambda params, *elements: ...)`, of which all lengths share types; "
+                "or fold the list by a cell of two operands, or pad it to a few lengths",
             )
         if len(kinds) > len(self.types) // 2:
             shown = ", ".join(sorted({str(t) for t in self.types.values()})[:3])

@@ -29,6 +29,7 @@ TYPES = {
     "runge_kutta": 3,
     "runge_kutta_cell": 3,
     "modules": 6,
+    "attention_cell": 4,
     "circuits": 18,
 }
 WITHOUT_CELLS = ["expressions_plain", "attention"]  # types for each number of operands

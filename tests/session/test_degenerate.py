@@ -32,12 +32,26 @@ def inverses(w, x):
 
 
 SQUARES = [np.ones((n, 3), np.float32) for n in COUNTS]
+
+
+def attends(w, n):  # the list makes one type for each length, what is done with it more
+    rows = jnp.stack([w * jnp.arange(3.0) * i for i in range(n)])
+    hidden = jnp.tanh(rows @ jnp.outer(jnp.arange(3.0), w * jnp.arange(3.0)))
+    return (jnp.exp(hidden @ jnp.ones(3)) @ hidden).sum()
+
+
 CASES = {
     "arity": (
         stacks,
         COUNTS,
         ManyTypesWarning,
         r"`stack` .*how many operands \w+ \w+ \(2 to 65\)",
+    ),
+    "lists": (
+        attends,
+        COUNTS,
+        ManyTypesWarning,
+        r"`stack` .*how many operands .*a cell that is given its elements",
     ),
     "constants": (powers, COUNTS, ManyTypesWarning, "what they close over"),
     "shapes": (inverses, SQUARES, GroupedByShapesWarning, "shapes of what they read .*`lu` of"),
