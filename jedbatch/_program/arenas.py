@@ -96,16 +96,17 @@ def isolated(target: Target, lane: Array, read: Any, write: Callable, state: PyT
     """`write(lane, read, state)`, apart from what has been read.
 
     Otherwise XLA fuses reading rows with writing them and copies the arena to be able to. XLA:CPU
-    does so unless writing is a loop of its own, of one trip; XLA:GPU minds a barrier.
+    does so unless writing is a loop of its own, of one trip, which it must not see; XLA:GPU minds a
+    barrier.
     """
     if target.control == "switch":
         return write(lane, lax.optimization_barrier(read), state)
 
     def once(carry):
-        at, state = carry
-        return at + 1, write(at, read, state)
+        _, at, state = carry
+        return False, at, write(at, read, state)
 
-    return lax.while_loop(lambda carry: carry[0] == lane, once, (lane, state))[1]
+    return lax.while_loop(lambda carry: carry[0], once, (lane >= 0, lane, state))[2]
 
 
 def zeros(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
