@@ -45,4 +45,6 @@ Read in this order:
    and after each.
 30. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
+31. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+   node.
 """

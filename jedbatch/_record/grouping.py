@@ -1,6 +1,7 @@
 """`Grouping`: merges nodes or takes them apart, as a recorder sees it.
 
-`_record.granularity` has groupings: of primitives, and of blocks that always run together.
+`_record.granularity` has groupings: of primitives, and of blocks that always run together; and
+what merges the operations on lists where there is no grouping.
 """
 
 from collections.abc import Callable, Hashable
@@ -14,6 +15,16 @@ class Columns(Protocol):
 
     def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
         """Returns (what `Recorder.written` has, outputs, ends)."""
+        ...
+
+
+class Merges(Protocol):
+    """Merges some of the recorded nodes (see `_record.granularity.lists`)."""
+
+    def merge(
+        self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]
+    ) -> Columns | None:
+        """Returns the recorded nodes as other nodes; None if there is nothing to merge."""
         ...
 
 

@@ -22,7 +22,7 @@ from jedbatch._record.arity import LENGTH
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
 from jedbatch._record.failures import place_of
-from jedbatch._record.grouping import Grouping
+from jedbatch._record.grouping import Grouping, Merges
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
@@ -46,6 +46,7 @@ def trace(
     grouping: Grouping | None = None,
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
+    lists: Merges | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -59,6 +60,7 @@ def trace(
       read: called with a symbol whose value is needed; by default that is an error.
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
+      lists: merges what is done with lists, if there is no grouping.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -78,6 +80,9 @@ def trace(
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
         if grouping is None:
             columns = recorder.written
+            merged = None if lists is None else lists.merge(recorder, outputs, ends)
+            if merged is not None:
+                columns, outputs, ends = merged.written()
             break
         nodes = grouping.group(recorder, outputs, ends)
         if nodes is not None:

@@ -9,6 +9,7 @@ from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._record.environment import NOWHERE, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.granularity.lists import StackedLists
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging, Unmarked
 from jedbatch._session.options import Options
@@ -25,6 +26,7 @@ class RecordCache:
     Attributes:
       registry: types met so far.
       grouping: merges nodes or takes them apart; None if nodes are what was recorded.
+      lists: merges what is done with lists outside of cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.
       unmarked: watches what is recorded of a function whose nodes are merged unasked.
       by_key: records, by the key of the instance.
@@ -37,6 +39,7 @@ class RecordCache:
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Unmarked | None = None
+        self.lists = StackedLists(registry) if options.granularity is None else None
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
         self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
@@ -103,7 +106,8 @@ class RecordCache:
     @property
     def revision(self) -> int:
         """How often types that had been met became others."""
-        return self.registry.arities.revision + self.registry.shared_operands.revision
+        lists = self.lists.revision if self.lists else 0
+        return lists + self.registry.arities.revision + self.registry.shared_operands.revision
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""

@@ -114,7 +114,8 @@ class Recording:
 
         Raises `GuardFailed` if they must be looked at again.
         """
-        record = functools.partial(trace, self.fn, cache.registry, instances, arrays, self.join)
+        arguments = self.fn, cache.registry, instances, arrays, self.join
+        record = functools.partial(trace, *arguments, lists=cache.lists)
         if not any(given):
             return self._record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)

@@ -29,10 +29,11 @@ TYPES = {
     "runge_kutta": 3,
     "runge_kutta_cell": 3,
     "modules": 6,
+    "attention": 4,
     "attention_cell": 4,
     "circuits": 18,
 }
-WITHOUT_CELLS = ["expressions_plain", "attention"]  # types for each number of operands
+WITHOUT_CELLS = ["expressions_plain"]
 COMPARED, COUNT, WARM, UNSEEN = 4, 24, 3, 5
 
 

@@ -401,7 +401,7 @@ class Blocks:
         types = [registry.node_types[t] for t in pattern.types]
         shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
         key = ("block", *pattern, leaving)
-        call = _program(registry, pattern, shared, leaving)
+        call = pattern_call(registry, pattern, shared, leaving)
         call_spec = registry.call_spec(
             block.name, key, call, shared, block.operands, user_code=False
         )
@@ -409,7 +409,7 @@ class Blocks:
         return call_spec
 
 
-def _program(
+def pattern_call(
     registry: Registry, pattern: Pattern, shared: tuple[int, ...], leaving: int
 ) -> Callable:
     """A function of (shared values, operands) that does what a block does."""

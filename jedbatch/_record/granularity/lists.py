@@ -1,0 +1,402 @@
+"""Lists outside of cells: what is done with a stack of values becomes one node.
+
+Operations on `jnp.stack(values)`, for a Python list of values of the instance, have a type for each
+length of the list: ten operations of attention over up to twelve sentences are 120 types. Once
+there is more than one length, the operations from the stack on, as long as their results have
+an axis as long as the list, become one node that reads the elements: a cell that nobody wrote, and
+cells that take lists of any length share types (see `_record.arity`).
+
+An extent that is as long as the list by accident, such as that of the elements, would lead too far.
+So what has been found with lists of two lengths is a *template*, and lists of all other lengths are
+taken to be used like this where the operations are the same.
+
+A stack of which an axis as long as the list is among the results stays as it is.
+"""
+
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jedbatch._graph.types import NodeType
+from jedbatch._graph.union_find import UnionFind
+from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
+from jedbatch._record.granularity.node_arrays import NodeArrays
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.registry import CallSpec, Registry
+
+STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
+
+
+class Template(NamedTuple):
+    """What is done with lists, whatever their length.
+
+    Attributes:
+      steps: for each operation its name, and what it reads: a value made by those before, or -1. Of
+        stacks what they read is left out.
+      leaving: the values made that are read elsewhere, as bits.
+    """
+
+    steps: tuple[tuple[str, tuple[int, ...]], ...]
+    leaving: int
+
+
+class StackedLists:
+    """Merges what is done with stacks of many lengths. Belongs to one registry.
+
+    Attributes:
+      revision: how often stacks that had been met have turned out to be of many lengths.
+    """
+
+    def __init__(self, registry: Registry):
+        self.revision = 0
+        self.registry = registry
+        self._num_seen = 0
+        self._length: dict[int, int] = {}  # by the type of a stack
+        self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
+        self._lengths: dict[Hashable, set[int]] = {}
+        self._call_specs: dict[Hashable, CallSpec] = {}
+        self._templates: dict[Template, set[int]] = {}  # with the lengths they were found with
+
+    def merge(
+        self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
+    ) -> Merged | None:
+        """Returns recorded nodes with those of lists as one node each; None if nothing changes."""
+        self._look()
+        many = [t for t, family in self._family.items() if self._is_many(family)]
+        if not many:
+            return None
+        nodes = NodeArrays.of_recorder(self.registry, recorder, outputs, ends)
+        stacks = np.flatnonzero(np.isin(nodes.node_type, many))
+        return _Merging(self, nodes, stacks).merged() if len(stacks) else None
+
+    def _is_many(self, family: Hashable) -> bool:
+        return len(self._lengths[family]) > 1
+
+    def _look(self) -> None:
+        """Finds the stacks among new types."""
+        types = self.registry.node_types
+        for t in range(self._num_seen, len(types)):
+            if (axis := _stacked_axis(types[t])) is not None:
+                family = types[t].name, types[t].operands[0], axis
+                was_many = family in self._lengths and self._is_many(family)
+                self._lengths.setdefault(family, set()).add(len(types[t].operands))
+                self.revision += self._is_many(family) and not was_many
+                self._family[t], self._length[t] = family, len(types[t].operands)
+        self._num_seen = len(types)
+
+    def note(self, template: Template, length: int) -> None:
+        """Notes that operations were found to be done with a list of some length."""
+        self._templates.setdefault(template, set()).add(length)
+
+    @property
+    def templates(self) -> list[Template]:
+        """The templates that are known, the longest first."""
+        known = [t for t, lengths in self._templates.items() if len(lengths) > 1]
+        return sorted(known, key=lambda t: -len(t.steps))
+
+    def length(self, node_type: int) -> int:
+        """The number of elements of a stack."""
+        return self._length[node_type]
+
+    def call_spec(
+        self, pattern: Pattern, kinds: tuple[int, ...], leaving: int, lists: int, length: int
+    ) -> CallSpec:
+        """Returns how to record operations on lists.
+
+        Args:
+          pattern: what they compute.
+          kinds: value types of what they read, the elements of the lists first.
+          leaving: the values made inside that are read outside, as bits.
+          lists: how many lists there are.
+          length: of each.
+        """
+        key = ("lists", *pattern, leaving)
+        if key in self._call_specs:
+            return self._call_specs[key]
+        registry = self.registry
+        types = [registry.node_types[t] for t in pattern.types]
+        shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
+        call = pattern_call(registry, pattern, shared, leaving)
+        name = f"{types[0].name}..{types[-1].name}"
+        call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
+        self._call_specs[key] = call_spec
+        others = [0] * (len(kinds) - lists * length)
+        args = (*([0] * length for _ in range(lists)), *others)
+        cell = ("lists", tuple(t.name for t in types), leaving, lists, len(others))
+        slots = [True] * len(kinds)
+        registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type)
+        return call_spec
+
+
+def _of_lists(lists: Any, others: Any) -> None:
+    """Stands for the function that nobody wrote: it has no variable arguments."""
+
+
+def _stacked_axis(node_type: NodeType) -> int | None:
+    """Returns the axis along which a type stacks its operands; None if it does something else."""
+    operands, results = node_type.operands, node_type.results
+    if node_type.name not in STACKS or len(set(operands)) != 1 or len(results) != 1:
+        return None
+    shape, element = tuple(results[0].shape), tuple(operands[0].shape)
+    for axis in range(len(shape)):
+        after = axis + (node_type.name == "concatenate")  # of elements of one row each
+        row = element[axis:after]
+        if set(row) <= {1} and shape == (*element[:axis], len(operands), *element[after:]):
+            return axis
+    return None
+
+
+class _Region(NamedTuple):
+    """Nodes that become one.
+
+    Attributes:
+      nodes: in the order of recording.
+      call_spec: how the one is recorded.
+      read: what it reads.
+      left: which values it makes for others.
+    """
+
+    nodes: list[int]
+    call_spec: CallSpec
+    read: list[int]
+    left: list[int]
+
+
+class _Merging:
+    """Merges the nodes of one recording."""
+
+    def __init__(self, lists: StackedLists, nodes: NodeArrays, stacks: np.ndarray):
+        self.lists = lists
+        self.nodes = nodes
+        self.registry = lists.registry
+        self.stacks = set(stacks.tolist())
+        self.ptr, self.operand = nodes.ptr.tolist(), nodes.operand.tolist()
+        self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
+        self.node_type = nodes.node_type.tolist()
+        self.returned = {v for v in nodes.outputs if v >= 0}
+        readers: dict[int, list[int]] = {}
+        for n, r in zip(nodes.reader.tolist(), self.operand, strict=True):
+            if r >= 0:
+                readers.setdefault(r, []).append(n)
+        self.readers = readers
+
+    def reads(self, node: int) -> list[int]:
+        """What a node reads."""
+        return self.operand[self.ptr[node] : self.ptr[node + 1]]
+
+    def merged(self) -> Merged | None:
+        """Returns the nodes, with those of a region as one."""
+        instances = list(itertools.pairwise([n for n, _, _ in self.nodes.ends]))
+        found = [self._regions(a, b) for a, b in instances]
+        for members, length in itertools.chain.from_iterable(found):
+            self.lists.note(Template(self._steps(members), self._leaving(members)), length)
+        templates = self.lists.templates
+        region_of: dict[int, int] = {}
+        regions: list[_Region] = []
+        for (a, b), by_extents in zip(instances, found, strict=True):
+            for stack in [n for n in range(a, b) if n in self.stacks]:
+                candidates = [self._matched(template, stack, b) for template in templates]
+                candidates += [members for members, _ in by_extents if stack in members]
+                for members in filter(None, candidates):
+                    if not region_of.keys().isdisjoint(members):
+                        continue
+                    length = self.lists.length(self.node_type[stack])
+                    region = self._region(members, length)
+                    if region is not None:
+                        region_of.update(dict.fromkeys(members, len(regions)))
+                        regions.append(region)
+                        break
+        return self._written(region_of, regions) if regions else None
+
+    def _name(self, node: int) -> str:
+        return self.registry.node_types[self.node_type[node]].name
+
+    def _values(self, node: int) -> range:
+        """The values that a node makes."""
+        return range(self.start[node], self.start[node + 1])
+
+    def _leaving(self, members: Sequence[int]) -> int:
+        """Returns the values of some nodes that are read elsewhere, as bits."""
+        inside, leaving = set(members), 0
+        for k, v in enumerate(v for n in members for v in self._values(n)):
+            if v in self.returned or any(r not in inside for r in self.readers.get(v, ())):
+                leaving |= 1 << k
+        return leaving
+
+    def _steps(self, members: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Returns what some nodes do, as in a `Template`."""
+        slots = {v: k for k, v in enumerate(v for n in members for v in self._values(n))}
+        return tuple(
+            (
+                self._name(n),
+                () if n in self.stacks else tuple([slots.get(r, -1) for r in self.reads(n)]),
+            )
+            for n in members
+        )
+
+    def _matched(self, template: Template, stack: int, end: int) -> list[int] | None:
+        """Returns the nodes from a stack on that do what a template says, or None.
+
+        They are looked for up to the end of the instance.
+        """
+        slots: dict[int, int] = {}
+        members: list[int] = []
+        n, length = stack, self.lists.length(self.node_type[stack])
+        for step in template.steps:
+            while n < end and not self._does(n, step, slots, length):
+                n += 1
+            if n == end or (not members and n != stack):
+                return None
+            members.append(n)
+            slots.update((v, len(slots) + k) for k, v in enumerate(self._values(n)))
+            n += 1
+        is_same = self._between(members) == members and self._leaving(members) == template.leaving
+        return members if is_same else None
+
+    def _does(
+        self, node: int, step: tuple[str, tuple[int, ...]], slots: dict[int, int], length: int
+    ) -> bool:
+        """Returns whether a node does what a step of a template says."""
+        name, reads = step
+        if self._name(node) != name:
+            return False
+        if node in self.stacks:
+            return self.lists.length(self.node_type[node]) == length
+        return tuple([slots.get(r, -1) for r in self.reads(node)]) == reads
+
+    def _regions(self, begin: int, end: int) -> list[tuple[list[int], int]]:
+        """Returns the nodes of each region of an instance, in order, and the length of its lists.
+
+        They are told by extents that are as long as the list. Regions are convex: what lies between
+        two of their nodes is in them.
+        """
+        first = next((n for n in range(begin, end) if n in self.stacks), end)
+        connected: UnionFind[int] = UnionFind()
+        length_of: dict[int, int] = {}  # by node with values as long as a list
+        listed: dict[int, int] = {}  # the node that made each such value
+        for n in range(first, end):
+            makers = (
+                set() if n in self.stacks else {listed[r] for r in self.reads(n) if r in listed}
+            )
+            if n in self.stacks:
+                length_of[n] = self.lists.length(self.node_type[n])
+            elif makers:
+                length_of[n] = length_of[next(iter(makers))]
+            else:
+                continue
+            for m in makers:
+                connected.union(n, m)
+            results = self.registry.node_types[self.node_type[n]].results
+            for v, kind in zip(self._values(n), results, strict=True):
+                if length_of[n] in kind.shape:
+                    listed[v] = n
+        groups: dict[int, list[int]] = {}
+        for n in length_of:
+            groups.setdefault(connected.find(n), []).append(n)
+        regions = []
+        for members in groups.values():
+            convex = self._between(members)
+            lengths = {length_of[n] for n in convex if n in length_of}
+            if len(lengths) == 1 and not self._lets_go(convex, max(lengths)):
+                regions.append((convex, lengths.pop()))
+        return regions
+
+    def _lets_go(self, members: Sequence[int], length: int) -> bool:
+        """Returns whether a value with an axis as long as a list is read elsewhere."""
+        leaving = self._leaving(members)
+        kinds = (t for n in members for t in self.registry.node_types[self.node_type[n]].results)
+        return any(leaving >> k & 1 and length in t.shape for k, t in enumerate(kinds))
+
+    def _between(self, members: Sequence[int]) -> list[int]:
+        """Returns some nodes and those that lie between two of them."""
+        first, last = min(members), max(members)
+        if last - first + 1 == len(members):
+            return sorted(members)
+        inside = set(members)
+        after = set(inside)
+        for n in range(first, last + 1):
+            if any(r >= 0 and self.maker[r] in after for r in self.reads(n)):
+                after.add(n)
+        before = set(inside)
+        for n in range(last, first - 1, -1):
+            if n in before:
+                before.update(self.maker[r] for r in self.reads(n) if r >= 0)
+        return sorted(after & before)
+
+    def _region(self, members: list[int], length: int) -> _Region | None:
+        """Returns nodes as a region; None if they cannot be one node."""
+        values = [v for n in members for v in self._values(n)]
+        slots = {v: k for k, v in enumerate(values)}
+        leaving = self._leaving(members)
+        left = [v for k, v in enumerate(values) if leaving >> k & 1]
+        stacks = [n for n in members if n in self.stacks]
+        elements = [r for n in stacks for r in self.reads(n)]
+        if not left or any(r in slots for r in elements):
+            return None
+        position = {n: k * length for k, n in enumerate(stacks)}
+        once: dict[int, int] = {}
+        read = list(elements)
+        kinds = [k for n in stacks for k in self._kinds(n)]
+        written: list[int] = []
+        for n in members:
+            if n in position:
+                written += [-1 - position[n] - k for k in range(length)]
+                continue
+            for r, kind in zip(self.reads(n), self._kinds(n), strict=True):
+                if r in slots:
+                    written.append(slots[r])
+                    continue
+                if r not in once:
+                    once[r] = len(read)
+                    read.append(r)
+                    kinds.append(kind)
+                written.append(-1 - once[r])
+        pattern = Pattern(tuple(self.node_type[n] for n in members), tuple(written))
+        call_spec = self.lists.call_spec(pattern, tuple(kinds), leaving, len(stacks), length)
+        return _Region(members, call_spec, read, left)
+
+    def _kinds(self, node: int) -> Sequence[int]:
+        operands = self.registry.node_types[self.node_type[node]].operands
+        return self.registry.kinds_of(operands)
+
+    def _written(self, region_of: dict[int, int], regions: Sequence[_Region]) -> Merged:
+        """Returns nodes and regions, each after what it reads."""
+        place: dict[int, int] = {}
+        call_specs: list[int] = []
+        references: list[int] = []
+        num_values = 0
+        done: set[int] = set()
+        recorded = self.nodes.call_spec.tolist()
+
+        def write(n: int) -> None:
+            nonlocal num_values
+            if n in done:
+                return
+            call_spec, read = recorded[n], self.reads(n)
+            left: Sequence[int] = self._values(n)
+            members = [n]
+            if n in region_of:
+                members, spec, read, left = regions[region_of[n]]
+                call_spec = spec.id
+            done.update(members)
+            for r in read:
+                if r >= 0 and self.maker[r] not in done:
+                    write(self.maker[r])
+            call_specs.append(call_spec)
+            references.extend(place[r] if r >= 0 else r for r in read)
+            for v in left:
+                place[v] = num_values
+                num_values += 1
+
+        last = {region.nodes[-1] for region in regions}
+        all_ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
+        for (a, _, _), (b, i, o) in itertools.pairwise(self.nodes.ends):
+            for n in range(a, b):
+                if n not in region_of or n in last:
+                    write(n)
+            all_ends.append((len(call_specs), len(references), i, o))
+        columns = call_specs, references, self.nodes.input_group, self.nodes.input_value
+        outputs = [place[r] if r >= 0 else r for r in self.nodes.outputs]
+        return Merged(columns, outputs, all_ends)

@@ -1,0 +1,145 @@
+"""Stacks of Python lists outside of cells: types for a few lengths, and the loop's results."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, check, loop
+
+import jedbatch
+from jedbatch.errors import PerformanceWarning
+
+SIZE = 4
+W = {
+    "w": jnp.asarray(np.random.default_rng(0).normal(size=(SIZE, SIZE)), jnp.float32),
+    "q": jnp.asarray(np.random.default_rng(1).normal(size=SIZE), jnp.float32),
+}
+
+
+def attend(w, rows, values=None):
+    hidden = jnp.tanh(rows @ w["w"])
+    weights = jax.nn.softmax(hidden @ w["q"])
+    return weights @ (hidden if values is None else values)
+
+
+def attention(w, xs):
+    return attend(w, jnp.stack(xs)) @ w["w"]
+
+
+def two_lists(w, xs):
+    keys, values = [w["w"] @ x for x in xs], [jnp.sin(x) for x in xs]
+    return attend(w, jnp.stack(keys), jnp.stack(values))
+
+
+def mean(w, xs):
+    rows = jnp.stack(xs)
+    return jnp.tanh(rows).sum(axis=0) / len(xs) + rows.max(axis=0) * w["q"]
+
+
+def read_early(w, xs):
+    """What reads a result is performed before all results are there."""
+    rows = jnp.stack(xs)
+    largest = jnp.tanh(rows.max(axis=0)) * w["q"]
+    return largest + jnp.cos(rows).sum(axis=0)
+
+
+def there_and_back(w, xs):
+    """A vector that is made of the list meets the list again."""
+    rows = jnp.stack(xs)
+    largest = jnp.tanh(w["w"] @ rows.max(axis=0))
+    return jnp.exp(rows - largest[None]).sum(axis=0)
+
+
+def one_after_the_other(w, xs):
+    """A list of what comes from lists."""
+    first = [attend(w, jnp.stack(xs[: i + 1])) for i in range(len(xs))]
+    return attend(w, jnp.stack(first))
+
+
+def in_a_cell(w, xs):
+    squared = jedbatch.cell(lambda rows: (rows**2).sum(axis=0))
+    return jnp.tanh(squared(jnp.stack(xs)) + w["q"])
+
+
+def last_axis(w, xs):
+    columns = jnp.stack(xs, axis=-1)
+    return jax.nn.relu(w["w"] @ columns).sum(axis=-1)
+
+
+def rows_put_together(w, xs):
+    return attend(w, jnp.vstack(xs)) + attend(w, jnp.concatenate([x[None] for x in xs]))
+
+
+def lists(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [list(rng.normal(size=(n, SIZE)).astype(np.float32)) for n in lengths]
+
+
+LENGTHS = [2, 7, 3, 5, 6, 9, 8, 11, 2, 7]
+# fn: node types at most, for ten lengths
+PROGRAMS = {
+    attention: 3,
+    two_lists: 4,
+    mean: 5,
+    read_early: 5,
+    there_and_back: 2,
+    one_after_the_other: 2,
+    in_a_cell: 4,
+    last_axis: 2,
+    rows_put_together: 6,
+}
+
+
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_many_lengths_are_few_types(fn):
+    with jax.numpy_rank_promotion("allow"):
+        batched = check(fn, W, lists(LENGTHS))
+        plan = batched.plan(W, lists(LENGTHS))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)
+            apart = jedbatch.batch(fn, granularity="cell").plan(W, lists(LENGTHS))
+    assert len(plan.graph.present_types) <= PROGRAMS[fn] < len(apart.graph.present_types)
+    assert len(plan.schedule) < len(apart.schedule)
+
+
+def test_few_lengths_are_types_of_their_own_until_there_are_more():
+    """Instances that were recorded before are recorded again."""
+    batched = jedbatch.batch(attention)
+    few, many = lists([2, 3, 4, 2]), lists([2, 3, 4, 5, 6, 7])
+    assert len(batched.plan(W, few).graph.present_types) > 3
+    for instances in (few, many, few):
+        assert_close(batched(W, instances), loop(attention, W, instances), 1e-5)
+    assert len(batched.plan(W, few).graph.present_types) == 2
+    assert len(batched.plan(W, lists(range(8, 14))).graph.present_types) == 2
+
+
+def test_a_stack_that_is_returned_stays_as_it_is():
+    def rows(w, xs):
+        return jnp.stack(xs) @ w["w"]
+
+    instances = lists(LENGTHS)
+    results = jedbatch.batch(rows, out_axes=None)(W, instances)
+    for found, xs in zip(results, instances, strict=True):
+        assert_close(found, rows(W, xs), 1e-5)
+
+
+def test_trees_attend_over_children():
+    """Regions follow on each other, of several lengths in one instance."""
+
+    def encode(w, tree):
+        if isinstance(tree, float):
+            return jnp.tanh(w["q"] * tree)
+        return attend(w, jnp.stack([encode(w, child) for child in tree]))
+
+    rng = np.random.default_rng(0)
+
+    def tree(depth):
+        if depth == 0:
+            return float(rng.normal())
+        return tuple(tree(depth - 1) for _ in range(rng.integers(2, 8)))
+
+    trees = [tree(2) for _ in range(8)]
+    batched = check(encode, W, trees)
+    assert len(batched.plan(W, trees).graph.present_types) <= 5
