@@ -157,11 +157,11 @@ def batch(
         without any `cell` runs like one with cells; cells stay whole, except those with variants
         (operands of several types) that have matrix products in common. Functions that decide on
         values run as they are recorded, as with "cell". None is "cell" for a function that calls
-        cells, but that operations on the stack of a Python list become one node, once there are
-        lists of two lengths: they are a cell of the list. A function that calls no cell is recorded
-        in both ways once 512 operations have been recorded, until 8 instances have been: then
-        "auto" is taken if it leaves at most two thirds of nodes and batches, and no more types.
-        Either may change the last bits of what was computed before.
+        cells, except that operations on the stack of a Python list become one node once lists of
+        two lengths have been met. A function that calls no cell is recorded in both ways once 512
+        operations have been recorded, until 8 instances have been: then "auto" is taken if it
+        leaves at most two thirds of nodes and batches, and no more types. Either may change the
+        last bits of what was computed before.
       target: the kind of device to make programs for, "cpu" or "gpu", or a `jedbatch.Target`. None
         takes that of the shared arguments, if they are bound to a device, or else JAX's default.
         A program for another kind of device gives the same results, more slowly.

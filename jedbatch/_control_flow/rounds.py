@@ -177,6 +177,7 @@ class Stepwise:
         placed, signature = workspace.whole(attempt.returned, batch is not None)
         lowered = lower(placed, signature)
         assert lowered is not None
+        placed = lowered.placed
         pieces = tuple([_cotangent(x) for x in of_leaf] for of_leaf in cotangents)
         outputs, exist = joined(signature.arenas, pieces, batch)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)

@@ -4,12 +4,13 @@ XLA:CPU knows no such arrays: it fills a quarter of what a small model writes in
 with zeros, and has the kernel map pages that are never used. So they come from a function that does
 nothing, where the compiled core (`_support.native`) is there; elsewhere they are zeros, and also in
 exported programs, which other processes run, and under `jax_debug_nans`, which looks at all that a
-program returns.
+program returns. Compiled programs that are stored need this module where they are loaded.
 
 Source: `jax.ffi`.
 """
 
 import functools
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -53,21 +54,21 @@ _lower_to_zeros = mlir.lower_fun(_zeros, multiple_results=False)
 
 
 @functools.cache
-def _has_target() -> bool:
-    """Registers the function that does nothing, if there is one; returns whether there is."""
-    core = native.core()
-    if core is None:
-        return False
+def _register(core: ModuleType) -> None:
+    """Makes the function that does nothing known to XLA."""
     jax.ffi.register_ffi_target(TARGET, core.uninitialized_handler(), platform="cpu")
-    return True
 
 
 def _lower_on_cpu(ctx, *, shape, dtype, name):
     is_exported = ctx.module_context.lowering_parameters.for_export
-    if native.core() is None or is_exported or finds_faults() or not _has_target():
+    core = native.core()
+    if core is None or is_exported or finds_faults():
         return _lower_to_zeros(ctx, shape=shape, dtype=dtype, name=name)
+    _register(core)
     return jax.ffi.ffi_lowering(TARGET)(ctx, name=name)
 
 
+if (_core := native.core()) is not None:
+    _register(_core)
 mlir.register_lowering(uninitialized_p, _lower_to_zeros)
 mlir.register_lowering(uninitialized_p, _lower_on_cpu, platform="cpu")

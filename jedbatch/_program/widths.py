@@ -12,11 +12,11 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import NUM_WIDTHS
 
-# Costs of a minibatch in chunks of the widths that are compiled, over those in the best ones: of
-# the one that a program is made for; of one whose batches are larger; of one that a program runs
-# which was made for another.
-SPARED_COST, SPARED_COST_LATER, MAX_CUT_COST = 1.02, 1.2, 1.25
-MAX_CUT_STARTS = 16  # of chunks that a program may run more, whatever they cost; compiling is more
+# Costs of a minibatch in chunks of the widths that are compiled, over those in the best ones:
+SPARED_COST = 1.02  # of the minibatch that a program is made for
+SPARED_COST_LATER = 1.2  # of one like it whose batches are larger
+MAX_CUT_COST = 1.25  # of one for which no program is made, as one of another minibatch will do
+MAX_CUT_STARTS = 16  # starts of chunks of light lanes that it may cost more, in any case
 LATER_DEVIATIONS = 2.5  # between a batch and larger ones
 
 
@@ -57,9 +57,10 @@ def choose_widths(
 
 
 def _spare(target: Target, kernels: Sequence[Kernel], trips: np.ndarray, most: float) -> list[int]:
-    """Returns how many widths of each kernel are left if the widest ones are spared one by one.
+    """Returns how many widths of each kernel are left if the widest ones are left out one by one.
 
-    First that whose chunks cost least more in narrower ones, until all cost `most` times as much.
+    The width whose chunks cost least extra when cut goes first, until all cost `most` times as
+    much.
     """
     trips = trips.copy()
     widest = ((trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1).tolist()

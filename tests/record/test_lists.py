@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, check, loop
+from cases.helpers import assert_close, check, loop, mostly_slow
 
 import jedbatch
 from jedbatch.errors import PerformanceWarning
@@ -92,7 +92,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("fn", PROGRAMS)
+@pytest.mark.parametrize(
+    "fn", mostly_slow(PROGRAMS, "two_lists", "read_early", "one_after_the_other")
+)
 def test_many_lengths_are_few_types(fn):
     with jax.numpy_rank_promotion("allow"):
         batched = check(fn, W, lists(LENGTHS))
@@ -143,3 +145,62 @@ def test_trees_attend_over_children():
     trees = [tree(2) for _ in range(8)]
     batched = check(encode, W, trees)
     assert len(batched.plan(W, trees).graph.present_types) <= 5
+
+
+def each_other(w, xs):
+    """Two lists wait for what comes of each other."""
+    left, right = jnp.stack(xs), jnp.stack([jnp.sin(x) for x in xs])
+    a, b = left.max(axis=0), right.max(axis=0)
+    return (right * a[None]).sum(axis=0) + (left * b[None]).sum(axis=0)
+
+
+def in_a_circle(w, xs):
+    """Three lists of different lengths, on the way a vector."""
+    lists_given = [jnp.stack(xs), jnp.stack(xs[1:]), jnp.stack([*xs, w["q"], w["q"]])]
+    largest = [jnp.tanh(w["w"] @ rows.max(axis=0)) for rows in lists_given]
+    others = [*largest[1:], largest[0]]
+    return sum((rows * x[None]).sum(axis=0) for rows, x in zip(lists_given, others, strict=True))
+
+
+@pytest.mark.parametrize("fn", mostly_slow([each_other, in_a_circle], "each_other"))
+def test_lists_that_wait_for_each_other(fn):
+    check(fn, W, lists([2, 7, 3, 2, 5, 3]))
+
+
+def test_many_lists_read_in_another_order():
+    """Each is a node, in the order in which they can run; none waits for Python's recursion."""
+
+    def fn(w, xs):
+        rows = [jnp.stack([x * k for x in xs]) for k in range(300)]
+        largest = w["q"]
+        for r in rows:
+            largest = (r * largest[None]).max(axis=0)
+        return largest + sum(r.sum(axis=0) for r in reversed(rows))
+
+    instances = lists([2, 3, 2, 3])
+    batched = jedbatch.batch(fn)
+    plan = batched.plan(W, instances)
+    names = {plan.graph.types[t].name for t in plan.graph.present_types}
+    assert "stack" not in names
+    assert_close(batched.apply(W, plan), loop(fn, W, instances), 1e-3)
+
+
+def test_stacks_of_arrays_of_any_length_are_packed():
+    """What meets rows of different lengths is left to them."""
+
+    def weigh(w, xs, rows):
+        weights = jax.nn.softmax(rows @ jnp.stack(xs).T, axis=0)
+        return (weights.T @ rows).sum(axis=0) + attend(w, jnp.stack(xs))
+
+    rng = np.random.default_rng(0)
+    instances = [
+        (xs, rng.normal(size=(n, SIZE)).astype(np.float32))
+        for xs, n in zip(lists(LENGTHS), [3, 8, 5, 2, 9, 4, 7, 3, 6, 1], strict=True)
+    ]
+    apart = [xs for xs, _ in instances], [rows for _, rows in instances]
+    batched = jedbatch.batch(weigh, (None, 0, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)
+        found = batched(W, *apart)
+    expected = jnp.stack([weigh(W, xs, rows) for xs, rows in instances])
+    assert_close(found, expected, 1e-5)

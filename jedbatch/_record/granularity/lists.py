@@ -3,24 +3,30 @@
 Operations on `jnp.stack(values)`, for a Python list of values of the instance, have a type for each
 length of the list: ten operations of attention over up to twelve sentences are 120 types. Once
 there is more than one length, the operations from the stack on, as long as their results have
-an axis as long as the list, become one node that reads the elements: a cell that nobody wrote, and
-cells that take lists of any length share types (see `_record.arity`).
+an axis as long as the list, become one node that reads the elements. Such nodes share types as
+calls of cells that take lists do (see `_record.arity`).
 
-An extent that is as long as the list by accident, such as that of the elements, would lead too far.
-So what has been found with lists of two lengths is a *template*, and lists of all other lengths are
-taken to be used like this where the operations are the same.
+If another extent, such as that of the elements, happens to equal the length, operations that have
+nothing to do with the list would be merged as well. So what has been found with lists of two
+lengths is a *template*, and lists of all other lengths are taken to be used like this where the
+operations are the same.
 
-A stack of which an axis as long as the list is among the results stays as it is.
+A stack is not merged if a value with an axis as long as the list leaves its operations, if two
+lists wait for what comes of each other, or if it meets arrays whose length differs from instance to
+instance, which run packed (see `_ragged`).
 """
 
+import bisect
+import heapq
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._graph.types import NodeType
+from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.recorder import Recorder
@@ -35,7 +41,7 @@ class Template(NamedTuple):
     Attributes:
       steps: for each operation its name, and what it reads: a value made by those before, or -1. Of
         stacks what they read is left out.
-      leaving: the values made that are read elsewhere, as bits.
+      leaving: the values made that are read elsewhere or returned, as bits.
     """
 
     steps: tuple[tuple[str, tuple[int, ...]], ...]
@@ -131,13 +137,15 @@ class StackedLists:
 
 
 def _of_lists(lists: Any, others: Any) -> None:
-    """Stands for the function that nobody wrote: it has no variable arguments."""
+    """Has the signature of such nodes, for `Arities.note`: no variable arguments."""
 
 
 def _stacked_axis(node_type: NodeType) -> int | None:
     """Returns the axis along which a type stacks its operands; None if it does something else."""
     operands, results = node_type.operands, node_type.results
-    if node_type.name not in STACKS or len(set(operands)) != 1 or len(results) != 1:
+    if node_type.name not in STACKS or len(results) != 1 or is_ragged(results[0].shape):
+        return None
+    if len(set(operands)) != 1:
         return None
     shape, element = tuple(results[0].shape), tuple(operands[0].shape)
     for axis in range(len(shape)):
@@ -148,14 +156,19 @@ def _stacked_axis(node_type: NodeType) -> int | None:
     return None
 
 
+def _has(value_type: ValueType, extent: int) -> bool:
+    """Returns whether a value has an axis of some extent."""
+    return not is_ragged(value_type.shape) and extent in value_type.shape
+
+
 class _Region(NamedTuple):
     """Nodes that become one.
 
     Attributes:
       nodes: in the order of recording.
       call_spec: how the one is recorded.
-      read: what it reads.
-      left: which values it makes for others.
+      read: the values it reads.
+      left: the values it makes that are read elsewhere or returned.
     """
 
     nodes: list[int]
@@ -171,7 +184,8 @@ class _Merging:
         self.lists = lists
         self.nodes = nodes
         self.registry = lists.registry
-        self.stacks = set(stacks.tolist())
+        self.sorted_stacks = stacks.tolist()
+        self.stacks = set(self.sorted_stacks)
         self.ptr, self.operand = nodes.ptr.tolist(), nodes.operand.tolist()
         self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
         self.node_type = nodes.node_type.tolist()
@@ -187,28 +201,72 @@ class _Merging:
         return self.operand[self.ptr[node] : self.ptr[node + 1]]
 
     def merged(self) -> Merged | None:
-        """Returns the nodes, with those of a region as one."""
+        """Returns the nodes, with those of a region as one; None if there is no region."""
         instances = list(itertools.pairwise([n for n, _, _ in self.nodes.ends]))
-        found = [self._regions(a, b) for a, b in instances]
-        for members, length in itertools.chain.from_iterable(found):
+        by_extents = [self._regions(a, b) for a, b in instances]
+        for members, length in itertools.chain.from_iterable(by_extents):
             self.lists.note(Template(self._steps(members), self._leaving(members)), length)
         templates = self.lists.templates
-        region_of: dict[int, int] = {}
-        regions: list[_Region] = []
-        for (a, b), by_extents in zip(instances, found, strict=True):
-            for stack in [n for n in range(a, b) if n in self.stacks]:
-                candidates = [self._matched(template, stack, b) for template in templates]
-                candidates += [members for members, _ in by_extents if stack in members]
-                for members in filter(None, candidates):
-                    if not region_of.keys().isdisjoint(members):
-                        continue
-                    length = self.lists.length(self.node_type[stack])
-                    region = self._region(members, length)
-                    if region is not None:
-                        region_of.update(dict.fromkeys(members, len(regions)))
-                        regions.append(region)
-                        break
-        return self._written(region_of, regions) if regions else None
+        order: list[int | _Region] = []
+        ends = [0]
+        for (a, b), candidates in zip(instances, by_extents, strict=True):
+            regions = self._accepted(a, b, [members for members, _ in candidates], templates)
+            order += self._ordered(a, b, regions)
+            ends.append(len(order))
+        if not any(isinstance(unit, _Region) for unit in order):
+            return None
+        return self._written(order, ends)
+
+    def _accepted(
+        self, begin: int, end: int, by_extents: list[list[int]], templates: Sequence[Template]
+    ) -> list[_Region]:
+        """Returns the regions of an instance: those of templates, or else those by extents."""
+        found = {n: members for members in by_extents for n in members if n in self.stacks}
+        taken: set[int] = set()
+        regions = []
+        for stack in [n for n in range(begin, end) if n in self.stacks]:
+            if stack in taken:
+                continue
+            candidates = [self._matched(template, stack, end) for template in templates]
+            for members in filter(None, [*candidates, found.get(stack)]):
+                region = self._region(members) if taken.isdisjoint(members) else None
+                if region is not None:
+                    taken.update(members)
+                    regions.append(region)
+                    break
+        return regions
+
+    def _ordered(self, begin: int, end: int, regions: list[_Region]) -> list[int | _Region]:
+        """Returns nodes and regions of an instance, each after what it reads.
+
+        Of regions that wait for each other, the last one is left as it was.
+        """
+        if not regions:
+            return list(range(begin, end))
+        of = {n: region for region in regions for n in region.nodes}
+        place = {n: of[n].nodes[-1] if n in of else n for n in range(begin, end)}
+        waits: dict[int, set[int]] = {unit: set() for unit in place.values()}
+        for n, unit in place.items():
+            makers = (self.maker[r] for r in self.reads(n) if r >= 0)
+            waits[unit].update(place[m] for m in makers if place[m] != unit)
+        readers: dict[int, list[int]] = {}
+        for unit, makers_of in waits.items():
+            for m in makers_of:
+                readers.setdefault(m, []).append(unit)
+        ready = [unit for unit, makers_of in waits.items() if not makers_of]
+        heapq.heapify(ready)
+        order: list[int | _Region] = []
+        while ready:
+            unit = heapq.heappop(ready)
+            order.append(of.get(unit, unit))
+            for reader in readers.get(unit, ()):
+                waits[reader].discard(unit)
+                if not waits[reader]:
+                    heapq.heappush(ready, reader)
+        if len(order) == len(waits):
+            return order
+        stuck = [r for r in regions if waits[r.nodes[-1]]]
+        return self._ordered(begin, end, [r for r in regions if r is not stuck[-1]])
 
     def _name(self, node: int) -> str:
         return self.registry.node_types[self.node_type[node]].name
@@ -243,15 +301,22 @@ class _Merging:
         """
         slots: dict[int, int] = {}
         members: list[int] = []
-        n, length = stack, self.lists.length(self.node_type[stack])
+        length = self.lists.length(self.node_type[stack])
         for step in template.steps:
-            while n < end and not self._does(n, step, slots, length):
-                n += 1
-            if n == end or (not members and n != stack):
+            after = members[-1] if members else stack - 1
+            made = next((v for v, k in slots.items() if k in step[1]), None)
+            if not members:
+                candidates: Iterable[int] = (stack,)
+            elif made is None:
+                candidates = self.sorted_stacks[bisect.bisect(self.sorted_stacks, after) :]
+            else:
+                candidates = self.readers.get(made, ())
+            fitting = (n for n in candidates if n > after and self._does(n, step, slots, length))
+            n = next(fitting, end)
+            if n >= end:
                 return None
             members.append(n)
-            slots.update((v, len(slots) + k) for k, v in enumerate(self._values(n)))
-            n += 1
+            slots.update(zip(self._values(n), itertools.count(len(slots)), strict=False))
         is_same = self._between(members) == members and self._leaving(members) == template.leaving
         return members if is_same else None
 
@@ -290,7 +355,7 @@ class _Merging:
                 connected.union(n, m)
             results = self.registry.node_types[self.node_type[n]].results
             for v, kind in zip(self._values(n), results, strict=True):
-                if length_of[n] in kind.shape:
+                if _has(kind, length_of[n]):
                     listed[v] = n
         groups: dict[int, list[int]] = {}
         for n in length_of:
@@ -307,33 +372,39 @@ class _Merging:
         """Returns whether a value with an axis as long as a list is read elsewhere."""
         leaving = self._leaving(members)
         kinds = (t for n in members for t in self.registry.node_types[self.node_type[n]].results)
-        return any(leaving >> k & 1 and length in t.shape for k, t in enumerate(kinds))
+        return any(leaving >> k & 1 and _has(t, length) for k, t in enumerate(kinds))
 
     def _between(self, members: Sequence[int]) -> list[int]:
         """Returns some nodes and those that lie between two of them."""
         first, last = min(members), max(members)
         if last - first + 1 == len(members):
             return sorted(members)
-        inside = set(members)
-        after = set(inside)
-        for n in range(first, last + 1):
-            if any(r >= 0 and self.maker[r] in after for r in self.reads(n)):
-                after.add(n)
-        before = set(inside)
-        for n in range(last, first - 1, -1):
-            if n in before:
-                before.update(self.maker[r] for r in self.reads(n) if r >= 0)
-        return sorted(after & before)
+        inside, after = set(members), set(members)
+        left = list(members)
+        while left:
+            for v in self._values(left.pop()):
+                new = {n for n in self.readers.get(v, ()) if n < last} - after
+                after |= new
+                left += new
+        left = list(members)
+        while left:
+            new = {self.maker[r] for r in self.reads(left.pop()) if r >= 0} & after - inside
+            inside |= new
+            left += new
+        return sorted(inside)
 
-    def _region(self, members: list[int], length: int) -> _Region | None:
+    def _region(self, members: list[int]) -> _Region | None:
         """Returns nodes as a region; None if they cannot be one node."""
         values = [v for n in members for v in self._values(n)]
         slots = {v: k for k, v in enumerate(values)}
         leaving = self._leaving(members)
         left = [v for k, v in enumerate(values) if leaving >> k & 1]
         stacks = [n for n in members if n in self.stacks]
+        length = self.lists.length(self.node_type[stacks[0]])
         elements = [r for n in stacks for r in self.reads(n)]
-        if not left or any(r in slots for r in elements):
+        types = [self.registry.node_types[self.node_type[n]] for n in members]
+        is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
+        if not left or is_packed or any(r in slots for r in elements):
             return None
         position = {n: k * length for k, n in enumerate(stacks)}
         once: dict[int, int] = {}
@@ -361,42 +432,25 @@ class _Merging:
         operands = self.registry.node_types[self.node_type[node]].operands
         return self.registry.kinds_of(operands)
 
-    def _written(self, region_of: dict[int, int], regions: Sequence[_Region]) -> Merged:
-        """Returns nodes and regions, each after what it reads."""
+    def _written(self, order: Sequence[int | _Region], instance_ends: Sequence[int]) -> Merged:
+        """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
         place: dict[int, int] = {}
         call_specs: list[int] = []
         references: list[int] = []
-        num_values = 0
-        done: set[int] = set()
         recorded = self.nodes.call_spec.tolist()
-
-        def write(n: int) -> None:
-            nonlocal num_values
-            if n in done:
-                return
-            call_spec, read = recorded[n], self.reads(n)
-            left: Sequence[int] = self._values(n)
-            members = [n]
-            if n in region_of:
-                members, spec, read, left = regions[region_of[n]]
-                call_spec = spec.id
-            done.update(members)
-            for r in read:
-                if r >= 0 and self.maker[r] not in done:
-                    write(self.maker[r])
-            call_specs.append(call_spec)
+        counts = [(0, 0)]
+        for unit in order:
+            if isinstance(unit, _Region):
+                _, call_spec, read, left = unit
+                call_specs.append(call_spec.id)
+            else:
+                read, left = self.reads(unit), list(self._values(unit))
+                call_specs.append(recorded[unit])
             references.extend(place[r] if r >= 0 else r for r in read)
-            for v in left:
-                place[v] = num_values
-                num_values += 1
-
-        last = {region.nodes[-1] for region in regions}
-        all_ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
-        for (a, _, _), (b, i, o) in itertools.pairwise(self.nodes.ends):
-            for n in range(a, b):
-                if n not in region_of or n in last:
-                    write(n)
-            all_ends.append((len(call_specs), len(references), i, o))
+            place.update(zip(left, itertools.count(len(place)), strict=False))
+            counts.append((len(call_specs), len(references)))
+        ends = zip(instance_ends, self.nodes.ends, strict=True)
+        all_ends: list[tuple[int, ...]] = [(*counts[n], i, o) for n, (_, i, o) in ends]
         columns = call_specs, references, self.nodes.input_group, self.nodes.input_value
         outputs = [place[r] if r >= 0 else r for r in self.nodes.outputs]
         return Merged(columns, outputs, all_ends)
