@@ -310,7 +310,9 @@ class Placement:
             cheap = min(CHEAP_LANE_BYTES // max(1, lane_bytes), 2 * widths[-1])
             is_small = need * lane_bytes <= SMALL_LANES
             least = round_up(GROWN_HEADROOM * need) if grown and is_small else 0
+            by_chance = math.ceil(need + HEADROOM_DEVIATIONS * math.sqrt(need))
             ample = self.with_headroom(need, row_bytes=lane_bytes)
+            ample = max(ample, round_up(by_chance, lane_bytes))
             lanes[kernel] = max(ample, widths[num_widths - 1], cheap, least)
         needed = self.need.sizes
         larger = {
