@@ -1,7 +1,7 @@
 """Arrays that are written before they are read, which nobody needs to fill with zeros first.
 
-XLA:CPU knows no such arrays: it fills a quarter of what a small model writes in a training step
-with zeros, and has the kernel map pages that are never used. So they come from a function that does
+XLA:CPU knows no such arrays: it fills all memory that a program asks for, and has the kernel map
+pages that are never used. So they come from a function that does
 nothing, where the compiled core (`_support.native`) is there; elsewhere they are zeros, and also in
 exported programs, which other processes run, and under `jax_debug_nans`, which looks at all that a
 program returns. Compiled programs that are stored need this module where they are loaded.

@@ -143,7 +143,7 @@ class Target:
         return Buckets(fitting or (NARROWEST_BLOCK,), blocks.overhead)
 
     def start_work(self, work: int) -> float:
-        """What starting a chunk costs, as `chunk_work`; lanes that do much cost some lanes' work.
+        """The cost of starting a chunk, as `chunk_work`; some lanes' work where lanes do much.
 
         Args:
           work: floating-point operations of a lane.

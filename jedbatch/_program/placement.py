@@ -213,7 +213,7 @@ class Placement:
 
     @functools.cached_property
     def cost(self) -> float:
-        """What its chunks cost, in floating-point operations (see `_program.widths`)."""
+        """The cost of its chunks, in floating-point operations (see `_program.widths`)."""
         return cost(self.target, self.kernels, self.trips)
 
     def _larger_trips(self) -> np.ndarray:

@@ -39,7 +39,7 @@ def mean(w, xs):
 
 
 def read_early(w, xs):
-    """What reads a result is performed before all results are there."""
+    """A result is read before all results are there."""
     rows = jnp.stack(xs)
     largest = jnp.tanh(rows.max(axis=0)) * w["q"]
     return largest + jnp.cos(rows).sum(axis=0)
@@ -186,7 +186,7 @@ def test_many_lists_read_in_another_order():
 
 
 def test_stacks_of_arrays_of_any_length_are_packed():
-    """What meets rows of different lengths is left to them."""
+    """Lists that meet rows of different lengths are left to them."""
 
     def weigh(w, xs, rows):
         weights = jax.nn.softmax(rows @ jnp.stack(xs).T, axis=0)

@@ -36,7 +36,7 @@ STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 
 
 class Template(NamedTuple):
-    """What is done with lists, whatever their length.
+    """Operations on lists, whatever their length.
 
     Attributes:
       steps: for each operation its name, and what it reads: a value made by those before, or -1. Of
@@ -197,7 +197,7 @@ class _Merging:
         self.readers = readers
 
     def reads(self, node: int) -> list[int]:
-        """What a node reads."""
+        """Returns the values and inputs that a node reads."""
         return self.operand[self.ptr[node] : self.ptr[node + 1]]
 
     def merged(self) -> Merged | None:
@@ -227,8 +227,8 @@ class _Merging:
         for stack in [n for n in range(begin, end) if n in self.stacks]:
             if stack in taken:
                 continue
-            candidates = [self._matched(template, stack, end) for template in templates]
-            for members in filter(None, [*candidates, found.get(stack)]):
+            matched = (self._matched(template, stack, end) for template in templates)
+            for members in filter(None, itertools.chain(matched, [found.get(stack)])):
                 region = self._region(members) if taken.isdisjoint(members) else None
                 if region is not None:
                     taken.update(members)

@@ -47,7 +47,7 @@ typedef struct {
     const Interface *interface;
 } CallFrame;
 
-/* Asked about itself it names the version of XLA, whichever that is; no error is NULL. */
+/* Returns NULL, for no error. Where XLA asks for metadata, the version is XLA's own. */
 static void *
 uninitialized(CallFrame *frame)
 {
