@@ -401,7 +401,7 @@ class Backward:
 
         none = jnp.zeros(width, bool)
         read = operands, results, kept, given, *([alive] if signature.marks else [])
-        return isolated(forward.target, lane, read, write, state)
+        return isolated(forward.target, lane, read, write, state, flagged=True)
 
     def sent(self, k: int, table: Array, lane: Array) -> list[Array]:
         """The first cotangent row of each parameter of the chunk of kernel k that begins in a lane.
