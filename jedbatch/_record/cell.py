@@ -24,6 +24,9 @@ Result = TypeVar("Result")
 class _Recording(threading.local):
     recorder: Any = None
 
+    def __reduce__(self) -> str:
+        return "recording"  # of the process that reads it
+
 
 recording = _Recording()
 
@@ -44,6 +47,18 @@ class Cell:
         self.fn = fn
         self.name = name
         self.closure = reachable_cells(fn)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Cell,), (self.fn, self.name)
+
+    def __setstate__(self, state: tuple[Callable, str]) -> None:
+        self.fn, self.name = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "closure":
+            raise AttributeError(name)
+        self.closure = reachable_cells(self.fn)  # of one that was pickled, which is complete by now
+        return self.closure
 
 
 @overload
