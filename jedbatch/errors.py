@@ -168,6 +168,21 @@ class GrowingTypesWarning(PerformanceWarning):
     """
 
 
+class PlannedHereWarning(PerformanceWarning):
+    """Most minibatches come back from other processes as they were, and are planned here.
+
+    **Symptom.** `plans(..., workers=N)`, or a loader of data with a planner, is as slow as without.
+
+    **Reason.** The message has it. Another process plans what fits a program that was known when
+    the minibatch was sent there. Where each minibatch has node types that none before had, none
+    does; see `GrowingTypesWarning`. Nor does it plan where the function, imported anew, computes
+    something else: a script may have changed what it reads.
+
+    **Cure.** Give the planner a sample with all that occurs, or call `Batched.warm` with one
+    before. Set at the top level of a module what the function reads besides its arguments.
+    """
+
+
 class NoCellsWarning(PerformanceWarning):
     """A function without cells is recorded operation by operation, again and again.
 
@@ -214,6 +229,7 @@ __all__ = [
     "NoCellsWarning",
     "NothingReadyError",
     "PerformanceWarning",
+    "PlannedHereWarning",
     "RecompilationWarning",
     "RetracedCellWarning",
     "SymbolicValueError",

@@ -13,16 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jedbatch import checks
+from jedbatch._batch.planner import Planner
+from jedbatch._batch.processes import Pool, in_processes
 from jedbatch._program.plan import Plan
 from jedbatch._record.thread_settings import ThreadSettings
 
-MAX_AHEAD = 1024
+MAX_AHEAD, MAX_WORKERS = 1024, 256
 END = object()
 SECONDS_AT_EXIT = 5.0  # for the minibatch that is being planned; one that waits for data is left
 
 
-def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> Iterator[Plan]:
-    """Yields plans for minibatches, made in a thread while others are used.
+def plans(
+    batched: Any, *args: Any, gradient: bool = True, ahead: int = 2, workers: int = 0
+) -> Iterator[Plan]:
+    """Yields plans for minibatches, made in a thread or in processes while others are used.
 
     The device computes with one plan while the next ones are made. That saves time where steps wait
     for results and the host has a core to spare. The thread ends once the iterator is closed, as
@@ -33,18 +37,21 @@ def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> It
       *args: as for `plan`, with an iterable of minibatches in place of each sequence of instances:
         a list, a generator, a `torch.utils.data.DataLoader` with `collate_fn=list`, a Grain dataset
         batched with `batch_fn=list`. They are read in the thread, `ahead` before they are needed
-        at most.
+        at most. With `workers` they are read where plans are asked for.
       gradient: whether `apply` will be differentiated; planning is faster if not.
       ahead: plans made before they are asked for. With 0 they are made when they are, in the
-        thread of the caller.
+        thread of the caller. With `workers`, at least as many.
+      workers: processes that plan; 0 for a thread.
 
     Returns:
       An iterator of plans for `apply`, in the order of the minibatches.
 
     Raises:
       TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
-        with a note that says which.
-      ValueError: there are more minibatches of one argument than of another, or what `plan` raises.
+        with a note that says which; the function cannot be sent to other processes.
+      ValueError: there are more minibatches of one argument than of another, arrays differ in
+        length and there are `workers`, or what `plan` raises.
+      RuntimeError: a process that plans ended.
 
     Example:
       >>> import jax.numpy as jnp, jedbatch
@@ -55,7 +62,10 @@ def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> It
     """
     checks.flag("plans", "gradient", gradient)
     checks.whole("plans", "ahead", ahead, least=0, most=MAX_AHEAD)
+    checks.whole("plans", "workers", workers, least=0, most=MAX_WORKERS)
     rows = batched._arguments.minibatches(args)
+    if workers:
+        return planned_in_processes(batched, rows, gradient, ahead, workers)
     numbers = itertools.count()
 
     def make() -> Any:
@@ -71,6 +81,29 @@ def plans(batched: Any, *args: Any, gradient: bool = True, ahead: int = 2) -> It
     if not ahead:
         return in_turn(functools.partial(settings.run, make))
     return in_thread(functools.partial(settings.run, make), ahead)
+
+
+def planned_in_processes(
+    batched: Any, rows: Iterator[list[Any]], gradient: bool, ahead: int, workers: int
+) -> Iterator[Plan]:
+    """Yields plans of minibatches, of all but the first in processes; see `plans`."""
+    first: Any = next(rows, END)
+    if first is END:
+        return
+    shared, sample = batched._arguments.split(first)
+    try:
+        planner = Planner(batched, shared, sample, gradient)
+        plan = planner.plan(sample)
+    except Exception as error:
+        error.add_note("This happened while minibatch 0 was planned.")
+        raise
+    pool = Pool(planner, workers)
+    try:
+        yield plan
+        instances = (batched._arguments.split(row)[1] for row in rows)
+        yield from in_processes(planner, pool, instances, max(ahead, workers))
+    finally:
+        pool.close()
 
 
 def in_turn(make: Callable[[], Any]) -> Iterator[Any]:

@@ -18,11 +18,12 @@ Read in this order:
 9. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
    made for.
 10. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-11. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
+11. `portable`: Programs as data, for which other processes can lower minibatches.
+12. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-12. `session`: `Session`: what a batched function keeps between minibatches.
-13. `recording`: The records of a minibatch: those that are known, and new ones.
-14. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+13. `session`: `Session`: what a batched function keeps between minibatches.
+14. `recording`: The records of a minibatch: those that are known, and new ones.
+15. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-15. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+16. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 """

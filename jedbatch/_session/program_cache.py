@@ -147,6 +147,16 @@ class ProgramCache:
             target=self.target,
         )
 
+    @property
+    def in_use(self) -> tuple[list[Signature], list[ReverseSignature], list[Signature]]:
+        """The programs, their reverses, and the programs that are used before others.
+
+        Programs that read values of outer transformations are left out.
+        """
+        lasting = [s for s in self._signatures if not any(k.transient for k in s.kernels)]
+        reverses = [r for r in self._reverses if r.forward in lasting]
+        return lasting, reverses, [s for s in lasting if s in self._reserved]
+
     def static(self, *parts: Any) -> Static:
         """The static part of a plan, one object for equal parts."""
         static = Static(self, *parts)
@@ -165,8 +175,7 @@ class ProgramCache:
             make=functools.partial(self._make, placed),
             use=functools.partial(lower, placed),
         )
-        self._types.note_used(placed.kernels)
-        self._use(lowered.signature)
+        self.note_used(lowered.signature, placed.kernels)
         return lowered
 
     def use_again(self, lowered: Lowered) -> bool:
@@ -174,9 +183,13 @@ class ProgramCache:
         signature, placed = lowered.signature, lowered.placed
         if signature not in self._used or not self.can_read(signature, placed.kernels):
             return False
-        self._types.note_used(placed.kernels)
-        self._use(signature)
+        self.note_used(signature, placed.kernels)
         return True
+
+    def note_used(self, signature: Signature, kernels: Sequence[Kernel]) -> None:
+        """Notes that a program is used, for nodes of these kernels."""
+        self._types.note_used(kernels)
+        self._use(signature)
 
     def _make(self, placed: Placement, model: Signature | None) -> Signature:
         """Returns a new program for a minibatch, grown from another one."""
@@ -285,9 +298,19 @@ class ProgramCache:
             self._reverses,
             fitting=fitting,
             similar=similar,
-            make=functools.partial(make_reverse_signature, placed, readers, forward),
+            make=functools.partial(self._make_reverse, placed, readers, forward),
             use=lambda signature: (signature, reverse_table(placed, readers, signature)),
         )
+
+    def _make_reverse(
+        self,
+        placed: Placement,
+        readers: Readers,
+        forward: Signature,
+        model: ReverseSignature | None,
+    ) -> ReverseSignature:
+        """Returns a new reverse program for a minibatch, grown from another one."""
+        return make_reverse_signature(placed, readers, forward, model)
 
     def _reverses_of(
         self, placed: Placement, forward: Signature, leaves: Any, wanted: Any = None

@@ -1,0 +1,341 @@
+"""`Planner`: minibatches are planned in other processes, and attached here.
+
+Another process has the function, of which it records instances, and learns from this one which
+programs there are (see `_session.portable`). It sends a `Prepared`: tables and inputs for one of
+these programs, or the instances and the reason why they fit none. Those are planned here, as if
+there were no other process, so that errors are those of planning here.
+"""
+
+import importlib
+import operator
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.plan import Plan
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.thread_settings import SETTINGS
+from jedbatch._session.degenerate import warn_once
+from jedbatch._session.portable import (
+    Exported,
+    Exporter,
+    ImportedPrograms,
+    NoProgramError,
+    digest_of,
+)
+from jedbatch._support.types import Array
+from jedbatch.errors import PlannedHereWarning
+
+try:  # takes functions that are made in others
+    import cloudpickle  # type: ignore[import-untyped]
+except ImportError:
+    cloudpickle = None
+
+MANY_PLANNED_HERE = 8  # minibatches, and half of all, before we warn
+NEW_TYPES = "they fit no program that was known there"
+ANOTHER_FUNCTION = (
+    "the function computes something else there: what it reads besides its arguments is not as a "
+    "new process finds it"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A minibatch as another process planned it; `Planner.attach` makes a plan of it.
+
+    Attributes:
+      planner: the identity of the planner.
+      instances: the minibatch, if it is to be planned where the programs are; else None.
+      reason: why it is.
+      program, reverse: numbers of the programs (see `Exported`).
+      tables: of both.
+      inputs: as of plans.
+      results: pytrees with the structures of results, and the rest of an `OutputSpec`.
+      kernels: positions of the kernels in use among those of the program.
+    """
+
+    planner: str
+    instances: Sequence[Any] | None = None
+    reason: str | None = None
+    program: int = 0
+    reverse: int | None = None
+    tables: tuple[Any, Any] = (None, None)
+    inputs: dict[str, Array] | None = None
+    results: tuple[Any, Any, Any] = ((), (), None)
+    kernels: tuple[int, ...] = ()
+
+
+class Planner:
+    """Plans minibatches in other processes; made by `Batched.planner`.
+
+    It can be pickled, and called with a list of instances in any process. There it imports the
+    function, and uses no accelerator.
+    """
+
+    def __init__(self, batched: Any, shared: tuple, sample: list[tuple], gradient: bool):
+        """Plans a sample, so that there are programs and a policy."""
+        self._identity = uuid.uuid4().hex
+        self._process = os.getpid()
+        self._batched, self._shared = batched, shared
+        self._sample, self._gradient = sample, gradient
+        self._session, leaves = batched._session(shared)
+        self._types = [*map(array_type, leaves)]
+        self._exporter = Exporter(self._session.programs)
+        self._num_attached = self._num_planned_here = 0
+        plan = self.plan(sample)
+        if plan.ragged:
+            raise ValueError(
+                f"instances of the batched `{batched._name}` have arrays that differ in length, "
+                "which other processes cannot plan; leave out `workers`, or pad these arrays."
+            )
+        self._digest = self._exporter.digest(plan)
+        self._reached = batched._environment.look().number
+        self.pickled()
+
+    def __call__(self, instances: Sequence[Any]) -> Prepared:
+        """Plans a minibatch; it can be the `collate_fn` of a loader of data.
+
+        In the process that made the planner it leaves that to `attach`.
+
+        Args:
+          instances: of the minibatch; if several arguments are mapped, a tuple of these for each.
+
+        Returns:
+          What `attach` makes a plan of.
+
+        Raises:
+          RuntimeError: this is a fork of the process in which the planner was made.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a planner was called in a fork of the process that made it, where JAX does not "
+                "work; start processes by spawning them, such as by `multiprocessing_context="
+                '"spawn"` of a `torch.utils.data.DataLoader`.'
+            )
+        return Prepared(self._identity, list(instances))
+
+    def attach(self, prepared: Prepared) -> Plan:
+        """Makes a plan of a minibatch that was planned elsewhere.
+
+        Args:
+          prepared: what a call returned, in whichever process.
+
+        Returns:
+          The plan, for `apply`. It has no `graph`, `schedule` and `layout` unless it was made here.
+
+        Raises:
+          TypeError: it is something else, or what `plan` raises.
+          ValueError: it is of another planner, or what `plan` raises.
+          RuntimeError: what the function reads besides its arguments has changed.
+        """
+        checks.of_type("Planner.attach", prepared, Prepared, "what the planner returned")
+        if prepared.planner != self._identity:
+            raise ValueError(
+                "`Planner.attach` got a minibatch that another planner prepared; expected one that "
+                "this planner, or a copy of it in another process, returned."
+            )
+        self._num_attached += 1
+        if prepared.instances is not None:
+            if prepared.reason is not None:
+                self._note(prepared.reason)
+            return self.plan(_arguments_of(self._sample, prepared.instances))
+        if not self.is_current:
+            raise RuntimeError(
+                f"what the batched `{self._batched._name}` reads besides its arguments has changed "
+                "since its planner was made; make another one."
+            )
+        return self._attached(prepared)
+
+    @property
+    def is_current(self) -> bool:
+        """Returns whether the function reads the same besides its arguments as at first."""
+        return bool(self._batched._environment.look().number == self._reached)
+
+    def plan(self, instances: list[tuple]) -> Plan:
+        """Returns a plan made here, of the mapped arguments of each instance."""
+        plan: Plan = self._batched._lasting_plan(self._session, instances, self._gradient)
+        return plan
+
+    def _attached(self, prepared: Prepared) -> Plan:
+        """Returns the plan of a minibatch that fits a program."""
+        programs = self._session.programs
+        signature = self._exporter.forward[prepared.program]
+        reverse = None if prepared.reverse is None else self._exporter.reverse[prepared.reverse]
+        programs.note_used(signature, [signature.kernels[k] for k in prepared.kernels])
+        trees, places, batch = prepared.results
+        form = OutputSpec(tuple(map(jax.tree.structure, trees)), places, batch)
+        static = programs.static(signature, reverse, form, self._gradient, ())
+        assert prepared.inputs is not None
+        return Plan(static, *prepared.tables, prepared.inputs)
+
+    def _note(self, reason: str) -> None:
+        """Notes that a minibatch could not be planned elsewhere; warns if most cannot."""
+        self._num_planned_here += 1
+        num = self._num_planned_here
+        if num >= MANY_PLANNED_HERE and 2 * num > self._num_attached:
+            warn_once(
+                PlannedHereWarning,
+                f"other processes could not plan {num} of {self._num_attached} minibatches of the "
+                f"batched `{self._batched._name}`, the last one since {reason}. They were planned "
+                "in the process that runs them",
+                self._session.registry.warned,
+            )
+
+    def programs(self) -> Exported:
+        """Returns the programs in use by now."""
+        return self._exporter.export()
+
+    def pickled(self) -> bytes:
+        """Returns what another process needs."""
+        batched = self._batched
+        structure = batched._arguments.leaves(self._shared)[1]
+        specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
+        target = self._session.programs.target
+        options = replace(batched._options, target=target, executor=None)
+        settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
+        del settings["default_device"]  # of another process
+        state = {
+            "identity": self._identity,
+            "class": type(batched),
+            "function": _portable(batched),
+            "options": (batched._arguments.axes, batched._out_axes, batched.policy, options),
+            "shared": jax.tree.unflatten(structure, specs),
+            "sample": self._sample,
+            "gradient": self._gradient,
+            "digest": self._digest,
+            "settings": settings,
+            "programs": self.programs(),
+        }
+        try:
+            return cloudpickle.dumps(state) if cloudpickle else pickle.dumps(state)
+        except Exception as error:
+            cure = "Define" if cloudpickle else "Install cloudpickle, or define"
+            raise TypeError(
+                f"the batched `{batched._name}` cannot be sent to other processes: "
+                f"{checks.cut(error)}. {cure} the function, and what it is made of, at the top "
+                "level of a module."
+            ) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannerCopy, (self.pickled(),)
+
+
+class PlannerCopy:
+    """A planner in another process."""
+
+    def __init__(self, pickled: bytes):
+        self._pickled = pickled
+        self._work: _Work | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannerCopy, (self._pickled,)
+
+    def __call__(self, instances: Sequence[Any]) -> Prepared:
+        """Plans a minibatch; see `Planner.__call__`."""
+        return self.prepare(instances)
+
+    def start(self) -> None:
+        """Imports the function and plans the sample."""
+        if self._work is None:
+            self._work = _Work(pickle.loads(self._pickled))
+
+    def prepare(self, instances: Sequence[Any], programs: Exported | None = None) -> Prepared:
+        """Plans a minibatch.
+
+        Args:
+          instances: of the minibatch.
+          programs: that there are by now; None if they are those that were known.
+        """
+        instances = list(instances)
+        self.start()
+        assert self._work is not None
+        try:
+            return self._work.prepare(instances, programs)
+        except NoProgramError:
+            reason = NEW_TYPES
+        except Exception as error:  # of which there will be one where it is planned
+            reason = f"there was {type(error).__name__}: {checks.cut(error)}"
+        return Prepared(self._work.identity, instances, reason)
+
+
+class _Work:
+    """What another process needs to plan."""
+
+    def __init__(self, state: dict[str, Any]):
+        jax.config.update("jax_platforms", "cpu")
+        for name, value in state["settings"].items():
+            if getattr(jax.config, f"jax_{name}") != value:
+                jax.config.update(f"jax_{name}", value)
+        self.identity = state["identity"]
+        self._batched = state["class"](_function_of(state["function"]), *state["options"])
+        self._sample, self._gradient = state["sample"], state["gradient"]
+        self._session, _ = self._batched._session(state["shared"])
+        self._programs = ImportedPrograms(self._session.programs)
+        self._session.programs = self._programs
+        self._programs.accept(state["programs"])
+        self._is_another = False
+        try:
+            plan = self._batched._lasting_plan(self._session, self._sample, self._gradient)
+            digest = digest_of(plan, self._session.registry, self._programs.identities)
+            self._is_another = digest != state["digest"]
+        except NoProgramError:
+            pass
+
+    def prepare(self, instances: list[Any], programs: Exported | None) -> Prepared:
+        """Plans a minibatch; raises `NoProgramError` if it fits no program."""
+        if self._is_another:
+            return Prepared(self.identity, instances, ANOTHER_FUNCTION)
+        if programs is not None and programs.version > self._programs.version:
+            self._programs.accept(programs)
+        arguments = _arguments_of(self._sample, instances)
+        plan = self._batched._lasting_plan(self._session, arguments, self._gradient)
+        if plan.ragged:
+            return Prepared(self.identity, instances, "arrays differ in length")
+        static, host = plan.static, plan.host
+        assert host is not None
+        form, kernels = static.results, static.signature.kernels
+        trees = tuple(jax.tree.unflatten(s, [0] * s.num_leaves) for s in form.structures)
+        return Prepared(
+            self.identity,
+            None,
+            None,
+            *self._programs.numbers_of(plan),
+            (np.asarray(plan.table), plan.reverse_table),
+            plan.inputs,
+            (trees, form.places, form.batch),
+            tuple(map(kernels.index, host.placed.kernels)),
+        )
+
+
+def _portable(batched: Any) -> Any:
+    """Returns the function, or (module, name) of a batched one that stands in its place there."""
+    fn = batched._fn
+    where = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
+    try:
+        return where if operator.attrgetter(where[1])(sys.modules[where[0]]) is batched else fn
+    except (KeyError, AttributeError):
+        return fn
+
+
+def _function_of(portable: Any) -> Any:
+    """Returns the function that `_portable` stands for."""
+    if not isinstance(portable, tuple):
+        return portable
+    module, name = portable
+    return operator.attrgetter(name)(importlib.import_module(module))._fn
+
+
+def _arguments_of(sample: list[tuple], instances: Sequence[Any]) -> list[tuple]:
+    """Returns the mapped arguments of each instance, as many as those of a sample have."""
+    if len(sample[0]) > 1:
+        return [tuple(x) for x in instances]
+    return [(x,) for x in instances]

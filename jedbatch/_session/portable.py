@@ -1,0 +1,295 @@
+"""Programs as data, for which other processes can lower minibatches.
+
+Of a program, lowering needs sizes, not what its kernels compute. So kernels cross as `KernelForm`.
+A process that lowers has kernels of its own, of the types that it has met; one takes the place of a
+form if both have one `identity`: the same program, text for text, of the same shared values. What
+fits no program there is left to the process that has the programs, and that alone makes new ones.
+"""
+
+import functools
+import hashlib
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.transfers import fetched
+from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.operand_lists import Parameter
+from jedbatch._layout.bucketing import Buckets
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.placement import Placement
+from jedbatch._program.plan import Plan
+from jedbatch._program.signature import Signature
+from jedbatch._record.environment import AccessPath
+from jedbatch._record.registry import Registry
+from jedbatch._session.program_cache import ProgramCache
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of objects that JAX prints
+
+
+class NoProgramError(Exception):
+    """A minibatch fits none of the programs that this process knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelForm:
+    """A kernel as far as lowering asks for it; see `Kernel` for its attributes.
+
+    Attributes:
+      identity: of the kernel; None if another one has the same.
+      is_leaf: of its reverse; None if there is none.
+    """
+
+    identity: bytes | None
+    operands: tuple[ValueType, ...]
+    results: tuple[ValueType, ...]
+    parameters: tuple[Parameter, ...]
+    buckets: Buckets
+    blocks: Buckets
+    loose: tuple[bool, ...]
+    lane_work: int
+    result_bytes: int
+    cotangent_bytes: int
+    is_leaf: bool | None
+    transient: bool = False
+    reached: bool = False
+
+    @property
+    def reverse(self) -> "KernelForm":
+        return self
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Programs for other processes.
+
+    Attributes:
+      version: another one if there are others.
+      forward: by number, those with `KernelForm` in place of kernels.
+      reverse: by number, (number of the program that it reverses, the same without that program).
+      reserved: numbers of programs that are used before others.
+    """
+
+    version: int
+    forward: dict[int, Signature]
+    reverse: dict[int, tuple[int, ReverseSignature]]
+    reserved: frozenset[int]
+
+
+def identity_of(kernel: Kernel, registry: Registry) -> bytes:
+    """Returns what a kernel has in common with one in another process that computes the same."""
+    node_type, hashed = kernel.node_type, hashlib.blake2b(digest_size=16)
+
+    def add(*parts: object) -> None:
+        for part in parts:
+            hashed.update(ADDRESS.sub("", str(part)).encode() + b"\0")
+
+    @functools.cache
+    def described(index: int) -> str:
+        """A shared value in words."""
+        value = registry.shared[index]
+        if value.leaf is not None:
+            return f"leaf {value.leaf}"
+        if value.call is not None:
+            args = [described(arg) for arg in value.args]
+            avals = [registry.shared[arg].aval for arg in value.args]
+            program = jax.make_jaxpr(lambda *xs: list(value.call(*xs)))(*avals)  # type: ignore[misc]
+            return f"{value.result} of {program} {_constants(program.consts)} on {args}"
+        if isinstance(value.tracer, AccessPath):
+            return f"{value.tracer} {value.aval}"
+        return _constants([value.array])
+
+    closed = operation_of(node_type).jaxpr
+    add(node_type.label, node_type, closed.jaxpr, _constants(closed.consts))
+    add(*map(described, node_type.shared))
+    return hashed.digest()
+
+
+def _constants(arrays: Sequence[Any]) -> str:
+    """Arrays in words, by their bits."""
+    written = []
+    for x in arrays:
+        x = jax.random.key_data(x) if is_key(getattr(x, "dtype", None)) else x
+        x = np.asarray(fetched(x))
+        digest = hashlib.blake2b(x.tobytes(), digest_size=16).hexdigest()
+        written.append(f"{x.dtype}{x.shape} {digest}")
+    return " ".join(written)
+
+
+class Exporter:
+    """Numbers the programs of a session, and exports them.
+
+    Args:
+      programs: of the session.
+
+    Attributes:
+      forward, reverse: programs by number.
+    """
+
+    def __init__(self, programs: ProgramCache):
+        self._programs = programs
+        self.forward: list[Signature] = []
+        self.reverse: list[ReverseSignature] = []
+        self._identities: dict[Kernel, bytes] = {}
+        self._exported: Exported | None = None
+        self._in_use: Any = None
+
+    def export(self) -> Exported:
+        """Returns the programs in use."""
+        in_use = self._programs.in_use
+        if self._exported is None or in_use != self._in_use:
+            self._exported, self._in_use = self._make(*in_use), in_use
+        return self._exported
+
+    def _make(
+        self,
+        forward: list[Signature],
+        reverse: list[ReverseSignature],
+        reserved: list[Signature],
+    ) -> Exported:
+        numbers = [_number(self.forward, s) for s in forward]
+        has_reverse = {kernel for r in reverse for kernel in r.forward.kernels}
+        forms = self._forms({k: None for s in forward for k in s.kernels}, has_reverse)
+        made = [replace(s, kernels=tuple(forms[k] for k in s.kernels)) for s in forward]
+        reverses: dict[int, tuple[int, Any]] = {}
+        for r in reverse:
+            without: Any = replace(r, forward=None)  # type: ignore[arg-type]
+            reverses[_number(self.reverse, r)] = numbers[forward.index(r.forward)], without
+        return Exported(
+            self._exported.version + 1 if self._exported else 0,
+            dict(zip(numbers, made, strict=True)),
+            reverses,
+            frozenset(numbers[forward.index(s)] for s in reserved),
+        )
+
+    def _forms(self, kernels: Any, has_reverse: set[Kernel]) -> dict[Kernel, Any]:
+        for kernel in kernels:
+            if kernel not in self._identities:
+                self._identities[kernel] = identity_of(kernel, self._programs.registry)
+        identities = [self._identities[kernel] for kernel in kernels]
+        return {
+            kernel: KernelForm(
+                identity if identities.count(identity) == 1 else None,
+                kernel.operands,
+                kernel.results,
+                tuple(kernel.parameters),
+                kernel.buckets,
+                kernel.blocks,
+                kernel.loose,
+                kernel.lane_work,
+                kernel.result_bytes,
+                kernel.cotangent_bytes,
+                kernel.reverse.is_leaf if kernel in has_reverse else None,
+            )
+            for kernel, identity in zip(kernels, identities, strict=True)
+        }
+
+    def digest(self, plan: Plan) -> bytes:
+        """Returns a digest of what a plan computes; see `digest_of`."""
+        return digest_of(plan, self._programs.registry, self._identities)
+
+
+def _number(programs: list[Any], program: Any) -> int:
+    """Returns the position of a program in a list, to which it is added if it is not there."""
+    if program not in programs:
+        programs.append(program)
+    return programs.index(program)
+
+
+class ImportedPrograms(ProgramCache):
+    """The programs of another process, as far as lowering needs them; there are no others."""
+
+    def __init__(self, programs: ProgramCache):
+        """Takes the place of programs that are not used."""
+        super().__init__(programs.registry, programs.target, None, programs.environment, None)
+        self._exported: Exported | None = None
+        self._own: dict[bytes, Kernel | None] = {}  # None for one that two have
+        self.identities: dict[Kernel, bytes] = {}
+        self._is_old = True
+        self._numbers: dict[Signature, int] = {}
+        self._reverse_numbers: dict[ReverseSignature, int] = {}
+
+    @property
+    def version(self) -> int:
+        """The version of the programs; -1 if there are none."""
+        return self._exported.version if self._exported else -1
+
+    def accept(self, exported: Exported) -> None:
+        """Replaces the programs by others."""
+        self._exported, self._is_old = exported, True
+
+    def kernel(self, type_id: int) -> Kernel:
+        """The kernel of a node type."""
+        is_new = type_id not in self._kernels
+        kernel = super().kernel(type_id)
+        if is_new:
+            identity = self.identities[kernel] = identity_of(kernel, self.registry)
+            self._own[identity] = None if identity in self._own else kernel
+            self._is_old = True
+        return kernel
+
+    def place(self, *args: Any, **options: Any) -> Placement:
+        """Does the same as there, and brings programs and kernels together."""
+        placed = super().place(*args, **options)
+        if self._is_old:
+            self._match()
+        return placed
+
+    def _match(self) -> None:
+        """Makes programs of own kernels where there are such."""
+        assert self._exported is not None
+        made = {}
+        for number, signature in self._exported.forward.items():
+            kernels: list[Any] = []
+            for form in signature.kernels:
+                own = self._own.get(form.identity) if form.identity else None  # type: ignore[attr-defined]
+                kernels.append(form if own is None else own)
+            made[number] = replace(signature, kernels=tuple(kernels))
+        reverses = {
+            number: replace(reverse, forward=made[forward])
+            for number, (forward, reverse) in self._exported.reverse.items()
+        }
+        self._signatures, self._reverses = list(made.values()), list(reverses.values())
+        self._reserved = {made[number] for number in self._exported.reserved}
+        self._numbers = {s: number for number, s in made.items()}
+        self._reverse_numbers = {r: number for number, r in reverses.items()}
+        self._used.clear()
+        self._latest = None
+        self._is_old = False
+
+    def _make(self, placed: Placement, model: Signature | None) -> Signature:
+        """Raises an error: programs are made elsewhere."""
+        raise NoProgramError
+
+    def _make_reverse(self, *args: Any) -> ReverseSignature:
+        """Raises an error: programs are made elsewhere."""
+        raise NoProgramError
+
+    def numbers_of(self, plan: Plan) -> tuple[int, int | None]:
+        """Returns the numbers of the program of a plan, and of its reverse."""
+        static = plan.static
+        reverse = None if static.reverse is None else self._reverse_numbers[static.reverse]
+        return self._numbers[static.signature], reverse
+
+
+def digest_of(plan: Plan, registry: Registry, identities: dict[Kernel, bytes]) -> bytes:
+    """Returns a digest of the graph of a plan, whatever the types are numbered here."""
+    assert plan.host is not None
+    placed, graph = plan.host.placed, plan.host.placed.graph
+    of_type: list[bytes] = [b""] * len(graph.types)
+    for type_id, kernel in zip(placed.type_ids, placed.kernels, strict=True):
+        if kernel not in identities:
+            identities[kernel] = identity_of(kernel, registry)
+        of_type[type_id] = identities[kernel]
+    nodes = [of_type[t] for t in graph.node_type.tolist()]
+    arrays = graph.operand_ptr, graph.operand, graph.outputs, graph.node_ptr, graph.input_ptr
+    inputs = [(str(chunk.type), len(chunk)) for chunk in graph.inputs]
+    written = pickle.dumps((nodes, [np.asarray(x, np.int64).tobytes() for x in arrays], inputs))
+    return hashlib.blake2b(written, digest_size=16).digest()

@@ -1,0 +1,47 @@
+"""Functions that other processes import."""
+
+import jax.numpy as jnp
+
+import jedbatch
+
+SCALE = 1.0
+
+
+@jedbatch.cell
+def leaf(params, number):
+    return jnp.tanh(params["table"][number])
+
+
+@jedbatch.cell
+def add(params, x, y):
+    return jnp.tanh(x @ params["left"] + y)
+
+
+@jedbatch.cell
+def double(params, x):
+    return 2 * x @ params["left"]
+
+
+def encode(params, tree):
+    """Of a number, a pair, or a list of one."""
+    if isinstance(tree, int):
+        return leaf(params, tree)
+    children = [encode(params, child) for child in tree]
+    return double(params, *children) if len(tree) == 1 else add(params, *children)
+
+
+def weighed(params, tree, weight):
+    return {"value": weight * encode(params, tree), "weight": weight}
+
+
+def scaled(params, tree):
+    return encode(params, tree if SCALE < 2 else (tree, tree))
+
+
+@jedbatch.batch
+def decorated(params, tree):
+    return encode(params, tree)
+
+
+def total(params, rows):
+    return jnp.tanh(rows * params["table"][:1]).sum(0)

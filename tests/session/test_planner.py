@@ -1,0 +1,305 @@
+"""Plans made in other processes, against the loop and against plans made here."""
+
+import concurrent.futures
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import planned
+
+import jedbatch
+from jedbatch._batch.planner import Planner, Prepared
+from jedbatch._batch.processes import Pool
+from jedbatch._session.portable import identity_of
+from jedbatch.errors import PlannedHereWarning
+
+rng = np.random.default_rng(0)
+PARAMS = {
+    "table": jnp.asarray(rng.normal(size=(9, 4)), jnp.float32),
+    "left": jnp.asarray(rng.normal(size=(4, 4)), jnp.float32),
+}
+
+
+def grow(size):
+    if size == 1:
+        return int(rng.integers(9))
+    cut = int(rng.integers(1, size))
+    return grow(cut), grow(size - cut)
+
+
+def minibatch(count=5):
+    return [grow(int(rng.integers(1, 9))) for _ in range(count)]
+
+
+def single(instances):
+    return [(x,) for x in instances]
+
+
+def assert_is_loop(batched, plan, instances, fn=planned.encode):
+    def loss(results):
+        return jnp.square(results).sum()
+
+    def loop(params):
+        return jnp.stack([fn(params, x) for x in instances])
+
+    np.testing.assert_allclose(batched.apply(PARAMS, plan), loop(PARAMS), rtol=1e-5, atol=1e-6)
+    ours = jax.grad(lambda p: loss(batched.apply(p, plan)))(PARAMS)
+    theirs = jax.grad(lambda p: loss(loop(p)))(PARAMS)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def begun():
+    """Makes pools of one process that is ready, and closes them."""
+    pools = []
+
+    def begin(planner):
+        pools.append(Pool(planner, 1))
+        pools[-1].wait()
+        return pools[-1]
+
+    yield begin
+    for pool in pools:
+        pool.close()
+
+
+def test_another_process_plans_what_would_be_planned_here(begun):
+    batched = jedbatch.batch(planned.encode)
+    planner = batched.planner(PARAMS, minibatch())
+    pool = begun(planner)
+    for _ in range(3):
+        instances = minibatch()
+        prepared = pool.submit(single(instances)).result()
+        assert prepared.instances is None
+        plan = planner.attach(prepared)
+        assert plan.graph is None
+        here = batched.plan(PARAMS, instances)
+        assert plan.static is here.static
+        np.testing.assert_array_equal(plan.table, here.table)
+        np.testing.assert_array_equal(plan.reverse_table, here.reverse_table)
+        assert plan.inputs.keys() == here.inputs.keys()
+        for name, rows in here.inputs.items():
+            np.testing.assert_array_equal(plan.inputs[name], rows)
+        assert_is_loop(batched, plan, instances)
+    compiled = batched.compilations
+    # A type that was not in the sample is planned here, and from then on there.
+    news = [((0,), 1), (2,), *minibatch(3)]
+    prepared = pool.submit(single(news)).result()
+    assert prepared.instances == news
+    assert "no program" in prepared.reason
+    assert_is_loop(batched, planner.attach(prepared), news)
+    assert batched.compilations > compiled
+    news = [(((3,), 4), 5), 6, *minibatch(3)]
+    prepared = pool.submit(single(news)).result()
+    assert prepared.instances is None
+    compiled = batched.compilations
+    assert_is_loop(batched, planner.attach(prepared), news)
+    assert batched.compilations == compiled
+
+
+def test_errors_are_those_of_planning_here(begun):
+    batched = jedbatch.batch(planned.encode)
+    planner = batched.planner(PARAMS, minibatch())
+    pool = begun(planner)
+    for wrong in ([(0, None)], [(0, 99)], [(0, 1, 2, 3)]):
+        prepared = pool.submit(single(wrong)).result()
+        assert prepared.instances == wrong
+        with pytest.raises((TypeError, ValueError, IndexError)) as here:
+            jedbatch.batch(planned.encode).plan(PARAMS, wrong)
+        with pytest.raises(type(here.value)) as attached:
+            planner.attach(prepared)
+        assert str(attached.value) == str(here.value)
+    pool._executor.submit(os._exit, 1)
+    with pytest.raises(concurrent.futures.process.BrokenProcessPool):
+        pool.submit(single(minibatch())).result()
+
+
+def test_plans_come_in_order_and_processes_end():
+    batched = jedbatch.batch(planned.weighed, in_axes=(None, 0, 0))
+    many = [minibatch() for _ in range(12)]
+    weights = [[float(x) for x in rng.normal(size=5)] for _ in many]
+
+    def slowly():
+        for i, instances in enumerate(many):
+            if i == 3:
+                time.sleep(4)  # until the process has begun
+            yield instances
+
+    plans = batched.plans(PARAMS, slowly(), weights, workers=1)
+    came = []
+    for plan, instances, of_instances in zip(plans, many, weights, strict=True):
+        results = batched.apply(PARAMS, plan)
+        loop = [planned.weighed(PARAMS, *x) for x in zip(instances, of_instances, strict=True)]
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *loop)
+        assert results.keys() == stacked.keys()
+        for name, x in stacked.items():
+            np.testing.assert_allclose(results[name], x, rtol=1e-5, atol=1e-6)
+        came.append(plan.graph is None)
+    assert came[0] is False
+    assert came[-1] is True
+    assert_no_process_is_left()
+
+
+def test_an_error_says_which_minibatch_it_was():
+    batched = jedbatch.batch(planned.encode)
+    plans = batched.plans(PARAMS, [minibatch(), minibatch(), [(0, None)]], workers=1)
+    next(plans)
+    next(plans)
+    with pytest.raises((TypeError, ValueError, IndexError)) as error:
+        next(plans)
+    assert "This happened while minibatch 2 was planned." in error.value.__notes__
+    assert_no_process_is_left()
+    assert list(batched.plans(PARAMS, [], workers=1)) == []
+    plans = batched.plans(PARAMS, [minibatch() for _ in range(9)], workers=1)
+    next(plans)
+    plans.close()
+    assert_no_process_is_left()
+
+
+KILLED = """
+import os, signal
+import jax.numpy as jnp
+import jedbatch
+from cases import planned
+from jedbatch._batch.processes import Pool
+
+if __name__ == "__main__":
+    params = {"table": jnp.ones((9, 4)), "left": jnp.ones((4, 4))}
+    pool = Pool(jedbatch.batch(planned.encode).planner(params, [1, (2, 3)]), 1)
+    pool.wait()
+    print(*pool._executor._processes, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_end_with_one_that_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    env = os.environ | {"PYTHONPATH": str(Path(planned.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (number,) = map(int, done.stdout.split())
+    for _ in range(200):
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(number, signal.SIGKILL)
+    raise AssertionError(number)
+
+
+def assert_no_process_is_left():
+    for _ in range(200):
+        if not multiprocessing.active_children():
+            return
+        time.sleep(0.05)
+    raise AssertionError(multiprocessing.active_children())
+
+
+def copied(planner):
+    """A copy of a planner, as in another process."""
+    return pickle.loads(pickle.dumps(planner))
+
+
+def test_what_changes_here_is_not_planned_there(monkeypatch):
+    batched = jedbatch.batch(planned.scaled)
+    planner = batched.planner(PARAMS, minibatch())
+    instances = minibatch()
+    prepared = copied(planner)(instances)
+    assert prepared.instances is None
+    assert_is_loop(batched, planner.attach(prepared), instances, planned.scaled)
+    monkeypatch.setattr(planned, "SCALE", 3.0)
+    assert not planner.is_current
+    with pytest.raises(RuntimeError, match="reads besides its arguments has changed"):
+        planner.attach(prepared)
+
+
+def test_a_function_that_is_another_one_there_is_not_planned_there(monkeypatch):
+    batched = jedbatch.batch(planned.scaled)
+    monkeypatch.setattr(planned, "SCALE", 3.0)
+    planner = batched.planner(PARAMS, minibatch())
+    instances = minibatch()
+    with monkeypatch.context() as there:
+        there.setattr(planned, "SCALE", 1.0)
+        prepared = copied(planner)(instances)
+    assert "computes something else there" in prepared.reason
+    with pytest.warns(PlannedHereWarning, match=r"8 of 8 minibatches .*`scaled`.*something else"):
+        plans = [planner.attach(prepared) for _ in range(8)]
+    assert_is_loop(batched, plans[-1], instances, planned.scaled)
+
+
+def test_functions_may_be_closures_and_decorated():
+    scale = 0.5
+
+    @jedbatch.cell
+    def shrink(x):
+        return scale * x
+
+    for batched in (
+        jedbatch.batch(lambda params, tree: shrink(planned.encode(params, tree))),
+        jedbatch.batch(functools.partial(planned.weighed, weight=2.0)),
+        planned.decorated,
+    ):
+        planner = batched.planner(PARAMS, minibatch())
+        assert copied(copied(planner))(minibatch()).instances is None
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to other processes.*top level"):
+        jedbatch.batch(lambda p, t: planned.encode(p, t) if lock else 0).planner(PARAMS, [0])
+
+
+def test_planners_refuse_what_is_not_theirs():
+    batched = jedbatch.batch(planned.encode)
+    planner, other = (batched.planner(PARAMS, minibatch()) for _ in range(2))
+    with pytest.raises(ValueError, match="another planner prepared"):
+        planner.attach(other(minibatch()))
+    with pytest.raises(TypeError, match=r"`Planner.attach` got .*expected what the planner"):
+        planner.attach(minibatch())
+    planner._process = -1
+    with pytest.raises(RuntimeError, match="fork of the process"):
+        planner(minibatch())
+    ragged = [np.ones((n, 4), np.float32) for n in (2, 3)]
+    with pytest.raises(ValueError, match=r"differ in length"):
+        jedbatch.batch(planned.total).planner(PARAMS, ragged)
+    equal = jedbatch.batch(planned.total)
+    prepared = copied(equal.planner(PARAMS, [x[:2] for x in ragged]))(ragged)
+    assert prepared.instances is not None
+    with pytest.raises(ValueError, match="workers"):
+        batched.plans(PARAMS, [minibatch()], workers=-1)
+    assert isinstance(planner, Planner)
+    assert isinstance(prepared, Prepared)
+
+
+def test_kernels_that_compute_the_same_have_one_identity():
+    def kernels(fn):
+        batched = jedbatch.batch(fn)
+        plan = batched.plan(PARAMS, [1.0])
+        session, _ = batched._session((PARAMS,))
+        return [identity_of(k, session.registry) for k in plan.host.placed.kernels]
+
+    def scaled(scale, name="left"):
+        cell = jedbatch.cell(lambda p, x: jnp.tanh(scale * (x * p[name][0])), name="cell")
+        return lambda p, x: cell(p, x)
+
+    (same,), (again,) = kernels(scaled(2.0)), kernels(scaled(2.0))
+    assert same == again
+    array = np.arange(4, dtype=np.float32)
+    others = [scaled(3.0), scaled(2.0, "table"), scaled(array), scaled(array + 1)]
+    others += [
+        scaled(jnp.asarray(array)),
+        lambda p, x: scaled(2.0)({"left": p["left"] @ p["left"]}, x),
+    ]
+    identities = [same, *(kernels(fn)[0] for fn in others)]
+    assert len(set(identities)) == len(identities)
