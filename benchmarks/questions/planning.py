@@ -7,6 +7,7 @@ record      microseconds a node to run the function on symbols and to write its 
 schedule    microseconds a batch.
 plan        milliseconds of planning for inference, and how many times as long Python takes.
 run         milliseconds of the device for the inference of one minibatch; `share` is plan / run.
+elsewhere   milliseconds of CPUs in this process where another one plans; `share` is elsewhere / run.
 
 Then TreeLSTMs: minibatches of a growing number of trees; one tree, never seen before and known; and
 steps that wait for the result of the device before the next: each plan made when it is needed, and
@@ -25,6 +26,7 @@ import numpy as np
 
 import jedbatch
 from benchmarks import common, edbatch
+from jedbatch._batch.processes import Pool
 from jedbatch.data import num_nodes
 from jedbatch.models import tree
 
@@ -79,10 +81,32 @@ def workload(name: str, directory: Path | None, size: int, count: int, hidden: i
     run, use_plan = loss(functions[KEYS[0]]), plans[len(plans) // 2]
     times = common.interleaved([lambda: run(params, use_plan)], 2.0)
     milliseconds = 1e3 * times.median()
+    here = elsewhere(functions[KEYS[0]], params, minibatches(bank, size)[: count + 3])
     ratios = tables["0"][:, 0] / tables["1"][:, 0]
     row = [made.title, nodes, batches, f"{fast[1]:.2f}", f"{slow[1]:.2f}"]
     row += [f"{fast[2]:.1f}", f"{slow[2]:.1f}", f"{fast[0]:.1f}", common.spread(ratios)]
-    return [*row, f"{milliseconds:.1f}", f"{fast[0] / milliseconds:.2f}"]
+    row += [f"{milliseconds:.1f}", f"{fast[0] / milliseconds:.2f}"]
+    return [*row, f"{here:.2f}", f"{here / milliseconds:.3f}"]
+
+
+def elsewhere(fn: jedbatch.Batched, params: Any, every: list[list[Any]]) -> float:
+    """Milliseconds of CPUs in this process for a minibatch that another process plans."""
+    use(KEYS[0])
+    planner = fn.planner(params, every[0], gradient=False)
+    pool = Pool(planner, 1)
+    pool.wait()
+
+    def attached(few: list[list[Any]]) -> list[Any]:
+        futures = [pool.submit([(x,) for x in instances]) for instances in few]
+        return [planner.attach(future.result()) for future in futures]
+
+    attached(every[:3])
+    start = time.process_time()
+    plans = attached(every[3:])
+    took = time.process_time() - start
+    pool.close()
+    assert all(plan.graph is None for plan in plans), "some were planned here"
+    return 1e3 * took / len(plans)
 
 
 def grown(trees: list[Any], sizes: list[int], cells: Any, params: Any) -> Iterator[list[Any]]:
@@ -161,7 +185,8 @@ def main() -> None:
     names = options.workloads.split(",")
     print(common.machine())
     head = ["workload", "nodes", "batches", "record µs", "in Python", "schedule µs", "in Python"]
-    table = common.Table(*head, "plan ms", "Python ×", "run ms", "share")
+    head += ["plan ms", "Python ×", "run ms", "share", "elsewhere ms", "share"]
+    table = common.Table(*head)
     for name in names:
         table.row(*workload(name, directory, options.batch, options.count, options.hidden))
     bank = common.load_trees(None, 40 if options.quick else 400)
