@@ -7,7 +7,7 @@ record      microseconds a node to run the function on symbols and to write its 
 schedule    microseconds a batch.
 plan        milliseconds of planning for inference, and how many times as long Python takes.
 run         milliseconds of the device for the inference of one minibatch; `share` is plan / run.
-elsewhere   milliseconds of CPUs in this process where another one plans; `share` is elsewhere / run.
+elsewhere   milliseconds of CPUs in this process where another one plans; `share` is of run.
 
 Then TreeLSTMs: minibatches of a growing number of trees; one tree, never seen before and known; and
 steps that wait for the result of the device before the next: each plan made when it is needed, and
