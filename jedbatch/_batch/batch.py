@@ -8,7 +8,13 @@ from jedbatch._kernel.target import Target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
 from jedbatch._session.options import Options
-from jedbatch._support.types import ExecutorName, GranularityName, OrderName, TargetName
+from jedbatch._support.types import (
+    ControlFlowName,
+    ExecutorName,
+    GranularityName,
+    OrderName,
+    TargetName,
+)
 
 Shared = TypeVar("Shared")
 Instance = TypeVar("Instance")
@@ -26,6 +32,7 @@ class BatchOptions(TypedDict, total=False):
     cache_bytes: int
     layout: OrderName
     reuse: bool | None
+    control_flow: ControlFlowName
     granularity: GranularityName | None
     target: TargetName | Target | None
 
@@ -85,6 +92,7 @@ def batch(
     cache_bytes: int = 1 << 30,
     layout: OrderName = "auto",
     reuse: bool | None = None,
+    control_flow: ControlFlowName = "auto",
     granularity: GranularityName | None = None,
     target: TargetName | Target | None = None,
 ) -> Batched[*Anything, Any]:
@@ -151,6 +159,11 @@ def batch(
       reuse: whether inference uses memory again after its last read. None does for minibatches
         with more than 32 MB of results; for smaller ones planning takes longer than it saves. What
         can be differentiated keeps everything in any case.
+      control_flow: how `jax.lax.while_loop`, `cond` and `switch` run where their values differ from
+        node to node. "lockstep": as under `jax.vmap`, loops until the last is done, and all
+        branches for all. "lanes": once half of the nodes in a chunk are done with a loop, the
+        others run a few at a time, each in the place of one that is done; and each branch runs for
+        its own nodes. "auto": so where the nodes are many and a step is work enough.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model
@@ -197,6 +210,7 @@ def batch(
         executor=executor,
         layout=layout,
         reuse=reuse,
+        control_flow=control_flow,
         granularity=granularity,
         key=key,
         cache_size=cache_size,

@@ -20,7 +20,9 @@ Read in this order:
 11. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
 12. `rolling`: Programs of a list of values as programs of lists of any length.
-13. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-14. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+13. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+   step.
+14. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+15. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
 """

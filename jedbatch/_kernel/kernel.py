@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.divergent import diverges, without_lock_step
 from jedbatch._jaxpr.interpret import (
     Bindings,
     cares_for_padding,
@@ -38,13 +39,13 @@ from jedbatch._jaxpr.interpret import (
     work,
 )
 from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
-from jedbatch._jaxpr.versions import Atom, Equation
+from jedbatch._jaxpr.versions import Atom, Equation, without_consts
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
 from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, ControlFlowName
 
 
 class Kernel:
@@ -52,6 +53,7 @@ class Kernel:
 
     Attributes:
       node_type: whose program it is.
+      control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       transient: whether it reads a tracer, which will be gone at the next call.
       reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
@@ -74,11 +76,13 @@ class Kernel:
         transient: bool = False,
         reached: bool = False,
         lists: bool = True,
+        control_flow: ControlFlowName = "auto",
     ):
         """Makes the program of a type; without `lists`, each operand is a parameter."""
         self.node_type = node_type
         self.transient = transient
         self.reached = reached
+        self.control_flow = control_flow
         self.operands = node_type.operands
         self.results = node_type.results
         operation = operation_of(node_type)
@@ -116,6 +120,8 @@ class Kernel:
         self.lane_work = sum(map(work, self.body))
         lane = self.lane_work, operand_bytes + self.result_bytes
         self.buckets, self.blocks = target.buckets(*lane), target.weight_blocks(*lane)
+        if self.diverges:
+            self.buckets = target.diverging
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
@@ -132,7 +138,18 @@ class Kernel:
 
     def forward(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """The results of one lane."""
-        return self.evaluate(consts, operands, {})[0]
+        return self.evaluate(consts, operands, {}, self._body_over_lanes)[0]
+
+    @functools.cached_property
+    def diverges(self) -> bool:
+        """Returns whether lanes take different ways, or loop for different times, by themselves."""
+        return self.control_flow != "lockstep" and diverges(self.jaxpr.replace(eqns=self.body))
+
+    @functools.cached_property
+    def _body_over_lanes(self) -> Sequence[Equation]:
+        """The body, for `vmap` without lock step."""
+        program = self.jaxpr.replace(eqns=self.body)
+        return without_consts(without_lock_step(program, self.control_flow)).eqns
 
     def environment(self, operands: Sequence[Array]) -> Bindings:
         """The operands and lists of operands by variable."""
@@ -141,11 +158,16 @@ class Kernel:
         return dict(zip(self.operand_vars, values, strict=True))
 
     def evaluate(
-        self, consts: Any, operands: Any, deltas: dict[Var | int, Array]
+        self,
+        consts: Any,
+        operands: Any,
+        deltas: dict[Var | int, Array],
+        body: Sequence[Equation] | None = None,
     ) -> tuple[list, dict]:
         """(results, all values) of one lane.
 
-        `deltas` count as added to some variables; to result s by the key s.
+        `deltas` count as added to some variables; to result s by the key s. `body` is another
+        program that computes the same.
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
@@ -159,7 +181,7 @@ class Kernel:
                 for v, x in zip(eqn.outvars, outs, strict=True)
             ]
 
-        run_equations(self.body, env, rule)
+        run_equations(self.body if body is None else body, env, rule)
         results = []
         for s, (v, t) in enumerate(zip(self.jaxpr.outvars, self.results, strict=True)):
             x = to_stored(value_of(v, env), t)

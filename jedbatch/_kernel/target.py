@@ -24,7 +24,12 @@ import jax
 from jax.core import Tracer
 
 from jedbatch import checks
-from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, Buckets
+from jedbatch._layout.bucketing import (
+    COARSE_BUCKETS,
+    DIVERGING_BUCKETS,
+    FINE_BUCKETS,
+    Buckets,
+)
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
@@ -59,6 +64,7 @@ class Target:
       heavy_start: above so many lanes a lane counts as light.
       light_start: what starting a chunk of light lanes costs at most, in lanes.
       chunk_bytes: bytes that a chunk may read and write.
+      diverging: widths of the chunks of lanes whose loops or branches values decide on.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of ragged rows.
       heavy_blocks, light_blocks: of lanes whose weight gradients are computed together.
@@ -80,6 +86,7 @@ class Target:
     heavy_start: int = 16
     light_start: int = 16
     chunk_bytes: int = 16 << 20
+    diverging: Buckets = DIVERGING_BUCKETS
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS
     heavy_blocks: Buckets = HEAVY_BLOCKS
@@ -190,6 +197,7 @@ GPU = Target(
     heavy_start=512,
     light_start=8192,
     chunk_bytes=1 << 30,
+    diverging=Buckets((128, 1024, 8192), 512),
     sums=Buckets((256, 2048), 1024),
     blocks=GPU_BLOCKS,
     heavy_blocks=GPU_BLOCKS,

@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.interpret import (
     body_of,
     has_gradient,
@@ -171,6 +172,10 @@ class KernelVjp:
         if self.is_guarded:  # the program leaves out cotangents that are not alive
             closed = guarded(backward, self._backward_consts, given)
             self._backward, self._backward_consts = closed.jaxpr, closed.consts
+        self._over_lanes = [
+            without_lock_step(x, kernel.control_flow) if kernel.diverges else x
+            for x in (self._forward, self._backward)
+        ]
 
     @classmethod
     def of(cls, kernel: Any) -> "KernelVjp":
@@ -212,6 +217,13 @@ class KernelVjp:
     def _given(self, backward: Jaxpr, num_read: int) -> list[Var]:
         """The arguments of the backward program that are cotangents, after what it reads."""
         return backward.invars[num_read : num_read + len(self.returned)]
+
+    @property
+    def programs(self) -> list[tuple[Jaxpr, Sequence[Any]]]:
+        """The programs that run forwards and backwards, and before, with their constants."""
+        derived = self._derived, self._forward_consts
+        forward, backward = self._forward, self._backward
+        return [(forward, derived[1]), (backward, self._backward_consts), derived]
 
     @functools.cached_property
     def flow_of_operands(self) -> list[Sources]:
@@ -470,12 +482,15 @@ class KernelVjp:
                     env[v] = i if source is Source.LITERAL else kept[i]
             return [env[v] for v in others]
 
+        program = kernel.jaxpr.replace(eqns=[eqn])
+        over_lanes = without_lock_step(program, kernel.control_flow, reverse=True).eqns
+
         def apply(const_values, fixed_values, row_values):
             env = dict(zip(consts, const_values, strict=True))
             env.update(zip(fixed, fixed_values, strict=True))
             env.update(zip(others, row_values, strict=True))
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
-            run_equations([eqn], env, kernel.run)
+            run_equations(over_lanes, env, kernel.run)
             return [env[v] for v in eqn.outvars if is_inexact(v)]
 
         name = eqn.primitive.name
@@ -507,7 +522,8 @@ class KernelVjp:
 
     def save(self, consts: Sequence[Array], operands: Sequence[Array]) -> tuple[list, list]:
         """(results, saved) of one lane."""
-        out = jax.core.eval_jaxpr(self._forward, self._forward_consts, *consts, *operands)
+        program = self._over_lanes[0]
+        out = jax.core.eval_jaxpr(program, self._forward_consts, *consts, *operands)
         return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
 
     def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list]:
@@ -539,9 +555,8 @@ class KernelVjp:
                 leaves.append(x if source is Source.LITERAL else found[source][x])
         cotangents_read = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
-        out = jax.core.eval_jaxpr(
-            self._backward, self._backward_consts, *leaves, *cotangents_read, *turned, *flags
-        )
+        given = *leaves, *cotangents_read, *turned, *flags
+        out = jax.core.eval_jaxpr(self._over_lanes[1], self._backward_consts, *given)
         return out[: len(self._moving)], out[len(self._moving) :]
 
 

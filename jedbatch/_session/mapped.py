@@ -5,8 +5,8 @@ decide on values does the same for each of them: so one is recorded, and its gra
 rows, is one XLA program. Neither are arrays cut into rows, nor is anything planned.
 
 Long graphs are left to plans, which compile a cell once for all of its nodes, and so are programs
-with loops whose length depends on values, in which all rows would wait for the slowest, and with
-calls of Python.
+with calls of Python. Loops and branches that values decide on run as in plans, without lock step
+(see `_jaxpr.divergent`); where lock step is asked for, loops are left to plans.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import cares_for_padding
+from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
@@ -34,6 +34,7 @@ from jedbatch._support.types import Array, Leaf
 
 MIN_ROWS = 8  # for fewer, plans are as fast
 MAX_EQUATIONS = 256  # of the graph of one instance
+CALLS_OF_PYTHON = ("pure_callback", "io_callback", "debug_callback")
 
 
 class MappedProgram:
@@ -65,8 +66,9 @@ class MappedProgram:
     def _is_short(self) -> bool:
         programs = {t: operation_of(self._graph.types[t]).jaxpr.jaxpr for t in self._types}
         size = sum(len(programs[t].eqns) for t in self._graph.node_type.tolist())
-        waits = any(cares_for_padding(e) for program in programs.values() for e in program.eqns)
-        return size <= MAX_EQUATIONS and not waits
+        in_lock_step = self._programs.control_flow == "lockstep"
+        refused = (*CALLS_OF_PYTHON, "while") if in_lock_step else CALLS_OF_PYTHON
+        return size <= MAX_EQUATIONS and not any(performs(x, *refused) for x in programs.values())
 
     @functools.cached_property
     def _looked_up(self) -> set[tuple[int, int]]:

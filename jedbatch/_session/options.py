@@ -12,6 +12,7 @@ from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
 from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._support.types import ControlFlowName
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class Options:
       executor: runs programs, by its name; None for the default.
       layout: the order of nodes within batches, by its name.
       reuse: whether inference uses rows again.
+      control_flow: how loops and branches run that values decide on, by its name.
       granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: limits of the instances that are kept.
@@ -31,6 +33,7 @@ class Options:
     executor: str | None = None
     layout: str = "auto"
     reuse: bool | None = None
+    control_flow: ControlFlowName = "auto"
     granularity: str | None = None
     key: Callable[..., Hashable] | None = None
     cache_size: int = 65536
@@ -44,6 +47,7 @@ class Options:
         executor: Any,
         layout: Any,
         reuse: Any,
+        control_flow: Any = "auto",
         granularity: Any = None,
         key: Any = None,
         cache_size: Any = 65536,
@@ -63,6 +67,7 @@ class Options:
                 "rows again "
                 "where it saves much."
             )
+        checks.one_of(name, "control_flow", control_flow, ("auto", "lanes", "lockstep"))
         checks.one_of(name, "granularity", granularity, (*sorted(GRANULARITIES), None))
         if key is not None:
             expected = "a function of the mapped arguments of an instance"
@@ -71,6 +76,7 @@ class Options:
             executor,
             layout,
             reuse,
+            control_flow,
             granularity,
             key,
             checks.whole(name, "cache_size", cache_size),

@@ -55,7 +55,7 @@ from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Leaf, PyTree
+from jedbatch._support.types import ControlFlowName, Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 MAX_ROUND_BYTES = 1 << 28  # of these
@@ -69,6 +69,7 @@ class ProgramCache:
     Attributes:
       registry: node types, and the values that their kernels share.
       target: what programs are made for.
+      control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
       rounds, workspaces: for functions that decide on values: rounds laid out, by their structure,
@@ -83,8 +84,10 @@ class ProgramCache:
         executor: str | None,
         environment: Environment | None,
         key: Hashable,
+        control_flow: ControlFlowName = "auto",
     ):
         self.registry = registry
+        self.control_flow = control_flow
         self.target = target
         self.environment = environment
         self.key = key
@@ -116,7 +119,9 @@ class ProgramCache:
             transient = any(map(self.registry.is_transient, node_type.shared))
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
-            self._kernels[type_id] = Kernel(node_type, self.target, transient, reached)
+            self._kernels[type_id] = Kernel(
+                node_type, self.target, transient, reached, control_flow=self.control_flow
+            )
         return self._kernels[type_id]
 
     def place(

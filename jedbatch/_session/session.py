@@ -69,7 +69,9 @@ class Session:
           key: of this session among those of the batched function.
         """
         registry = Registry(avals, structure)
-        programs = ProgramCache(registry, target, options.executor, environment, key)
+        programs = ProgramCache(
+            registry, target, options.executor, environment, key, options.control_flow
+        )
         session = cls(registry, RecordCache(registry, options), programs)
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
         limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0

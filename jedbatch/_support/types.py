@@ -12,6 +12,7 @@ Dtype = Any  # of NumPy, or one that JAX adds: of random keys, and of tangents o
 Leaf = Any  # of a pytree: an array, a number, a tracer or any other object
 PyTree = Any  # containers of leaves, as users and JAX nest them
 
+ControlFlowName = Literal["auto", "lanes", "lockstep"]
 EncodingName = Literal["base", "max", "sort", "phase"]
 ExecutorName = Literal["fused", "dispatch"]
 GranularityName = Literal["cell", "op", "auto"]

@@ -178,16 +178,26 @@ def counts(params, word):
     return sum(params["table"][k] for k in range(word + 1))
 
 
-PLANNED = {"decisions": (decides, X), "loops": (halves, X), "whole numbers": (counts, WORDS)}
+PLANNED = {
+    "decisions": (decides, X, "auto"),
+    "loops in lock step": (halves, X, "lockstep"),
+    "whole numbers": (counts, WORDS, "auto"),
+}
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_others_are_planned(name):
-    fn, stacked = PLANNED[name]
-    batched = jedbatch.batch(fn)
+    fn, stacked, control_flow = PLANNED[name]
+    batched = jedbatch.batch(fn, control_flow=control_flow)
     assert_close(batched(PARAMS, stacked), jnp.stack(loop(fn, PARAMS, list(stacked))), 1e-5)
     assert batched.compilations
     assert not is_mapped(batched)
+
+
+def test_loops_are_mapped():
+    batched = jedbatch.batch(halves)
+    assert_close(batched(PARAMS, X), jnp.stack(loop(halves, PARAMS, list(X))), 1e-5)
+    assert is_mapped(batched)
 
 
 def test_long_graphs_are_planned():

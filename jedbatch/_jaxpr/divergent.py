@@ -1,0 +1,356 @@
+"""Loops and branches that values decide on, for many lanes at a time, without lock step.
+
+`jax.vmap` runs a `while_loop` for all lanes until the last of them is done, and all branches of a
+`cond` or `switch` for every lane. Here, once half of the lanes are done, the others run a few at a
+time: one that is done leaves, and the next that waits takes its place. Of branches each runs for
+its own lanes, in blocks. Every lane computes what it would compute alone. Loops and branches inside
+of `scan`, `jit` and the like run so too; in the body of a loop, lanes wait for those they run with.
+
+Both are rules for `vmap` (`jax.custom_batching`), put into a program after it was differentiated:
+what is written here has forward mode. Branches may have a reverse instead, for gradients of weights
+that all lanes share.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Var
+
+from jedbatch._jaxpr.interpret import has_gradient, used_variables, work
+from jedbatch._jaxpr.versions import Equation, is_program, with_equations, without_consts
+from jedbatch._support.types import Array, ControlFlowName
+
+STEP_WORK = 5e4  # floating-point operations done while a step of a loop is started
+LEAST_LANES = 16  # that run at the same time
+LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
+FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
+BRANCH_WORK = 1e6  # floating-point operations that all branches do for all lanes, to be kept apart
+BLOCK = 32  # lanes of a branch that run together
+
+
+def without_lock_step(program: Any, mode: ControlFlowName, reverse: bool = False) -> Any:
+    """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
+
+    Args:
+      program: closed or open.
+      mode: "auto" where it is expected to pay, "lanes" wherever there are enough lanes, "lockstep"
+        nowhere.
+      reverse: whether branches have a reverse, and no forward mode.
+    """
+    if mode == "lockstep" or not diverges(program):
+        return program
+
+    def through(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(through, x))
+        return without_lock_step(x, mode, reverse) if is_program(x) else x
+
+    eqns = []
+    for eqn in without_consts(program).eqns:
+        if (make := _RULES.get(eqn.primitive.name)) is not None:
+            eqns.append(_ruled(eqn, make(eqn, mode, reverse)))
+        else:
+            params = {name: through(x) for name, x in eqn.params.items()}
+            eqns.append(eqn.replace(params=params))
+    return with_equations(program, eqns)
+
+
+def diverges(program: Any) -> bool:
+    """Returns whether values decide what a program does, in it or somewhere inside."""
+    for eqn in without_consts(program).eqns:
+        if eqn.primitive.name in _RULES:
+            return True
+        values = [x for p in eqn.params.values() for x in (p if type(p) in (tuple, list) else [p])]
+        if any(diverges(x) for x in values if is_program(x)):
+            return True
+    return False
+
+
+def _ruled(eqn: Equation, rule: Callable) -> Any:
+    """Returns an operation with another rule for `vmap`."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*xs: Array) -> Any:
+        return eqn.primitive.bind(*xs, **eqn.params)
+
+    call.def_vmap(rule)
+    traced = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
+    (called,) = traced.eqns
+    return eqn.replace(primitive=called.primitive, params=called.params)
+
+
+def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Array]) -> Any:
+    """Returns what JAX's own rule does, and that all results are of lanes."""
+    axes = [0 if batched else None for batched in in_batched]
+    outs = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params), axes)(*args)
+    return outs, [True] * len(outs)
+
+
+# --- loops ---
+
+
+def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: bool) -> Callable:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = (_function(eqn.params[name], mode) for name in ("cond_jaxpr", "body_jaxpr"))
+    decides = _what_decides(eqn)
+    body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
+
+    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+        at_a_time = lanes_at_a_time(size, body_work, mode)
+        if not any(in_batched[i] for i in decides) or size < FEWEST * at_a_time:
+            return _in_lock_step(eqn, in_batched, args)
+        consts = args[: num_cond + num_body]
+        start = [
+            x if batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+            for x, batched in zip(args[len(consts) :], in_batched[len(consts) :], strict=True)
+        ]
+        own = [x for x, batched in zip(consts, in_batched, strict=False) if batched]
+
+        def split(of_lane: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            mine = iter(of_lane)
+            every = [
+                next(mine) if batched else x for x, batched in zip(consts, in_batched, strict=False)
+            ]
+            return every[:num_cond], every[num_cond:]
+
+        def more(of_lane: Sequence[Array], carry: Sequence[Array]) -> Array:
+            return cond(*split(of_lane)[0], *carry)[0]
+
+        def step(of_lane: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
+            return body(*split(of_lane)[1], *carry)
+
+        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time)
+        return outs, [True] * len(outs)
+
+    return rule
+
+
+def lanes_at_a_time(size: int, body_work: int, mode: ControlFlowName) -> int:
+    """Returns how many lanes of a loop run at the same time, once few are left.
+
+    With fewer, there are more steps; with more, more of them wait at the end. A step costs
+    `STEP_WORK` and the work of its lanes; where the longest loop takes `LONGEST` times as many
+    steps as the mean, what is best grows with the root of the lanes.
+    """
+    best = math.sqrt(2 * size * STEP_WORK / (LONGEST * max(1, body_work)))
+    if mode == "lanes":
+        best = min(best, size / FEWEST)
+    return max(LEAST_LANES, 1 << math.ceil(math.log2(max(1.0, best))))
+
+
+def refilled(
+    more: Callable, step: Callable, own: Sequence[Array], start: Sequence[Array], at_a_time: int
+) -> list[Array]:
+    """Runs a loop for many lanes until all are done.
+
+    As long as more than half of them go on, all run, as by `vmap`. Then the others run some at a
+    time: the place of one that is done is taken by the next that waits.
+
+    Args:
+      more: from constants and carries of lanes to bool[lanes], whether each goes on.
+      step: from the same to the carries after a step.
+      own: constants, [N, ...] each.
+      start: carries at first, [N, ...] each.
+      at_a_time: how many lanes run once few are left.
+
+    Returns:
+      The carries [N, ...] at the end.
+    """
+    size = len(start[0])
+    half = size // 2
+
+    def together(state: Any) -> Any:
+        goes_on, carry = state
+        carry = _where(goes_on, step(own, carry), carry)
+        return goes_on & more(own, carry), carry
+
+    goes_on, ends = lax.while_loop(
+        lambda state: state[0].sum() > half, together, (more(own, start), list(start))
+    )
+    num_left = goes_on.sum(dtype=jnp.int32)
+    (left,) = jnp.nonzero(goes_on, size=half, fill_value=size)
+    left = left.astype(jnp.int32)
+
+    def exchange(state: Any) -> Any:
+        """Writes the carries of lanes that are done; others take their place."""
+        _, lane, goes_on, next_one, mine, carry, ends = state
+        written = jnp.where(goes_on, size, lane)
+        pairs = zip(ends, carry, strict=True)
+        ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
+        place = next_one + jnp.cumsum(~goes_on, dtype=jnp.int32) - 1
+        lane = jnp.where(goes_on, lane, left.at[place].get(mode="fill", fill_value=size))
+        mine = _where(goes_on, mine, _rows(own, lane))
+        carry = _where(goes_on, carry, _rows(ends, lane))
+        next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
+        return jnp.bool_(False), lane, lane < size, next_one, mine, carry, ends
+
+    def one_step(state: Any) -> Any:
+        lane, goes_on, next_one, mine, carry, ends = state
+        carry = _where(goes_on, step(mine, carry), carry)
+        goes_on = goes_on & more(mine, carry)
+        is_due = (~goes_on).any() & ((next_one < num_left) | ~goes_on.any())
+        # A conditional would copy what it returns, a loop does not.
+        state = is_due, lane, goes_on, next_one, mine, carry, ends
+        return lax.while_loop(lambda state: state[0], exchange, state)[1:]
+
+    lane = left[:at_a_time]
+    state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
+    return lax.while_loop(lambda state: state[1].any(), one_step, (*state, ends))[-1]
+
+
+def _rows(arrays: Sequence[Array], lane: Array) -> list[Array]:
+    return [x.at[lane].get(mode="clip") for x in arrays]
+
+
+def _where(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
+    pairs = zip(xs, ys, strict=True)
+    return [jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs]
+
+
+def _what_decides(eqn: Equation) -> set[int]:
+    """Returns the positions of the operands that decide how often a loop runs."""
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+    in_cond = used_variables(cond)
+    consts = {i for i, v in enumerate(cond.invars[:num_cond]) if v in in_cond}
+    carried = {i for i, v in enumerate(cond.invars[num_cond:]) if v in in_cond}
+    of_body: set[int] = set()
+    while True:
+        before = len(carried) + len(of_body)
+        outs = [body.outvars[i] for i in carried]
+        used = used_variables(body.replace(outvars=outs)) | {v for v in outs if isinstance(v, Var)}
+        of_body |= {i for i, v in enumerate(body.invars[:num_body]) if v in used}
+        carried |= {i for i, v in enumerate(body.invars[num_body:]) if v in used}
+        if len(carried) + len(of_body) == before:
+            break
+    first = num_cond + num_body
+    return consts | {num_cond + i for i in of_body} | {first + i for i in carried}
+
+
+# --- branches ---
+
+
+def _rule_of_cond(eqn: Equation, mode: ControlFlowName, reverse: bool) -> Callable:
+    branches = [_function(x, mode, reverse) for x in eqn.params["branches"]]
+    run = apart_with_reverse if reverse else apart
+    branch_work = [sum(map(work, x.jaxpr.eqns)) for x in eqn.params["branches"]]
+
+    def rule(size: int, in_batched: Sequence[bool], index: Array, *args: Array) -> Any:
+        pays = mode == "lanes" or size * sum(branch_work) >= BRANCH_WORK
+        if not in_batched[0] or size < 2 * BLOCK or not pays:
+            return _in_lock_step(eqn, in_batched, (index, *args))
+        outs = run(branches, index, list(args), in_batched[1:])
+        return outs, [True] * len(outs)
+
+    return rule
+
+
+def apart(
+    branches: Sequence[Callable], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+) -> list[Array]:
+    """Runs for each lane the branch that it takes.
+
+    Args:
+      branches: from operands of one lane to results.
+      index: int[N], the branch of each lane, clamped to those there are.
+      args: operands of lanes, or of all lanes.
+      in_batched: which of these they are.
+
+    Returns:
+      The results of lanes, [N, ...] each.
+    """
+    axes = [0 if batched else None for batched in in_batched]
+
+    def block(branch: Callable, lanes: Array, _: Array, results: list[Array]) -> list[Array]:
+        outs = jax.vmap(branch, axes)(*_taken(args, in_batched, lanes))
+        return [x.at[lanes].set(y) for x, y in zip(results, outs, strict=True)]
+
+    kinds = jax.eval_shape(lambda: jax.vmap(branches[0], axes)(*args))
+    return _each_block(branches, index, block, [jnp.zeros(x.shape, x.dtype) for x in kinds])
+
+
+def apart_with_reverse(
+    branches: Sequence[Callable], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+) -> list[Array]:
+    """Does the same, and can be differentiated in reverse: each branch for its own lanes."""
+    axes = [0 if batched else None for batched in in_batched]
+    moving = [i for i, x in enumerate(args) if has_gradient(x.dtype)]
+
+    @jax.custom_vjp
+    def run(index: Array, args: Sequence[Array]) -> list[Array]:
+        return apart(branches, index, args, in_batched)
+
+    def forward(index: Array, args: Sequence[Array]) -> tuple[list[Array], Any]:
+        return apart(branches, index, args, in_batched), (index, args)
+
+    def backward(read: Any, cotangents: Sequence[Array]) -> tuple[None, list[Any]]:
+        index, args = read
+        returned = [s for s, x in enumerate(cotangents) if has_gradient(x.dtype)]
+
+        def block(branch: Callable, lanes: Array, exists: Array, sums: list[Array]) -> list[Array]:
+            operands = _taken(args, in_batched, lanes)
+
+            def of_moving(xs: Sequence[Array]) -> list[Array]:
+                every = list(operands)
+                for i, x in zip(moving, xs, strict=True):
+                    every[i] = x
+                outs = jax.vmap(branch, axes)(*every)
+                return [outs[s] for s in returned]
+
+            _, pull_back = jax.vjp(of_moving, [operands[i] for i in moving])
+            given = [x[lanes] for x in (cotangents[s] for s in returned)]
+            (found,) = pull_back(_where(exists, given, [jnp.zeros_like(x) for x in given]))
+            return [
+                total.at[lanes].add(x) if in_batched[i] else total + x
+                for i, total, x in zip(moving, sums, found, strict=True)
+            ]
+
+        sums = _each_block(branches, index, block, [jnp.zeros_like(args[i]) for i in moving])
+        by_place = dict(zip(moving, sums, strict=True))
+        return None, [by_place.get(i) for i in range(len(args))]
+
+    run.defvjp(forward, backward)
+    return run(index, args)
+
+
+def _each_block(
+    branches: Sequence[Callable], index: Array, block: Callable, state: list[Array]
+) -> list[Array]:
+    """Runs `block(branch, lanes, exists, state)` for the lanes of each branch, some at a time.
+
+    Where there are not as many as a block has, the last is there again, and does not `exist`.
+    """
+    index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+    order = jnp.argsort(index).astype(jnp.int32)
+    counts = jnp.zeros(len(branches), jnp.int32).at[index].add(1)
+    ends = jnp.cumsum(counts)
+    for number, branch in enumerate(branches):
+        end, begin = ends[number], ends[number] - counts[number]
+
+        def one(i: Array, state: list[Array], branch=branch, begin=begin, end=end) -> list[Array]:
+            place = begin + i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            lanes = order[jnp.minimum(place, end - 1)]
+            found: list[Array] = block(branch, lanes, place < end, state)
+            return found
+
+        state = lax.fori_loop(0, -(-counts[number] // BLOCK), one, state)
+    return state
+
+
+def _taken(args: Sequence[Array], in_batched: Sequence[bool], lanes: Array) -> list[Array]:
+    """Returns operands of some lanes."""
+    return [x[lanes] if batched else x for x, batched in zip(args, in_batched, strict=True)]
+
+
+def _function(closed: Any, mode: ControlFlowName, reverse: bool = False) -> Callable:
+    """Returns a program of one lane as a function."""
+    made = without_lock_step(closed, mode, reverse)
+    return functools.partial(jax.core.eval_jaxpr, made.jaxpr, made.consts)
+
+
+_RULES = {"while": _rule_of_while, "cond": _rule_of_cond}
