@@ -26,7 +26,7 @@ import numpy as np
 
 import jedbatch
 from benchmarks import common, edbatch
-from jedbatch._batch.processes import Pool
+from jedbatch._batch.processes import Pool, received
 from jedbatch.data import num_nodes
 from jedbatch.models import tree
 
@@ -98,7 +98,7 @@ def elsewhere(fn: jedbatch.Batched, params: Any, every: list[list[Any]]) -> floa
 
     def attached(few: list[list[Any]]) -> list[Any]:
         futures = [pool.submit([(x,) for x in instances]) for instances in few]
-        return [planner.attach(future.result()) for future in futures]
+        return [planner.attach(received(future)) for future in futures]
 
     attached(every[:3])
     start = time.process_time()

@@ -93,7 +93,7 @@ def planned_in_processes(
     shared, sample = batched._arguments.split(first)
     try:
         planner = Planner(batched, shared, sample, gradient)
-        plan = planner.plan(sample)
+        plan = planner._plan(sample)
     except Exception as error:
         error.add_note("This happened while minibatch 0 was planned.")
         raise

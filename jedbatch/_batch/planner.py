@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jedbatch import checks
+from jedbatch._batch.pickling import CAN_SEND_CLOSURES, dumps
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
@@ -35,17 +36,13 @@ from jedbatch._session.portable import (
 from jedbatch._support.types import Array
 from jedbatch.errors import PlannedHereWarning
 
-try:  # takes functions that are made in others
-    import cloudpickle  # type: ignore[import-untyped]
-except ImportError:
-    cloudpickle = None
-
 MANY_PLANNED_HERE = 8  # minibatches, and half of all, before we warn
 NEW_TYPES = "they fit no program that was known there"
 ANOTHER_FUNCTION = (
-    "the function computes something else there: what it reads besides its arguments is not as a "
-    "new process finds it"
+    "the function computes something else there; something that it reads was set after its module "
+    "was imported"
 )
+CHANGED = "what the function reads besides its arguments has changed since processes began"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +88,7 @@ class Planner:
         self._types = [*map(array_type, leaves)]
         self._exporter = Exporter(self._session.programs)
         self._num_attached = self._num_planned_here = 0
-        plan = self.plan(sample)
+        plan = self._plan(sample)
         if plan.ragged:
             raise ValueError(
                 f"instances of the batched `{batched._name}` have arrays that differ in length, "
@@ -99,7 +96,8 @@ class Planner:
             )
         self._digest = self._exporter.digest(plan)
         self._reached = batched._environment.look().number
-        self.pickled()
+        self._read = batched._environment.digest()
+        self._pickled()
 
     def __call__(self, instances: Sequence[Any]) -> Prepared:
         """Plans a minibatch; it can be the `collate_fn` of a loader of data.
@@ -143,27 +141,52 @@ class Planner:
                 "`Planner.attach` got a minibatch that another planner prepared; expected one that "
                 "this planner, or a copy of it in another process, returned."
             )
-        self._num_attached += 1
         if prepared.instances is not None:
-            if prepared.reason is not None:
-                self._note(prepared.reason)
-            return self.plan(_arguments_of(self._sample, prepared.instances))
-        if not self.is_current:
+            instances = _arguments_of(self._sample, prepared.instances)
+            return self._planned_here(instances, prepared.reason)
+        if not self._is_current:
             raise RuntimeError(
                 f"what the batched `{self._batched._name}` reads besides its arguments has changed "
                 "since its planner was made; make another one."
             )
+        self._num_attached += 1
         return self._attached(prepared)
 
     @property
-    def is_current(self) -> bool:
-        """Returns whether the function reads the same besides its arguments as at first."""
-        return bool(self._batched._environment.look().number == self._reached)
+    def _is_current(self) -> bool:
+        """Whether the function reads the same besides its arguments as at first.
 
-    def plan(self, instances: list[tuple]) -> Plan:
+        Arrays of JAX may be others: programs are given those that are there when they run.
+        """
+        environment = self._batched._environment
+        number = environment.look().number
+        if number != self._reached and environment.digest() == self._read:
+            self._reached = number
+        return bool(number == self._reached)
+
+    def _plan(self, instances: list[tuple]) -> Plan:
         """Returns a plan made here, of the mapped arguments of each instance."""
         plan: Plan = self._batched._lasting_plan(self._session, instances, self._gradient)
         return plan
+
+    def _planned_here(self, instances: list[tuple], reason: str | None) -> Plan:
+        """Returns a plan made here; notes the reason why, if another process should have made it.
+
+        Warns if most cannot be planned elsewhere.
+        """
+        self._num_attached += 1
+        if reason is not None:
+            self._num_planned_here += 1
+            num = self._num_planned_here
+            if num >= MANY_PLANNED_HERE and 2 * num > self._num_attached:
+                warn_once(
+                    PlannedHereWarning,
+                    f"other processes could not plan {num} of {self._num_attached} minibatches of "
+                    f"the batched `{self._batched._name}`, the last one since {reason}. They were "
+                    "planned in the process that runs them",
+                    self._session.registry.warned,
+                )
+        return self._plan(instances)
 
     def _attached(self, prepared: Prepared) -> Plan:
         """Returns the plan of a minibatch that fits a program."""
@@ -177,56 +200,49 @@ class Planner:
         assert prepared.inputs is not None
         return Plan(static, *prepared.tables, prepared.inputs)
 
-    def _note(self, reason: str) -> None:
-        """Notes that a minibatch could not be planned elsewhere; warns if most cannot."""
-        self._num_planned_here += 1
-        num = self._num_planned_here
-        if num >= MANY_PLANNED_HERE and 2 * num > self._num_attached:
-            warn_once(
-                PlannedHereWarning,
-                f"other processes could not plan {num} of {self._num_attached} minibatches of the "
-                f"batched `{self._batched._name}`, the last one since {reason}. They were planned "
-                "in the process that runs them",
-                self._session.registry.warned,
-            )
-
-    def programs(self) -> Exported:
+    def _programs(self) -> Exported:
         """Returns the programs in use by now."""
         return self._exporter.export()
 
-    def pickled(self) -> bytes:
+    def _pickled(self) -> bytes:
         """Returns what another process needs."""
         batched = self._batched
         structure = batched._arguments.leaves(self._shared)[1]
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
-        target = self._session.programs.target
-        options = replace(batched._options, target=target, executor=None)
+        options = replace(batched._options, target=self._session.programs.target, executor=None)
+        axes = batched._arguments.axes, batched._out_axes
+        parts = {
+            "function": (type(batched), _portable(batched)),
+            "options": (*axes, batched.policy, options),
+            "shared arguments": jax.tree.unflatten(structure, specs),
+            "instances": self._sample,
+        }
+        pickled = {}
+        for name, part in parts.items():
+            try:
+                pickled[name] = dumps(part)
+            except Exception as error:
+                cure = "Define" if CAN_SEND_CLOSURES else "Install cloudpickle, or define"
+                raise TypeError(
+                    f"the {name} of the batched `{batched._name}` cannot be sent to other "
+                    f"processes: {checks.cut(error)}. {cure} functions and classes at the top "
+                    "level of a module."
+                ) from error
         settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
         del settings["default_device"]  # of another process
         state = {
-            "identity": self._identity,
-            "class": type(batched),
-            "function": _portable(batched),
-            "options": (batched._arguments.axes, batched._out_axes, batched.policy, options),
-            "shared": jax.tree.unflatten(structure, specs),
-            "sample": self._sample,
-            "gradient": self._gradient,
-            "digest": self._digest,
+            "process": self._process,
             "settings": settings,
-            "programs": self.programs(),
+            "identity": self._identity,
+            "parts": pickled,
+            "gradient": self._gradient,
+            "digests": (self._digest, self._read),
+            "programs": self._programs(),
         }
-        try:
-            return cloudpickle.dumps(state) if cloudpickle else pickle.dumps(state)
-        except Exception as error:
-            cure = "Define" if cloudpickle else "Install cloudpickle, or define"
-            raise TypeError(
-                f"the batched `{batched._name}` cannot be sent to other processes: "
-                f"{checks.cut(error)}. {cure} the function, and what it is made of, at the top "
-                "level of a module."
-            ) from error
+        return pickle.dumps(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannerCopy, (self.pickled(),)
+        return PlannerCopy, (self._pickled(),)
 
 
 class PlannerCopy:
@@ -235,6 +251,8 @@ class PlannerCopy:
     def __init__(self, pickled: bytes):
         self._pickled = pickled
         self._work: _Work | None = None
+        self._identity = ""
+        self._reason: str | None = None  # why it plans nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannerCopy, (self._pickled,)
@@ -245,8 +263,14 @@ class PlannerCopy:
 
     def start(self) -> None:
         """Imports the function and plans the sample."""
-        if self._work is None:
-            self._work = _Work(pickle.loads(self._pickled))
+        if self._work is not None or self._reason is not None:
+            return
+        state = pickle.loads(self._pickled)
+        self._identity = state["identity"]
+        try:
+            self._work = _Work(state)
+        except Exception as error:
+            self._reason = f"it could not be read there: {_named(error)}"
 
     def prepare(self, instances: Sequence[Any], programs: Exported | None = None) -> Prepared:
         """Plans a minibatch.
@@ -257,55 +281,66 @@ class PlannerCopy:
         """
         instances = list(instances)
         self.start()
-        assert self._work is not None
-        try:
-            return self._work.prepare(instances, programs)
-        except NoProgramError:
-            reason = NEW_TYPES
-        except Exception as error:  # of which there will be one where it is planned
-            reason = f"there was {type(error).__name__}: {checks.cut(error)}"
-        return Prepared(self._work.identity, instances, reason)
+        reason = self._reason
+        if self._work is not None:
+            try:
+                return self._work.prepare(instances, programs)
+            except NoProgramError:
+                reason = NEW_TYPES
+            except Exception as error:  # of which there will be one where it is planned
+                reason = f"there was {_named(error)}"
+        return Prepared(self._identity, instances, reason)
 
 
 class _Work:
     """What another process needs to plan."""
 
     def __init__(self, state: dict[str, Any]):
-        jax.config.update("jax_platforms", "cpu")
-        for name, value in state["settings"].items():
-            if getattr(jax.config, f"jax_{name}") != value:
-                jax.config.update(f"jax_{name}", value)
-        self.identity = state["identity"]
-        self._batched = state["class"](_function_of(state["function"]), *state["options"])
-        self._sample, self._gradient = state["sample"], state["gradient"]
-        self._session, _ = self._batched._session(state["shared"])
+        if state["process"] != os.getpid():
+            jax.config.update("jax_platforms", "cpu")
+            for name, value in state["settings"].items():
+                if getattr(jax.config, f"jax_{name}") != value:
+                    jax.config.update(f"jax_{name}", value)
+        function, options, shared, sample = map(pickle.loads, state["parts"].values())
+        batched_class, portable = function
+        self._identity = state["identity"]
+        self._batched = batched_class(_function_of(portable), *options)
+        self._sample, self._gradient = sample, state["gradient"]
+        self._session, _ = self._batched._session(shared)
         self._programs = ImportedPrograms(self._session.programs)
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
-        self._is_another = False
+        self._is_another = not self._computes(*state["digests"])
+
+    def _computes(self, digest: bytes, read: bytes) -> bool:
+        """Returns whether the sample gives the same graph here, by a function that reads the same.
+
+        A graph of types that are not known there is no reason to think that it is another one.
+        """
+        if self._batched._environment.digest() != read:
+            return False
         try:
             plan = self._batched._lasting_plan(self._session, self._sample, self._gradient)
-            digest = digest_of(plan, self._session.registry, self._programs.identities)
-            self._is_another = digest != state["digest"]
         except NoProgramError:
-            pass
+            return True
+        return digest_of(plan, self._session.registry, self._programs.identities) == digest
 
     def prepare(self, instances: list[Any], programs: Exported | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""
         if self._is_another:
-            return Prepared(self.identity, instances, ANOTHER_FUNCTION)
+            return Prepared(self._identity, instances, ANOTHER_FUNCTION)
         if programs is not None and programs.version > self._programs.version:
             self._programs.accept(programs)
         arguments = _arguments_of(self._sample, instances)
         plan = self._batched._lasting_plan(self._session, arguments, self._gradient)
         if plan.ragged:
-            return Prepared(self.identity, instances, "arrays differ in length")
+            return Prepared(self._identity, instances, "arrays differ in length")
         static, host = plan.static, plan.host
         assert host is not None
         form, kernels = static.results, static.signature.kernels
         trees = tuple(jax.tree.unflatten(s, [0] * s.num_leaves) for s in form.structures)
         return Prepared(
-            self.identity,
+            self._identity,
             None,
             None,
             *self._programs.numbers_of(plan),
@@ -314,6 +349,11 @@ class _Work:
             (trees, form.places, form.batch),
             tuple(map(kernels.index, host.placed.kernels)),
         )
+
+
+def _named(error: Exception) -> str:
+    """Returns an error in a line."""
+    return f"{type(error).__name__}: {checks.cut(error)}"
 
 
 def _portable(batched: Any) -> Any:

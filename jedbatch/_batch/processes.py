@@ -7,16 +7,19 @@ minibatches are planned here. Plans come in the order of the minibatches.
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from dataclasses import replace
 
-from jedbatch._batch.planner import Planner, PlannerCopy, Prepared
+from jedbatch import checks
+from jedbatch._batch.pickling import dumps
+from jedbatch._batch.planner import CHANGED, Planner, PlannerCopy, Prepared
 from jedbatch._program.plan import Plan
 
 ENDED = (
@@ -36,36 +39,38 @@ class Pool:
 
     def __init__(self, planner: Planner, workers: int):
         self._planner = planner
-        self._version = planner.programs().version
+        self._version = planner._programs().version
         self._executor = concurrent.futures.ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), _begin, (planner.pickled(),)
+            workers, multiprocessing.get_context("spawn"), _begin, (planner._pickled(),)
         )
         with _on_cpus():
             self._started = [self._executor.submit(_start) for _ in range(workers)]
 
-    @property
     def is_ready(self) -> bool:
-        """Returns whether a process has begun to plan."""
-        try:
-            return any(future.done() and future.result() is None for future in self._started)
-        except BrokenProcessPool as error:
-            raise RuntimeError(ENDED) from error
+        """Returns whether a process has begun to plan; raises an error if one has ended."""
+        return any(future.done() and future.result() is None for future in self._started)
 
     def wait(self) -> None:
         """Returns once all have begun to plan."""
         for future in self._started:
             future.result()
 
-    def submit(self, instances: list[tuple]) -> "concurrent.futures.Future[Prepared]":
-        """Returns a minibatch that will be prepared."""
+    def submit(self, instances: list[tuple]) -> "concurrent.futures.Future[bytes]":
+        """Returns a minibatch that will be prepared, without its instances; for `received`."""
         sent = instances if len(instances[0]) > 1 else [x for (x,) in instances]
-        programs = self._planner.programs()
-        is_news = programs.version != self._version
-        return self._executor.submit(_prepare, sent, pickle.dumps(programs) if is_news else None)
+        programs = self._planner._programs()
+        news = pickle.dumps(programs) if programs.version != self._version else None
+        return self._executor.submit(_prepare, dumps(sent), news)
 
     def close(self) -> None:
         """Ends the processes once they have done what they are at."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def received(future: "concurrent.futures.Future[bytes]") -> Prepared:
+    """Returns a minibatch that was prepared, as soon as it is."""
+    prepared: Prepared = pickle.loads(future.result())
+    return prepared
 
 
 def in_processes(
@@ -79,31 +84,62 @@ def in_processes(
       minibatches: the mapped arguments of each instance of each.
       ahead: minibatches that are read before they are needed.
     """
-    waiting: collections.deque[tuple[list[tuple], Any]] = collections.deque()
+    waiting: collections.deque[Callable[[], Plan]] = collections.deque()
     number, has_ended = 0, False
     while True:
         while not has_ended and len(waiting) <= ahead:
-            instances = next(minibatches, None)
+            try:
+                instances = next(minibatches, None)
+            except Exception as error:  # in its turn
+                waiting.append(functools.partial(_raised, error))
+                has_ended = True
+                continue
             if instances is None:
                 has_ended = True
-                break
-            usable = pool.is_ready and planner.is_current
-            waiting.append((instances, pool.submit(instances) if usable else None))
+            else:
+                waiting.append(_begun(planner, pool, instances))
         if not waiting:
             return
-        instances, future = waiting.popleft()
         number += 1
         try:
-            if future is None or not planner.is_current:
-                plan = planner.plan(instances)
-            else:
-                plan = planner.attach(future.result())
+            plan = waiting.popleft()()
         except BrokenProcessPool as error:
             raise RuntimeError(ENDED) from error
         except Exception as error:
             error.add_note(f"This happened while minibatch {number} was planned.")
             raise
         yield plan
+
+
+def _begun(planner: Planner, pool: Pool, instances: list[tuple]) -> Callable[[], Plan]:
+    """Returns a function that gives the plan of a minibatch, which may be made elsewhere by now."""
+
+    def here(reason: str | None) -> Callable[[], Plan]:
+        return lambda: planner._planned_here(instances, reason)
+
+    try:
+        if not pool.is_ready():
+            return here(None)
+        if not planner._is_current:
+            return here(CHANGED)
+        future = pool.submit(instances)
+    except BrokenProcessPool as error:
+        return functools.partial(_raised, error)
+    except Exception as error:
+        return here(f"it could not be sent: {type(error).__name__}: {checks.cut(error)}")
+
+    def attached() -> Plan:
+        prepared = received(future)
+        if prepared.reason is not None or not planner._is_current:
+            return planner._planned_here(instances, prepared.reason or CHANGED)
+        return planner.attach(prepared)
+
+    return attached
+
+
+def _raised(error: Exception) -> Plan:
+    """Raises an error."""
+    raise error
 
 
 @contextlib.contextmanager
@@ -141,6 +177,13 @@ def _start() -> None:
     _copies[0].start()
 
 
-def _prepare(instances: list[Any], programs: bytes | None) -> Prepared:
-    """Plans a minibatch in this process."""
-    return _copies[0].prepare(instances, None if programs is None else pickle.loads(programs))
+def _prepare(instances: bytes, programs: bytes | None) -> bytes:
+    """Plans a minibatch in this process; instances are not sent back."""
+    copy = _copies[0]
+    try:
+        given = pickle.loads(instances)
+        prepared = copy.prepare(given, None if programs is None else pickle.loads(programs))
+        return dumps(replace(prepared, instances=None))
+    except Exception as error:
+        reason = f"it could not be sent: {type(error).__name__}: {checks.cut(error)}"
+        return dumps(Prepared("", None, reason))

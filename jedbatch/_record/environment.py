@@ -29,6 +29,7 @@ count: a pure function does not read what it writes.
 
 import collections
 import functools
+import hashlib
 import itertools
 import operator
 import sys
@@ -161,6 +162,17 @@ class Environment:
         """
         self.look()
         return self._text
+
+    def digest(self) -> bytes:
+        """Returns a digest of the numbers, texts and code that the function reads now.
+
+        In another process it is the same, if the function is. Arrays of JAX do not count.
+        """
+        self.look()
+        hashed = hashlib.blake2b(digest_size=16)
+        for part in self._text:  # type: ignore[attr-defined]
+            _add_plain(hashed, part)
+        return hashed.digest()
 
     def look(self) -> Reached:
         """Returns a snapshot of what the function reads now."""
@@ -395,6 +407,18 @@ class _Walk:
             self.guards.append(_Guard(tuple, (), (None,), False))
 
 
+def _add_plain(hashed: Any, part: Any) -> None:
+    """Adds numbers, texts and code to a digest."""
+    if isinstance(part, types.CodeType):
+        hashed.update(part.co_code + repr(part.co_names).encode())
+        _add_plain(hashed, part.co_consts)
+    elif type(part) in (tuple, frozenset):
+        for x in part if type(part) is tuple else sorted(part, key=repr):
+            _add_plain(hashed, x)
+    elif type(part) in _PLAIN:
+        hashed.update(repr(part).encode() + b"\0")
+
+
 def _is_array(x: object) -> bool:
     return isinstance(x, Tracer | jax.Array)  # in this order: the second asks tracers for a type
 
@@ -436,7 +460,7 @@ _PARTS: dict[Any, list[str]] = {
     jax.custom_jvp: ["fun", "jvp"],
     jax.custom_vjp: ["fun", "fwd", "bwd"],
 }
-_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__"})
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slotnames__"})
 
 
 def _of_functions(functions: list[types.FunctionType]) -> list[Any]:

@@ -2,24 +2,24 @@
 
 Of a program, lowering needs sizes, not what its kernels compute. So kernels cross as `KernelForm`.
 A process that lowers has kernels of its own, of the types that it has met; one takes the place of a
-form if both have one `identity`: the same program, text for text, of the same shared values. What
+form if both have one `identity`: the same program, written out, of the same shared values. What
 fits no program there is left to the process that has the programs, and that alone makes new ones.
 """
 
-import functools
 import hashlib
 import pickle
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
+from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.operand_lists import Parameter
 from jedbatch._layout.bucketing import Buckets
@@ -31,8 +31,6 @@ from jedbatch._record.environment import AccessPath
 from jedbatch._record.registry import Registry
 from jedbatch._session.program_cache import ProgramCache
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of objects that JAX prints
-
 
 class NoProgramError(Exception):
     """A minibatch fits none of the programs that this process knows."""
@@ -43,7 +41,7 @@ class KernelForm:
     """A kernel as far as lowering asks for it; see `Kernel` for its attributes.
 
     Attributes:
-      identity: of the kernel; None if another one has the same.
+      identity: of the kernel; None if it has none, or another one has the same.
       is_leaf: of its reverse; None if there is none.
     """
 
@@ -83,44 +81,135 @@ class Exported:
     reserved: frozenset[int]
 
 
-def identity_of(kernel: Kernel, registry: Registry) -> bytes:
-    """Returns what a kernel has in common with one in another process that computes the same."""
-    node_type, hashed = kernel.node_type, hashlib.blake2b(digest_size=16)
+def identity_of(kernel: Kernel, registry: Registry) -> bytes | None:
+    """Returns a digest of what a kernel computes, and how it is differentiated.
 
-    def add(*parts: object) -> None:
+    It is the same in another process exactly if the program is, whatever it was traced from. None
+    if that cannot be told, as of programs that call Python.
+    """
+    text = Text()
+    closed = operation_of(kernel.node_type).jaxpr
+    try:
+        text.add(kernel.node_type.label, kernel.node_type)
+        text.add_program(closed.jaxpr, closed.consts)
+        for index in kernel.node_type.shared:
+            _add_shared(text, index, registry)
+        if text.has_rules:  # of differentiation, which show in what they make
+            for program, consts in kernel.reverse.programs:
+                text.add_program(program, consts)
+    except NotWrittenError:
+        return None
+    return text.digest
+
+
+def _add_shared(text: "Text", index: int, registry: Registry) -> None:
+    """Writes a shared value: a leaf, a constant, the way to an array, or how it is computed."""
+    value = registry.shared[index]
+    if value.leaf is not None:
+        text.add("leaf", value.leaf)
+    elif value.call is not None:
+        call, avals = value.call, [registry.shared[arg].aval for arg in value.args]
+        program = jax.make_jaxpr(lambda *xs: list(call(*xs)))(*avals)
+        had_rules, text.has_rules = text.has_rules, False
+        text.add("result", value.result)
+        text.add_program(program.jaxpr, program.consts)
+        if text.has_rules:
+            raise NotWrittenError
+        text.has_rules = had_rules
+        for arg in value.args:
+            _add_shared(text, arg, registry)
+    elif isinstance(value.tracer, AccessPath):
+        text.add("at", value.tracer, value.aval)
+    else:
+        text.add_array(value.array)
+
+
+class NotWrittenError(Exception):
+    """A program cannot be told apart from others by text."""
+
+
+class Text:
+    """A digest of programs, written out: operations, what they read, parameters, constants.
+
+    Attributes:
+      has_rules: whether there is a function with a rule of differentiation of its own.
+    """
+
+    def __init__(self) -> None:
+        self._hashed = hashlib.blake2b(digest_size=16)
+        self.has_rules = False
+
+    @property
+    def digest(self) -> bytes:
+        return self._hashed.digest()
+
+    def add(self, *parts: object) -> None:
+        """Writes objects as they print."""
         for part in parts:
-            hashed.update(ADDRESS.sub("", str(part)).encode() + b"\0")
+            text = str(part)
+            if " at 0x" in text:
+                raise NotWrittenError
+            self._hashed.update(f"{type(part).__name__} {text}".encode() + b"\0")
 
-    @functools.cache
-    def described(index: int) -> str:
-        """A shared value in words."""
-        value = registry.shared[index]
-        if value.leaf is not None:
-            return f"leaf {value.leaf}"
-        if value.call is not None:
-            args = [described(arg) for arg in value.args]
-            avals = [registry.shared[arg].aval for arg in value.args]
-            program = jax.make_jaxpr(lambda *xs: list(value.call(*xs)))(*avals)  # type: ignore[misc]
-            return f"{value.result} of {program} {_constants(program.consts)} on {args}"
-        if isinstance(value.tracer, AccessPath):
-            return f"{value.tracer} {value.aval}"
-        return _constants([value.array])
+    def add_array(self, array: Any) -> None:
+        """Writes an array by its bits."""
+        dtype = getattr(array, "dtype", None)
+        array = jax.random.key_data(array) if dtype is not None and is_key(dtype) else array
+        values = np.asarray(fetched(array))
+        self.add("array", dtype, values.shape)
+        self._hashed.update(values.tobytes())
 
-    closed = operation_of(node_type).jaxpr
-    add(node_type.label, node_type, closed.jaxpr, _constants(closed.consts))
-    add(*map(described, node_type.shared))
-    return hashed.digest()
+    def add_program(self, program: Any, consts: Sequence[Any]) -> None:
+        """Writes an open program, with its constants."""
+        numbers = {v: n for n, v in enumerate((*program.constvars, *program.invars))}
+        self.add("program", len(program.constvars), *(v.aval.str_short() for v in numbers))
+        for const in consts:
+            self.add_array(const)
+        for eqn in program.eqns:
+            self.add(eqn.primitive.name)
+            for atom in eqn.invars:
+                self._add_atom(atom, numbers)
+            for name, value in sorted(eqn.params.items()):
+                self._add_parameter(eqn, name, value)
+            for v in eqn.outvars:
+                numbers[v] = len(numbers)
+                self.add(v.aval.str_short(), getattr(v.aval, "weak_type", False))
+        self.add("returns")
+        for atom in program.outvars:
+            self._add_atom(atom, numbers)
+
+    def _add_atom(self, atom: Any, numbers: dict[Any, int]) -> None:
+        if isinstance(atom, Literal):
+            self.add_array(atom.val)
+            self.add(getattr(atom.aval, "weak_type", False))
+        else:
+            self.add(numbers[atom])
+
+    def _add_parameter(self, eqn: Any, name: str, value: Any) -> None:
+        if name in RULES.get(eqn.primitive.name, ()):
+            self.has_rules = True
+            return
+        self.add(name)
+        if is_program(value):
+            self.add_program(without_consts(value), consts_of(value))
+        elif type(value) in (tuple, list):
+            self.add(len(value))
+            for part in value:
+                self._add_parameter(eqn, "", part)
+        elif isinstance(value, np.ndarray | jax.Array):
+            self.add_array(value)
+        elif callable(value) and not isinstance(value, type | jax.sharding.Mesh):
+            raise NotWrittenError
+        else:
+            self.add(value)
 
 
-def _constants(arrays: Sequence[Any]) -> str:
-    """Arrays in words, by their bits."""
-    written = []
-    for x in arrays:
-        x = jax.random.key_data(x) if is_key(getattr(x, "dtype", None)) else x
-        x = np.asarray(fetched(x))
-        digest = hashlib.blake2b(x.tobytes(), digest_size=16).hexdigest()
-        written.append(f"{x.dtype}{x.shape} {digest}")
-    return " ".join(written)
+# Parameters that are functions, and show in what differentiation makes of the operation.
+RULES = {
+    "custom_jvp_call": ("jvp_jaxpr_fun",),
+    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
+    "custom_vjp_call_jaxpr": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
+}
 
 
 class Exporter:
@@ -137,7 +226,7 @@ class Exporter:
         self._programs = programs
         self.forward: list[Signature] = []
         self.reverse: list[ReverseSignature] = []
-        self._identities: dict[Kernel, bytes] = {}
+        self._identities: dict[Kernel, bytes | None] = {}
         self._exported: Exported | None = None
         self._in_use: Any = None
 
@@ -208,10 +297,17 @@ class ImportedPrograms(ProgramCache):
 
     def __init__(self, programs: ProgramCache):
         """Takes the place of programs that are not used."""
-        super().__init__(programs.registry, programs.target, None, programs.environment, None)
+        super().__init__(
+            programs.registry,
+            programs.target,
+            None,
+            programs.environment,
+            None,
+            programs.control_flow,
+        )
         self._exported: Exported | None = None
         self._own: dict[bytes, Kernel | None] = {}  # None for one that two have
-        self.identities: dict[Kernel, bytes] = {}
+        self.identities: dict[Kernel, bytes | None] = {}
         self._is_old = True
         self._numbers: dict[Signature, int] = {}
         self._reverse_numbers: dict[ReverseSignature, int] = {}
@@ -231,7 +327,8 @@ class ImportedPrograms(ProgramCache):
         kernel = super().kernel(type_id)
         if is_new:
             identity = self.identities[kernel] = identity_of(kernel, self.registry)
-            self._own[identity] = None if identity in self._own else kernel
+            if identity is not None:
+                self._own[identity] = None if identity in self._own else kernel
             self._is_old = True
         return kernel
 
@@ -272,6 +369,10 @@ class ImportedPrograms(ProgramCache):
         """Raises an error: programs are made elsewhere."""
         raise NoProgramError
 
+    def reads_tracers(self, signature: Signature) -> bool:
+        """Returns False: there are no transformations around what is planned here."""
+        return False
+
     def numbers_of(self, plan: Plan) -> tuple[int, int | None]:
         """Returns the numbers of the program of a plan, and of its reverse."""
         static = plan.static
@@ -279,11 +380,11 @@ class ImportedPrograms(ProgramCache):
         return self._numbers[static.signature], reverse
 
 
-def digest_of(plan: Plan, registry: Registry, identities: dict[Kernel, bytes]) -> bytes:
+def digest_of(plan: Plan, registry: Registry, identities: dict[Kernel, bytes | None]) -> bytes:
     """Returns a digest of the graph of a plan, whatever the types are numbered here."""
     assert plan.host is not None
     placed, graph = plan.host.placed, plan.host.placed.graph
-    of_type: list[bytes] = [b""] * len(graph.types)
+    of_type: list[bytes | None] = [None] * len(graph.types)
     for type_id, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         if kernel not in identities:
             identities[kernel] = identity_of(kernel, registry)

@@ -1,5 +1,8 @@
 """Functions that other processes import."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax.numpy as jnp
 
 import jedbatch
@@ -28,6 +31,17 @@ def encode(params, tree):
         return leaf(params, tree)
     children = [encode(params, child) for child in tree]
     return double(params, *children) if len(tree) == 1 else add(params, *children)
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: Any
+    right: Any
+
+
+def of_pair(params, pair):
+    assert isinstance(pair, Pair)
+    return add(params, encode(params, pair.left), encode(params, pair.right))
 
 
 def weighed(params, tree, weight):

@@ -1,6 +1,5 @@
 """Plans made in other processes, against the loop and against plans made here."""
 
-import concurrent.futures
 import functools
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from cases import planned
 
 import jedbatch
 from jedbatch._batch.planner import Planner, Prepared
-from jedbatch._batch.processes import Pool
+from jedbatch._batch.processes import Pool, in_processes, received
 from jedbatch._session.portable import identity_of
 from jedbatch.errors import PlannedHereWarning
 
@@ -36,6 +35,19 @@ def grow(size):
         return int(rng.integers(9))
     cut = int(rng.integers(1, size))
     return grow(cut), grow(size - cut)
+
+
+class Locked:
+    """Something that no other process can have."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return self is other
 
 
 def minibatch(count=5):
@@ -81,8 +93,8 @@ def test_another_process_plans_what_would_be_planned_here(begun):
     pool = begun(planner)
     for _ in range(3):
         instances = minibatch()
-        prepared = pool.submit(single(instances)).result()
-        assert prepared.instances is None
+        prepared = received(pool.submit(single(instances)))
+        assert prepared.reason is None
         plan = planner.attach(prepared)
         assert plan.graph is None
         here = batched.plan(PARAMS, instances)
@@ -96,34 +108,57 @@ def test_another_process_plans_what_would_be_planned_here(begun):
     compiled = batched.compilations
     # A type that was not in the sample is planned here, and from then on there.
     news = [((0,), 1), (2,), *minibatch(3)]
-    prepared = pool.submit(single(news)).result()
-    assert prepared.instances == news
+    prepared = received(pool.submit(single(news)))
     assert "no program" in prepared.reason
-    assert_is_loop(batched, planner.attach(prepared), news)
+    assert_is_loop(batched, planner._planned_here(single(news), prepared.reason), news)
     assert batched.compilations > compiled
     news = [(((3,), 4), 5), 6, *minibatch(3)]
-    prepared = pool.submit(single(news)).result()
-    assert prepared.instances is None
+    prepared = received(pool.submit(single(news)))
+    assert prepared.reason is None
     compiled = batched.compilations
     assert_is_loop(batched, planner.attach(prepared), news)
     assert batched.compilations == compiled
 
 
-def test_errors_are_those_of_planning_here(begun):
+def test_errors_are_those_of_planning_here():
     batched = jedbatch.batch(planned.encode)
     planner = batched.planner(PARAMS, minibatch())
-    pool = begun(planner)
+    copy = copied(planner)
     for wrong in ([(0, None)], [(0, 99)], [(0, 1, 2, 3)]):
-        prepared = pool.submit(single(wrong)).result()
+        prepared = copy(wrong)
         assert prepared.instances == wrong
         with pytest.raises((TypeError, ValueError, IndexError)) as here:
             jedbatch.batch(planned.encode).plan(PARAMS, wrong)
         with pytest.raises(type(here.value)) as attached:
             planner.attach(prepared)
         assert str(attached.value) == str(here.value)
+
+
+def test_a_process_that_ends_is_an_error(begun):
+    planner = jedbatch.batch(planned.encode).planner(PARAMS, minibatch())
+    pool = begun(planner)
+    plans = in_processes(planner, pool, iter([single(minibatch()) for _ in range(9)]), 2)
+    next(plans)
     pool._executor.submit(os._exit, 1)
-    with pytest.raises(concurrent.futures.process.BrokenProcessPool):
-        pool.submit(single(minibatch())).result()
+    with pytest.raises(RuntimeError, match="a process that plans has ended"):
+        list(plans)
+
+
+def test_what_cannot_be_sent_is_planned_here(begun):
+    def labelled(params, pair):
+        return planned.encode(params, pair[0])
+
+    batched = jedbatch.batch(labelled)
+    first = [(tree, 0) for tree in minibatch()]
+    planner = batched.planner(PARAMS, first)
+    pool = begun(planner)
+    locked = [(tree, Locked()) for tree in minibatch()]
+    plans = in_processes(planner, pool, iter([single(first), single(locked)]), 2)
+    for plan, instances in zip(plans, (first, locked), strict=True):
+        assert_is_loop(batched, plan, instances, labelled)
+    assert planner._num_planned_here == 1
+    with pytest.raises(TypeError, match=r"the instances of the batched `labelled` cannot be sent"):
+        batched.planner(PARAMS, locked)
 
 
 def test_plans_come_in_order_and_processes_end():
@@ -173,7 +208,7 @@ import os, signal
 import jax.numpy as jnp
 import jedbatch
 from cases import planned
-from jedbatch._batch.processes import Pool
+from jedbatch._batch.processes import Pool, in_processes, received
 
 if __name__ == "__main__":
     params = {"table": jnp.ones((9, 4)), "left": jnp.ones((4, 4))}
@@ -222,7 +257,7 @@ def test_what_changes_here_is_not_planned_there(monkeypatch):
     assert prepared.instances is None
     assert_is_loop(batched, planner.attach(prepared), instances, planned.scaled)
     monkeypatch.setattr(planned, "SCALE", 3.0)
-    assert not planner.is_current
+    assert not planner._is_current
     with pytest.raises(RuntimeError, match="reads besides its arguments has changed"):
         planner.attach(prepared)
 
@@ -241,6 +276,16 @@ def test_a_function_that_is_another_one_there_is_not_planned_there(monkeypatch):
     assert_is_loop(batched, plans[-1], instances, planned.scaled)
 
 
+def test_programs_may_have_types_and_classes_that_the_sample_lacks():
+    batched = jedbatch.batch(planned.of_pair)
+    pairs = [planned.Pair(1, (2, 3)), planned.Pair(4, 5)]
+    batched.plan(PARAMS, [planned.Pair((1,), 2), planned.Pair((3, (4,)), 5)])
+    planner = batched.planner(PARAMS, pairs)
+    prepared = copied(planner)(pairs)
+    assert prepared.reason is None
+    assert_is_loop(batched, planner.attach(prepared), pairs, planned.of_pair)
+
+
 def test_functions_may_be_closures_and_decorated():
     scale = 0.5
 
@@ -256,7 +301,7 @@ def test_functions_may_be_closures_and_decorated():
         planner = batched.planner(PARAMS, minibatch())
         assert copied(copied(planner))(minibatch()).instances is None
     lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"cannot be sent to other processes.*top level"):
+    with pytest.raises(TypeError, match=r"the function of .*cannot be sent.*top level"):
         jedbatch.batch(lambda p, t: planned.encode(p, t) if lock else 0).planner(PARAMS, [0])
 
 
@@ -282,24 +327,55 @@ def test_planners_refuse_what_is_not_theirs():
     assert isinstance(prepared, Prepared)
 
 
-def test_kernels_that_compute_the_same_have_one_identity():
-    def kernels(fn):
+def scaled(scale, name="left"):
+    cell = jedbatch.cell(lambda p, x: jnp.tanh(scale * (x * p[name][0])), name="cell")
+    return lambda p, x: cell(p, x)
+
+
+def applied(fn):
+    cell = jedbatch.cell(lambda x: fn(x * jnp.ones(4)), name="cell")
+    return lambda p, x: cell(x)
+
+
+def with_rule(factor, forward):
+    """A function whose derivative is said to be another one."""
+    if forward:
+        made = jax.custom_jvp(jnp.sin)
+        made.defjvp(lambda xs, ts: (jnp.sin(xs[0]), factor * ts[0]))
+    else:
+        made = jax.custom_vjp(jnp.sin)
+        made.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (factor * g,))
+    return applied(made)
+
+
+def test_kernels_have_one_identity_exactly_if_they_compute_the_same():
+    def identities(fn):
         batched = jedbatch.batch(fn)
         plan = batched.plan(PARAMS, [1.0])
         session, _ = batched._session((PARAMS,))
         return [identity_of(k, session.registry) for k in plan.host.placed.kernels]
 
-    def scaled(scale, name="left"):
-        cell = jedbatch.cell(lambda p, x: jnp.tanh(scale * (x * p[name][0])), name="cell")
-        return lambda p, x: cell(p, x)
-
-    (same,), (again,) = kernels(scaled(2.0)), kernels(scaled(2.0))
-    assert same == again
     array = np.arange(4, dtype=np.float32)
-    others = [scaled(3.0), scaled(2.0, "table"), scaled(array), scaled(array + 1)]
-    others += [
-        scaled(jnp.asarray(array)),
-        lambda p, x: scaled(2.0)({"left": p["left"] @ p["left"]}, x),
+    inner = [jax.jit(lambda x, mask=mask: jnp.sin(x) * mask) for mask in (array, array + 1)]
+    made = [
+        lambda: scaled(2.0),
+        lambda: scaled(3.0),
+        lambda: scaled(2.0, "table"),
+        lambda: scaled(array),
+        lambda: scaled(array + 1),
+        lambda: scaled(jnp.asarray(array)),
+        lambda: lambda p, x: scaled(2.0)({"left": p["left"] @ p["left"]}, x),
+        lambda: applied(inner[0]),
+        lambda: applied(inner[1]),
+        lambda: with_rule(1.0, forward=True),
+        lambda: with_rule(2.0, forward=True),
+        lambda: with_rule(1.0, forward=False),
+        lambda: with_rule(2.0, forward=False),
     ]
-    identities = [same, *(kernels(fn)[0] for fn in others)]
-    assert len(set(identities)) == len(identities)
+    found = [identities(make())[0] for make in made]
+    assert found == [identities(make())[0] for make in made]
+    assert None not in found
+    assert len(set(found)) == len(found)
+    kind = jax.ShapeDtypeStruct((4,), jnp.float32)
+    calling = applied(lambda x: jax.pure_callback(np.sin, kind, x, vmap_method="expand_dims"))
+    assert identities(calling) == [None]
