@@ -22,6 +22,8 @@ padded      `jax.vmap` of a program for one sentence, jit-compiled: a `lax.scan`
 loop        Python, sentence by sentence: jit-compiled cells, one for a word read and one for a
             word written, and `int()` of every word to see whether it is END.
 jedbatch    `jedbatch.batch` of the same function of one sentence.
+with lax    The same with a decoder that is one cell with a `lax.while_loop` in it, which does not
+            run in lock step.
 
 Results of all are compared with the loop's before anything is timed. All run in turns in one
 process, each warmed up; the table has milliseconds per minibatch, medians, and in brackets the
@@ -168,6 +170,37 @@ def translator(cells: Cells, hidden: int) -> Callable[[Any, Sentence], tuple]:
     return translate
 
 
+def write_all(params: Any, state: State, length: Any) -> tuple:
+    """(log-probability, number of words) of a translation, by a loop of `lax`."""
+
+    def goes_on(carry: tuple) -> jax.Array:
+        _, word, _, written = carry
+        return (word != END) & (written < MAX_WORDS)
+
+    def write(carry: tuple) -> tuple:
+        state, word, total, written = carry
+        state, word, total = decode(params, state, word, total, length - written)
+        return state, word, total, written + 1
+
+    start = (state, jnp.int32(START), jnp.float32(0), jnp.int32(0))
+    _, _, total, written = jax.lax.while_loop(goes_on, write, start)
+    return total, written
+
+
+def with_lax(hidden: int) -> Callable[[Any, Sentence], tuple]:
+    """The translator whose decoder is a cell with a loop in it."""
+    cells = [jedbatch.cell(f, name=f.__name__) for f in (embed, encode, write_all)]
+
+    def translate(params: Any, sentence: Sentence) -> tuple:
+        source, length = sentence
+        state = jnp.zeros(hidden), jnp.zeros(hidden)
+        for word in source:
+            state = cells[1](params, state, cells[0](params, word))
+        return cells[2](params, state, length)
+
+    return translate
+
+
 def looped(hidden: int) -> Callable[[Any, list[Sentence]], list]:
     """Sentence by sentence, one call of a compiled function for every word."""
     read = jax.jit(lambda params, state, word: encode(params, state, embed(params, word)))
@@ -194,18 +227,7 @@ def padded(hidden: int) -> tuple[Callable[[Any, list[Sentence]], tuple], Callabl
         zeros = jnp.zeros(hidden), jnp.zeros(hidden)
         state, _ = jax.lax.scan(read, zeros, (jnp.arange(len(source)), gates))
 
-        def goes_on(carry: tuple) -> jax.Array:
-            _, word, _, written = carry
-            return (word != END) & (written < MAX_WORDS)
-
-        def write(carry: tuple) -> tuple:
-            state, word, total, written = carry
-            state, word, total = decode(params, state, word, total, length - written)
-            return state, word, total, written + 1
-
-        start = (state, jnp.int32(START), jnp.float32(0), jnp.int32(0))
-        _, _, total, written = jax.lax.while_loop(goes_on, write, start)
-        return total, written
+        return write_all(params, state, length)
 
     compiled = jax.jit(jax.vmap(one, (None, 0, 0, 0)))
 
@@ -254,22 +276,26 @@ def measure(
         cells = Cells(*(jedbatch.cell(f, name=f.__name__) for f in (embed, encode, decode)))
         batched = jedbatch.batch(translator(cells, hidden))
         sides.append(lambda batch: batched(params, batch))
+        lax_batched = jedbatch.batch(with_lax(hidden))
+        sides.append(lambda batch: lax_batched(params, batch))
 
     minibatch = typical(minibatches)
     few = minibatch[: args.few]
     expected = loop(params, few)
-    for name, side in zip(["padded", "jedbatch"], sides, strict=False):
+    for name, side in zip(["padded", "jedbatch", "with lax"], sides, strict=False):
         check(expected, jax.tree.map(lambda x: x[: len(few)], side(minibatch)), name)
 
     counts = [0, 0]
     for batch in minibatches[:WARM_UP]:
         jax.block_until_ready([side(batch) for side in sides])
-    before = [compiled._cache_size(), 0 if args.baselines else batched.compilations]
+    before = [compiled._cache_size()]
+    if not args.baselines:
+        before.append(batched.compilations + lax_batched.compilations)
     for batch in minibatches[WARM_UP:]:
         jax.block_until_ready([side(batch) for side in sides])
     counts = [compiled._cache_size() - before[0]]
     if not args.baselines:
-        counts.append(batched.compilations - before[1])
+        counts.append(batched.compilations + lax_batched.compilations - before[1])
 
     runs = [lambda: loop(params, few), *(lambda side=side: side(minibatch) for side in sides)]
     times = common.interleaved(runs, args.seconds, least=5)
@@ -283,7 +309,7 @@ def measure(
     if not args.baselines:
         rounds = batched.last_rounds
         lanes, nodes = sum(r.lanes for r in rounds), sum(r.nodes for r in rounds)
-        row += [len(rounds), f"{lanes / nodes:.2f}"]
+        row += [len(rounds), f"{lanes / nodes:.2f}", times.ratio(1, 3)]
     table.row(*row, *counts)
     jax.clear_caches()
 
@@ -312,7 +338,8 @@ def main() -> None:
     header = ["minibatches", "hidden", "batch", "rows", "rows padded", "loop ms", "padded ms"]
     more = ["compiled: padded"]
     if not args.baselines:
-        header += ["jedbatch ms", "jedbatch / padded", "jedbatch / loop", "rounds", "lanes / nodes"]
+        header += ["jedbatch ms", "with lax ms", "jedbatch / padded", "jedbatch / loop", "rounds"]
+        header += ["lanes / nodes", "padded / with lax"]
         more.append("jedbatch")
     table = common.Table(*header, *more)
     for kind in ("mixed", "similar"):

@@ -21,6 +21,7 @@ loop        Python, instance by instance: a jit-compiled step, and `bool()` of i
             whether it is done.
 compiled    instance by instance: a jit-compiled `lax.while_loop` for each.
 jedbatch    `jedbatch.batch` of the same function of one instance, with a Python `while`.
+with lax    `jedbatch.batch` of the function with a `lax.while_loop`, without lock step.
 
 Rows are steps of single instances: those needed, and those that `vmap` makes. Results of all sides
 are compared with the loop's before anything is timed. All run in turns in one process, each warmed
@@ -208,6 +209,9 @@ def measure(
         batched = jedbatch.batch(by_python(work, jedbatch.cell(work.step, name=name)))
         runs.append(lambda: batched(params, minibatch))
         check(expected, unstack(batched(params, minibatch)), "jedbatch")
+        with_lax = jedbatch.batch(lambda params, instance: by_lax(work)(params, *instance))
+        runs.append(lambda: with_lax(params, minibatch))
+        check(expected, unstack(with_lax(params, minibatch)), "with lax")
     times = common.interleaved(runs, args.seconds, least=5)
     steps = [n for _, n in expected]
     times.seconds[:2] *= sum(steps) / sum(steps[: len(few)])
@@ -219,6 +223,7 @@ def measure(
         rounds = batched.last_rounds
         lanes = sum(r.lanes for r in rounds)
         row += [times.ratio(3, 2), times.ratio(3, 0), f"{lanes} ({lanes / sum(steps):.2f})"]
+        row.append(times.ratio(2, 4))
     table.row(*row)
 
 
@@ -239,7 +244,8 @@ def main() -> None:
     header = ["", "size", "batch", "depths", "steps", "rows", "rows vmap", "loop ms", "compiled ms"]
     header.append("vmap ms")
     if not args.baselines:
-        header += ["jedbatch ms", "jedbatch / vmap", "jedbatch / loop", "lanes"]
+        header += ["jedbatch ms", "with lax ms", "jedbatch / vmap", "jedbatch / loop", "lanes"]
+        header.append("vmap / with lax")
     table = common.Table(*header)
     for name, sizes in (("depth", args.hidden), ("newton", args.size)):
         for size, count in common.by(sizes, args.batch):

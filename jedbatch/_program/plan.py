@@ -230,8 +230,10 @@ def summarize(plan: Plan) -> str:
     compiled = static.programs.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
     times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
+    diverging = list(dict.fromkeys(k.node_type.name for k in placed.kernels if k.diverges))
     lines += [
         "",
+        *([f"  lanes     without lock step: {', '.join(diverging)}"] if diverging else ()),
         f"  operands  {read or 'none'}; order {layout.order}",
         f"  memory    {kept}, {size(live_bytes(graph, schedule))} live at most; "
         f"arenas of {size(arenas)}",
