@@ -81,6 +81,30 @@ class ClosedProgram(Protocol):
 _RECORDS_OF_JAX = frozenset({"Store", "EqualStore", "DebugInfo"})
 
 
+# Parameters that are rules of differentiation, or go with one: functions that are made anew
+# whenever the operation is run.
+RULES_OF = {
+    "custom_jvp_call": ("jvp_jaxpr_fun",),
+    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
+}
+
+
+def traced_rule(name: str, params: dict[str, Any]) -> tuple[Any, Sequence[Any], tuple]:
+    """Returns a rule of differentiation as a program, its constants, and what else tells it apart.
+
+    Args:
+      name: of an operation that has a rule.
+      params: its parameters.
+    """
+    num_args = len(params["call_jaxpr"].in_avals) - params["num_consts"]
+    none_is_zero = [False] * num_args
+    if name == "custom_jvp_call":
+        program, consts, zeros = params["jvp_jaxpr_fun"].call_wrapped(*none_is_zero)
+        return program, consts, tuple(zeros)
+    program, consts = params["fwd_jaxpr_thunk"].call_wrapped(*none_is_zero)
+    return program, consts, (params["bwd"],)
+
+
 def is_program(value: object) -> bool:
     """True of programs of JAX, with constants or without."""
     return isinstance(value, Jaxpr | ClosedJaxpr)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jedbatch._graph.operations import PrimitiveKey
-from jedbatch._jaxpr.identity import Same, typed_or_same
+from jedbatch._jaxpr.identity import Same, snapshot, typed_or_same
 from jedbatch._jaxpr.numbers import (
     BODIES,
     Number,
@@ -21,13 +21,21 @@ from jedbatch._jaxpr.numbers import (
     traced_bodies,
 )
 from jedbatch._jaxpr.symbolic_dims import symbols_in
-from jedbatch._jaxpr.versions import OpenProgram, consts_of, is_program, without_consts
+from jedbatch._jaxpr.versions import (
+    RULES_OF,
+    OpenProgram,
+    consts_of,
+    is_program,
+    traced_rule,
+    without_consts,
+)
 from jedbatch._record.closures import function_identity
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
 
 MANY_JAXPRS = 1024  # programs known by identity
 MANY_OPERATIONS = 10_000  # primitives with parameters that are plain
+MAX_RULES = 3  # of differentiation, each in the program of another
 PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
 
@@ -45,6 +53,7 @@ class Keys:
         self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
         self._plain: dict[tuple, PrimitiveKey] = Memory(MANY_OPERATIONS)
+        self._in_rules = 0
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -85,6 +94,8 @@ class Keys:
     def _without_numbers(self, primitive: Any, params: dict[str, Any]) -> tuple[tuple, tuple]:
         """(a primitive and its parameters without the numbers in its bodies, these numbers)."""
         bodies = traced_bodies(primitive.name, params)
+        if primitive.name in RULES_OF:
+            return (primitive, *self._with_rule(primitive.name, params)), ()
         if not bodies:
             return (primitive, self.params_key(params)), ()
         names = BODIES[primitive.name]
@@ -96,6 +107,26 @@ class Keys:
             parts.append(skeleton)
             numbers += inside
         return tuple(parts), tuple(numbers)
+
+    def _with_rule(self, name: str, params: dict[str, Any]) -> tuple[Hashable, ...]:
+        """The parameters of an operation with a rule of differentiation, which is traced.
+
+        By what it is made of it would be another one whenever the operation is met in a program. A
+        rule mostly leads to the operation again; those of derivatives beyond the third are not
+        compared.
+        """
+        others = self.params_key({k: x for k, x in params.items() if k not in RULES_OF[name]})
+        if self._in_rules == MAX_RULES:
+            return (others,)
+        self._in_rules += 1
+        try:
+            program, consts, rest = traced_rule(name, params)
+            written = [snapshot(x) if type(x) is np.ndarray else Same(x) for x in consts]
+            return others, self.jaxpr_key(program), *written, self.params_key(rest)
+        except Exception:  # it may be an error to differentiate it at all
+            return (self.params_key(params),)
+        finally:
+            self._in_rules -= 1
 
     def params_key(self, value: Any) -> Hashable:
         """The parameters of a primitive as something hashable; unequal if in doubt."""

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._jaxpr.versions import consts_of, is_program, without_consts
+from jedbatch._jaxpr.versions import RULES_OF, consts_of, is_program, without_consts
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.operand_lists import Parameter
 from jedbatch._layout.bucketing import Buckets
@@ -186,7 +186,7 @@ class Text:
             self.add(numbers[atom])
 
     def _add_parameter(self, eqn: Any, name: str, value: Any) -> None:
-        if name in RULES.get(eqn.primitive.name, ()):
+        if name in RULES_OF.get(eqn.primitive.name, ()):
             self.has_rules = True
             return
         self.add(name)
@@ -202,14 +202,6 @@ class Text:
             raise NotWrittenError
         else:
             self.add(value)
-
-
-# Parameters that are functions, and show in what differentiation makes of the operation.
-RULES = {
-    "custom_jvp_call": ("jvp_jaxpr_fun",),
-    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
-    "custom_vjp_call_jaxpr": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
-}
 
 
 class Exporter:

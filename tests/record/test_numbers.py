@@ -43,6 +43,15 @@ def nested(w, x, rate, n):
     return jax.lax.scan(body, x, None, length=2)[0] * w
 
 
+def with_rules(w, x, rate, n):
+    """Functions with rules of differentiation of their own."""
+
+    def body(c, _):
+        return jax.nn.relu(c * rate) + jax.nn.softplus(c) * w, None
+
+    return jax.lax.scan(body, x, None, length=2)[0] + n
+
+
 def on_parameters(w, x, rate, n):
     return jax.lax.scan(lambda c, _: (c * rate, None), w, None, length=2)[0] + x
 
@@ -53,7 +62,7 @@ def cell(w, x, rate, n):
     return jedbatch.cell(lambda w, y: jnp.tanh(y * rate) * w + table + bias)(w, x)
 
 
-FUNCTIONS = [scan, branch, loop, remat, jitted, nested, on_parameters, cell]
+FUNCTIONS = [scan, branch, loop, remat, jitted, nested, with_rules, on_parameters, cell]
 
 
 def instances(number=float, count=12):
@@ -71,9 +80,27 @@ def test_numbers_of_instances_make_no_types(fn, number):
 
 def test_values_and_gradients():
     def every(w, i):
-        return [fn(w, *i) for fn in (branch, nested, on_parameters, cell)]
+        return [fn(w, *i) for fn in (branch, nested, with_rules, on_parameters, cell)]
 
     check(every, W, instances(count=6), rtol=1e-4)
+
+
+def test_rules_that_close_over_numbers_make_types():
+    def fn(w, instance):
+        x, rate, _ = instance
+
+        @jax.custom_jvp
+        def scaled(y):
+            return 2 * y
+
+        scaled.defjvp(lambda ys, ts: (scaled(ys[0]), rate * ts[0]))
+        return jax.lax.scan(lambda c, _: (scaled(c * w), None), x, None, length=2)[0]
+
+    batched = jedbatch.batch(fn)
+    assert len(set(batched.plan(W, instances()).graph.node_type.tolist())) >= 12
+    ours = jax.grad(lambda w: batched(w, instances()).sum())(W)
+    theirs = jax.grad(lambda w: sum(fn(w, i).sum() for i in instances()))(W)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
 def test_few_numbers_are_constants():
