@@ -19,6 +19,7 @@ CUMULATIVE_OPERATIONS = names_in("cumsum cumprod cummax cummin cumlogsumexp")
 # The same elements in another shape or precision.
 VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
 LOOK_UPS = names_in("slice dynamic_slice gather")
+SCATTERS = names_in("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 
 
@@ -125,6 +126,24 @@ def _gather(eqn, params, i, a):
     return not (takes_all and a not in numbers.start_index_map)
 
 
+def _scatter(eqn, params, i, a):
+    numbers = params["dimension_numbers"]
+    target, _, updates = (v.aval.shape for v in eqn.invars)
+    if i == 1:
+        return a not in numbers.scatter_indices_batching_dims
+    window = numbers.update_window_dims
+    if i == 2 and a not in window:
+        batch = [b for b in range(len(updates)) if b not in window]
+        return batch.index(a) not in numbers.scatter_indices_batching_dims
+    apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    axes = [b for b in range(len(target)) if b not in apart]  # of windows
+    if i == 0 and a in apart:
+        return a not in numbers.operand_batching_dims
+    k = axes.index(a) if i == 0 else window.index(a)
+    moves = axes[k] in numbers.scatter_dims_to_operand_dims
+    return moves or target[axes[k]] != updates[window[k]]
+
+
 def _conv(eqn, params, i, a):
     if symbols_in(params["padding"]):
         raise CannotMergeError("`conv_general_dilated` with padding that depends on the length")
@@ -140,6 +159,7 @@ _RULES = {
         eqn.outvars[0].aval.ndim != eqn.invars[0].aval.ndim
     ),
     "squeeze": lambda *_: False,
+    "stack": lambda *_: False,
     "expand_dims": lambda *_: False,
     "transpose": lambda *_: False,
     "dot_general": _dot,
@@ -151,6 +171,7 @@ _RULES = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    **dict.fromkeys(SCATTERS, _scatter),
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
     "conv_general_dilated": _conv,
     **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},

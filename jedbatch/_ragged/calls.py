@@ -76,9 +76,11 @@ class RaggedCalls:
             rows = sum(int(form.view(table, "total", e)[0]) for e in range(len(packed.extents)))
             phases = packed.phased.phases
             over_rows = sum(phase.extent is not None for phase in phases)
+            by_index = sum(bool(phase.indexed) for phase in phases)
             lines.append(
                 f"  ragged    {calls} calls with {rows:,} rows: {over_rows} phases over rows, "
-                f"{len(phases) - over_rows} over instances"
+                f"{len(phases) - over_rows - by_index} over instances"
+                + (f", {by_index} by index" if by_index else "")
             )
         exist, computed = self.counts
         more = f", {computed / exist - 1:.1%} more than there are" if exist else ""
@@ -110,13 +112,13 @@ class RegionCalls:
 
     @functools.cached_property
     def longest(self) -> np.ndarray:
-        """int64[K], the greatest length of each call."""
-        return np.max(list(self.lengths.values()), axis=0)
+        """int64[K], the greatest length of each call, see `PackedProgram.longest`."""
+        return self.region.packed.longest(self.lengths)
 
     @functools.cached_property
     def guarded(self) -> bool:
-        """Returns whether some length is 0."""
-        return any(bool((x == 0).any()) for x in self.lengths.values())
+        """Returns whether some length is 0 that phases over instances know."""
+        return any(bool((self.lengths[s] == 0).any()) for s in self.region.packed.phased.padded)
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -282,6 +284,10 @@ def _refuse_empty(
     for x in lengths.values():
         none |= x == 0
     conditions = [(e, operation, extent_at(e, lengths) == 0) for e, operation in phased.nonempty]
+    for table, rows in phased.looked_up:
+        fails = (extent_at(table, lengths) <= 0) & (extent_at(rows, lengths) > 0)
+        none |= fails
+        conditions.append((table, "rows by index", fails))
     conditions += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
     for extent, operation, fails in conditions:
         empty = np.flatnonzero(none & fails)

@@ -1,7 +1,8 @@
 """Running a program in phases on the packed rows of all instances.
 
 Row-wise phases run in blocks of rows (see `_ragged.row_phase`), phases over instances by length, a
-few instances at a time (see `_ragged.instance_phase`). Loops run over what exists, so a program is
+few instances at a time (see `_ragged.instance_phase`), phases by index on all rows at once (see
+`_ragged.index_phase`). Loops run over what exists, so a program is
 compiled once for all combinations of lengths. Nothing is padded from one instance to another.
 
 Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
@@ -15,18 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import has_gradient, run_equation, run_equations, value_of
-from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._jaxpr.interpret import (
+    any_performs,
+    has_gradient,
+    run_equation,
+    run_equations,
+    value_of,
+)
+from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import CPU
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
+from jedbatch._ragged.index_phase import IndexPhase
 from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
 from jedbatch._ragged.phases import PhasedProgram
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE_ROWS
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, AxisSize
 
 
 class PackedProgram:
@@ -41,7 +49,8 @@ class PackedProgram:
         self.phased = phased
         self.extents = phased.extents
         self._phases = [
-            InstancePhase(p) if p.extent is None else RowPhase(p) for p in phased.phases
+            IndexPhase(p) if p.indexed else InstancePhase(p) if p.extent is None else RowPhase(p)
+            for p in phased.phases
         ]
 
     def form(self, capacity: RowCapacity) -> TableLayout:
@@ -64,7 +73,7 @@ class PackedProgram:
         form.view(table, "lengths")[:, :calls] = stacked
         form.view(table, "lengths")[:, calls:] = stacked[:, :1]
         form.view(table, "calls")[:] = calls
-        longest = stacked.max(axis=0)
+        longest = self.longest(lengths)
         slots = slots_of(longest, capacity.groups) if capacity.slots else None
         if slots is not None:
             form.view(table, "slot")[:calls] = slots
@@ -82,16 +91,26 @@ class PackedProgram:
             call[:total] = np.repeat(np.arange(calls), counts)
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
-            if slots is not None:
+            if slots is not None and self.has_places(self.extents[e]):
                 slot_rows = [extent_at(self.extents[e], self._padded(n)) for n in capacity.lengths]
                 places = places_in(slots, slot_rows, capacity.slots, counts)
                 places = np.append(places, places[-1] if total else 0)
                 rows = np.minimum(np.arange(capacity.rows[e]), total)
                 form.view(table, "place", e)[:] = places[rows]
-            else:
+            elif slots is None:
                 blocks = capacity.target.blocks.cover(np.array([total]))[0]
                 form.view(table, "blocks", e)[:] = blocks
         return table
+
+    def longest(self, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns int[K]: the greatest length of each call that phases over instances know."""
+        calls = len(next(iter(lengths.values())))
+        known = [lengths[s] for s in sorted(self.phased.padded)]
+        return np.max(known, axis=0) if known else np.zeros(calls, np.int64)
+
+    def has_places(self, extent: AxisSize) -> bool:
+        """Returns whether rows of an extent have places among those of phases over instances."""
+        return symbols_in(extent) <= self.phased.padded
 
     def _padded(self, length: int) -> dict[str, int]:
         """Returns the symbols of a call that is padded to a length."""
@@ -126,15 +145,22 @@ class PackedProgram:
             lead = capacity.calls if ragged_axis(v) is None else widest
             operands.append(jax.ShapeDtypeStruct((lead, *row_shape(v)), v.aval.dtype))
 
+        run = functools.partial(self.run, capacity)
+
         def slope(shared, operands, table):
             def inexact(shared, operands):
-                results = self.run(capacity, shared, operands, table)
+                results = run(shared, operands, table)
                 return [x for x in results if has_gradient(x.dtype)]
 
             out, pull_back = jax.vjp(inexact, list(shared), list(operands))
             return pull_back(out)
 
-        jax.eval_shape(slope, list(shared), operands, table)
+        try:
+            jax.eval_shape(slope, list(shared), operands, table)
+        except NotImplementedError:
+            if not any_performs(self.phased.jaxpr.eqns, "scatter-mul"):
+                raise
+            jax.eval_shape(run, list(shared), operands, table)  # of products JAX has no gradient
 
     def run(
         self,

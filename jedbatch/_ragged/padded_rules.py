@@ -22,10 +22,12 @@ from jedbatch._jaxpr.versions import Equation, scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE_OPERATIONS,
     REDUCTIONS,
+    SCATTERS,
     CannotMergeError,
     is_look_up,
     mixed_axes,
 )
+from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
 from jedbatch._ragged.row_rules import bind_rows, look_up
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -190,27 +192,85 @@ class Padded:
         numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
         if any(i == 1 for i, _ in mixed):
             raise CannotMergeError("`gather` by indices of ragged length")
-        exact = params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        exact = params["mode"] == Mode.PROMISE_IN_BOUNDS
         there: Any = True
         for _, axis in mixed:
-            if axis not in numbers.start_index_map or exact:
+            if axis not in numbers.start_index_map:
                 continue
             k = numbers.start_index_map.index(axis)
             if params["slice_sizes"][axis] != 1:
+                if exact:
+                    continue
                 raise CannotMergeError("`gather` of several rows that may be out of bounds")
-            positions, last = indices[..., k], self.length(shape[axis]) - 1
-            there = there & (positions >= 0) & (positions <= last)
-            indices = indices.at[..., k].set(jnp.clip(positions, 0, jnp.maximum(last, 0)))
+            inside, nearest = self._bounded(indices[..., k], shape[axis])
+            there, indices = there & inside, indices.at[..., k].set(nearest)
         sizes = substituted(params["slice_sizes"], self.size)
         out = lax.gather(x, indices, numbers, sizes, mode="clip")
-        if there is not True and params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        if there is not True and params["mode"] != Mode.CLIP:
             batch = [a for a in range(out.ndim) if a not in numbers.offset_dims]
             there = lax.broadcast_in_dim(there, out.shape, batch)
-            fill = params["fill_value"]
-            if fill is None:
-                fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else _lowest(x.dtype)
-            out = jnp.where(there, out, jnp.asarray(fill, out.dtype))
+            other = lax.stop_gradient(out) if exact else jnp.asarray(fill_value_of(eqn), out.dtype)
+            out = jnp.where(there, out, other)
         return [out]
+
+    def _bounded(self, positions: Array, extent: AxisSize) -> tuple[jax.Array, jax.Array]:
+        """Returns (whether there are rows at these positions, the nearest rows there are)."""
+        last = (self.length(extent) - 1).astype(positions.dtype)
+        inside = (positions >= 0) & (positions <= last)
+        return inside, jnp.clip(positions, 0, jnp.maximum(last, 0))
+
+    def _scatter(self, eqn, values, mixed):
+        (x, indices, updates), params = values, dict(eqn.params)
+        shapes, name = [v.aval.shape for v in eqn.invars], eqn.primitive.name
+        clips = params["mode"] == Mode.CLIP
+        if clips and not clips_well(eqn):
+            raise CannotMergeError(f"`{name}` to the nearest rows")
+        indices = indices.astype(jnp.int32)
+        written: Any = jnp.ones(indices.shape[:-1], bool)
+        for axis in ragged_axes(shapes[1]):
+            written &= self.exists(shapes[1][:-1], axis)
+        numbers = params["dimension_numbers"]
+        if any(i == 0 and a not in numbers.inserted_window_dims for i, a in mixed):
+            numbers, indices, written = self._as_single_rows(eqn, indices, mixed)
+        named = numbers.scatter_dims_to_operand_dims
+        if not named:
+            raise CannotMergeError(f"`{name}` of rows that no index leads to")
+        for k, axis in enumerate(named):
+            if clips or is_ragged((shapes[0][axis],)):
+                inside, nearest = self._bounded(indices[..., k], shapes[0][axis])
+                written &= self.length(shapes[0][axis]) > 0 if clips else inside
+                indices = indices.at[..., k].set(nearest)
+        nowhere = x.shape[named[0]]
+        indices = indices.at[..., 0].set(jnp.where(written, indices[..., 0], nowhere))
+        batch = [a for a in range(updates.ndim) if a not in numbers.update_window_dims]
+        written = lax.broadcast_in_dim(written, updates.shape, batch)
+        updates = without_unwritten(eqn, updates, written)
+        params.update(mode=Mode.FILL_OR_DROP, indices_are_sorted=False, dimension_numbers=numbers)
+        return bind_rows(eqn.replace(params=params), [x, indices, updates], self.size)
+
+    def _as_single_rows(self, eqn, indices, mixed):
+        """Returns (numbers, indices, which are written) of a scatter of consecutive rows."""
+        numbers, (shape, _, rows) = (
+            eqn.params["dimension_numbers"],
+            (v.aval.shape for v in eqn.invars),
+        )
+        inserted, named = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+        axes = [a for i, a in mixed if i == 0 and a not in inserted]
+        if indices.ndim > 1 or len(axes) > 1 or axes[0] not in named:
+            raise CannotMergeError(f"`{eqn.primitive.name}` of several rows, at several places")
+        (axis,) = axes
+        window = [a for a in range(len(shape)) if a not in inserted]
+        along = numbers.update_window_dims[window.index(axis)]  # of the updates
+        k, count = named.index(axis), self.length(rows[along])
+        steps = lax.iota(jnp.int32, self.size(rows[along]))
+        written = (indices[k] >= 0) & (indices[k] + count <= self.length(shape[axis]))
+        places = jnp.broadcast_to(indices, (len(steps), len(indices)))
+        numbers = lax.ScatterDimensionNumbers(
+            tuple(a for a in numbers.update_window_dims if a != along),
+            tuple(sorted((*inserted, axis))),
+            named,
+        )
+        return numbers, places.at[:, k].add(steps), written & (steps < count)
 
     def _dot(self, eqn, values, mixed):
         sides = [
@@ -276,6 +336,7 @@ _RULES: dict[str, Callable] = {
     "slice": Padded._slice,
     "dynamic_slice": Padded._dynamic_slice,
     "gather": Padded._gather,
+    **dict.fromkeys(SCATTERS, Padded._scatter),
     "dot_general": Padded._dot,
     "pad": Padded._pad,
     "conv_general_dilated": Padded._conv,

@@ -1,12 +1,17 @@
 """A program over ragged arrays as a sequence of phases, none of which pads.
 
-What an instance does to its arrays [n, ...] alternates between two kinds of work. Most of the
+What an instance does to its arrays [n, ...] alternates between kinds of work. Most of the
 arithmetic is *row-wise* (see `_ragged.axis_rules`): embeddings, products with weights,
 normalisation, feed-forward layers. Rows of all instances run through that side by side, as one
 array of as many rows as there are. The rest takes the rows of *one instance* together: sums,
 attention, sorting.
 
     x [n, d]  ─rows→  q, k, v  ─instances→  softmax(q kᵀ) v [n, d]  ─rows→  …  ─instances→ [d]
+
+A third kind takes rows from one place to another, by indices: the rows of all instances at once
+too (see `_ragged.indexing`).
+
+    x [n, d]  ─index→  x[source] [e, d]  ─rows→  messages [e, d]  ─index→  their sums [n, d]
 
 A phase is a longest run of one kind of work. Between phases values have at most one ragged axis,
 and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
@@ -29,6 +34,7 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram
 from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
+from jedbatch._ragged.indexing import find_indexing
 from jedbatch._support.types import AxisSize
 
 EXTREMES = {
@@ -37,6 +43,7 @@ EXTREMES = {
     "argmax": "the place of a maximum",
     "argmin": "the place of a minimum",
 }
+BY_INDEX = "by index"  # a kind of phase
 SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
@@ -45,11 +52,12 @@ class Phase:
     """A part of a program.
 
     Attributes:
-      extent: that of the rows it runs over; None if it runs over instances.
+      extent: that of the rows it runs over; None if it runs over instances, or by index.
       equations: that it computes, in order.
       reads: variables of instances that it reads: operands, or results of earlier phases.
       shared: variables that it reads and that all instances share.
       writes: its variables that are read later, or returned.
+      indexed: its equations that read or write rows by index; nothing if it is of another kind.
     """
 
     extent: AxisSize
@@ -57,14 +65,17 @@ class Phase:
     reads: tuple[Any, ...]
     shared: tuple[Any, ...]
     writes: tuple[Any, ...]
+    indexed: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        subject = "instances" if self.extent is None else f"rows of {self.extent}"
+        subject = "over instances" if self.extent is None else f"over rows of {self.extent}"
+        if self.indexed:
+            subject = "by index"
         names: dict[str, int] = {}
         for eqn in self.equations:
             names[eqn.primitive.name] = names.get(eqn.primitive.name, 0) + 1
         counted = ", ".join(k if n == 1 else f"{n} {k}" for k, n in names.items())
-        return f"over {subject}: {counted}"
+        return f"{subject}: {counted}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +90,7 @@ class PhasedProgram:
       phases: the rest.
       symbols: whose values differ from instance to instance.
       nonempty: extents that must not be 0, each with the operation that says so.
+      looked_up: (extent, how many rows are looked up by index) of arrays that must have a row then.
     """
 
     jaxpr: OpenProgram
@@ -88,6 +100,7 @@ class PhasedProgram:
     phases: tuple[Phase, ...]
     symbols: tuple[str, ...]
     nonempty: tuple[tuple[Any, str], ...]
+    looked_up: tuple[tuple[Any, Any], ...]
 
     @property
     def operands(self) -> list[Any]:
@@ -98,7 +111,19 @@ class PhasedProgram:
     def extents(self) -> list[AxisSize]:
         """The extents of rows that are kept, each once."""
         variables = [v for p in self.phases for v in (*p.reads, *p.writes)]
+        by_index = [eqn for p in self.phases if p.indexed for eqn in p.equations]
+        variables += [v for eqn in by_index for v in (*reads(eqn), *eqn.outvars)]
         return list(dict.fromkeys(e for v in (*self.operands, *variables) for e in extents_of(v)))
+
+    @functools.cached_property
+    def padded(self) -> frozenset[str]:
+        """The symbols that phases over instances know: by those, instances are grouped."""
+        equations = [
+            eqn for p in self.phases if p.extent is None and not p.indexed for eqn in p.equations
+        ]
+        variables = [v for eqn in equations for v in (*reads(eqn), *eqn.outvars)]
+        extents = [e for v in variables for e in extents_of(v)]
+        return symbols_in((*extents, *(eqn.params for eqn in equations)))
 
     @functools.cached_property
     def all_extents(self) -> list[AxisSize]:
@@ -181,6 +206,7 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         tuple(finder.phases()),
         tuple(sorted(symbols)),
         tuple(_nonempty(equations)),
+        tuple(_looked_up(equations)),
     )
 
 
@@ -203,7 +229,7 @@ class _PhaseFinder:
     Attributes:
       before: equations on shared values alone.
       known: variables that all instances share.
-      kinds: of every phase so far: the extent of its rows, or None.
+      kinds: of every phase so far: the extent of its rows, None, or `BY_INDEX`.
       equations: of every phase.
       where: for each variable, the phase that computes it; -1 for operands.
       rematerialized: equations that are computed again wherever they are read, by result.
@@ -241,9 +267,13 @@ class _PhaseFinder:
         if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
             self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
-        kinds = [None] if mixed else self._kinds_for(eqn, shares)
-        after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
         relates = any(map(_relates, new_reads))
+        kinds: list[Any]
+        if self._is_by_index(eqn, bool(mixed)) and not relates:
+            kinds = [BY_INDEX]
+        else:
+            kinds = [None] if mixed else self._kinds_for(eqn, shares)
+        after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
         if mixed and not relates and after in self._relating:
             after += 1  # so that rows of what relates rows can be computed a few at a time
         phase = self._first(after, kinds)
@@ -251,6 +281,15 @@ class _PhaseFinder:
             self._relating.add(phase)
         self.equations[phase].append(eqn)
         self.where.update((v, phase) for v in eqn.outvars)
+
+    def _is_by_index(self, eqn: Equation, mixed: bool) -> bool:
+        """Returns whether an equation reads or writes rows of an instance by index.
+
+        Rows of what all instances share are read one by one, as those of an embedding are.
+        """
+        table = eqn.invars[0] if eqn.invars else None
+        own = isinstance(table, Var) and table not in self.known
+        return (mixed or own) and find_indexing(eqn) is not None
 
     def _kinds_for(self, eqn: Equation, shares: bool) -> list[Any]:
         """Returns the kinds of phases that an equation on single rows can be in, the best first."""
@@ -300,11 +339,12 @@ class _PhaseFinder:
             outputs = [v for eqn in self.equations[i] for v in eqn.outvars]
             phases.append(
                 Phase(
-                    kind,
+                    None if kind is BY_INDEX else kind,
                     tuple(equations),
                     tuple(v for v in read if v not in self.known),
                     tuple(v for v in read if v in self.known),
                     tuple(v for v in outputs if v in later or v in self._returned),
+                    tuple(self.equations[i]) if kind is BY_INDEX else (),
                 )
             )
         return phases
@@ -344,6 +384,17 @@ def _nonempty(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
         elif name in EXTREMES and not _starts(readers.get(out, ())):
             extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
     return extents
+
+
+def _looked_up(equations: Sequence[Equation]) -> list[tuple[Any, Any]]:
+    """Returns (extent, that of the indices) of the arrays whose rows are looked up by index."""
+    found = []
+    for eqn in equations:
+        indexing = find_indexing(eqn) if eqn.primitive.name == "gather" else None
+        if indexing is not None:
+            table, indices = (v.aval.shape for v in eqn.invars)
+            found.append((table[indexing.axis], indices[indexing.batch]))
+    return list(dict.fromkeys(found))
 
 
 def _starts(equations: Sequence[Equation]) -> bool:

@@ -52,8 +52,8 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
     calls = int(form.view(table, "calls")[0])
     require(0 < calls <= room.calls, f"{calls} calls in room for {room.calls}")
     lengths = form.view(table, "lengths")
-    longest = lengths[:, :calls].max(axis=0)
     here = dict(zip(packed.phased.symbols, lengths[:, :calls], strict=True))
+    longest = packed.longest(here)
     for e, extent in enumerate(packed.extents):
         counts = np.broadcast_to(np.maximum(0, extent_at(extent, here)), (calls,))
         total = int(form.view(table, "total", e)[0])
@@ -96,6 +96,8 @@ def _check_slots(stage: Stage, table: np.ndarray) -> None:
     require(((slot >= 0) & (slot < len(order))).all(), "a call is in no slot")
     require((order[slot[:calls]] == np.arange(calls)).all(), "a call is read from another's slot")
     for e, extent in enumerate(packed.extents):
+        if not packed.has_places(extent):
+            continue
         begins: list[int] = []
         end = 0
         for length, slots in zip(room.lengths, room.slots, strict=True):

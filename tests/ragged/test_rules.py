@@ -28,6 +28,7 @@ ROW_WISE = {
     "softmax of features": lambda x: jnp.exp(x - x.max(axis=1, keepdims=True)),
     "product": lambda x: x @ jnp.ones((4, 2)),
     "columns": lambda x: x[:, 1:3],
+    "added to features": lambda x: x.at[:, jnp.array([0, 2])].add(x[:, :2]),
     "flattened features": lambda x: x.reshape(x.shape[0], 2, 2),
 }
 ACROSS_ROWS = {
@@ -49,6 +50,14 @@ ACROSS_ROWS = {
     "padded": lambda x: lax.pad(x, jnp.float32(7), [(1, 2, 0), (0, 0, 0)]),
     "loop": lambda x: lax.scan(lambda c, row: (jnp.sin(c + row),) * 2, jnp.zeros(4), x)[1],
 }
+BY_INDEX = {
+    "added to": lambda x: x.at[jnp.array([0, 2, 0, 4])].add(1.0),
+    "largest of some": lambda x: x.at[jnp.array([0, -1, 9])].max(0.5),
+    "set": lambda x: x.at[jnp.array([1, 4]), 2].set(W[0, :2], mode="clip"),
+    "some": lambda x: x[jnp.array([0, 4, -1])],
+    "added up": lambda x: jnp.ones((3, 4)).at[lax.rem(jnp.arange(x.shape[0]), 2)].add(x),
+    "added to columns": lambda x: x.T.at[:, jnp.arange(x.shape[0])].add(x.T).T,
+}
 
 
 def traced(fn, shape=(N, 4)):
@@ -68,7 +77,11 @@ def test_row_wise(fn):
     np.testing.assert_allclose(jnp.stack(rows), fn(X), rtol=1e-6)
 
 
-@pytest.mark.parametrize("fn", ACROSS_ROWS.values(), ids=ACROSS_ROWS)
+@pytest.mark.parametrize(
+    "fn",
+    (ACROSS_ROWS | BY_INDEX).values(),
+    ids=[*ACROSS_ROWS, *(f"by index: {k}" for k in BY_INDEX)],
+)
 def test_across_rows(fn):
     """Padding changes nothing in the rows that exist."""
     closed = traced(fn)
