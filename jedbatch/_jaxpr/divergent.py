@@ -8,13 +8,13 @@ of `scan`, `jit` and the like run so too; in the body of a loop, lanes wait for 
 
 Both are rules for `vmap` (`jax.custom_batching`), put into a program after it was differentiated:
 what is written here has forward mode. Branches may have a reverse instead, for gradients of weights
-that all lanes share.
+that all lanes share; or run in lock step, which has both.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jedbatch._jaxpr.interpret import has_gradient, used_variables, work
 from jedbatch._jaxpr.versions import Equation, is_program, with_equations, without_consts
 from jedbatch._support.types import Array, ControlFlowName
 
+BranchesName = Literal["forward", "reverse", "both"]
+
 STEP_WORK = 5e4  # floating-point operations done while a step of a loop is started
 LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
@@ -33,14 +35,17 @@ BRANCH_WORK = 1e6  # floating-point operations that all branches do for all lane
 BLOCK = 32  # lanes of a branch that run together
 
 
-def without_lock_step(program: Any, mode: ControlFlowName, reverse: bool = False) -> Any:
+def without_lock_step(
+    program: Any, mode: ControlFlowName, branches: BranchesName = "forward"
+) -> Any:
     """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
 
     Args:
       program: closed or open.
       mode: "auto" where it is expected to pay, "lanes" wherever there are enough lanes, "lockstep"
         nowhere.
-      reverse: whether branches have a reverse, and no forward mode.
+      branches: the mode in which those can be differentiated: "forward", "reverse", or "both",
+        which has them in lock step.
     """
     if mode == "lockstep" or not diverges(program):
         return program
@@ -48,12 +53,13 @@ def without_lock_step(program: Any, mode: ControlFlowName, reverse: bool = False
     def through(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(through, x))
-        return without_lock_step(x, mode, reverse) if is_program(x) else x
+        return without_lock_step(x, mode, branches) if is_program(x) else x
 
     eqns = []
     for eqn in without_consts(program).eqns:
-        if (make := _RULES.get(eqn.primitive.name)) is not None:
-            eqns.append(_ruled(eqn, make(eqn, mode, reverse)))
+        name = eqn.primitive.name
+        if name in _RULES and not eqn.effects and (name != "cond" or branches != "both"):
+            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches)))
         else:
             params = {name: through(x) for name, x in eqn.params.items()}
             eqns.append(eqn.replace(params=params))
@@ -94,7 +100,7 @@ def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Arra
 # --- loops ---
 
 
-def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: bool) -> Callable:
+def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Callable:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond, body = (_function(eqn.params[name], mode) for name in ("cond_jaxpr", "body_jaxpr"))
     decides = _what_decides(eqn)
@@ -138,9 +144,10 @@ def lanes_at_a_time(size: int, body_work: int, mode: ControlFlowName) -> int:
     steps as the mean, what is best grows with the root of the lanes.
     """
     best = math.sqrt(2 * size * STEP_WORK / (LONGEST * max(1, body_work)))
+    found = 1 << math.ceil(math.log2(max(1.0, best)))
     if mode == "lanes":
-        best = min(best, size / FEWEST)
-    return max(LEAST_LANES, 1 << math.ceil(math.log2(max(1.0, best))))
+        found = min(found, 1 << math.floor(math.log2(max(1.0, size / FEWEST))))
+    return max(LEAST_LANES, found)
 
 
 def refilled(
@@ -235,9 +242,9 @@ def _what_decides(eqn: Equation) -> set[int]:
 # --- branches ---
 
 
-def _rule_of_cond(eqn: Equation, mode: ControlFlowName, reverse: bool) -> Callable:
-    branches = [_function(x, mode, reverse) for x in eqn.params["branches"]]
-    run = apart_with_reverse if reverse else apart
+def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Callable:
+    branches = [_function(x, mode, how) for x in eqn.params["branches"]]
+    run = apart_with_reverse if how == "reverse" else apart
     branch_work = [sum(map(work, x.jaxpr.eqns)) for x in eqn.params["branches"]]
 
     def rule(size: int, in_batched: Sequence[bool], index: Array, *args: Array) -> Any:
@@ -347,9 +354,9 @@ def _taken(args: Sequence[Array], in_batched: Sequence[bool], lanes: Array) -> l
     return [x[lanes] if batched else x for x, batched in zip(args, in_batched, strict=True)]
 
 
-def _function(closed: Any, mode: ControlFlowName, reverse: bool = False) -> Callable:
+def _function(closed: Any, mode: ControlFlowName, branches: BranchesName = "forward") -> Callable:
     """Returns a program of one lane as a function."""
-    made = without_lock_step(closed, mode, reverse)
+    made = without_lock_step(closed, mode, branches)
     return functools.partial(jax.core.eval_jaxpr, made.jaxpr, made.consts)
 
 

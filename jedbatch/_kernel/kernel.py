@@ -151,6 +151,16 @@ class Kernel:
         program = self.jaxpr.replace(eqns=self.body)
         return without_consts(without_lock_step(program, self.control_flow)).eqns
 
+    @functools.cached_property
+    def _body_of_loops(self) -> Sequence[Equation]:
+        """The body, for `vmap` with branches in lock step and loops without."""
+        program = self.jaxpr.replace(eqns=self.body)
+        return without_consts(without_lock_step(program, self.control_flow, "both")).eqns
+
+    def differentiable(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
+        """The results of one lane, by what JAX can differentiate in both modes where it can."""
+        return self.evaluate(consts, operands, {}, self._body_of_loops)[0]
+
     def environment(self, operands: Sequence[Array]) -> Bindings:
         """The operands and lists of operands by variable."""
         pairs = zip(operands, self.parameters, strict=True)

@@ -483,7 +483,7 @@ class KernelVjp:
             return [env[v] for v in others]
 
         program = kernel.jaxpr.replace(eqns=[eqn])
-        over_lanes = without_lock_step(program, kernel.control_flow, reverse=True).eqns
+        over_lanes = without_lock_step(program, kernel.control_flow, "reverse").eqns
 
         def apply(const_values, fixed_values, row_values):
             env = dict(zip(consts, const_values, strict=True))

@@ -5,8 +5,8 @@ decide on values does the same for each of them: so one is recorded, and its gra
 rows, is one XLA program. Neither are arrays cut into rows, nor is anything planned.
 
 Long graphs are left to plans, which compile a cell once for all of its nodes, and so are programs
-with calls of Python. Loops and branches that values decide on run as in plans, without lock step
-(see `_jaxpr.divergent`); where lock step is asked for, loops are left to plans.
+with calls of Python. Loops that values decide on run as in plans, without lock step (see
+`_jaxpr.divergent`); where lock step is asked for, they are left to plans.
 """
 
 import functools
@@ -130,7 +130,7 @@ class MappedProgram:
         for n, t in enumerate(graph.node_type.tolist()):
             kernel, consts = by_type[t]
             operands = read(graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]])
-            values += kernel.forward(consts, kernel.arguments(operands))
+            values += kernel.differentiable(consts, kernel.arguments(operands))
         kinds = [ValueType(*kind[:2]) for kind in self.record.types]
         return list(map(from_stored, read(graph.outputs), kinds))
 

@@ -173,6 +173,7 @@ def test_how_many_lanes_run_at_a_time_depends_on_what_a_step_costs():
     assert lanes_at_a_time(4096, 16_000, "auto") > lanes_at_a_time(256, 16_000, "auto")
     assert lanes_at_a_time(1024, 1, "auto") > 1024  # all wait for each other
     assert lanes_at_a_time(1024, 1, "lanes") == 256
+    assert lanes_at_a_time(100, 1, "lanes") == 16
 
 
 def switch(index, x):
@@ -287,8 +288,37 @@ def test_loops_in_cells_compile_once_and_rows_of_arrays_are_mapped():
         theirs = jnp.stack([one(EXPERTS, x) for x in given])
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     assert batched.compilations == compiled
-    rows = jnp.stack(given)
+    rows = jnp.stack(list(map(jnp.asarray, given)))
     np.testing.assert_allclose(batched(EXPERTS, rows), ours, rtol=1e-5, atol=1e-6)
     assert "mapped" in batched._sessions[next(iter(batched._sessions))].programs.compilations
     with pytest.raises(ValueError, match=r"`batch` got control_flow='both'; expected"):
         jedbatch.batch(of_experts, control_flow="both")
+
+
+def test_rows_of_arrays_are_differentiated_through_branches():
+    weights = jnp.asarray(rng.normal(size=(3, 32, 32)) / 6, jnp.float32)
+    batched = jedbatch.batch(expert, in_axes=(None, 0, 0))
+    index = jnp.asarray(rng.integers(0, 3, 300), jnp.int32)
+    x = jnp.asarray(rng.normal(size=(300, 32)), jnp.float32)
+    assert batched(weights, index, x).shape == (300, 32)
+    assert "mapped" in batched._sessions[next(iter(batched._sessions))].programs.compilations
+
+    def by_vmap(params):
+        return jnp.square(jax.vmap(expert, (None, 0, 0))(params, index, x)).sum()
+
+    def ours(params):
+        return jnp.square(batched(params, index, x)).sum()
+
+    for derivative in (jax.grad, lambda fn: lambda p: jax.jvp(fn, (p,), (p,))[1]):
+        expected = derivative(by_vmap)(weights)
+        np.testing.assert_allclose(derivative(ours)(weights), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_prints_in_a_branch_still_does(capfd):
+    def fn(x):
+        return lax.cond(x > 0, lambda x: (jax.debug.print("seen {x}", x=x), x)[1], jnp.sin, x)
+
+    x = jnp.ones(80)
+    np.testing.assert_array_equal(jax.jit(over_lanes(fn, x))(x), x)
+    jax.effects_barrier()
+    assert "seen 1.0" in capfd.readouterr().out
