@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._batch.pickling import CAN_SEND_CLOSURES, dumps
+from jedbatch._batch.pickling import CAN_SEND_CLOSURES, dumps, name_of
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
@@ -164,6 +164,12 @@ class Planner:
             self._reached = number
         return bool(number == self._reached)
 
+    @property
+    def _is_imported(self) -> bool:
+        """Whether other processes import the function; else it is sent with what it reads."""
+        portable = _portable(self._batched)
+        return isinstance(portable, tuple) or name_of(portable) is not None
+
     def _plan(self, instances: list[tuple]) -> Plan:
         """Returns a plan made here, of the mapped arguments of each instance."""
         plan: Plan = self._batched._lasting_plan(self._session, instances, self._gradient)
@@ -236,7 +242,7 @@ class Planner:
             "identity": self._identity,
             "parts": pickled,
             "gradient": self._gradient,
-            "digests": (self._digest, self._read),
+            "digests": (self._digest, self._read if self._is_imported else None),
             "programs": self._programs(),
         }
         return pickle.dumps(state)
@@ -312,12 +318,12 @@ class _Work:
         self._programs.accept(state["programs"])
         self._is_another = not self._computes(*state["digests"])
 
-    def _computes(self, digest: bytes, read: bytes) -> bool:
+    def _computes(self, digest: bytes, read: bytes | None) -> bool:
         """Returns whether the sample gives the same graph here, by a function that reads the same.
 
         A graph of types that are not known there is no reason to think that it is another one.
         """
-        if self._batched._environment.digest() != read:
+        if read is not None and self._batched._environment.digest() != read:
             return False
         try:
             plan = self._batched._lasting_plan(self._session, self._sample, self._gradient)

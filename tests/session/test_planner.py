@@ -286,6 +286,14 @@ def test_programs_may_have_types_and_classes_that_the_sample_lacks():
     assert_is_loop(batched, planner.attach(prepared), pairs, planned.of_pair)
 
 
+def with_attributes(fn):
+    def call(params, tree):
+        return fn(params, tree)
+
+    call.cell_names, fn.used_by = ["leaf", "add"], call  # which are not sent
+    return call
+
+
 def test_functions_may_be_closures_and_decorated():
     scale = 0.5
 
@@ -296,6 +304,7 @@ def test_functions_may_be_closures_and_decorated():
     for batched in (
         jedbatch.batch(lambda params, tree: shrink(planned.encode(params, tree))),
         jedbatch.batch(functools.partial(planned.weighed, weight=2.0)),
+        jedbatch.batch(with_attributes(lambda params, tree: planned.encode(params, tree))),
         planned.decorated,
     ):
         planner = batched.planner(PARAMS, minibatch())
