@@ -20,14 +20,14 @@ from jedbatch._schedule.heuristics import FALLBACKS, HEURISTICS, agenda, depth
 from jedbatch._schedule.schedule import Schedule, schedule_of
 
 
-class Planner(Protocol):
+class Scheduler(Protocol):
     """A policy that schedules a whole graph at once."""
 
     def schedule(self, graph: Graph) -> Schedule:
         """A schedule of the graph."""
 
 
-Policy = Callable[[Frontier], int] | Planner
+Policy = Callable[[Frontier], int] | Scheduler
 
 
 def version_of(policy: Policy) -> Hashable:
