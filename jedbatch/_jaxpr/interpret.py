@@ -122,9 +122,14 @@ def cares_for_padding(eqn: Equation) -> bool:
 
     Loops whose length depends on what they compute, calls of Python, and what contains one.
     """
-    if eqn.primitive.name == "while" or "callback" in eqn.primitive.name:
+    return calls_python(eqn) or any_performs([eqn], "while")
+
+
+def calls_python(eqn: Equation) -> bool:
+    """True of calls of Python, and what contains one."""
+    if "callback" in eqn.primitive.name:
         return True
-    return any(cares_for_padding(e) for program in inner_programs(eqn) for e in program.eqns)
+    return any(calls_python(e) for program in inner_programs(eqn) for e in program.eqns)
 
 
 def performs(program: Any, *names: str) -> bool:

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
-from jedbatch._jaxpr.divergent import diverges, without_lock_step
+from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
 from jedbatch._jaxpr.interpret import (
     Bindings,
     cares_for_padding,
@@ -39,7 +39,7 @@ from jedbatch._jaxpr.interpret import (
     work,
 )
 from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
-from jedbatch._jaxpr.versions import Atom, Equation, without_consts
+from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
@@ -83,6 +83,7 @@ class Kernel:
         self.transient = transient
         self.reached = reached
         self.control_flow = control_flow
+        self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands
         self.results = node_type.results
         operation = operation_of(node_type)
@@ -136,30 +137,27 @@ class Kernel:
             for x in self.parameters
         ]
 
-    def forward(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
-        """The results of one lane."""
-        return self.evaluate(consts, operands, {}, self._body_over_lanes)[0]
+    def forward(
+        self,
+        consts: Sequence[Array],
+        operands: Sequence[Array],
+        branches: BranchesName = "forward",
+    ) -> list[Array]:
+        """The results of one lane; `branches` as in `without_lock_step`."""
+        return self.evaluate(consts, operands, {}, self._over_lanes(branches))[0]
 
     @functools.cached_property
     def diverges(self) -> bool:
         """Returns whether lanes take different ways, or loop for different times, by themselves."""
         return self.control_flow != "lockstep" and diverges(self.jaxpr.replace(eqns=self.body))
 
-    @functools.cached_property
-    def _body_over_lanes(self) -> Sequence[Equation]:
+    def _over_lanes(self, branches: BranchesName) -> Sequence[Equation]:
         """The body, for `vmap` without lock step."""
-        program = self.jaxpr.replace(eqns=self.body)
-        return without_consts(without_lock_step(program, self.control_flow)).eqns
-
-    @functools.cached_property
-    def _body_of_loops(self) -> Sequence[Equation]:
-        """The body, for `vmap` with branches in lock step and loops without."""
-        program = self.jaxpr.replace(eqns=self.body)
-        return without_consts(without_lock_step(program, self.control_flow, "both")).eqns
-
-    def differentiable(self, consts: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
-        """The results of one lane, by what JAX can differentiate in both modes where it can."""
-        return self.evaluate(consts, operands, {}, self._body_of_loops)[0]
+        if branches not in self._bodies:
+            program = self.jaxpr.replace(eqns=self.body)
+            program = without_lock_step(program, self.control_flow, branches)
+            self._bodies[branches] = program.eqns
+        return self._bodies[branches]
 
     def environment(self, operands: Sequence[Array]) -> Bindings:
         """The operands and lists of operands by variable."""

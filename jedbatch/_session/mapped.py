@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import performs
+from jedbatch._jaxpr.interpret import calls_python, cares_for_padding
 from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
@@ -34,7 +34,6 @@ from jedbatch._support.types import Array, Leaf
 
 MIN_ROWS = 8  # for fewer, plans are as fast
 MAX_EQUATIONS = 256  # of the graph of one instance
-CALLS_OF_PYTHON = ("pure_callback", "io_callback", "debug_callback")
 
 
 class MappedProgram:
@@ -67,8 +66,9 @@ class MappedProgram:
         programs = {t: operation_of(self._graph.types[t]).jaxpr.jaxpr for t in self._types}
         size = sum(len(programs[t].eqns) for t in self._graph.node_type.tolist())
         in_lock_step = self._programs.control_flow == "lockstep"
-        refused = (*CALLS_OF_PYTHON, "while") if in_lock_step else CALLS_OF_PYTHON
-        return size <= MAX_EQUATIONS and not any(performs(x, *refused) for x in programs.values())
+        refused = cares_for_padding if in_lock_step else calls_python
+        equations = (eqn for program in programs.values() for eqn in program.eqns)
+        return size <= MAX_EQUATIONS and not any(map(refused, equations))
 
     @functools.cached_property
     def _looked_up(self) -> set[tuple[int, int]]:
@@ -130,7 +130,7 @@ class MappedProgram:
         for n, t in enumerate(graph.node_type.tolist()):
             kernel, consts = by_type[t]
             operands = read(graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]])
-            values += kernel.differentiable(consts, kernel.arguments(operands))
+            values += kernel.forward(consts, kernel.arguments(operands), "both")
         kinds = [ValueType(*kind[:2]) for kind in self.record.types]
         return list(map(from_stored, read(graph.outputs), kinds))
 
