@@ -157,7 +157,9 @@ class Keys:
         if entry is None:
             content = ("written", self._write(program))
             key = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
-            entry = self._jaxprs[same] = key, tuple(numbers_of(program))
+            entry = key, tuple(numbers_of(program))
+            if not self._in_rules:  # inside of rules not all rules are compared
+                self._jaxprs[same] = entry
         return entry
 
     def _write(self, program: OpenProgram) -> Hashable:
