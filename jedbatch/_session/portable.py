@@ -92,8 +92,9 @@ def identity_of(kernel: Kernel, registry: Registry) -> bytes | None:
     try:
         text.add(kernel.node_type.label, kernel.node_type)
         text.add_program(closed.jaxpr, closed.consts)
+        written: dict[int, bytes] = {}
         for index in kernel.node_type.shared:
-            _add_shared(text, index, registry)
+            text.add(_written(index, registry, written))
         if text.has_rules:  # of differentiation, which show in what they make
             for program, consts in kernel.reverse.programs:
                 text.add_program(program, consts)
@@ -102,26 +103,32 @@ def identity_of(kernel: Kernel, registry: Registry) -> bytes | None:
     return text.digest
 
 
-def _add_shared(text: "Text", index: int, registry: Registry) -> None:
-    """Writes a shared value: a leaf, a constant, the way to an array, or how it is computed."""
-    value = registry.shared[index]
-    if value.leaf is not None:
-        text.add("leaf", value.leaf)
-    elif value.call is not None:
-        call, avals = value.call, [registry.shared[arg].aval for arg in value.args]
-        program = jax.make_jaxpr(lambda *xs: list(call(*xs)))(*avals)
-        had_rules, text.has_rules = text.has_rules, False
-        text.add("result", value.result)
-        text.add_program(program.jaxpr, program.consts)
-        if text.has_rules:
-            raise NotWrittenError
-        text.has_rules = had_rules
-        for arg in value.args:
-            _add_shared(text, arg, registry)
-    elif isinstance(value.tracer, AccessPath):
-        text.add("at", value.tracer, value.aval)
-    else:
-        text.add_array(value.array)
+def _written(index: int, registry: Registry, written: dict[int, bytes]) -> bytes:
+    """Returns a digest of a shared value: a leaf, a constant, a way to an array, or a computation.
+
+    Args:
+      index: of the value.
+      registry: that has it.
+      written: those of values that were met before, by index.
+    """
+    if index not in written:
+        value, text = registry.shared[index], Text()
+        if value.leaf is not None:
+            text.add("leaf", value.leaf)
+        elif value.call is not None:
+            call, avals = value.call, [registry.shared[arg].aval for arg in value.args]
+            program = jax.make_jaxpr(lambda *xs: list(call(*xs)))(*avals)
+            text.add("result", value.result)
+            text.add_program(program.jaxpr, program.consts)
+            if text.has_rules:  # JAX differentiates it by rules that are not written
+                raise NotWrittenError
+            text.add(*(_written(arg, registry, written) for arg in value.args))
+        elif isinstance(value.tracer, AccessPath):
+            text.add("at", value.tracer, value.aval)
+        else:
+            text.add_array(value.array)
+        written[index] = text.digest
+    return written[index]
 
 
 class NotWrittenError(Exception):
