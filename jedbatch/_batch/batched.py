@@ -21,7 +21,7 @@ from jedbatch import checks
 from jedbatch._batch import warming
 from jedbatch._batch.ahead import plans
 from jedbatch._batch.nested import results_inside
-from jedbatch._batch.planner import Planner
+from jedbatch._batch.planner import planner
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -281,38 +281,7 @@ class Batched(Generic[*Given, Result]):
         return self._lasting_plan(session, instances, gradient)
 
     plans = plans
-
-    def planner(self, *args: PyTree, gradient: bool = True) -> Planner:
-        """Makes what plans minibatches in other processes, such as those of a loader of data.
-
-        It can be pickled. A process calls it with a list of instances, and `attach` makes a plan
-        here of what came back. Minibatches that need a new program are planned by `attach`. For
-        processes of its own `plans` has `workers`.
-
-        Args:
-          *args: as for `plan`, with a sample of instances: a minibatch like those to come.
-          gradient: whether `apply` will be differentiated.
-
-        Returns:
-          The planner: `collate_fn` of a `torch.utils.data.DataLoader` with
-          `multiprocessing_context="spawn"`, or `batch_fn` of a Grain dataset.
-
-        Raises:
-          TypeError: the function, its options or its arguments cannot be pickled.
-          ValueError: instances have arrays that differ in length; or what `plan` raises.
-
-        Example:
-          >>> import jax.numpy as jnp, jedbatch
-          >>> total = jedbatch.batch(jedbatch.cell(jnp.dot))
-          >>> w, minibatches = jnp.ones(2), [[jnp.ones(2), 2 * jnp.ones(2)], [3 * jnp.ones(2)]]
-          >>> planner = total.planner(w, minibatches[0])
-          >>> prepared = map(planner, minibatches)        # elsewhere, once it has been pickled
-          >>> [total.apply(w, planner.attach(x)).tolist() for x in prepared]
-          [[2.0, 4.0], [6.0]]
-        """
-        checks.flag("planner", "gradient", gradient)
-        shared, instances = self._arguments.split(args)
-        return Planner(self, shared, instances, gradient)
+    planner = planner
 
     def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         """A plan that can be kept, or an error if it needs values of an outer transformation."""

@@ -33,7 +33,7 @@ from jedbatch._session.portable import (
     NoProgramError,
     digest_of,
 )
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, PyTree
 from jedbatch.errors import PlannedHereWarning
 
 MANY_PLANNED_HERE = 8  # minibatches, and half of all, before we warn
@@ -149,12 +149,11 @@ class Planner:
                 f"what the batched `{self._batched._name}` reads besides its arguments has changed "
                 "since its planner was made; make another one."
             )
-        self._num_attached += 1
         return self._attached(prepared)
 
     @property
     def _is_current(self) -> bool:
-        """Whether the function reads the same besides its arguments as at first.
+        """True as long as the function reads the same besides its arguments as at first.
 
         Arrays of JAX may be others: programs are given those that are there when they run.
         """
@@ -166,7 +165,7 @@ class Planner:
 
     @property
     def _is_imported(self) -> bool:
-        """Whether other processes import the function; else it is sent with what it reads."""
+        """True if other processes import the function; else it is sent with what it reads."""
         portable = _portable(self._batched)
         return isinstance(portable, tuple) or name_of(portable) is not None
 
@@ -196,6 +195,7 @@ class Planner:
 
     def _attached(self, prepared: Prepared) -> Plan:
         """Returns the plan of a minibatch that fits a program."""
+        self._num_attached += 1
         programs = self._session.programs
         signature = self._exporter.forward[prepared.program]
         reverse = None if prepared.reverse is None else self._exporter.reverse[prepared.reverse]
@@ -251,6 +251,40 @@ class Planner:
         return PlannerCopy, (self._pickled(),)
 
 
+def planner(batched: Any, *args: PyTree, gradient: bool = True) -> Planner:
+    """Makes what plans minibatches in other processes, such as those of a loader of data.
+
+    It can be pickled. A process calls it with a list of instances, and `attach` makes a plan
+    here of what came back. Minibatches that need a new program are planned by `attach`. For
+    processes of its own `plans` has `workers`.
+
+    Args:
+      batched: the batched function.
+      *args: as for `plan`, with a sample of instances: a minibatch like those to come.
+      gradient: whether `apply` will be differentiated.
+
+    Returns:
+      The planner: `collate_fn` of a `torch.utils.data.DataLoader` with
+      `multiprocessing_context="spawn"`, or `batch_fn` of a Grain dataset.
+
+    Raises:
+      TypeError: the function, its options or its arguments cannot be pickled.
+      ValueError: instances have arrays that differ in length; or what `plan` raises.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> total = jedbatch.batch(jedbatch.cell(jnp.dot))
+      >>> w, minibatches = jnp.ones(2), [[jnp.ones(2), 2 * jnp.ones(2)], [3 * jnp.ones(2)]]
+      >>> planner = total.planner(w, minibatches[0])
+      >>> prepared = map(planner, minibatches)        # elsewhere, once it has been pickled
+      >>> [total.apply(w, planner.attach(x)).tolist() for x in prepared]
+      [[2.0, 4.0], [6.0]]
+    """
+    checks.flag("planner", "gradient", gradient)
+    shared, instances = batched._arguments.split(args)
+    return Planner(batched, shared, instances, gradient)
+
+
 class PlannerCopy:
     """A planner in another process."""
 
@@ -276,7 +310,7 @@ class PlannerCopy:
         try:
             self._work = _Work(state)
         except Exception as error:
-            self._reason = f"it could not be read there: {_named(error)}"
+            self._reason = f"it could not be read there: {named(error)}"
 
     def prepare(self, instances: Sequence[Any], programs: Exported | None = None) -> Prepared:
         """Plans a minibatch.
@@ -294,12 +328,12 @@ class PlannerCopy:
             except NoProgramError:
                 reason = NEW_TYPES
             except Exception as error:  # of which there will be one where it is planned
-                reason = f"there was {_named(error)}"
+                reason = f"there was {named(error)}"
         return Prepared(self._identity, instances, reason)
 
 
 class _Work:
-    """What another process needs to plan."""
+    """The function, a session for it and imported programs, in another process."""
 
     def __init__(self, state: dict[str, Any]):
         if state["process"] != os.getpid():
@@ -357,7 +391,7 @@ class _Work:
         )
 
 
-def _named(error: Exception) -> str:
+def named(error: Exception) -> str:
     """Returns an error in a line."""
     return f"{type(error).__name__}: {checks.cut(error)}"
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
-from jedbatch import checks
 from jedbatch._batch.pickling import dumps
-from jedbatch._batch.planner import CHANGED, Planner, PlannerCopy, Prepared
+from jedbatch._batch.planner import CHANGED, Planner, PlannerCopy, Prepared, named
 from jedbatch._program.plan import Plan
 
 ENDED = (
@@ -126,13 +125,13 @@ def _begun(planner: Planner, pool: Pool, instances: list[tuple]) -> Callable[[],
     except BrokenProcessPool as error:
         return functools.partial(_raised, error)
     except Exception as error:
-        return here(f"it could not be sent: {type(error).__name__}: {checks.cut(error)}")
+        return here(f"it could not be sent: {named(error)}")
 
     def attached() -> Plan:
         prepared = received(future)
-        if prepared.reason is not None or not planner._is_current:
-            return planner._planned_here(instances, prepared.reason or CHANGED)
-        return planner.attach(prepared)
+        if prepared.reason is None and planner._is_current:
+            return planner._attached(prepared)
+        return planner._planned_here(instances, prepared.reason or CHANGED)
 
     return attached
 
@@ -185,5 +184,4 @@ def _prepare(instances: bytes, programs: bytes | None) -> bytes:
         prepared = copy.prepare(given, None if programs is None else pickle.loads(programs))
         return dumps(replace(prepared, instances=None))
     except Exception as error:
-        reason = f"it could not be sent: {type(error).__name__}: {checks.cut(error)}"
-        return dumps(Prepared("", None, reason))
+        return dumps(Prepared("", None, f"it could not be sent: {named(error)}"))
