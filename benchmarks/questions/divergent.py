@@ -1,4 +1,4 @@
-"""What does it gain that loops and branches do not run in lock step?
+"""How much do loops and branches gain that do not run in lock step?
 
 loop        1024 instances, each with a number of steps n: x ← x + tanh(x W₁) W₂ / 100, n times, in
             a `lax.while_loop` in a cell. How n is distributed: `geometric` with a mean of 20,

@@ -17,7 +17,7 @@ W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
 
 
 def over_lanes(fn, *args, mode="lanes", axes=0):
-    """What a function gives for lanes, without lock step."""
+    """Returns the function of lanes, without lock step."""
     one = [
         jax.tree.map(lambda x: x[0], arg) if axis == 0 else arg
         for arg, axis in zip(args, axes if axes else [0] * len(args), strict=True)
@@ -33,7 +33,7 @@ def over_lanes(fn, *args, mode="lanes", axes=0):
 
 
 def loop(fn, *args):
-    """What it gives for one lane after the other."""
+    """Returns the results of one lane after the other."""
     fn = jax.jit(fn)
     return jax.tree.map(
         lambda *xs: jnp.stack(xs),
