@@ -26,7 +26,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jedbatch._jaxpr.storage import Kind, row_bytes
 from jedbatch._jaxpr.zeros import where_alive
@@ -34,12 +33,9 @@ from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
 from jedbatch._layout.access import GATHER, Reading, extent
 from jedbatch._program.arenas import (
-    block,
     broadcast_flags,
     empty,
-    isolated,
     put,
-    put_at,
     read,
     row,
     slice_rows,
@@ -47,8 +43,9 @@ from jedbatch._program.arenas import (
     zeros,
 )
 from jedbatch._program.interpreter import bodies_of, sweep
-from jedbatch._program.lanes import Lanes, put_all, reverse_lanes, run_lanes
+from jedbatch._program.lanes import Lanes, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.rows import Read, Write, after, put_rows, take_rows
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, PyTree
 
@@ -149,25 +146,22 @@ class Forward:
         None in place of those not wanted.
         """
         signature = self.signature
-        operand_rows: list[Any] = []
-        for p, (j, length, t) in enumerate(signature.kernels[k].parameters):
+        kernel, form = signature.kernels[k], signature.form
+        operand_rows: list[Any] = [None] * len(kernel.parameters)
+        reads: dict[int, Read] = {}
+        for p, (j, length, t) in enumerate(kernel.parameters):
             if wanted is not None and p not in wanted:
-                operand_rows.append(None)
                 continue
-            arena = arenas[signature.arena(t)]
-            if length is not None:
-                name = ("operands", k)
-                rows = block(signature.form, table, name, j, length, start=lane, size=width)
-                operand_rows.append(take(arena, rows.T))
-                continue
-            mode = reading[j] if reading else GATHER
-            if extent(mode, width) > len(arena):  # no chunk like this can ever run
-                mode = GATHER
-            size = width if mode == GATHER else 1
-            rows = row(signature.form, table, ("operands", k), j, start=lane, size=size)
-            operand_rows.append(
-                take(arena, rows) if mode == GATHER else read(arena, rows[0], mode, width)
-            )
+            a, name = signature.arena(t), ("operands", k)
+            mode = reading[j] if reading and length is None else GATHER
+            if mode == GATHER or extent(mode, width) > len(arenas[a]):  # never runs
+                reads[p] = Read(a, form.offset(name, j), signature.lanes[k], length)
+            else:
+                first = row(form, table, name, j, start=lane, size=1)[0]
+                operand_rows[p] = read(arenas[a], first, mode, width)
+        taken = take_rows(signature.target, table, lane, arenas, list(reads.values()), width)
+        for p, x in zip(reads, taken, strict=True):
+            operand_rows[p] = x
         return operand_rows
 
     def chunk(
@@ -183,38 +177,35 @@ class Forward:
         """Runs `width` lanes of kernel k, from `lane` on."""
         signature = self.signature
         kernel = signature.kernels[k]
-        operands = self.operands(k, table, state[0], lane, width, reading)
-        places = self.results(k, table, lane)
+        operands = after(signature.target, self.operands(k, table, state[0], lane, width, reading))
+        results, residuals = run_lanes(kernel, consts[k], operands, width, self.saving)
+        arenas, saved = list(state[0]), list(state[1])
+        arrays, rows, writes = list(arenas), list(results), self.results(k)
+        if self.saving:
+            arrays += saved[k]
+            rows += residuals
+            writes += map(Write, range(len(arenas), len(arrays)))
+        arrays = put_rows(signature.target, table, lane, arrays, rows, writes)
+        if self.saving:
+            saved[k] = tuple(arrays[len(arenas) :])
+        return tuple(arrays[: len(arenas)]), tuple(saved)
 
-        def write(lane, operands, state):
-            arenas, saved = list(state[0]), list(state[1])
-            results, residuals = run_lanes(kernel, consts[k], operands, width, self.saving)
-            if self.saving:
-                saved[k] = tuple(
-                    put(arena, x, lane) for arena, x in zip(saved[k], residuals, strict=True)
-                )
-            ids = map(signature.arena, kernel.results)
-            put_at(signature.target, arenas, list(zip(ids, results, places, strict=True)))
-            return tuple(arenas), tuple(saved)
-
-        return isolated(signature.target, lane, operands, write, state)
-
-    def results(self, k: int, table: Array, lane: Array) -> list[Array]:
-        """The first row of each result of the chunk of kernel k that begins in a lane."""
+    def results(self, k: int) -> list[Write]:
+        """Where chunks of kernel k write their results."""
         signature = self.signature
+        ids = list(map(signature.arena, signature.kernels[k].results))
         if signature.shared_rows is None:
-            return [base + lane for base in signature.bases[k]]
-        return [
-            row(signature.form, table, ("results", k), s, start=lane, size=1)[0]
-            for s in range(len(signature.kernels[k].results))
-        ]
+            return [Write(a, base) for a, base in zip(ids, signature.bases[k], strict=True)]
+        offsets = [signature.form.offset(("results", k), s) for s in range(len(ids))]
+        return [Write(a, offset=offset) for a, offset in zip(ids, offsets, strict=True)]
 
     def finish(self, table: Array, state: PyTree) -> tuple[Any, ...]:
         """The rows returned from each arena."""
-        form = self.signature.form
-        return tuple(
-            take(arena, row(form, table, ("outputs", a))) for a, arena in enumerate(state[0])
-        )
+        signature, returned = self.signature, []
+        for a, count in enumerate(signature.outputs):
+            read = Read(a, signature.form.offset(("outputs", a)))
+            returned += take_rows(signature.target, table, 0, state[0], [read], count)
+        return tuple(returned)
 
 
 def rooms_for_more(kernel: Kernel) -> Sequence[Kind]:
@@ -272,19 +263,32 @@ class Backward:
         return tuple(of_rows), tuple(of_lanes)
 
     def gather(
-        self, name: tuple, table: Array, cotangents: PyTree, start: Array = 0, size: int = 0
-    ):
-        """Sums of the cotangent rows listed in the columns of a table."""
+        self,
+        names: Sequence[tuple[tuple, int]],
+        table: Array,
+        cotangents: PyTree,
+        start: Array = 0,
+        size: int = 0,
+    ) -> list[Array]:
+        """Sums of the cotangent rows listed in the columns of a table, for each (name, arena)."""
         form = self.signature.form
-        count, width = form.places[name][1]
-        size = size or width
-        if not count or not size:
-            return jnp.zeros((size, *cotangents.shape[1:]), cotangents.dtype)
-        columns = [
-            take(cotangents, row(form, table, name, i, start=start, size=size))
-            for i in range(count)
-        ]
-        return functools.reduce(jnp.add, columns)
+        sums: list[Any] = [None] * len(names)
+        reads: dict[int, Read] = {}
+        for i, (name, a) in enumerate(names):
+            count, width = form.places[name][1]
+            if count and (size or width):
+                reads[i] = Read(a, form.offset(name), width, count, is_sum=True)
+            else:
+                shape = size or width, *cotangents[a].shape[1:]
+                sums[i] = jnp.zeros(shape, cotangents[a].dtype)
+        widths = {size or form.places[names[i][0]][1][1] for i in reads}
+        for width in widths:  # one, but of all rows of several tables
+            here = [i for i in reads if width == (size or form.places[names[i][0]][1][1])]
+            target = self.signature.forward.target
+            taken = take_rows(target, table, start, cotangents, [reads[i] for i in here], width)
+            for i, x in zip(here, taken, strict=True):
+                sums[i] = x
+        return sums
 
     def prepare(self, consts: Sequence[Array]) -> list[tuple[Any, Any]]:
         """For each kernel its consts, and what its reverse makes of them."""
@@ -339,109 +343,99 @@ class Backward:
         """Reverses `width` lanes of kernel k, from `lane` on; consts are prepared."""
         signature, forward = self.signature, self.signature.forward
         kernel = forward.kernels[k]
-        cotangents, rooms, _ = state
+        cotangents, rooms, marks = state
         back = kernel.reverse
         operands = self.forward.operands(
             k, tables[0], arenas, lane, width, wanted=back.operands_read
         )
-        results, given = [], []
-        for s, t in enumerate(kernel.results):
-            a = forward.arena(t)
-            again = s in back.results_read
-            results.append(
-                slice_rows(arenas[a], forward.bases[k][s] + lane, width) if again else None
-            )
-            name = ("readers", k, s)
-            moving = s in back.returned
-            given.append(
-                self.gather(name, tables[1], cotangents[a], lane, width) if moving else None
-            )
-        places = self.sent(k, tables[1], lane)
+        ids = list(map(forward.arena, kernel.results))
+        results: list[Any] = [None] * len(ids)
+        for s in back.results_read:
+            results[s] = slice_rows(arenas[ids[s]], forward.bases[k][s] + lane, width)
+        given: list[Any] = [None] * len(ids)
+        names = [(("readers", k, s), ids[s]) for s in sorted(back.returned)]
+        sums = self.gather(names, tables[1], cotangents, lane, width)
+        for s, x in zip(sorted(back.returned), sums, strict=True):
+            given[s] = x
         kept = [slice_rows(rows, lane, width) for rows in rooms[k][: len(back.saved)]]
         alive = {
             s: self.alive(k, s, tables, state, lane, width)
             for s in back.returned
             if back.is_guarded or signature.tells or signature.marks
         }
-
-        def write(lane, read, state):
-            operands, results, kept, given = read[:4]
-            cotangents, rooms = list(state[0]), list(state[1])
-            const_values, prepared = consts[k]
-            sent, rows = reverse_lanes(
-                back, const_values, prepared, operands, results, kept, given, alive, width
-            )
-            writes, marked = [], []
-            inexact = [p for p, x in enumerate(kernel.parameters) if differentiable(x.type)]
-            for p, out in zip(inexact, sent, strict=True):
-                parameter = kernel.parameters[p]
-                a = forward.arena(parameter.type)
-                if not signature.has_cotangents(a):
-                    continue
-                flags = functools.reduce(
-                    jnp.logical_or, [alive[s] for s in sorted(back.flow[p]) if s in alive], none
-                )
-                if (signature.tells or signature.marks) and back.flow[p]:
-                    out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
-                if parameter.length is not None and out is not None:
-                    out = out.reshape(-1, *out.shape[2:])
-                    flags = jnp.repeat(flags, parameter.length)
-                writes.append((a, out, places[p]))
-                marked.append((a, flags, places[p]))
-            put_at(forward.target, cotangents, writes)
-            rooms[k] = tuple(put_all(rooms[k], back.rooms, rows, lane))
-            marks = state[2]
-            if signature.marks:
-                of_rows, of_lanes = list(marks[0]), list(marks[1])
-                put_at(forward.target, of_rows, marked)
-                lanes = [alive.get(s, none) for s in range(len(kernel.results))]
-                of_lanes[k] = put(of_lanes[k], jnp.stack(lanes, axis=1), lane)
-                marks = tuple(of_rows), tuple(of_lanes)
-            return tuple(cotangents), tuple(rooms), marks
+        read = operands, results, kept, given, *([alive] if signature.marks else [])
+        operands, results, kept, given = after(forward.target, read)[:4]
+        sent, rows = reverse_lanes(back, *consts[k], operands, results, kept, given, alive, width)
 
         none = jnp.zeros(width, bool)
-        read = operands, results, kept, given, *([alive] if signature.marks else [])
-        return isolated(forward.target, lane, read, write, state, flagged=True)
+        first_room = len(cotangents)
+        first_mark = first_room + len(rooms[k])
+        arrays = [*cotangents, *rooms[k]]
+        writes = [Write(first_room + place) for place in back.rooms]
+        written = list(rows)
+        of_rows, of_lanes = marks or ((), ())
+        if signature.marks:
+            arrays += [*of_rows, of_lanes[k]]
+            writes.append(Write(len(arrays) - 1))
+            written.append(jnp.stack([alive.get(s, none) for s in range(len(ids))], axis=1))
+        inexact = [p for p, x in enumerate(kernel.parameters) if differentiable(x.type)]
+        for p, out in zip(inexact, sent, strict=True):
+            parameter = kernel.parameters[p]
+            place = self.sent(k, p)
+            if not signature.has_cotangents(place.array):
+                continue
+            flags = functools.reduce(
+                jnp.logical_or, [alive[s] for s in sorted(back.flow[p]) if s in alive], none
+            )
+            if (signature.tells or signature.marks) and back.flow[p]:
+                out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
+            if parameter.length is not None:
+                out = out.reshape(-1, *out.shape[2:])
+                flags = jnp.repeat(flags, parameter.length)
+            writes.append(place)
+            written.append(out)
+            if signature.marks:
+                writes.append(place._replace(array=first_mark + place.array))
+                written.append(flags)
+        arrays = put_rows(forward.target, tables[1], lane, arrays, written, writes)
+        rooms = list(rooms)
+        rooms[k] = tuple(arrays[first_room:first_mark])
+        if signature.marks:
+            of_lanes = list(of_lanes)
+            of_lanes[k] = arrays[-1]
+            marks = tuple(arrays[first_mark:-1]), tuple(of_lanes)
+        return tuple(arrays[:first_room]), tuple(rooms), marks
 
-    def sent(self, k: int, table: Array, lane: Array) -> list[Array]:
-        """The first cotangent row of each parameter of the chunk of kernel k that begins in a lane.
-
-        For parameters that have none, any number.
-        """
+    def sent(self, k: int, p: int) -> Write:
+        """Where chunks of kernel k write the cotangents of parameter p, if it has any."""
         signature = self.signature
-        parameters = signature.forward.kernels[k].parameters
+        parameter = signature.forward.kernels[k].parameters[p]
+        a = signature.forward.arena(parameter.type)
         if signature.sent is None:
-            pairs = zip(signature.bases[k], parameters, strict=True)
-            return [base + lane * parameter.num_operands for base, parameter in pairs]
-        return [
-            row(signature.form, table, ("sent", k), p, start=lane, size=1)[0]
-            for p in range(len(parameters))
-        ]
+            return Write(a, signature.bases[k][p], parameter.num_operands)
+        return Write(a, offset=signature.form.offset(("sent", k), p))
 
     def sum_chunk(self, a: int, width: int, table: Array, state: PyTree, lane: Array) -> PyTree:
         """Computes `width` sums of cotangent rows of arena a, from `lane` on."""
         if not self.signature.has_cotangents(a):
             return state
-        cotangents = list(state[0])
-        rows = self.gather(("sums", a), table, cotangents[a], lane, width)
-        if self.signature.forward.target.control == "switch":
-            rows = lax.optimization_barrier(rows)
-        first = self.signature.sum_bases[a] + lane
-        cotangents[a] = put(cotangents[a], rows, first)
-        marks = state[2]
+        target = self.signature.forward.target
+        cotangents, rooms, marks = state
+        sums = self.gather([(("sums", a), a)], table, cotangents, lane, width)
+        place = Write(a, self.signature.sum_bases[a])
         if self.signature.marks:
-            of_rows = list(marks[0])
-            flags = self.marked(("sums", a), table, of_rows[a], lane, width)
-            of_rows[a] = put(of_rows[a], flags, first)
+            flags = self.marked(("sums", a), table, marks[0][a], lane, width)
+            of_rows = put_rows(target, table, lane, marks[0], [flags], [place])
             marks = tuple(of_rows), marks[1]
-        return tuple(cotangents), state[1], marks
+        cotangents = put_rows(target, table, lane, cotangents, after(target, sums), [place])
+        return tuple(cotangents), rooms, marks
 
     def inputs(self, table: Array, state: PyTree) -> tuple[Any, ...]:
         """Cotangents of the input rows of each arena; None where there are none."""
-        return tuple(
-            None if cotangents is None else self.gather(("input_readers", a), table, cotangents)
-            for a, cotangents in enumerate(state[0])
-        )
+        there = [a for a, cotangents in enumerate(state[0]) if cotangents is not None]
+        sums = self.gather([(("input_readers", a), a) for a in there], table, state[0])
+        by_arena = dict(zip(there, sums, strict=True))
+        return tuple(map(by_arena.get, range(len(state[0]))))
 
     def consts(
         self, consts: PyTree, tables: PyTree, arenas: PyTree, state: PyTree
@@ -480,11 +474,8 @@ class Backward:
 
         def echoed(tap, lane, width):
             results = [kernel.reverse.echoed[c] for c in tap.cotangents]
-            result_arenas = [(s, forward.arena(kernel.results[s])) for s in results]
-            return [
-                self.gather(("readers", k, s), tables[1], state[0][a], lane, width)
-                for s, a in result_arenas
-            ]
+            names = [(("readers", k, s), forward.arena(kernel.results[s])) for s in results]
+            return self.gather(names, tables[1], state[0], lane, width)
 
         return Lanes(
             kernel,

@@ -3,8 +3,8 @@
 A chunk is an opcode (a body and a width) and its first lane. How chunks become instructions
 depends on how a target finds the next one (see `_kernel.target`):
 
-    loops     opcode, first lane, trips     chunks of one opcode that follow one another in its
-              3       64          5         lanes are one instruction, which runs in a loop
+    loops     opcode, first lane, stop      chunks of one opcode that follow one another in its
+              3       64          384       lanes are one instruction, which runs in a loop
     switch    branch, trips, first lanes    a branch runs one opcode or several in a row, a
               7       2      64 128 0 192   *superinstruction*, once or in a loop
 
@@ -84,7 +84,11 @@ class InstructionSet:
     def encode(self, runs: np.ndarray) -> np.ndarray:
         """int64[instructions, columns] that execute some runs (see `chunks_of`)."""
         if self.control == "loops":
-            return runs
+            opcode, lane, trips = runs.T
+            width = self.width_of[opcode]
+            stop = lane + trips * width
+            ends = (stop - width, lane - width) if self.reverse else (lane, stop)
+            return np.stack([opcode, *ends], axis=1)
         opcodes, lanes = chunks_of(runs, self.width_of, reverse=self.reverse)
         return self._encode(opcodes, lanes)
 
@@ -116,7 +120,11 @@ class InstructionSet:
     def chunks(self, rows: np.ndarray) -> list[tuple[int, int]]:
         """(opcode, first lane) of every chunk that some instructions run, in order."""
         if self.control == "loops":
-            opcodes, lanes = chunks_of(rows, self.width_of, reverse=self.reverse)
+            opcode, start, stop = rows.T
+            width = self.width_of[opcode]
+            first = stop + width if self.reverse else start
+            runs = np.stack([opcode, first, abs(stop - start) // width], axis=1)
+            opcodes, lanes = chunks_of(runs, self.width_of, reverse=self.reverse)
             return list(zip(opcodes.tolist(), lanes.tolist(), strict=True))
         decoded = []
         for branch, trips, *first in rows.tolist():

@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._layout.bucketing import NUM_WIDTHS
@@ -28,7 +27,7 @@ class Body:
     """The loop body that runs the chunks of one kernel and width.
 
     Attributes:
-      kind: number in the table.
+      kind: opcode in the table.
       width: lanes of a chunk.
       chunk: `chunk(width, state, lane)` runs one.
       backwards: whether the last chunk of a run comes first.
@@ -49,10 +48,10 @@ def bodies_of(kind: int, widths: Sequence[int], chunk: Callable, backwards=False
 def choose(bodies: Sequence[Body], carry: PyTree) -> PyTree:
     """Executes the chunks of one run, by loops of which all but one make no trips.
 
-    `carry` is (chunks done, run, state). A `lax.switch` would copy every array that its
-    branches return. XLA runs short sequences of operations one by one and long ones on several
-    threads, which costs more than these operations take, so a loop is all there is for each body:
-    it counts on where the last one stopped.
+    `carry` is (lane, opcode, lane at which the run stops, state). A `lax.switch` would copy every
+    array that its branches return. XLA runs short sequences of operations one by one and long ones
+    on several threads, which costs more than these operations take, so a loop is all there is for
+    each body.
     """
     size = 1 if len(bodies) <= LOOPS_PER_GROUP else math.ceil(len(bodies) / LOOPS_PER_GROUP)
     for i in range(0, len(bodies), size):
@@ -63,8 +62,8 @@ def choose(bodies: Sequence[Body], carry: PyTree) -> PyTree:
         first, last = group[0].kind, group[-1].kind
 
         def inside(carry, first=first, last=last):
-            done, (kind, _, _), _ = carry
-            return (done == 0) & (kind >= first) & (kind <= last)
+            lane, opcode, stop, _ = carry
+            return (lane != stop) & (opcode >= first) & (opcode <= last)
 
         carry = lax.while_loop(inside, functools.partial(choose, group), carry)
     return carry
@@ -72,17 +71,16 @@ def choose(bodies: Sequence[Body], carry: PyTree) -> PyTree:
 
 def run_chunks(body: Body, carry: PyTree) -> PyTree:
     """Executes the chunks of a run if it is of the kind of the body."""
+    step = -body.width if body.backwards else body.width
 
     def more(carry):
-        done, (kind, _, trips), _ = carry
-        return (kind == body.kind) & (done < trips)
+        lane, opcode, stop, _ = carry
+        return (opcode == body.kind) & (lane != stop)
 
     def run(carry):
-        done, run, state = carry
-        _, lane, trips = run
-        lane += body.width * (trips - 1 - done if body.backwards else done)
+        lane, opcode, stop, state = carry
         state = lax.optimization_barrier(body.chunk(body.width, state, lane))
-        return done + 1, run, state
+        return lane + step, opcode, stop, state
 
     return lax.while_loop(more, run, carry)
 
@@ -138,8 +136,8 @@ def sweep(
 
     def step(i, state):
         offset, (_, columns) = form.places["instructions",]
-        instruction = slice_rows(table, offset + i * columns, columns)
-        return choose(bodies, (jnp.int32(0), instruction, state))[2]
+        opcode, lane, stop = slice_rows(table, offset + i * columns, columns)
+        return choose(bodies, (lane, opcode, stop, state))[3]
 
     if not bodies:  # nothing to do but to return inputs
         return state

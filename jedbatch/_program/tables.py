@@ -17,6 +17,15 @@ class TableLayout:
         self.places[name] = (self.size, shape)
         self.size += math.prod(shape)
 
+    def offset(self, name: tuple, *index: int) -> int:
+        """Returns where a part begins, or a row of it."""
+        offset, shape = self.places[name]
+        stride = math.prod(shape)
+        for i, length in zip(index, shape, strict=False):
+            stride //= length
+            offset += i * stride
+        return offset
+
     def view(self, table: np.ndarray, *name: Any) -> np.ndarray:
         """One part of a NumPy table, for writing."""
         offset, shape = self.places[name]

@@ -329,8 +329,10 @@ def chunks_in_table(
                 for opcode, lane, step in zip(opcodes, lanes, steps, strict=False):
                     yield chunk(opcode, lane + trip * step)
         return
-    for what, lane, trips in rows[:count].tolist():
-        require(trips > 0, f"a run of {trips} chunks")
-        width = chunk(what, lane)[1]
-        for step in range(trips)[:: -1 if instructions.reverse else 1]:
-            yield chunk(what, lane + step * width)
+    sign = -1 if instructions.reverse else 1
+    for what, start, stop in rows[:count].tolist():
+        width = chunk(what, start)[1]
+        trips, rest = divmod(sign * (stop - start), width)
+        require(trips > 0 and not rest, f"a run from lane {start} to {stop} in chunks of {width}")
+        for lane in range(start, stop, sign * width):
+            yield chunk(what, lane)

@@ -1,5 +1,7 @@
 """Instructions run exactly the chunks they were made of, in order."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -80,7 +82,12 @@ def test_what_occurs_once_is_not_compiled_twice():
 def test_loops_are_runs():
     made = InstructionSet("loops", (), np.zeros(2, int), np.array([2, 8]))
     runs = np.array([(1, 0, 3), (0, 24, 2)])
-    assert made.encode(runs) is runs
+    rows = made.encode(runs)
+    assert rows.tolist() == [[1, 0, 24], [0, 24, 28]]  # from a lane up to another
     assert made.columns == 3
     assert made.learn(runs, 8) == ()
-    assert made.chunks(runs) == [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26)]
+    assert made.chunks(rows) == [(1, 0), (1, 8), (1, 16), (0, 24), (0, 26)]
+    backwards = dataclasses.replace(made, reverse=True)
+    rows = backwards.encode(runs)
+    assert rows.tolist() == [[1, 16, -8], [0, 26, 22]]
+    assert backwards.chunks(rows) == [(1, 16), (1, 8), (1, 0), (0, 26), (0, 24)]

@@ -7,11 +7,13 @@ import pytest
 from cases.helpers import assert_close, check, loop, number, random_tree
 
 import jedbatch
-from jedbatch._jaxpr.uninitialized import TARGET, uninitialized
+from jedbatch._jaxpr.native_calls import target_of
+from jedbatch._jaxpr.uninitialized import NAME, uninitialized
 from jedbatch._program import execute
 from jedbatch._support import native
 
 SIZE = 4
+TARGET = target_of(NAME)
 compiled = pytest.mark.skipif(native.core() is None, reason="no compiled core")
 
 

@@ -75,7 +75,7 @@ static PyMethodDef functions[] = {
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
-    {"uninitialized_handler", uninitialized_handler, METH_NOARGS, NULL},
+    {"xla_calls", xla_calls, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 2 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 3 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -32,6 +32,6 @@ PyObject *is_plain_tree(PyObject *module, PyObject *instance);
 PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);
-PyObject *uninitialized_handler(PyObject *module, PyObject *nothing);
+PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

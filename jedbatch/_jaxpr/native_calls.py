@@ -1,0 +1,71 @@
+"""Functions of the compiled core that XLA:CPU calls in programs.
+
+A call starts in less than a microsecond and compiles in no time, where XLA compiles each of its own
+operations by itself, in some 4 ms. Programs have them where the core is there (`_support.native`);
+elsewhere operations of XLA take their place, on other devices, and in exported programs, which
+other processes run. Compiled programs that are stored need this module where they are loaded.
+
+Source: `jax.ffi`.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jedbatch._support import native
+
+
+def target_of(name: str) -> str:
+    """Returns the name by which XLA knows a function of the core."""
+    return f"jedbatch_{name}_{native.REVISION}"
+
+
+@functools.cache
+def _register(core: ModuleType) -> None:
+    """Makes the functions of the core known to XLA."""
+    for name, function in core.xla_calls().items():
+        jax.ffi.register_ffi_target(target_of(name), function, platform="cpu")
+
+
+def register_lowering(
+    primitive: Primitive,
+    name: str,
+    operations: Callable,
+    attributes: Callable[..., dict[str, Any]],
+    is_wanted: Callable[..., bool] = lambda **_: True,
+) -> None:
+    """Says how a primitive is compiled: as a call where that can be, else as operations of XLA.
+
+    Args:
+      primitive: what is compiled.
+      name: of the function of the core.
+      operations: from operands and parameters to results, by operations of XLA.
+      attributes: from parameters to further arguments of `jax.ffi.ffi_lowering`, those under
+        `attributes` excepted, which the function gets.
+      is_wanted: from parameters to whether the function is to be called now.
+    """
+    otherwise = mlir.lower_fun(operations, multiple_results=primitive.multiple_results)
+
+    def lower_on_cpu(ctx, *operands, **params):
+        is_exported = ctx.module_context.lowering_parameters.for_export
+        core = native.core()
+        if core is None or is_exported or not is_wanted(**params):
+            return otherwise(ctx, *operands, **params)
+        _register(core)
+        given = attributes(**params)
+        rule = jax.ffi.ffi_lowering(
+            target_of(name), operand_output_aliases=given.pop("aliases", None)
+        )
+        return rule(ctx, *operands, **given)
+
+    mlir.register_lowering(primitive, otherwise)
+    mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+
+
+if (_core := native.core()) is not None:
+    _register(_core)

@@ -1,0 +1,267 @@
+/* Functions that XLA:CPU calls in compiled programs: reading rows of arrays, writing rows of arrays
+ * in place, and making an array that is left as it is.
+ *
+ * The structures are those that XLA hands to functions it calls (its "FFI"), as far as they are
+ * read here; they are the same in every version since 0.1 of that interface. Source: the comments
+ * of `xla/ffi/api/c_api.h`, which jaxlib contains.
+ */
+
+#include "core.h"
+
+#include <string.h>
+
+enum { METADATA = 1, FLOAT32 = 11, FLOAT64 = 12 };
+
+typedef struct Extension {
+    size_t struct_size;
+    int type;
+    struct Extension *next;
+} Extension;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    int major;
+    int minor;
+} Version;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    Version version;
+} Interface;
+
+typedef struct {
+    size_t struct_size;
+    Version version;
+    uint32_t traits;
+} Metadata;
+
+typedef struct {
+    Extension base;
+    Metadata *metadata;
+} MetadataExtension;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    int dtype;
+    void *data;
+    int64_t rank;
+    int64_t *dims;
+} Buffer;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    int64_t size;
+    int *types;
+    Buffer **buffers;
+} BufferList; /* of arguments, or of results */
+
+typedef struct {
+    int dtype;
+    size_t size;
+    int64_t *data;
+} NumberList;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    int64_t size;
+    int *types;
+    void *names;
+    NumberList **values;
+} Attributes;
+
+typedef struct {
+    size_t struct_size;
+    Extension *extensions;
+    const Interface *interface;
+    void *context;
+    int stage;
+    BufferList arguments;
+    BufferList results;
+    Attributes attributes;
+} CallFrame;
+
+/* Whether XLA asks for metadata only; the version is XLA's own. */
+static int
+asks_for_metadata(CallFrame *frame)
+{
+    for (Extension *x = frame->extensions; x != NULL; x = x->next) {
+        if (x->type != METADATA)
+            continue;
+        Metadata *metadata = ((MetadataExtension *)x)->metadata;
+        metadata->version.major = frame->interface->version.major;
+        metadata->version.minor = frame->interface->version.minor;
+        metadata->traits = 0;
+        return 1;
+    }
+    return 0;
+}
+
+static size_t
+item_size(int dtype)
+{
+    switch (dtype) {
+    case 3: case 7: case 10: case 16: /* int16, uint16, float16, bfloat16 */
+        return 2;
+    case 4: case 8: case FLOAT32: /* int32, uint32 */
+        return 4;
+    case 5: case 9: case FLOAT64: case 15: /* int64, uint64, complex64 */
+        return 8;
+    case 18: /* complex128 */
+        return 16;
+    default: /* bool, int8, uint8, and all others that are passed (see `_program/rows.py`) */
+        return 1;
+    }
+}
+
+static size_t
+row_size(const Buffer *x)
+{
+    size_t size = item_size(x->dtype);
+    for (int64_t i = 1; i < x->rank; i++)
+        size *= (size_t)x->dims[i];
+    return size;
+}
+
+/* An index, or the next one that exists of so many. */
+static int64_t
+clamped(int64_t index, int64_t count)
+{
+    return index < 0 || count <= 0 ? 0 : index < count ? index : count - 1;
+}
+
+/* Copies the rows of some indices, those that follow one another at once; `step` bytes lie between
+ * the places of two of them. */
+static void
+copy_rows(char *out, size_t step, const char *rows, size_t size, int64_t num_rows,
+          const int32_t *index, int64_t count)
+{
+    for (int64_t i = 0; i < count;) {
+        int64_t first = clamped(index[i], num_rows), length = 1;
+        if (step == size)
+            while (i + length < count && index[i + length] == first + length &&
+                   first + length < num_rows)
+                length++;
+        memcpy(out + (size_t)i * step, rows + (size_t)first * size, (size_t)length * size);
+        i += length;
+    }
+}
+
+#define ADD_ROWS(name, type)                                                                      \
+    static void name(type *restrict out, const type *rows, size_t items, int64_t num_rows,        \
+                     const int32_t *index, int64_t count)                                         \
+    {                                                                                             \
+        for (int64_t i = 0; i < count; i++) {                                                     \
+            const type *restrict row = rows + (size_t)clamped(index[i], num_rows) * items;        \
+            for (size_t j = 0; j < items; j++)                                                    \
+                out[j] += row[j];                                                                 \
+            out += items;                                                                         \
+        }                                                                                         \
+    }
+
+ADD_ROWS(add_rows_of_float32, float)
+ADD_ROWS(add_rows_of_float64, double)
+
+/* Reads rows: of (table, first lane, arrays...), one result for each five numbers
+ *
+ *     array, offset, stride, count, is_sum
+ *
+ * whose row of lane l has, for every k below the count, the row table[offset + k * stride + lane]
+ * of the array: one after the other, or their sum. */
+static void *
+take_rows(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer **given = frame->arguments.buffers, **results = frame->results.buffers;
+    const int32_t *table = given[0]->data;
+    int64_t table_size = given[0]->dims[0], lane = *(int32_t *)given[1]->data;
+    const int64_t *read = frame->attributes.values[0]->data;
+    for (int64_t r = 0; r < frame->results.size; r++, read += 5) {
+        const Buffer *rows = given[2 + read[0]];
+        int64_t count = read[3], width = results[r]->dims[0], num_rows = rows->dims[0];
+        size_t size = row_size(rows);
+        char *out = results[r]->data;
+        for (int64_t k = 0; k < count; k++) {
+            int64_t first = clamped(read[1] + k * read[2] + lane, table_size - width + 1);
+            const int32_t *index = table + first;
+            if (k == 0 || !read[4]) {
+                size_t step = read[4] ? size : size * (size_t)count;
+                size_t place = read[4] ? 0 : size * (size_t)k;
+                copy_rows(out + place, step, rows->data, size, num_rows, index, width);
+            }
+            else if (rows->dtype == FLOAT32)
+                add_rows_of_float32((float *)out, rows->data, size / 4, num_rows, index, width);
+            else
+                add_rows_of_float64((double *)out, rows->data, size / 8, num_rows, index, width);
+        }
+    }
+    return NULL;
+}
+
+/* Writes rows into arrays: of (table, first lane, arrays..., rows...), the arrays, in place. For
+ * each of the rows there are four numbers
+ *
+ *     array, base, stride, offset
+ *
+ * and the first is written to row base + stride * lane, or if there is an offset, which is not
+ * negative, to row table[offset + lane]. */
+static void *
+put_rows(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer **given = frame->arguments.buffers, **results = frame->results.buffers;
+    const int32_t *table = given[0]->data;
+    int64_t table_size = given[0]->dims[0], lane = *(int32_t *)given[1]->data;
+    int64_t num_arrays = frame->results.size;
+    for (int64_t a = 0; a < num_arrays; a++) /* the same memory, as XLA was told */
+        if (results[a]->data != given[2 + a]->data)
+            memcpy(results[a]->data, given[2 + a]->data,
+                   row_size(results[a]) * (size_t)results[a]->dims[0]);
+    const int64_t *write = frame->attributes.values[0]->data;
+    for (int64_t i = 2 + num_arrays; i < frame->arguments.size; i++, write += 4) {
+        const Buffer *rows = given[i];
+        Buffer *array = results[write[0]];
+        size_t size = row_size(array);
+        int64_t first = write[1] + write[2] * lane;
+        if (write[3] >= 0)
+            first = table[clamped(write[3] + lane, table_size)];
+        first = clamped(first, array->dims[0] - rows->dims[0] + 1);
+        memcpy((char *)array->data + (size_t)first * size, rows->data,
+               size * (size_t)rows->dims[0]);
+    }
+    return NULL;
+}
+
+/* Leaves its results as they are. */
+static void *
+uninitialized(CallFrame *frame)
+{
+    asks_for_metadata(frame);
+    return NULL;
+}
+
+/* xla_calls(): (name, function as `jax.ffi.register_ffi_target` takes it) for each of them. */
+PyObject *
+xla_calls(PyObject *module, PyObject *nothing)
+{
+    (void)module;
+    (void)nothing;
+    static const char *const names[] = {"uninitialized", "take_rows", "put_rows"};
+    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows};
+    PyObject *calls = PyDict_New();
+    for (int i = 0; calls != NULL && i < 3; i++) {
+        void *address;
+        memcpy(&address, &functions[i], sizeof address); /* C has no cast from functions to data */
+        PyObject *capsule = PyCapsule_New(address, NULL, NULL);
+        if (capsule == NULL || PyDict_SetItemString(calls, names[i], capsule) < 0)
+            Py_CLEAR(calls);
+        Py_XDECREF(capsule);
+    }
+    return calls;
+}
