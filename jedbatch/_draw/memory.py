@@ -16,7 +16,6 @@ import numpy as np
 from jedbatch._draw.styles import TypeStyles
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
-from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._program.lower import operand_rows, value_rows
 from jedbatch._program.memory_use import size
@@ -166,18 +165,16 @@ def _begin_of_space(placed: Placement, space_arena: np.ndarray) -> np.ndarray:
 def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
     """Returns (arena, step, row, is it gathered) of every lane and operand, padding too."""
     assert plan.host is not None
-    placed, lowered = plan.host.placed, plan.host.lowered
-    layout, signature = placed.layout, lowered.signature
+    lowered = plan.host.lowered
+    placed = lowered.placed
+    layout, chunks = placed.layout, placed.chunks
     row = value_rows(placed, begin)
-    modes = [
-        np.full((len(k.operands), layout.lanes[t]), GATHER) for t, k in _types_and_kernels(placed)
-    ]
-    position = {kernel: p for p, kernel in enumerate(placed.kernels)}
-    for opcode, lane, trips in lowered.runs.tolist():
-        k, reading = signature.bodies[opcode // NUM_WIDTHS]
-        end = lane + trips * signature.instructions.width_of[opcode]
-        p = position[signature.kernels[k]]
-        modes[p][:, lane:end] = np.array(reading, int)[:, None]
+    modes = []
+    for k, of_chunks in enumerate(lowered.modes):  # chunks of a kernel in the order of its lanes
+        here = np.flatnonzero(chunks.kernel == k)
+        in_order = here[np.argsort(chunks.lane[here])]
+        place = np.searchsorted(here, in_order)
+        modes.append(np.repeat(of_chunks[:, place], chunks.width[in_order], axis=1))
     parts = [np.zeros((4, 0), np.int64)]
     rows = operand_rows(placed, row[placed.graph.operand])
     for (t, kernel), operand_row, mode in zip(_types_and_kernels(placed), rows, modes, strict=True):

@@ -167,6 +167,14 @@ class Target:
             start *= 2
         return start
 
+    @property
+    def has_slice_bodies(self) -> bool:
+        """Whether a kernel may have a second body, which reads operands as slices.
+
+        XLA starts a slice faster than a gather. What reads rows on a CPU finds the slices itself.
+        """
+        return self.control == "switch"
+
     def compiler_options(self) -> dict[str, str]:
         """Options of `jax.jit` that programs for this target should be compiled with.
 

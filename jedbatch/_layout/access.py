@@ -7,10 +7,12 @@ The rows of an operand over the lanes of a chunk can be
     the same row            5 5 5 5     one row, *broadcast*
     anything else           5 9 6 6     a *gather*
 
-XLA compiles a slice and a gather into different programs, and which one a chunk needs is data. A
-program therefore has at most one more body per kernel beside the one that gathers everything: the
-reading of its operands that occurs most, if it occurs often enough to be worth compiling
-(`choose_reading`). A chunk runs by it if all of its slices are slices, and gathers otherwise.
+A function that reads rows on a CPU copies those that follow one another at once (see
+`_program.rows`). XLA compiles a slice and a gather into different programs, and which one a chunk
+needs is data. A program for a GPU therefore has at most one more body per kernel beside the one
+that gathers everything: the reading of its operands that occurs most, if it occurs often enough to
+be worth compiling (`choose_reading`). A chunk runs by it if all of its slices are slices, and
+gathers otherwise.
 
 Padding repeats a live lane, so a chunk with padding is no slice. In inference the rows behind the
 last live one will often do instead of repeats, whatever they hold: for operands that are no

@@ -365,7 +365,10 @@ class Backward:
         }
         read = operands, results, kept, given, *([alive] if signature.marks else [])
         operands, results, kept, given = after(forward.target, read)[:4]
-        sent, rows = reverse_lanes(back, *consts[k], operands, results, kept, given, alive, width)
+        const_values, prepared = consts[k]
+        sent, rows = reverse_lanes(
+            back, const_values, prepared, operands, results, kept, given, alive, width
+        )
 
         none = jnp.zeros(width, bool)
         first_room = len(cotangents)
@@ -389,7 +392,7 @@ class Backward:
             )
             if (signature.tells or signature.marks) and back.flow[p]:
                 out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
-            if parameter.length is not None:
+            if parameter.length is not None and out is not None:
                 out = out.reshape(-1, *out.shape[2:])
                 flags = jnp.repeat(flags, parameter.length)
             writes.append(place)

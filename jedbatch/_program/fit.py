@@ -89,9 +89,10 @@ def make_signature(
         capacity = Capacity({**capacity.sizes, "shared_rows": shared})
     made = Signature.of(capacity, placed.target, readings, placed.reuse)
     placed = narrowed(placed, made)
-    rows = operand_rows(placed, Rows.of(placed, made).operand)
-    modes = find_all_modes(placed, made, rows)
-    for kernel, kernel_modes in zip(placed.kernels, modes, strict=True):
+    modes = []
+    if placed.target.has_slice_bodies:
+        modes = find_all_modes(placed, made, operand_rows(placed, Rows.of(placed, made).operand))
+    for kernel, kernel_modes in zip(placed.kernels, modes, strict=False):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
         readings.setdefault(kernel, choose_reading(kernel_modes, live > 1, placed.worth_slicing))
     made = replace(made, readings=tuple(readings.get(kernel, ()) for kernel in made.kernels))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
-from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import (
     GATHER,
+    SLICE,
     extent,
     find_modes,
     usable,
@@ -135,11 +135,11 @@ def find_all_modes(
 
 
 def body_runs(placed: Placement, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
-    """int64[..., 3]: the runs, by the number of the body that runs them."""
+    """int64[..., 3]: the runs, by the number of the body that runs them; no `modes`, no slices."""
     chunks = placed.chunks
     body = np.array([signature.first_body[signature.kernels.index(k)] for k in placed.kernels])
     body = body[chunks.kernel]
-    for k, (kernel, kernel_modes) in enumerate(zip(placed.kernels, modes, strict=True)):
+    for k, (kernel, kernel_modes) in enumerate(zip(placed.kernels, modes, strict=False)):
         of = np.flatnonzero(chunks.kernel == k)
         for i, reading in enumerate(signature.readings[signature.kernels.index(kernel)]):
             body[of[usable(reading, kernel_modes)]] += 1 + i
@@ -164,30 +164,41 @@ class Lowered:
     runs: Int64[np.ndarray, "_ 3"]
 
     @functools.cached_property
-    def body_lanes(self) -> np.ndarray:
-        """int64[bodies], lanes that each body runs."""
-        signature = self.signature
-        number = self.runs[:, 0] // NUM_WIDTHS
-        lanes = signature.instructions.width_of[self.runs[:, 0]] * self.runs[:, 2]
-        return np.bincount(number, lanes, len(signature.bodies)).astype(np.int64)
+    def modes(self) -> list[np.ndarray]:
+        """int8[operands, chunks] for each kernel of the minibatch: how its chunks read operands."""
+        placed, signature = self.placed, self.signature
+        rows = operand_rows(placed, Rows.of(placed, signature).operand)
+        found = find_all_modes(placed, signature, rows)
+        for kernel, modes in zip(placed.kernels, found, strict=True):
+            if signature.target.has_slice_bodies:
+                readings = signature.readings[signature.kernels.index(kernel)]
+                used = np.zeros(modes.shape[1], bool)
+                for reading in readings:
+                    used |= usable(reading, modes)
+                    modes[:, usable(reading, modes)] = np.array(reading, np.int8)[:, None]
+                modes[:, ~used] = GATHER
+            else:
+                modes[modes != SLICE] = GATHER
+        return found
 
     @property
     def read_bytes(self) -> np.ndarray:
         """int64[4], bytes of operands by how they are read (see `_layout.access`)."""
         total = np.zeros(4, np.int64)
-        kernels = self.signature.kernels
-        for (k, reading), n in zip(self.signature.bodies, self.body_lanes.tolist(), strict=True):
-            for mode, operand in zip(reading, kernels[k].operands, strict=True):
-                total[mode] += n * row_bytes(stored(operand))
+        chunks = self.placed.chunks
+        for k, (kernel, modes) in enumerate(zip(self.placed.kernels, self.modes, strict=True)):
+            widths = chunks.width[chunks.kernel == k]
+            for operand, mode in zip(kernel.operands, modes, strict=True):
+                lanes = np.bincount(mode, widths, len(total)).astype(np.int64)
+                total += lanes * row_bytes(stored(operand))
         return total
 
-    def sliced(self, kernel: Kernel) -> float:
-        """The share of the operands of a kernel that are not gathered."""
-        read = np.zeros(2)
-        for (k, reading), n in zip(self.signature.bodies, self.body_lanes.tolist(), strict=True):
-            if self.signature.kernels[k] == kernel:
-                read += n * np.array([sum(mode != GATHER for mode in reading), len(reading)])
-        return float(read[0] / max(1, read[1]))
+    def sliced(self, k: int) -> float:
+        """The share of the operands of kernel k of the minibatch that are not gathered."""
+        chunks, modes = self.placed.chunks, self.modes[k]
+        widths = chunks.width[chunks.kernel == k]
+        read = widths.sum() * len(modes)
+        return float((widths * (modes != GATHER)).sum() / max(1, read))
 
 
 def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> Lowered | None:

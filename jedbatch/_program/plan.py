@@ -270,7 +270,7 @@ def _type_lines(host: Host, by_name: bool) -> list[str]:
         batches = sizes[np.isin(schedule.batch_type, ids)]
         nodes = int(counts[ids].sum())
         padding = layout.lanes[ids].sum() / nodes - 1
-        sliced = np.mean([host.lowered.sliced(placed.kernels[i]) for i in places])
+        sliced = np.mean([host.lowered.sliced(i) for i in places])
         text = str(graph.types[ids[0]])
         if len(ids) > 1:
             name = f"{graph.types[ids[0]].name} × {len(ids)} types, such as " if by_name else ""

@@ -33,20 +33,20 @@ SUMMED_BY_CALLS = (np.dtype(np.float32), np.dtype(np.float64))
 class Read(NamedTuple):
     """What a chunk reads from an array.
 
-    For lane l the rows table[offset + k * stride + l] for every k < count.
+    For lane l the rows table[offset + k * stride + l] for every k < length.
 
     Attributes:
       array: position of the array.
       offset: in the table, of what lane 0 reads.
       stride: in the table, from one row that a lane reads to the next.
-      count: rows that a lane reads; None for one, which is not a list.
+      length: rows that a lane reads; None for one, which is not a list.
       is_sum: whether their sum is wanted, taken in their order.
     """
 
     array: int
     offset: int
     stride: int = 0
-    count: int | None = None
+    length: int | None = None
     is_sum: bool = False
 
 
@@ -84,9 +84,9 @@ def take_rows(
       width: how many lanes.
 
     Returns:
-      For each read [width, ...], or [width, count, ...] if it is of a list.
+      For each read [width, ...], or [width, length, ...] if it is of a list.
     """
-    if target.control == "switch":
+    if target.control == "switch" or not reads:
         return _taken(table, lane, *arrays, reads=tuple(reads), width=width)
     wanted = sorted({read.array for read in reads})
     summed = [read.is_sum and arrays[read.array].dtype not in SUMMED_BY_CALLS for read in reads]
@@ -124,7 +124,7 @@ def put_rows(
     """
     arrays = list(arrays)
     rows = [x.astype(arrays[w.array].dtype) for x, w in zip(rows, writes, strict=True)]
-    if target.control == "switch":
+    if target.control == "switch" or not writes:
         return _scattered(table, lane, arrays, rows, writes)
     wanted = sorted({w.array for w in writes})
     outs = put_rows_p.bind(
@@ -154,18 +154,18 @@ def _taken(
 
 
 def _read(table: Array, lane: Array, array: Array, read: Read, width: int) -> Array:
-    if read.count is None:
+    if read.length is None:
         return take(array, slice_rows(table, read.offset + lane, width))
     if read.is_sum:
-        columns = [read.offset + k * read.stride + lane for k in range(read.count)]
+        columns = [read.offset + k * read.stride + lane for k in range(read.length)]
         return functools.reduce(
             jnp.add, [take(array, slice_rows(table, column, width)) for column in columns]
         )
-    rows = table[read.offset : read.offset + read.count * read.stride]
+    rows = table[read.offset : read.offset + read.length * read.stride]
     rows = lax.dynamic_slice(
-        rows.reshape(read.count, read.stride),
+        rows.reshape(read.length, read.stride),
         (jnp.zeros_like(lane), lane),
-        (read.count, width),
+        (read.length, width),
         allow_negative_indices=False,
     )
     return take(array, rows.T)
@@ -232,7 +232,7 @@ put_rows_p.multiple_results = True
 def _types_taken(table, lane, *arrays, reads, width):
     return [
         ShapedArray(
-            (width, *(() if read.count is None or read.is_sum else (read.count,)), *x.shape[1:]),
+            (width, *(() if read.length is None or read.is_sum else (read.length,)), *x.shape[1:]),
             x.dtype,
         )
         for read in reads
@@ -246,7 +246,7 @@ def _types_put(table, lane, *given, writes):
 
 
 def _numbers_of_reads(*, reads: Sequence[Read], width: int) -> dict[str, Any]:
-    numbers = [(r.array, r.offset, r.stride, r.count or 1, r.is_sum) for r in reads]
+    numbers = [(r.array, r.offset, r.stride, r.length or 1, r.is_sum) for r in reads]
     return {"reads": np.array(numbers, np.int64).ravel()}
 
 

@@ -22,7 +22,7 @@ from jedbatch._layout.access import (
     find_modes,
     usable,
 )
-from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS, NUM_WIDTHS
+from jedbatch._layout.bucketing import COARSE_BUCKETS, FINE_BUCKETS
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._layout.live_ranges import last_reads
 from jedbatch._layout.node_order import ORDERS
@@ -37,18 +37,14 @@ def params():
 
 
 def physical_reads(plan):
-    """(width, row indices of every operand, reading) of each chunk that a plan runs."""
-    signature, placed = plan.static.signature, plan.host.placed
-    form = signature.form
-    count = int(form.view(plan.table, "num_instructions")[0])
-    for what, lane, trips in form.view(plan.table, "instructions")[:count].tolist():
-        number, column = divmod(what, NUM_WIDTHS)
-        k, reading = signature.bodies[number]
-        width = signature.kernels[k].buckets.widths[column]
-        assert signature.kernels[k] in placed.kernels
-        for first in range(lane, lane + width * trips, width):
-            rows = form.view(plan.table, "operands", k)[:, first : first + width]
-            yield k, first, width, rows, reading
+    """(kernel, width, live lanes, row indices and mode of every operand) of each chunk."""
+    signature, lowered = plan.static.signature, plan.host.lowered
+    chunks = lowered.placed.chunks
+    for i, (kernel, modes) in enumerate(zip(lowered.placed.kernels, lowered.modes, strict=True)):
+        table = signature.form.view(plan.table, "operands", signature.kernels.index(kernel))
+        for c, mode in zip(np.flatnonzero(chunks.kernel == i), modes.T, strict=True):
+            first, width = chunks.lane[c], chunks.width[c]
+            yield kernel, width, chunks.live[c], table[:, first : first + width], mode
 
 
 # --- orders -----------------------------------------------------------------------------
@@ -186,25 +182,19 @@ def test_the_reading_that_occurs_most_is_chosen():
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("gradient", [True, False])
-def test_what_is_read_as_a_slice_is_one(params, gradient, reuse):
-    batched = jedbatch.batch(encode, reuse=reuse)
+@pytest.mark.parametrize(("gradient", "target"), [(True, "cpu"), (False, "cpu"), (False, "gpu")])
+def test_what_is_read_as_a_slice_is_one(params, gradient, reuse, target):
+    batched = jedbatch.batch(encode, reuse=reuse, target=target)
     plan = batched.plan(params, sentences(3, 300, longest=20), gradient=gradient)
-    slices = 0
-    live = {}
-    placed, signature = plan.host.placed, plan.static.signature
-    chunks = placed.chunks
-    for c in range(len(chunks.lane)):
-        kernel = placed.kernels[chunks.kernel[c]]
-        live[signature.kernels.index(kernel), int(chunks.lane[c])] = int(chunks.live[c])
-    for k, first, width, rows, reading in physical_reads(plan):
-        for j, mode in enumerate(reading):
+    slices, signature = 0, plan.static.signature
+    for kernel, width, live, rows, modes in physical_reads(plan):
+        for j, mode in enumerate(modes):
             if mode == GATHER:
                 continue
-            n = width if gradient else live[k, first]
+            n = width if gradient else live
             step = {SLICE: 1, STRIDED: STRIDE, BROADCAST: 0}[mode]
             assert (rows[j][:n] == rows[j][0] + step * np.arange(n)).all()
-            arena = signature.arena(signature.kernels[k].operands[j])
+            arena = signature.arena(kernel.operands[j])
             reach = {SLICE: width, STRIDED: STRIDE * width, BROADCAST: 1}[mode]
             assert rows[j][0] + reach <= signature.rows[arena]
             slices += 1
@@ -229,7 +219,7 @@ def test_chains_of_any_lengths_are_read_as_slices(params):
 
 def test_slices_are_slices_in_the_compiled_program(params, monkeypatch):
     def row_slices():
-        batched = jedbatch.batch(encode)
+        batched = jedbatch.batch(encode, target="gpu")
         plan = batched.plan(params, sentences(4, 64), gradient=False)
         text = jax.jit(batched.apply).lower(params, plan).as_text()
         found = re.findall(rf"stablehlo.dynamic_slice.*-> tensor<(\d+)x{HIDDEN}xf32>", text)
