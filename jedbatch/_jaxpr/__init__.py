@@ -22,7 +22,9 @@ Read in this order:
 12. `rolling`: Programs of a list of values as programs of lists of any length.
 13. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-14. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-15. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
-   zeros first.
+14. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+   set.
+15. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+16. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+   with zeros first.
 """

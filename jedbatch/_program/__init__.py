@@ -9,29 +9,31 @@ Read in this order:
    of a table.
 4. `runs`: Batches as what a program loops over.
 5. `signature`: `Signature`: what is compiled to run minibatches.
-6. `widths`: Which widths of chunks a program is compiled in: those that save more than a
-   little.
+6. `widths`: Which widths of chunks a program is compiled in: those that save more than a little.
 7. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
    that it needs.
 8. `lower`: Lowering: a scheduled graph as an integer table.
 9. `alive`: The values of a minibatch that have a cotangent.
 10. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
 11. `lower_vjp`: Lowering the reverse: who reads what, as tables.
-12. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for it.
+12. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for
+   it.
 13. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
 14. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
 15. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
 16. `returned`: The values that a program returns, in pieces that are differentiated or not.
 17. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-18. `interpreter`: Finding the next instruction of a table and running it, again and again, on the
-   device.
-19. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-20. `execute`: Running a program: one XLA program for every topology.
-21. `executors`: Executors of programs.
-22. `differentiable`: Batched programs as differentiable functions.
-23. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as results.
-24. `verify`: Verifying plans: tables are run on symbols in place of values.
-25. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+18. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
+19. `interpreter`: Finding the next instruction of a table and running it, again and again, on
+   the device.
+20. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+21. `execute`: Running a program: one XLA program for every topology.
+22. `executors`: Executors of programs.
+23. `differentiable`: Batched programs as differentiable functions.
+24. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
+   results.
+25. `verify`: Verifying plans: tables are run on symbols in place of values.
+26. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """
