@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -201,6 +201,18 @@ def work(eqn: Equation) -> int:
         return 2 * elements * math.prod(eqn.invars[1].aval.shape[1:])
     times = eqn.params.get("length", 1)
     return elements + times * sum(work(e) for x in inner_programs(eqn) for e in x.eqns)
+
+
+def rows_per_weight(body: Iterable[Equation], weights: Collection[Var]) -> float:
+    """Returns how many rows the products of a program multiply by each weight, on average."""
+    operations = sizes = 0
+    for eqn in body:
+        if eqn.primitive.name == "dot_general":
+            mine = [v for v in reads(eqn) if v in weights]
+            if len(mine) == 1:
+                operations += work(eqn)
+                sizes += math.prod(mine[0].aval.shape)
+    return operations / (2 * sizes) if sizes else 1.0
 
 
 def used_variables(jaxpr: OpenProgram) -> set[Var]:

@@ -35,6 +35,7 @@ from jedbatch._jaxpr.interpret import (
     reads,
     run_equation,
     run_equations,
+    rows_per_weight,
     value_of,
     work,
 )
@@ -120,7 +121,8 @@ class Kernel:
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
         self.lane_work = sum(map(work, self.body))
         lane = self.lane_work, operand_bytes + self.result_bytes
-        self.buckets, self.blocks = target.buckets(*lane), target.weight_blocks(*lane)
+        self.buckets = target.buckets(*lane)
+        self.blocks = target.weight_blocks(*lane, rows_per_weight(self.body, self.const_vars))
         if self.diverges:
             self.buckets = target.diverging
         cares = any(map(cares_for_padding, self.body))

@@ -16,6 +16,7 @@ what it compares them with.
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,7 @@ from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets(COARSE_BUCKETS.widths)
 LEAST_START = 8  # what starting a chunk costs at least, in lanes
-# Each block reads and writes a whole gradient, so that narrow ones gain nothing.
-NARROWEST_BLOCK = 8  # of rows so long that no other fits
+NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
 HEAVY_BLOCKS, LIGHT_BLOCKS = Buckets((64, 512)), Buckets((64,))
 
@@ -134,20 +134,26 @@ class Target:
         """
         return _buckets_of(self, work, row_bytes)
 
-    def weight_blocks(self, work: int, row_bytes: int) -> Buckets:
+    def weight_blocks(self, work: int, row_bytes: int, rows: float = 1) -> Buckets:
         """The blocks in which weight gradients of such lanes are computed, see `buckets`.
 
         Args:
           work: floating-point operations of a lane.
           row_bytes: bytes that a lane reads and writes.
+          rows: that a lane multiplies by each weight, on average. Where they are many, such as the
+            elements of a list, blocks have fewer lanes.
 
         Returns:
           The widths of blocks, in lanes.
         """
         is_light = self._start(work) > self.heavy_start
         blocks = self.light_blocks if is_light else self.heavy_blocks
-        fitting = tuple(w for w in blocks.widths if w * row_bytes <= self.chunk_bytes)
-        return Buckets(fitting or (NARROWEST_BLOCK,), blocks.overhead)
+        fitting = [w for w in blocks.widths if w * row_bytes <= self.chunk_bytes]
+        parts = 1 << max(0, int(math.log2(max(1, rows))))
+        widths = dict.fromkeys(
+            max(NARROWEST_BLOCK, w // parts) for w in fitting or [NARROWEST_BLOCK]
+        )
+        return Buckets(tuple(widths), blocks.overhead)
 
     def start_work(self, work: int) -> float:
         """The cost of starting a chunk, as `chunk_work`; some lanes' work where lanes do much.
