@@ -10,7 +10,9 @@ What can be rolled: functions of one element and of values that are no elements;
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
 element, and row-wise operations, reductions and products over their rows; and numbers that are the
 length, or one divided by it. All else, such as positions in the list or elements that meet each
-other, raises `CannotRollError`.
+other, raises `CannotRollError`. A program of one element has no reductions to be seen; whether it
+is what a rolled one does with one element is found out by comparing the two
+(`Expressions.is_of_one`).
 """
 
 import functools
@@ -65,6 +67,7 @@ class Expression:
       given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
         ("one by the length",).
       reduction: (operation, whether elements were rows of an array) if it reduces elements.
+      joins: the operation of a chain whose result it is; None if it is of no such operation.
       chained: (operation, base, element) if it is an element's part in a chain.
       repeated: (operand, its axes in the value) of a broadcast.
     """
@@ -76,6 +79,7 @@ class Expression:
     run: Callable[..., Any] | None = None
     given: tuple[Any, ...] | None = None
     reduction: tuple[str, bool] | None = None
+    joins: str | None = None
     chained: tuple[str, int, int] | None = None
     repeated: tuple[int, tuple[int, ...]] | None = None
 
@@ -119,6 +123,8 @@ class Expressions:
     def __init__(self, key_of: Callable[[Any], Hashable]):
         self.key_of = key_of
         self.all: list[Expression] = []
+        self._keys: list[Hashable] = []
+        self._firsts: dict[tuple[int, int], bool] = {}
         self._ids: dict[Hashable, int] = {}
         self._made: dict[Hashable, list[int]] = {}
 
@@ -127,6 +133,7 @@ class Expressions:
         full = key, expression.args, expression.shape, expression.dtype
         if full not in self._ids:
             self.all.append(expression)
+            self._keys.append(key)
             self._ids[full] = len(self.all) - 1
         return self._ids[full]
 
@@ -160,6 +167,35 @@ class Expressions:
         if primitive.name == "broadcast_in_dim":
             facts["repeated"] = args[0], tuple(params["broadcast_dimensions"])
         return self.operation((primitive, self.key_of(params)), run, args, **facts)[0]
+
+    def is_of_one(self, single: int, rolled: int) -> bool:
+        """Returns whether an expression is what another one says of lists of one element.
+
+        Args:
+          single: the id of an expression of the first element, without reductions.
+          rolled: the id of an expression of lists of any length.
+        """
+        pair = single, rolled
+        if pair not in self._firsts:
+            self._firsts[pair] = single == rolled or self._is_of_one(single, rolled)
+        return self._firsts[pair]
+
+    def _is_of_one(self, single: int, rolled: int) -> bool:
+        x, y = self.all[single], self.all[rolled]
+        if y.reduction is not None:
+            element, *base = y.args
+            if not base:
+                return self.is_of_one(single, element)
+            return x.joins == y.reduction[0] and any(
+                self.is_of_one(first, *base) and self.is_of_one(second, element)
+                for first, second in (x.args, x.args[::-1])
+            )
+        if y.given is not None:
+            is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
+            return is_number and x.dtype == y.dtype and x.run is not None and x.run() == 1
+        if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
+            return False
+        return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
 
     def program(
         self, results: Sequence[int], inputs: Sequence[int], leaves: int, capacity: int
@@ -257,7 +293,7 @@ class Roller:
             self.env[v] = self._constant(Same(const), const)
 
     def results(self) -> tuple[int, ...]:
-        """The ids of the results."""
+        """The ids of the results, which are of the element if the list has one only."""
         for eqn in self.jaxpr.eqns:
             self.env.update(zip(eqn.outvars, self._equation(eqn), strict=True))
         return tuple(self._single(self._read(v)) for v in self.jaxpr.outvars)
@@ -286,7 +322,7 @@ class Roller:
         return self._constant((str(dtype), number.tobytes()), number)
 
     def _single(self, value: Any) -> int:
-        if not isinstance(value, Single):
+        if not isinstance(value, Single) and not (self.length == 1 and isinstance(value, Element)):
             raise CannotRollError("a result is of one element, or of a row for each")
         return value.id
 
@@ -327,11 +363,11 @@ class Roller:
         name = eqn.primitive.name
         if name == "broadcast_in_dim":
             facts["repeated"] = ids[0], tuple(eqn.params["broadcast_dimensions"])
-        elif (
-            name in CHAINS and len(values) == 2 and sum(isinstance(x, Single) for x in values) == 1
-        ):
-            base, element = sorted(values, key=lambda x: isinstance(x, Element))
-            facts["chained"] = CHAINS[name], base.id, element.id
+        elif name in CHAINS and len(values) == 2:
+            facts["joins"] = CHAINS[name]
+            if sum(isinstance(x, Single) for x in values) == 1:
+                base, element = sorted(values, key=lambda x: isinstance(x, Element))
+                facts["chained"] = CHAINS[name], base.id, element.id
         if (function := _known_function(eqn)) is not None:
             return self.expressions.operation(function, lambda value: [function(value)], ids)
         jaxpr = self.jaxpr

@@ -30,10 +30,9 @@ from jedbatch._record.instance_arrays import flatten
 from jedbatch._support.types import Array
 
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
-# Elements there is room for in types that serve several lengths. Longer lists than the third are
-# rolled up as soon as they are met.
-CAPACITIES = (4, 16, 64, *(1 << k for k in range(7, 15)))
-LONG = 64
+# Elements there is room for in types that serve several lengths.
+CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
+LONG = 64  # longer lists are rolled up as soon as they are met
 LENGTH = ValueType((), np.dtype(np.int32))
 
 
@@ -140,7 +139,20 @@ class CellCalls:
                 if ((many or long) and len(lengths) > 1) or (counts and long):
                     alike[key] = same
             types = [r for r in types if r.keys[counts] not in alike]
+        for r in types:
+            if r.length == 1:
+                for key, same in alike.items():
+                    if self._is_of_one(r, key):
+                        same.append(r)
+                        break
         return alike
+
+    def _is_of_one(self, single: Rolled, key: Any) -> bool:
+        """Returns whether a type of lists of one element is what a key says of such lists."""
+        own: Any = single.keys[False]
+        if own[1:] != key[1:]:
+            return False
+        return all(map(self._expressions.is_of_one, own[0], key[0]))
 
     def _rolled(self, node_type: int, of: NodeType) -> Rolled | None:
         lengths: dict[tuple, set[int]] = {}

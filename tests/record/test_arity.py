@@ -125,6 +125,19 @@ def test_programs_of_lists_are_rolled_up(cell):
         assert_close(ours, loops, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up])
+def test_programs_of_one_element_are_recognized(cell):
+    """They have no reductions; what is said of longer lists is what they do, and of others not."""
+    expressions = Expressions(Keys().params_key)
+    several = rolled(expressions, cell, 3, counts=True)
+    one = rolled(expressions, cell, 1, counts=False)
+    assert all(map(expressions.is_of_one, one, several))
+    for other in ALIKE:
+        if other is not cell:
+            others = rolled(expressions, other, 1, counts=False)
+            assert not all(map(expressions.is_of_one, others, several))
+
+
 @pytest.mark.parametrize("cell", UNLIKE)
 def test_what_differs_by_more_than_length_is_no_list(cell):
     expressions = Expressions(Keys().params_key)
@@ -181,13 +194,13 @@ def test_many_lengths_are_few_types():
     assert not made
     batched = jedbatch.batch(encode)
     assert types_of(batched.plan(W, few)) == 4  # one for each number of children
-    # No children, one, two to four, and up to sixteen.
+    # No children, up to four, up to eight, and up to 32.
     assert types_of(batched.plan(W, many)) == types_of(batched.plan(W, [*few, *many])) == 4
 
 
 def test_longer_lists_than_there_is_room_for():
     encode, many = encoder(child_sum, spread), trees(3, [1, 2, 3, 4, 5, 66])
-    assert types_of(check(encode, W, many, gradients=False).plan(W, many)) == 5
+    assert types_of(check(encode, W, many, gradients=False).plan(W, many)) == 4
 
 
 def in_lists(node, w, x, states):
@@ -214,9 +227,9 @@ def test_lists_inside_of_other_arguments():
         h, c = zip(*states, strict=True)
         return node(w, {"x": x, "below": (x, {"h": list(h), "c": c})})
 
-    many = trees(7, [1, 2, 3, 4, 5, 6])  # the stack of one array is no stack
+    many = trees(7, [1, 2, 3, 4, 5, 6])
     batched = check(encoder(in_containers, arranged), W, many, gradients=False)
-    assert types_of(batched.plan(W, many)) == 3 + 1
+    assert types_of(batched.plan(W, many)) == 3
 
 
 @pytest.mark.parametrize("cell", mostly_slow([means, by_position], "by_position"))
