@@ -43,7 +43,7 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
-        if recorder.locates and number and recorder.active and value.shape:
+        if number and recorder.active and value.shape and _differs(recorder, value, item):
             row = recorder.input(row_index(item, value.shape[0]))
             return recorder.node(PICK, PICK, _pick, (), [value, row])
         of_tracer = super(Value, value).__getitem__
@@ -59,6 +59,12 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
         shape = np.broadcast_to(np.False_, value.shape)[item].shape
     kind = recorder.registry.value_type(shape, value.dtype, value.aval.weak_type)
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
+
+
+def _differs(recorder: RecorderLike, value: Value, index: int) -> bool:
+    """Returns whether an index of values of a type is data, not part of an operation."""
+    of = PICK, value.type
+    return recorder.locates or recorder.registry.are_many("indices", of, (), (int(index),), 1)
 
 
 def _pick(_: Any, operands: Sequence[Any]) -> PyTree:

@@ -568,11 +568,11 @@ class Registry:
         """
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
-        return self._are_many("numbers", operation, args, numbers, MAX_CONSTANT_NUMBERS) or (
-            bool(arrays) and self._are_many("arrays", operation, args, arrays, MAX_CONSTANT_ARRAYS)
+        return self.are_many("numbers", operation, args, numbers, MAX_CONSTANT_NUMBERS) or (
+            bool(arrays) and self.are_many("arrays", operation, args, arrays, MAX_CONSTANT_ARRAYS)
         )
 
-    def _are_many(
+    def are_many(
         self, what: str, operation: Hashable, args: tuple[int, ...], values: tuple, most: int
     ) -> bool:
         """Returns whether more constants have been met with an operation than are compiled."""
