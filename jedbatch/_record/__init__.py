@@ -47,4 +47,5 @@ Read in this order:
    one node.
 31. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
+32. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

@@ -47,6 +47,7 @@ def trace(
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
     lists: Merges | None = None,
+    readouts: Any = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -61,6 +62,7 @@ def trace(
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
       lists: merges what is done with lists, if there is no grouping.
+      readouts: merges what is done last (see `_record.granularity.readout`), in the same way.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -89,6 +91,8 @@ def trace(
             columns, outputs, ends = nodes.written()
             break
     graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
+    if grouping is None and readouts is not None:
+        graph = readouts.merge(graph)
     records = [Record(graph, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers
 

@@ -10,6 +10,7 @@ from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._record.environment import NOWHERE, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.granularity.lists import StackedLists
+from jedbatch._record.granularity.readout import Readouts
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging, Unmarked
 from jedbatch._session.options import Options
@@ -27,6 +28,7 @@ class RecordCache:
       registry: types met so far.
       grouping: merges nodes or takes them apart; None if nodes are what was recorded.
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
+      readouts: merges what is done after the last cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.
       unmarked: watches what is recorded of a function whose nodes are merged unasked.
       by_key: records, by the key of the instance.
@@ -40,6 +42,7 @@ class RecordCache:
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Unmarked | None = None
         self.lists = StackedLists(registry) if options.granularity is None else None
+        self.readouts = Readouts(registry) if options.granularity is None else None
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
         self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
@@ -106,8 +109,8 @@ class RecordCache:
     @property
     def revision(self) -> int:
         """How often types that had been met became others."""
-        lists = self.lists.revision if self.lists else 0
-        return lists + self.registry.arities.revision + self.registry.shared_operands.revision
+        merged = sum(x.revision for x in (self.lists, self.readouts) if x)
+        return merged + self.registry.arities.revision + self.registry.shared_operands.revision
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
