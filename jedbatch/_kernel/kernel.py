@@ -33,9 +33,9 @@ from jedbatch._jaxpr.interpret import (
     cares_for_padding,
     inlined,
     reads,
+    rows_per_weight,
     run_equation,
     run_equations,
-    rows_per_weight,
     value_of,
     work,
 )
