@@ -9,12 +9,13 @@ Read in this order:
 4. `union_find`: Union-find: sets of things that are found to belong together, two at a time.
 5. `analysis`: Relations between the types of a graph, from the type of every node and the edges
    alone.
-6. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
+6. `joining`: The columns of instances of several graphs, one after the other.
+7. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
-7. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
-8. `graph`: Dataflow graphs of instances, as data.
-9. `degeneracy`: Graphs that hardly batch.
-10. `record`: `Record`: what recording an instance gave.
-11. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+8. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
+9. `graph`: Dataflow graphs of instances, as data.
+10. `degeneracy`: Graphs that hardly batch.
+11. `record`: `Record`: what recording an instance gave.
+12. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

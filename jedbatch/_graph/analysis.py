@@ -3,19 +3,87 @@
 A group of types that read each other in a cycle is a strongly connected component of the graph
 of types. Paths between nodes of one type stay inside of its component, so that ranks and chains
 are computed component by component. Letters are those of `_graph.graph`; edges are a pair of
-makers and readers, int32[...] each.
+makers and readers, int32[...] each, by reader. Most of this has a twin in C (`_support/c/graph.c`).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from jedbatch._graph.paths import longest_chains
+from jedbatch._graph.paths import int32_of, longest_chains, longest_paths, pointers
+from jedbatch._support.native import core
 
 # Share of the edges inside of a type that are in chains, for it to make chains.
 MIN_CHAINED_SHARE = 0.9
 
+# Types up to which the compiled core looks at all pairs of them.
+MANY_TYPES = 128
+# Types that read each other up to which the compiled core follows the chains of each.
+MANY_TOGETHER = 16
+
 Edges = tuple[np.ndarray, np.ndarray]
+
+
+def find_edges(
+    node_type: np.ndarray, num_results: np.ndarray, operand_ptr: np.ndarray, operand: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (int64[N + 1], int32[M], int32[M]): the edges to each node, makers and readers.
+
+    Neighbours that are equal are one edge: a node that reads two results of another one.
+
+    Args:
+      node_type: int32[N].
+      num_results: int32[T], results of a node of each type.
+      operand_ptr: int64[N + 1] and
+      operand: int32[E], what each node reads.
+    """
+    compiled, num_nodes = core(), len(node_type)
+    if compiled is not None:
+        ptr = np.empty(num_nodes + 1, np.int64)
+        maker, reader = np.empty((2, len(operand)), np.int32)
+        given = *int32_of(node_type, num_results), np.ascontiguousarray(operand_ptr, np.int64)
+        m = compiled.find_edges((*given, *int32_of(operand), ptr, maker, reader))
+        return ptr, maker[:m], reader[:m]
+    value_node = np.repeat(np.arange(num_nodes, dtype=np.int32), num_results[node_type])
+    operand_reader = np.repeat(np.arange(num_nodes, dtype=np.int32), np.diff(operand_ptr))
+    internal = np.flatnonzero(operand >= 0)
+    reader = operand_reader[internal]
+    maker = value_node[operand[internal]]
+    fresh = np.ones(len(maker), bool)
+    fresh[1:] = (maker[1:] != maker[:-1]) | (reader[1:] != reader[:-1])
+    reader, maker = reader[fresh], maker[fresh]
+    return pointers(np.bincount(reader, minlength=num_nodes)), maker, reader
+
+
+def readers(num_nodes: int, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (int64[N + 1], int32[M]): the nodes that read each node, ascending."""
+    maker, reader = edges
+    ptr, order = sorted_by(maker, num_nodes)
+    return ptr, reader[order]
+
+
+def sorted_by(key: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (int64[keys + 1], int32[len]): where each key begins, and the places with it."""
+    compiled = core()
+    if compiled is not None:
+        ptr, place = np.empty(num_keys + 1, np.int64), np.empty(len(key), np.int32)
+        compiled.sort_by((*int32_of(key), ptr, place))
+        return ptr, place
+    ptr = pointers(np.bincount(key, minlength=num_keys))
+    if num_keys < 1 << 15:
+        key = key.astype(np.int16)  # sorted by radix
+    return ptr, np.argsort(key, kind="stable").astype(np.int32)
+
+
+def heights(num_nodes: int, edges: Edges) -> np.ndarray:
+    """Returns int32[N], edges on the longest path that begins in each node."""
+    maker, reader = edges
+    compiled = core()
+    if compiled is None:
+        return longest_paths(num_nodes, reader[::-1], maker[::-1])
+    height = np.zeros(num_nodes, np.int32)
+    compiled.longest_ahead((*int32_of(maker, reader), height))
+    return height
 
 
 def induced(
@@ -27,9 +95,15 @@ def induced(
     """
     place = np.full(num_types, -1, np.int32)
     place[types] = np.arange(len(types))
+    maker, reader = edges
+    compiled = core()
+    if compiled is not None:
+        nodes = np.empty(len(node_type), np.int64)
+        inner = np.empty((2, len(maker)), np.int32)
+        n, m = compiled.induce((*int32_of(node_type, maker, reader, place), nodes, *inner))
+        return nodes[:n], place, (inner[0, :m], inner[1, :m])
     is_inside = place[node_type] >= 0
     index = np.cumsum(is_inside, dtype=np.int32) - np.int32(1)
-    maker, reader = edges
     inside = is_inside[maker] & is_inside[reader]
     return np.flatnonzero(is_inside), place, (index[maker[inside]], index[reader[inside]])
 
@@ -41,6 +115,9 @@ def ranks(
 
     Nodes of types outside of the components are of rank 0.
     """
+    found = _compiled_chains(node_type, num_types, edges, components, is_ahead=False)
+    if found is not None:
+        return found - np.int32(1)
     rank = np.zeros(len(node_type), np.int32)
     for types in components:
         nodes, place, inner = induced(node_type, num_types, edges, types)
@@ -52,6 +129,9 @@ def chains(
     node_type: np.ndarray, num_types: int, edges: Edges, components: Sequence[Sequence[int]]
 ) -> np.ndarray:
     """Returns int32[N]: nodes of its type on a longest path that begins in each, it included."""
+    found = _compiled_chains(node_type, num_types, edges, components, is_ahead=True)
+    if found is not None:
+        return found
     chain = np.ones(len(node_type), np.int32)
     for types in components:
         nodes, place, (maker, reader) = induced(node_type, num_types, edges, types)
@@ -61,9 +141,37 @@ def chains(
     return chain
 
 
+def _compiled_chains(
+    node_type: np.ndarray,
+    num_types: int,
+    edges: Edges,
+    components: Sequence[Sequence[int]],
+    *,
+    is_ahead: bool,
+) -> np.ndarray | None:
+    """Returns int32[N]: nodes of its type on a longest path that begins in each, or ends there.
+
+    None if there is no compiled core, or too many types read each other.
+    """
+    compiled = core()
+    if compiled is None or max(map(len, components), default=0) > MANY_TOGETHER:
+        return None
+    component = np.full(num_types, -1, np.int32)
+    for i, types in enumerate(components):
+        component[types] = i
+    longest = np.empty(len(node_type), np.int32)
+    compiled.find_chains(int(is_ahead), (*int32_of(node_type, *edges, component), longest))
+    return longest
+
+
 def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
     """Returns bool[T]: types with at least `MIN_CHAINED_SHARE` of their inner edges in chains."""
     maker, reader = edges
+    compiled = core()
+    if compiled is not None:
+        num_edges, num_links = np.empty((2, num_types), np.int64)
+        compiled.find_chained((*int32_of(node_type, maker, reader), num_edges, num_links))
+        return (num_links >= MIN_CHAINED_SHARE * num_edges) & (num_edges > 0)
     same = node_type[maker] == node_type[reader]
     maker, reader = maker[same], reader[same]
     num_readers = np.bincount(maker, minlength=len(node_type))
@@ -77,10 +185,30 @@ def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarr
 def changes_of_type(node_type: np.ndarray, edges: Edges, height: np.ndarray) -> np.ndarray:
     """Returns bool[N]: whether a longest path goes on from the node to one of another type."""
     maker, reader = edges
+    compiled = core()
+    if compiled is not None:
+        turns = np.empty(len(node_type), bool)
+        compiled.find_turns((*int32_of(node_type, maker, reader, height), turns))
+        return turns
     onward = height[maker] == height[reader] + 1
     changes = np.zeros(len(node_type), bool)
     changes[maker[onward & (node_type[maker] != node_type[reader])]] = True
     return changes
+
+
+def type_relations(
+    node_type: np.ndarray, num_types: int, edges: Edges
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (bool[T, T], bool[T]): where paths lead, and which types read themselves.
+
+    A path leads from one type to another if it does from some node of the one to one of the other.
+    """
+    compiled = core()
+    if compiled is not None and num_types <= MANY_TYPES:
+        reads, reach = np.empty((2, num_types, num_types), bool)
+        compiled.relate_types((*int32_of(node_type, *edges), reads, reach))
+        return reach, reads.diagonal()
+    return reachable_types(node_type, num_types, edges), reads_itself(node_type, num_types, edges)
 
 
 def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:

@@ -19,18 +19,21 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph import analysis, serialize
 from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
+from jedbatch._graph.joining import INPUTS, NODES, OUTPUTS, bounds_of, join
 from jedbatch._graph.paths import longest_paths, pointers
 from jedbatch._graph.types import NodeType, ValueType
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Int64
+
+CARRIED = ("rank", "height", "chain")  # what graphs know of their nodes and their union takes over
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,51 +210,47 @@ class Graph:
             g is first_graph and i == k for k, (g, i) in enumerate(parts)
         ):
             return first_graph
-        types = _common_types([g for g, _ in parts])
-        bounds = np.array([g._bounds[i] for g, i in parts])  # (nodes, operands, ...) from, to
-        first, last = bounds[:, 0::2], bounds[:, 1::2]
-        node_ptr, operand_end, input_ptr, output_ptr, value_ptr = map(pointers, (last - first).T)
-        rows = bounds.tolist()
-
-        def join(name: str, column: int) -> np.ndarray:
-            arrays = [getattr(g, name) for g, _ in parts]
-            pieces = [x[r[column] : r[column + 1]] for x, r in zip(arrays, rows, strict=True)]
-            return np.concatenate(pieces)
-
-        up = value_ptr[:-1] - first[:, 4]
-        down = input_ptr[:-1] - first[:, 2]
-
-        def moved(references: np.ndarray, ptr: np.ndarray) -> np.ndarray:
-            counts = np.diff(ptr)
-            shift = np.where(references >= 0, np.repeat(up, counts), -np.repeat(down, counts))
-            return (references + shift).astype(np.int32)
-
-        sizes = np.concatenate(
-            [np.diff(g.operand_ptr[r[0] : r[1] + 1]) for (g, _), r in zip(parts, rows, strict=True)]
+        graphs = {id(g): g for g, _ in parts}
+        types = _common_types(list(graphs.values()))
+        number = {name: i for i, name in enumerate(graphs)}
+        carried = [name for name in CARRIED if all(name in g.__dict__ for g in graphs.values())]
+        columns, ptr = join(
+            [
+                (
+                    g.node_type,
+                    g.operand_ptr,
+                    g.operand,
+                    g.outputs,
+                    *(getattr(g, x) for x in carried),
+                )
+                for g in graphs.values()
+            ],
+            [number[id(g)] for g, _ in parts],
+            [g._bounds[i] for g, i in parts],
         )
+        node_type, operand_ptr, operand, outputs, *more = columns
+        inputs = tuple([chunk for g, i in parts for chunk in g.chunks[i]])
         union = Graph(
-            types=types,
-            node_type=join("node_type", 0),
-            operand_ptr=pointers(sizes),
-            operand=moved(join("operand", 2), operand_end),
-            inputs=tuple(chunk for g, i in parts for chunk in g.chunks[i]),
-            outputs=moved(join("outputs", 6), output_ptr),
-            node_ptr=node_ptr,
-            input_ptr=input_ptr,
-            output_ptr=output_ptr,
+            types,
+            node_type,
+            operand_ptr,
+            operand,
+            inputs,
+            outputs,
+            ptr[NODES],
+            ptr[INPUTS],
+            ptr[OUTPUTS],
         )
-        for name in ("rank", "height", "chain"):
-            if all(name in g.__dict__ for g, _ in parts):
-                union.__dict__[name] = join(name, 0)
+        union.__dict__["num_inputs"] = int(ptr[INPUTS, -1])
+        union.__dict__.update(zip(carried, more, strict=True))
         return union
 
     @functools.cached_property
-    def _bounds(self) -> list[Any]:
-        """From and to, of every instance's nodes, operands, inputs, outputs and results."""
+    def _bounds(self) -> list[bytes]:
+        """Where every instance's nodes, operands, inputs, outputs and results begin and end."""
         nodes = self.node_ptr
         columns = nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr
-        flat = [end for x in (*columns, self.value_ptr[nodes]) for end in (x[:-1], x[1:])]
-        return list(zip(*(x.tolist() for x in flat), strict=True))
+        return bounds_of([*columns, self.value_ptr[nodes]])
 
     @functools.cached_property
     def chunks(self) -> list[tuple[InputRows, ...]]:
@@ -267,7 +266,12 @@ class Graph:
     @functools.cached_property
     def num_results(self) -> Int32[np.ndarray, " N"]:
         """int32[N], results of each node."""
-        return np.array([t.num_results for t in self.types], np.int32)[self.node_type]
+        return self.results_per_type[self.node_type]
+
+    @functools.cached_property
+    def results_per_type(self) -> Int32[np.ndarray, " T"]:
+        """int32[T], results of a node of each type."""
+        return np.array([t.num_results for t in self.types], np.int32)
 
     @functools.cached_property
     def value_ptr(self) -> Int64[np.ndarray, " N+1"]:
@@ -313,29 +317,26 @@ class Graph:
         return np.flatnonzero(self.nodes_per_type).tolist()
 
     @functools.cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(int64[N + 1], int32[M], int32[M]): edges to each node, maker and reader of each."""
+        return analysis.find_edges(
+            self.node_type, self.results_per_type, self.operand_ptr, self.operand
+        )
+
+    @property
     def preds(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
         """(int64[N + 1], int32[M]): the nodes each node reads, most repeats left out."""
-        internal = np.flatnonzero(self.operand >= 0)
-        reader = self.operand_reader[internal]
-        maker = self.value_node[self.operand[internal]]
-        fresh = np.ones(len(maker), bool)  # reading two results of one node is one edge
-        fresh[1:] = (maker[1:] != maker[:-1]) | (reader[1:] != reader[:-1])
-        reader, maker = reader[fresh], maker[fresh]
-        num_read = np.bincount(reader, minlength=len(self.node_type))
-        return pointers(num_read), maker.astype(np.int32)
+        return self._edges[:2]
 
-    @functools.cached_property
+    @property
     def edges(self) -> tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]:
         """(int32[M], int32[M]): maker and reader of every edge, by reader."""
-        ptr, maker = self.preds
-        return maker, np.repeat(np.arange(len(self.node_type), dtype=np.int32), np.diff(ptr))
+        return self._edges[1:]
 
     @functools.cached_property
     def succs(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
         """(int64[N + 1], int32[M]): the nodes that read each node."""
-        maker, reader = self.edges
-        ptr = pointers(np.bincount(maker, minlength=len(self.node_type)))
-        return ptr, reader[np.argsort(maker, kind="stable")]
+        return analysis.readers(len(self.node_type), self.edges)
 
     @functools.cached_property
     def makes_chains(self) -> Bool[np.ndarray, " T"]:
@@ -384,8 +385,7 @@ class Graph:
     @functools.cached_property
     def height(self) -> Int32[np.ndarray, " N"]:
         """int32[N], edges on the longest path that begins in each node; 0 if it is not read."""
-        maker, reader = self.edges
-        return longest_paths(len(self.node_type), reader[::-1], maker[::-1])
+        return analysis.heights(len(self.node_type), self.edges)
 
     @functools.cached_property
     def changes_type(self) -> Bool[np.ndarray, " N"]:
@@ -393,9 +393,9 @@ class Graph:
         return analysis.changes_of_type(self.node_type, self.edges, self.height)
 
     @functools.cached_property
-    def _reach(self) -> Bool[np.ndarray, "T T"]:
-        """bool[T, T], whether a path leads from some node of one type to one of another."""
-        return analysis.reachable_types(self.node_type, len(self.types), self.edges)
+    def _relations(self) -> tuple[Bool[np.ndarray, "T T"], Bool[np.ndarray, " T"]]:
+        """(bool[T, T], bool[T]): whether a path leads from one type to another; to itself at once."""
+        return analysis.type_relations(self.node_type, len(self.types), self.edges)
 
     @functools.cached_property
     def components(self) -> list[list[int]]:
@@ -403,12 +403,12 @@ class Graph:
 
         A group comes after those it reads from.
         """
-        return analysis.strong_components(self._reach, self.present_types)
+        return analysis.strong_components(self._relations[0], self.present_types)
 
     @functools.cached_property
     def cyclic_components(self) -> list[list[int]]:
         """The components whose types read each other, or themselves."""
-        is_cycle = analysis.reads_itself(self.node_type, len(self.types), self.edges)
+        is_cycle = self._relations[1].tolist()
         return [group for group in self.components if len(group) > 1 or is_cycle[group[0]]]
 
     @functools.cached_property
@@ -452,7 +452,7 @@ class Graph:
         ptr = pointers(np.bincount(reader, minlength=len(nodes)))
         names = tuple(NodeType(self.labels[t]) for t in types)
         part = Graph(names, place[self.node_type[nodes]], ptr, maker)
-        part.__dict__["preds"] = ptr, maker
+        part.__dict__["_edges"] = ptr, maker, reader
         part.__dict__["height"] = self.height[nodes]
         for name in ("rank", "chain"):
             if name in self.__dict__:

@@ -59,7 +59,7 @@ def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.n
     compiled = core()
     if compiled is not None:
         longest = np.zeros(num_nodes, np.int32)
-        compiled.longest_paths((*_int32(before, after), longest))
+        compiled.longest_paths((*int32_of(before, after), longest))
         return longest
     length = [0] * num_nodes
     for a, b in zip(before.tolist(), after.tolist(), strict=True):
@@ -85,7 +85,7 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
             return _chains_by_level(kind, num_kinds, level, before, after)
     longest = np.ones(len(kind), np.int32)
     if compiled is not None:
-        compiled.longest_chains((*_int32(before, after), longest, *_int32(kind)))
+        compiled.longest_chains((*int32_of(before, after), longest, *int32_of(kind)))
         return longest
     ends = before.tolist(), after.tolist()
     for k in range(num_kinds):
@@ -99,7 +99,7 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
     return longest
 
 
-def _int32(*arrays: np.ndarray) -> list[np.ndarray]:
+def int32_of(*arrays: np.ndarray) -> list[np.ndarray]:
     """Arrays as the compiled core takes them."""
     return [np.ascontiguousarray(x, np.int32) for x in arrays]
 

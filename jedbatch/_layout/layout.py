@@ -27,13 +27,14 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.paths import int32_of, pointers, ranges
 from jedbatch._layout.allocator import Allocation, allocate
 from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets
 from jedbatch._layout.explain import explain
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.native import core
 from jedbatch._support.types import OrderName
 
 if TYPE_CHECKING:
@@ -167,12 +168,8 @@ def assign_lanes(
     start[by_type] = begins - lane_ptr[schedule.batch_type[by_type]]
 
     node = ORDERS[order](graph, schedule)
-    within = ranges(np.zeros(len(schedule), np.int64), padded[by_type])
-    last = (sizes[by_type] - 1).repeat(padded[by_type])
-    first = schedule.node_ptr[:-1][by_type].repeat(padded[by_type])
-    lane_node = node[first + np.minimum(within, last)]
-    lane = np.empty(len(graph.node_type), np.int64)
-    lane[node] = ranges(start, sizes)
+    first = start + lane_ptr[schedule.batch_type]
+    lane_node, lane = _number_lanes(node, schedule.node_ptr, start, first, padded)
 
     counts = [t.num_results for t in graph.types]
     most = max(counts, default=0)
@@ -184,6 +181,33 @@ def assign_lanes(
     return Layout(
         graph, schedule, order, node, trips, start, lane_ptr, lane_node, lane, space, block, rows
     )
+
+
+def _number_lanes(
+    node: np.ndarray, node_ptr: np.ndarray, start: np.ndarray, first: np.ndarray, padded: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (int32[lanes], the node of every lane; int64[N], the lane of every node).
+
+    Lanes beyond the nodes of a batch compute the last one again.
+
+    Args:
+      node, node_ptr: the nodes of every batch.
+      start: int64[S], the lane of its type in which each batch begins.
+      first: int64[S], the same among the lanes of all types.
+      padded: int64[S], lanes of each batch.
+    """
+    lane_node, lane = np.empty(int(padded.sum()), np.int32), np.empty(len(node), np.int64)
+    compiled = core()
+    if compiled is not None:
+        given = *int32_of(node), node_ptr, start, first, padded
+        compiled.number_lanes((*given, lane_node, lane))
+        return lane_node, lane
+    sizes = np.diff(node_ptr)
+    within = ranges(np.zeros(len(sizes), np.int64), padded)
+    last = node_ptr[:-1].repeat(padded) + np.minimum(within, (sizes - 1).repeat(padded))
+    lane_node[ranges(first, padded)] = node[last]
+    lane[node] = ranges(start, sizes)
+    return lane_node, lane
 
 
 def share_rows(

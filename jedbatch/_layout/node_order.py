@@ -23,8 +23,10 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import int32_of
 from jedbatch._layout.pq_planner import arrange
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.native import core
 
 MIN_SORTED_SHARE = 0.2  # share of all nodes that are of such types, for anything to be sorted
 
@@ -36,35 +38,63 @@ def append(graph: Graph, schedule: Schedule) -> np.ndarray:
 
 def longest(graph: Graph, schedule: Schedule) -> np.ndarray:
     """Nodes with the longest path still to go first."""
-    return _by_height(graph, schedule, np.arange(len(schedule.node)))
+    return _sorted_in_batches(schedule, schedule.node, np.ones(len(schedule), bool), -graph.height)
 
 
 def auto(graph: Graph, schedule: Schedule) -> np.ndarray:
     """`longest` for types that make chains; what they read in the order in which they read it."""
     chained = graph.makes_chains
-    chains = np.flatnonzero(chained[graph.node_type[schedule.node]])
-    if not len(chains) or len(chains) < MIN_SORTED_SHARE * len(schedule.node):
+    num_chained = int(graph.nodes_per_type[chained].sum())
+    if not num_chained or num_chained < MIN_SORTED_SHARE * len(schedule.node):
         return schedule.node
-    node = _by_height(graph, schedule, chains)
+    in_chains = chained[schedule.batch_type]
+    node = _sorted_in_batches(schedule, schedule.node, in_chains, -graph.height)
+    place = np.empty(len(node), np.int32)
+    place[node] = np.arange(len(node), dtype=np.int32)
+    read_at = _first_reads(graph, chained, place)
+    return node if read_at is None else _sorted_in_batches(schedule, node, ~in_chains, read_at)
+
+
+def _first_reads(graph: Graph, chained: np.ndarray, place: np.ndarray) -> np.ndarray | None:
+    """Returns int32[N], the first place of a node in a chain that reads each node outside of one.
+
+    N if there is none; None if that is so of all nodes.
+
+    Args:
+      graph: the graph.
+      chained: bool[T], types that make chains.
+      place: int32[N], the place of each node.
+    """
     maker, reader = graph.edges
+    read_at = np.full(len(place), len(place), np.int32)
+    compiled = core()
+    if compiled is not None:
+        given = *int32_of(maker, reader, graph.node_type), chained
+        return read_at if compiled.first_reads((*given, place, read_at)) else None
     feeds = chained[graph.node_type[reader]] & ~chained[graph.node_type[maker]]
-    if not feeds.any():
-        return node
-    place = np.empty(len(node), np.int64)
-    place[node] = np.arange(len(node))
-    read_at = np.full(len(node), len(node))
     np.minimum.at(read_at, maker[feeds], place[reader[feeds]])
-    positions = np.flatnonzero(~chained[graph.node_type[schedule.node]])
-    moving = node[positions]
-    node[positions] = moving[np.lexsort((read_at[moving], schedule.batch[moving]))]
-    return node
+    return read_at if feeds.any() else None
 
 
-def _by_height(graph: Graph, schedule: Schedule, positions: np.ndarray) -> np.ndarray:
-    """The nodes at some positions of a schedule sorted by height, batch by batch."""
-    node = schedule.node.copy()
+def _sorted_in_batches(
+    schedule: Schedule, node: np.ndarray, of: np.ndarray, key: np.ndarray
+) -> np.ndarray:
+    """Returns the nodes of a schedule with those of some batches sorted.
+
+    Args:
+      schedule: the schedule.
+      node: int32[N], its nodes in some order inside of batches.
+      of: bool[S], the batches to be sorted.
+      key: int32[N], what to sort nodes by; those with equal keys stay as they are.
+    """
+    compiled = core()
+    node = node.copy()
+    if compiled is not None:
+        compiled.sort_batches((node, schedule.node_ptr, of, *int32_of(key)))
+        return node
+    positions = np.flatnonzero(of[schedule.batch[node]])
     nodes = node[positions]
-    node[positions] = nodes[np.lexsort((-graph.height[nodes], schedule.batch[nodes]))]
+    node[positions] = nodes[np.lexsort((key[nodes], schedule.batch[nodes]))]
     return node
 
 

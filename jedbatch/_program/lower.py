@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jedbatch._graph.paths import int32_of
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.access import (
     GATHER,
@@ -26,6 +27,7 @@ from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.placement import Placement
 from jedbatch._program.runs import merge_runs
 from jedbatch._program.signature import Signature
+from jedbatch._support.native import core
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
@@ -86,8 +88,18 @@ def value_rows(placed: Placement, begin: np.ndarray) -> np.ndarray:
 
     Input i is at -1 - i.
     """
-    space, within = placed.layout.values
-    return np.append(begin[space] + within, placed.input_row[::-1])
+    graph, layout, schedule = placed.graph, placed.layout, placed.schedule
+    compiled = core()
+    if compiled is None:
+        space, within = layout.values
+        return np.append(begin[space] + within, placed.input_row[::-1])
+    row = np.empty(graph.num_values + len(placed.input_row), np.int64)
+    row[graph.num_values :] = placed.input_row[::-1]
+    base = begin[layout.space[schedule.batch_type]] + layout.block - layout.start[:, None]
+    nodes = *int32_of(schedule.node), schedule.node_ptr, *int32_of(schedule.batch_type)
+    values = graph.results_per_type, graph.value_ptr, layout.lane
+    compiled.value_rows(base.shape[1], (*nodes, *values, np.ascontiguousarray(base), row))
+    return row
 
 
 def operand_rows(placed: Placement, operand: np.ndarray) -> list[np.ndarray]:
@@ -99,6 +111,24 @@ def operand_rows(placed: Placement, operand: np.ndarray) -> list[np.ndarray]:
         position = np.arange(len(kernel.operands))[:, None]
         rows_by_kernel.append(operand[graph.operand_ptr[nodes] + position])
     return rows_by_kernel
+
+
+def write_operands(placed: Placement, operand: np.ndarray, views: Sequence[np.ndarray]) -> None:
+    """Writes the rows of operands to int32[operands, lanes] of each kernel.
+
+    Lanes that do not exist read what the first one does.
+    """
+    compiled = core()
+    if compiled is None:
+        for view, read in zip(views, operand_rows(placed, operand), strict=True):
+            view[:, : read.shape[1]] = read
+            view[:, read.shape[1] :] = read[:, :1]
+        return
+    graph, layout = placed.graph, placed.layout
+    bounds, operand_ptr = layout.lane_ptr.tolist(), graph.operand_ptr
+    for t, kernel, view in zip(placed.type_ids, placed.kernels, views, strict=True):
+        nodes = layout.lane_node[bounds[t] : bounds[t + 1]]
+        compiled.operand_rows(len(kernel.operands), (nodes, operand_ptr, operand, view))
 
 
 def _result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
@@ -213,8 +243,9 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     rows = Rows.of(placed, signature) if rows is None else rows
     form, first_lane = signature.form, rows.first_lane
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
-    operands = operand_rows(placed, rows.operand)
+    operands = None
     if any(signature.readings):
+        operands = operand_rows(placed, rows.operand)
         modes = find_all_modes(placed, signature, operands)
         runs = body_runs(placed, signature, modes)
     else:
@@ -230,15 +261,16 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     table = np.zeros(form.size, np.int32)
     form.view(table, "num_instructions")[0] = len(instructions)
     form.view(table, "instructions")[: len(instructions)] = instructions
-    for i, (k, read) in enumerate(zip(place, operands, strict=True)):
-        view, begin = form.view(table, "operands", k), 0
-        if first_lane is None:  # lanes that do not exist read what the first one does
-            view[:, read.shape[1] :] = read[:, :1]
-        else:
-            begin = first_lane[i]
-        view[:, begin : begin + read.shape[1]] = read
-        if rows.results is not None:
-            form.view(table, "results", k)[:, : read.shape[1]] = rows.results[i]
+    views = [form.view(table, "operands", k) for k in place]
+    if first_lane is None:
+        write_operands(placed, rows.operand, views)
+    else:
+        operands = operand_rows(placed, rows.operand) if operands is None else operands
+        for view, begin, read in zip(views, first_lane, operands, strict=True):
+            view[:, begin : begin + read.shape[1]] = read
+    if rows.results is not None:
+        for k, results in zip(place, rows.results, strict=True):
+            form.view(table, "results", k)[:, : results.shape[1]] = results
     for kind, returned in rows.outputs.items():
         form.view(table, "outputs", signature._arena_ids[kind])[: len(returned)] = returned
     return Lowered(signature, placed, table, runs)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import pointers
-from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, nodes_in_order
+from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, schedule_of
 
 
 def by_component(
@@ -36,29 +36,33 @@ def by_component(
         return batches if weights is None else replace(batches, bound=cost(batches, weights))
     if len(components) == 1 and len(graph.types) == len(components[0]):
         return solve(graph)
-    when = np.zeros(len(graph.node_type), np.int32)
+    longest = longest_by_type(graph).tolist()
+    first = np.zeros(len(graph.types), np.int32)  # batch of each type that is alone
+    parts: list[tuple[np.ndarray, Schedule, int]] = []  # of others: nodes, batches, the first one
     batch_types, bound, unseen, name = [np.zeros(0, np.int32)], 0.0, 0, ""
     start = 0
     for types in components:
-        nodes, part = graph.restrict(types)
         if len(types) == 1:
-            batches = by_rank(part)
-            assert batches is not None
-            if weights is not None:
-                batches = replace(batches, bound=cost(batches, weights[types]))
-        else:
-            batches = solve(part)
-            name = name or batches.policy
-        when[nodes[batches.node]] = np.repeat(
-            np.arange(start, start + len(batches), dtype=np.int32), np.diff(batches.node_ptr)
-        )
+            (t,) = types
+            first[t] = start
+            batch_types.append(np.full(longest[t], t, np.int32))
+            start += longest[t]
+            bound += longest[t] if weights is None else float(np.full(longest[t], weights[t]).sum())
+            continue
+        nodes, part = graph.restrict(types)
+        batches = solve(part)
+        name = name or batches.policy
+        parts.append((nodes, batches, start))
         batch_types.append(np.array(types, np.int32)[batches.batch_type])
         start += len(batches)
         bound += batches.bound
         unseen += batches.unseen
-    sizes = np.bincount(when, minlength=start)
-    batch_type = np.concatenate(batch_types)
-    return Schedule(batch_type, pointers(sizes), nodes_in_order(when), name, bound, unseen)
+    when = first[graph.node_type] + graph.rank
+    for nodes, batches, begin in parts:
+        when[nodes[batches.node]] = np.repeat(
+            np.arange(begin, begin + len(batches), dtype=np.int32), np.diff(batches.node_ptr)
+        )
+    return schedule_of(np.concatenate(batch_types), when, name, bound=bound, unseen=unseen)
 
 
 def by_rank(graph: Graph) -> Schedule | None:
@@ -70,20 +74,20 @@ def by_rank(graph: Graph) -> Schedule | None:
     longest = longest_by_type(graph)
     start = pointers(longest)
     num_groups = int(start[-1])
-    group = start[graph.node_type] + graph.rank
     if all(len(types) == 1 for types in graph.components):
-        blocks = [np.arange(start[t], start[t + 1]) for (t,) in graph.components]
-        order = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
-    else:
-        order = _sorted_groups(graph, group, num_groups)
-        if len(order) < num_groups:
-            return None
-    place = np.empty(num_groups, np.int64)
-    place[order] = np.arange(num_groups)
-    when = place[group]
-    sizes = np.bincount(when, minlength=num_groups)
+        alone = np.array([t for (t,) in graph.components], np.int32)
+        first = np.zeros(len(graph.types), np.int32)
+        first[alone] = pointers(longest[alone])[:-1]
+        when, types = first[graph.node_type] + graph.rank, np.repeat(alone, longest[alone])
+        return schedule_of(types, when, "by rank", bound=num_groups)
+    group = start[graph.node_type] + graph.rank
+    order = _sorted_groups(graph, group, num_groups)
+    if len(order) < num_groups:
+        return None
+    place = np.empty(num_groups, np.int32)
+    place[order] = np.arange(num_groups, dtype=np.int32)
     types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
-    return Schedule(types[order], pointers(sizes), nodes_in_order(when), "by rank", num_groups)
+    return schedule_of(types[order], place[group], "by rank", bound=num_groups)
 
 
 def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:

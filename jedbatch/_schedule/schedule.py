@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jedbatch import checks
+from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import pointers
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
@@ -130,22 +130,17 @@ class Schedule:
         return "\n".join(lines)
 
 
-def schedule_of(batch_type: Sequence[int], when: np.ndarray, policy: str, **found: Any) -> Schedule:
+def schedule_of(
+    batch_type: Sequence[int] | np.ndarray, when: np.ndarray, policy: str, **found: Any
+) -> Schedule:
     """Returns the schedule with these types of batches and int32[N], the batch of each node."""
-    ptr = pointers(np.bincount(when, minlength=len(batch_type)))
-    return Schedule(np.array(batch_type, np.int32), ptr, nodes_in_order(when), policy, **found)
+    ptr, node = sorted_by(when, len(batch_type))
+    return Schedule(np.array(batch_type, np.int32), ptr, node, policy, **found)
 
 
 def cost(schedule: Schedule, weights: np.ndarray) -> float:
     """Returns the cost of the batches at float[T] `weights`."""
     return float(weights[schedule.batch_type].sum())
-
-
-def nodes_in_order(when: np.ndarray) -> np.ndarray:
-    """int32[N], the nodes by the batch they run in, ascending in each."""
-    if len(when) and when.max() < 1 << 15:
-        when = when.astype(np.int16)  # sorted by radix
-    return np.argsort(when, kind="stable").astype(np.int32)
 
 
 def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 3 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 4 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -32,6 +32,20 @@ PyObject *is_plain_tree(PyObject *module, PyObject *instance);
 PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);
+PyObject *join(PyObject *module, PyObject *args);
+PyObject *find_edges(PyObject *module, PyObject *given);
+PyObject *sort_by(PyObject *module, PyObject *given);
+PyObject *relate_types(PyObject *module, PyObject *given);
+PyObject *find_chained(PyObject *module, PyObject *given);
+PyObject *find_turns(PyObject *module, PyObject *given);
+PyObject *longest_ahead(PyObject *module, PyObject *given);
+PyObject *find_chains(PyObject *module, PyObject *args);
+PyObject *induce(PyObject *module, PyObject *given);
+PyObject *number_lanes(PyObject *module, PyObject *given);
+PyObject *sort_batches(PyObject *module, PyObject *given);
+PyObject *first_reads(PyObject *module, PyObject *given);
+PyObject *value_rows(PyObject *module, PyObject *args);
+PyObject *operand_rows(PyObject *module, PyObject *args);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

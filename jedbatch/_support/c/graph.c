@@ -1,0 +1,525 @@
+/* Graphs joined, and what edges and types say of them: the twin of `_graph/joining.py` and
+ * `_graph/analysis.py`, which say what is computed.
+ *
+ * Edges are given as in `_graph/paths.py`: by reader, makers before their readers.
+ */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+enum { MAX_COLUMNS = 3, NUM_PLACES = 11 };
+
+static int
+all_below(const int32_t *numbers, Py_ssize_t count, int64_t end)
+{
+    uint32_t largest = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        largest = (uint32_t)numbers[i] > largest ? (uint32_t)numbers[i] : largest;
+    return count == 0 || (int64_t)largest < end;
+}
+
+static int
+rises(const int64_t *ptr, Py_ssize_t count, int64_t end)
+{
+    int fits = count > 0 && ptr[0] == 0 && ptr[count - 1] == end;
+    for (Py_ssize_t i = 1; fits && i < count; i++)
+        fits = ptr[i - 1] <= ptr[i];
+    return fits;
+}
+
+static PyObject *
+do_not_fit(void)
+{
+    PyErr_SetString(PyExc_ValueError, "arrays of a graph do not fit each other");
+    return NULL;
+}
+
+/* --- graphs joined --- */
+
+/* The share of an instance: where its rows begin in its graph and in the union. */
+typedef struct {
+    int64_t from[5], to[5]; /* nodes, operands, inputs, outputs, results */
+    int64_t at[5];
+} Share;
+
+enum { NODES, OPERANDS, INPUTS, OUTPUTS, RESULTS };
+
+static void
+move_references(const Share *share, const int32_t *from, int32_t *to, int64_t count)
+{
+    int32_t up = (int32_t)(share->at[RESULTS] - share->from[RESULTS]);
+    int32_t down = (int32_t)(share->at[INPUTS] - share->from[INPUTS]);
+    for (int64_t i = 0; i < count; i++)
+        to[i] = from[i] + (from[i] >= 0 ? up : -down);
+}
+
+static void
+move_share(const Share *share, void *const *from, void *const *to, int num_columns)
+{
+    int64_t num_nodes = share->to[NODES] - share->from[NODES];
+    int64_t num_operands = share->to[OPERANDS] - share->from[OPERANDS];
+    int64_t num_outputs = share->to[OUTPUTS] - share->from[OUTPUTS];
+    int64_t shift = share->at[OPERANDS] - share->from[OPERANDS];
+    const int64_t *ptr = (const int64_t *)from[1] + share->from[NODES] + 1;
+    int64_t *new_ptr = (int64_t *)to[1] + share->at[NODES] + 1;
+    memcpy((int32_t *)to[0] + share->at[NODES], (const int32_t *)from[0] + share->from[NODES],
+           num_nodes * sizeof(int32_t));
+    for (int64_t i = 0; i < num_nodes; i++)
+        new_ptr[i] = ptr[i] + shift;
+    move_references(share, (const int32_t *)from[2] + share->from[OPERANDS],
+                    (int32_t *)to[2] + share->at[OPERANDS], num_operands);
+    move_references(share, (const int32_t *)from[3] + share->from[OUTPUTS],
+                    (int32_t *)to[3] + share->at[OUTPUTS], num_outputs);
+    for (int i = 4; i < 4 + num_columns; i++)
+        memcpy((int32_t *)to[i] + share->at[NODES], (const int32_t *)from[i] + share->from[NODES],
+               num_nodes * sizeof(int32_t));
+}
+
+/* Reads the shares from rows of bounds, and finds their places; the ends of all in `end`. */
+static Share *
+find_shares(const int64_t *bounds, Py_ssize_t count, int64_t *end)
+{
+    Share *shares = malloc((count + 1) * sizeof(Share));
+    if (shares == NULL)
+        return (Share *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++)
+        for (int k = 0; k < 5; k++) {
+            const int64_t *bound = bounds + i * NUM_PLACES + 2 * k;
+            shares[i].from[k] = bound[0];
+            shares[i].to[k] = bound[1];
+            shares[i].at[k] = end[k];
+            if (bound[0] < 0 || bound[1] < bound[0]) {
+                free(shares);
+                return (Share *)do_not_fit();
+            }
+            end[k] += bound[1] - bound[0];
+        }
+    return shares;
+}
+
+/* join(graphs, (bounds, type of nodes, operand_ptr, operands, outputs, ...)): writes the union of
+ * instances. Each graph is a tuple of the same columns; `bounds` has a row for each instance. */
+PyObject *
+join(PyObject *module, PyObject *args)
+{
+    (void)module;
+    static const int from_sizes[4 + MAX_COLUMNS] = {4, 8, 4, 4, 4, 4, 4};
+    static const int to_sizes[5 + MAX_COLUMNS] = {8, -4, -8, -4, -4, -4, -4, -4};
+    PyObject *graphs, *given;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &graphs, &PyTuple_Type, &given))
+        return NULL;
+    int num_columns = (int)PyTuple_Size(given) - 5;
+    if (num_columns < 0 || num_columns > MAX_COLUMNS)
+        return do_not_fit();
+    Buffers buffers = {0};
+    void *to[5 + MAX_COLUMNS], *from[4 + MAX_COLUMNS];
+    Py_ssize_t room[5 + MAX_COLUMNS], lengths[4 + MAX_COLUMNS];
+    if (get_buffers(&buffers, given, 5 + num_columns, to_sizes, to, room) < 0)
+        return NULL;
+    const int64_t *bounds = to[0];
+    Py_ssize_t count = room[0] / NUM_PLACES;
+    int64_t end[5] = {0};
+    Share *shares = find_shares(bounds, count, end);
+    int fits = shares != NULL && room[1] == end[NODES] && room[2] == end[NODES] + 1 &&
+               room[3] == end[OPERANDS] && room[4] == end[OUTPUTS];
+    for (int i = 5; i < 5 + num_columns; i++)
+        fits = fits && room[i] == end[NODES];
+    if (fits)
+        ((int64_t *)to[2])[0] = 0;
+    for (Py_ssize_t g = 0; fits && g < PyList_Size(graphs); g++) {
+        Buffers own = {0};
+        PyObject *graph = PyList_GetItem(graphs, g);
+        if (get_buffers(&own, graph, 4 + num_columns, from_sizes, from, lengths) < 0)
+            break;
+        for (Py_ssize_t i = 0; fits && i < count; i++) {
+            if (bounds[i * NUM_PLACES + NUM_PLACES - 1] != g)
+                continue;
+            const int64_t *last = shares[i].to;
+            fits = last[NODES] <= lengths[0] && last[NODES] < lengths[1] &&
+                   last[OPERANDS] <= lengths[2] && last[OUTPUTS] <= lengths[3];
+            for (int k = 4; fits && k < 4 + num_columns; k++)
+                fits = last[NODES] <= lengths[k];
+            if (fits)
+                move_share(&shares[i], from, to + 1, num_columns);
+        }
+        release_buffers(&own);
+    }
+    free(shares);
+    release_buffers(&buffers);
+    if (!fits && !PyErr_Occurred())
+        do_not_fit();
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* --- edges --- */
+
+/* find_edges((type of nodes, results of types, operand_ptr, operands, ptr, makers, readers)):
+ * writes the edges between nodes, once for neighbours that are equal, and returns how many. */
+PyObject *
+find_edges(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[7] = {4, 4, 8, 4, -8, -4, -4};
+    Buffers buffers = {0};
+    void *data[7];
+    Py_ssize_t lengths[7];
+    if (get_buffers(&buffers, given, 7, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *node_type = data[0], *num_results = data[1], *operand = data[3];
+    const int64_t *operand_ptr = data[2];
+    int64_t *ptr = data[4];
+    int32_t *maker = data[5], *reader = data[6], *node_of = NULL;
+    Py_ssize_t num_nodes = lengths[0], num_edges = 0;
+    int64_t num_values = 0;
+    int fits = lengths[2] == num_nodes + 1 && lengths[4] == num_nodes + 1 &&
+               lengths[5] == lengths[3] && lengths[6] == lengths[3] &&
+               rises(operand_ptr, num_nodes + 1, lengths[3]) &&
+               all_below(node_type, num_nodes, lengths[1]);
+    for (Py_ssize_t t = 0; fits && t < lengths[1]; t++)
+        fits = num_results[t] >= 0;
+    for (Py_ssize_t i = 0; fits && i < num_nodes; i++)
+        num_values += num_results[node_type[i]];
+    if (fits && (node_of = malloc((num_values + 1) * sizeof(int32_t))) == NULL)
+        PyErr_NoMemory();
+    if (node_of != NULL) {
+        int64_t value = 0;
+        for (Py_ssize_t i = 0; i < num_nodes; i++)
+            for (int32_t k = 0; k < num_results[node_type[i]]; k++)
+                node_of[value++] = (int32_t)i;
+        ptr[0] = 0;
+        for (Py_ssize_t i = 0; fits && i < num_nodes; i++) {
+            int32_t last = -1;
+            for (int64_t k = operand_ptr[i]; k < operand_ptr[i + 1]; k++) {
+                if (operand[k] < 0)
+                    continue;
+                if (operand[k] >= num_values) {
+                    fits = 0;
+                    break;
+                }
+                int32_t made_by = node_of[operand[k]];
+                if (made_by != last) {
+                    maker[num_edges] = last = made_by;
+                    reader[num_edges++] = (int32_t)i;
+                }
+            }
+            ptr[i + 1] = num_edges;
+        }
+    }
+    free(node_of);
+    release_buffers(&buffers);
+    if (PyErr_Occurred())
+        return NULL;
+    return fits ? PyLong_FromSsize_t(num_edges) : do_not_fit();
+}
+
+/* sort_by((key, ptr, places)): writes where the rows of each key begin, and the places of those
+ * with it, ascending. Every key is in range. */
+PyObject *
+sort_by(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[3] = {4, -8, -4};
+    Buffers buffers = {0};
+    void *data[3];
+    Py_ssize_t lengths[3];
+    if (get_buffers(&buffers, given, 3, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *key = data[0];
+    int64_t *ptr = data[1];
+    int32_t *place = data[2];
+    Py_ssize_t count = lengths[0], num_keys = lengths[1] - 1;
+    int fits = num_keys >= 0 && lengths[2] == count && all_below(key, count, num_keys);
+    if (fits) {
+        memset(ptr, 0, (num_keys + 1) * sizeof(int64_t));
+        for (Py_ssize_t i = 0; i < count; i++)
+            ptr[key[i] + 1]++;
+        for (Py_ssize_t k = 0; k < num_keys; k++)
+            ptr[k + 1] += ptr[k];
+        for (Py_ssize_t i = 0; i < count; i++) /* moves each row's beginning to its end */
+            place[ptr[key[i]]++] = (int32_t)i;
+        memmove(ptr + 1, ptr, num_keys * sizeof(int64_t));
+        ptr[0] = 0;
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* --- types --- */
+
+/* The nodes of a graph, its edges, and something for each type. */
+typedef struct {
+    const int32_t *node_type, *maker, *reader;
+    Py_ssize_t num_nodes, num_edges, num_types;
+} Typed;
+
+/* Takes the first three arrays; 0 if types and edges are in range. */
+static int
+take_typed(Typed *x, void *const *data, const Py_ssize_t *lengths, Py_ssize_t num_types)
+{
+    x->node_type = data[0];
+    x->maker = data[1];
+    x->reader = data[2];
+    x->num_nodes = lengths[0];
+    x->num_edges = lengths[1];
+    x->num_types = num_types;
+    int fits = lengths[2] == lengths[1] && all_below(x->node_type, x->num_nodes, num_types) &&
+               all_below(x->maker, x->num_edges, x->num_nodes) &&
+               all_below(x->reader, x->num_edges, x->num_nodes);
+    return fits ? 0 : -1;
+}
+
+/* relate_types((type of nodes, makers, readers, reads, reaches)): writes to bool[T, T] whether a
+ * type is read by another one, and whether a path leads from it to another one. */
+PyObject *
+relate_types(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[5] = {4, 4, 4, -1, -1};
+    Buffers buffers = {0};
+    void *data[5];
+    Py_ssize_t lengths[5], num_types = 0;
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
+        return NULL;
+    while (num_types * num_types < lengths[3])
+        num_types++;
+    uint8_t *reads = data[3], *reaches = data[4];
+    Typed x;
+    int fits = num_types * num_types == lengths[3] && lengths[4] == lengths[3] &&
+               take_typed(&x, data, lengths, num_types) == 0;
+    if (fits) {
+        memset(reads, 0, lengths[3]);
+        for (Py_ssize_t e = 0; e < x.num_edges; e++)
+            reads[x.node_type[x.maker[e]] * num_types + x.node_type[x.reader[e]]] = 1;
+        memcpy(reaches, reads, lengths[3]);
+        for (Py_ssize_t via = 0; via < num_types; via++)
+            for (Py_ssize_t t = 0; t < num_types; t++)
+                if (reaches[t * num_types + via] && t != via)
+                    for (Py_ssize_t u = 0; u < num_types; u++)
+                        reaches[t * num_types + u] |= reaches[via * num_types + u];
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* find_chained((type of nodes, makers, readers, edges, links)): writes for each type its edges
+ * inside of it, and how many of them are in chains. */
+PyObject *
+find_chained(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[5] = {4, 4, 4, -8, -8};
+    Buffers buffers = {0};
+    void *data[5];
+    Py_ssize_t lengths[5];
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
+        return NULL;
+    int64_t *edges = data[3], *links = data[4];
+    uint8_t *counts = NULL;
+    Typed x;
+    int fits = lengths[4] == lengths[3] && take_typed(&x, data, lengths, lengths[3]) == 0;
+    if (fits && (counts = calloc(2 * x.num_nodes + 1, 1)) == NULL)
+        PyErr_NoMemory();
+    if (counts != NULL) { /* of readers and makers of the same type: none, one or two and more */
+        uint8_t *num_readers = counts, *num_makers = counts + x.num_nodes;
+        memset(edges, 0, lengths[3] * sizeof(int64_t));
+        memset(links, 0, lengths[3] * sizeof(int64_t));
+        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
+            int32_t maker = x.maker[e], reader = x.reader[e];
+            if (x.node_type[maker] == x.node_type[reader]) {
+                num_readers[maker] += num_readers[maker] < 2;
+                num_makers[reader] += num_makers[reader] < 2;
+            }
+        }
+        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
+            int32_t maker = x.maker[e], reader = x.reader[e], t = x.node_type[maker];
+            if (t == x.node_type[reader]) {
+                edges[t]++;
+                links[t] += num_readers[maker] == 1 && num_makers[reader] == 1;
+            }
+        }
+    }
+    free(counts);
+    release_buffers(&buffers);
+    if (PyErr_Occurred())
+        return NULL;
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* find_turns((type of nodes, makers, readers, heights, turns)): writes to bool[N] whether a longest
+ * path goes on from a node to one of another type. */
+PyObject *
+find_turns(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[5] = {4, 4, 4, 4, -1};
+    Buffers buffers = {0};
+    void *data[5];
+    Py_ssize_t lengths[5];
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *height = data[3];
+    uint8_t *turns = data[4];
+    Typed x;
+    int fits = lengths[3] == lengths[0] && lengths[4] == lengths[0] &&
+               take_typed(&x, data, lengths, INT32_MAX) == 0;
+    if (fits) {
+        memset(turns, 0, x.num_nodes);
+        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
+            int32_t maker = x.maker[e], reader = x.reader[e];
+            if (height[maker] == height[reader] + 1 && x.node_type[maker] != x.node_type[reader])
+                turns[maker] = 1;
+        }
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* longest_ahead((makers, readers, length)): adds to `length` the edges of longest paths that begin
+ * in each node. */
+PyObject *
+longest_ahead(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[3] = {4, 4, -4};
+    Buffers buffers = {0};
+    void *data[3];
+    Py_ssize_t lengths[3];
+    if (get_buffers(&buffers, given, 3, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *maker = data[0], *reader = data[1];
+    int32_t *length = data[2];
+    int fits = lengths[0] == lengths[1] && all_below(maker, lengths[0], lengths[2]) &&
+               all_below(reader, lengths[1], lengths[2]);
+    for (Py_ssize_t e = lengths[0] - 1; fits && e >= 0; e--)
+        if (length[maker[e]] <= length[reader[e]])
+            length[maker[e]] = length[reader[e]] + 1;
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* Lengthens the chains of one type, along the edges inside of its component. */
+static void
+follow_chains(const Typed *x, const int32_t *inner, Py_ssize_t num_inner, int32_t type,
+              int32_t *chain, int is_ahead)
+{
+    for (Py_ssize_t i = 0; i < num_inner; i++) {
+        int32_t e = inner[is_ahead ? num_inner - 1 - i : i];
+        int32_t before = is_ahead ? x->reader[e] : x->maker[e];
+        int32_t after = is_ahead ? x->maker[e] : x->reader[e];
+        int32_t length = chain[before] + (x->node_type[after] == type);
+        if (length > chain[after])
+            chain[after] = length;
+    }
+}
+
+/* find_chains(is ahead, (type of nodes, makers, readers, component of types, longest)): writes the
+ * nodes of its type on a longest chain that ends in each node, or begins there. Components are
+ * numbered from 0; chains of types of component -1 are of single nodes. */
+PyObject *
+find_chains(PyObject *module, PyObject *args)
+{
+    (void)module;
+    static const int sizes[5] = {4, 4, 4, 4, -4};
+    PyObject *given;
+    int is_ahead;
+    if (!PyArg_ParseTuple(args, "iO", &is_ahead, &given))
+        return NULL;
+    Buffers buffers = {0};
+    void *data[5];
+    Py_ssize_t lengths[5];
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *component = data[3];
+    int32_t *longest = data[4], *chain = NULL, *inner = NULL;
+    Typed x;
+    int fits = lengths[4] == lengths[0] && take_typed(&x, data, lengths, lengths[3]) == 0;
+    if (fits) {
+        chain = malloc((x.num_nodes + 1) * sizeof(int32_t));
+        inner = malloc((x.num_edges + 1) * sizeof(int32_t));
+        if (chain == NULL || inner == NULL)
+            PyErr_NoMemory();
+        for (Py_ssize_t i = 0; i < x.num_nodes; i++)
+            longest[i] = 1;
+    }
+    for (Py_ssize_t e = 0; fits && !PyErr_Occurred() && e < x.num_edges; e++) {
+        Py_ssize_t at = is_ahead ? x.num_edges - 1 - e : e; /* of components of one type */
+        int32_t before = is_ahead ? x.reader[at] : x.maker[at];
+        int32_t after = is_ahead ? x.maker[at] : x.reader[at], t = x.node_type[before];
+        if (t == x.node_type[after] && component[t] >= 0 && longest[after] <= longest[before])
+            longest[after] = longest[before] + 1;
+    }
+    for (Py_ssize_t t = 0; fits && !PyErr_Occurred() && t < x.num_types; t++) {
+        Py_ssize_t first = 0, num_inner = 0, num_together = 0;
+        while (component[first] != component[t])
+            first++;
+        for (Py_ssize_t u = 0; u < x.num_types; u++)
+            num_together += component[u] == component[t];
+        if (component[t] < 0 || num_together == 1 || first < t)
+            continue;
+        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
+            int32_t of_maker = component[x.node_type[x.maker[e]]];
+            if (of_maker == component[t] && component[x.node_type[x.reader[e]]] == of_maker)
+                inner[num_inner++] = (int32_t)e;
+        }
+        for (Py_ssize_t u = t; u < x.num_types; u++) {
+            if (component[u] != component[t])
+                continue;
+            for (Py_ssize_t i = 0; i < x.num_nodes; i++)
+                chain[i] = x.node_type[i] == u;
+            follow_chains(&x, inner, num_inner, (int32_t)u, chain, is_ahead);
+            for (Py_ssize_t i = 0; i < x.num_nodes; i++)
+                if (x.node_type[i] == u)
+                    longest[i] = chain[i];
+        }
+    }
+    free(chain);
+    free(inner);
+    release_buffers(&buffers);
+    if (PyErr_Occurred())
+        return NULL;
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* induce((type of nodes, makers, readers, place of types, nodes, inner makers, inner readers)):
+ * writes the nodes of types that have a place, and the edges between them, numbered among them.
+ * (How many nodes, how many edges.) */
+PyObject *
+induce(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[7] = {4, 4, 4, 4, -8, -4, -4};
+    Buffers buffers = {0};
+    void *data[7];
+    Py_ssize_t lengths[7];
+    if (get_buffers(&buffers, given, 7, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *place = data[3];
+    int64_t *nodes = data[4];
+    int32_t *maker = data[5], *reader = data[6], *index = NULL;
+    Py_ssize_t num_inside = 0, num_edges = 0;
+    Typed x;
+    int fits = lengths[4] == lengths[0] && lengths[5] == lengths[1] && lengths[6] == lengths[1] &&
+               take_typed(&x, data, lengths, lengths[3]) == 0;
+    if (fits && (index = malloc((x.num_nodes + 1) * sizeof(int32_t))) == NULL)
+        PyErr_NoMemory();
+    if (index != NULL) {
+        for (Py_ssize_t i = 0; i < x.num_nodes; i++) {
+            index[i] = (int32_t)num_inside;
+            nodes[num_inside] = i;
+            num_inside += place[x.node_type[i]] >= 0;
+        }
+        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
+            int32_t a = x.maker[e], b = x.reader[e];
+            maker[num_edges] = index[a];
+            reader[num_edges] = index[b];
+            num_edges += place[x.node_type[a]] >= 0 && place[x.node_type[b]] >= 0;
+        }
+    }
+    free(index);
+    release_buffers(&buffers);
+    if (PyErr_Occurred())
+        return NULL;
+    return fits ? Py_BuildValue("(nn)", num_inside, num_edges) : do_not_fit();
+}
