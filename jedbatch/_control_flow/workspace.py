@@ -217,6 +217,7 @@ class Workspace:
         self._rounds.append((nodes, layout))
         rows = Rows(
             self.rows(operand),
+            None,
             {kind: self.rows(values) for kind, values in wanted.items()},
             first_lane=offset[list(placed.type_ids)],
         )

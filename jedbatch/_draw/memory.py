@@ -17,7 +17,7 @@ from jedbatch._draw.styles import TypeStyles
 from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._layout.access import GATHER
 from jedbatch._layout.live_ranges import find_live_ranges
-from jedbatch._program.lower import operand_rows, value_rows
+from jedbatch._program.lower import Rows, operand_rows, value_rows
 from jedbatch._program.memory_use import size
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan, input_name
@@ -176,7 +176,7 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         place = np.searchsorted(here, in_order)
         modes.append(np.repeat(of_chunks[:, place], chunks.width[in_order], axis=1))
     parts = [np.zeros((4, 0), np.int64)]
-    rows = operand_rows(placed, row[placed.graph.operand])
+    rows = operand_rows(placed, Rows(row, placed.graph.operand, {}))
     for (t, kernel), operand_row, mode in zip(_types_and_kernels(placed), rows, modes, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         for j, operand in enumerate(kernel.operands):

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jedbatch._graph.paths import int32_of, longest_chains, longest_paths, pointers
+from jedbatch._graph.paths import (
+    int32_arrays,
+    int64_arrays,
+    longest_chains,
+    longest_paths,
+    pointers,
+)
 from jedbatch._support.native import core
 
 # Share of the edges inside of a type that are in chains, for it to make chains.
@@ -22,6 +28,17 @@ MANY_TYPES = 128
 MANY_TOGETHER = 16
 
 Edges = tuple[np.ndarray, np.ndarray]
+
+
+def count_nodes(node_type: np.ndarray, num_results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (int64[N + 1] where the results of each node begin, int64[T] nodes of each type)."""
+    compiled = core()
+    if compiled is not None:
+        value_ptr, counts = np.empty(len(node_type) + 1, np.int64), np.empty(len(num_results), int)
+        compiled.count_nodes((*int32_arrays(node_type, num_results), value_ptr, counts))
+        return value_ptr, counts
+    counts = np.bincount(node_type, minlength=len(num_results))
+    return pointers(num_results[node_type]), counts
 
 
 def find_edges(
@@ -41,8 +58,8 @@ def find_edges(
     if compiled is not None:
         ptr = np.empty(num_nodes + 1, np.int64)
         maker, reader = np.empty((2, len(operand)), np.int32)
-        given = *int32_of(node_type, num_results), np.ascontiguousarray(operand_ptr, np.int64)
-        m = compiled.find_edges((*given, *int32_of(operand), ptr, maker, reader))
+        given = *int32_arrays(node_type, num_results), *int64_arrays(operand_ptr)
+        m = compiled.find_edges((*given, *int32_arrays(operand), ptr, maker, reader))
         return ptr, maker[:m], reader[:m]
     value_node = np.repeat(np.arange(num_nodes, dtype=np.int32), num_results[node_type])
     operand_reader = np.repeat(np.arange(num_nodes, dtype=np.int32), np.diff(operand_ptr))
@@ -67,7 +84,7 @@ def sorted_by(key: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
     compiled = core()
     if compiled is not None:
         ptr, place = np.empty(num_keys + 1, np.int64), np.empty(len(key), np.int32)
-        compiled.sort_by((*int32_of(key), ptr, place))
+        compiled.sort_by((*int32_arrays(key), ptr, place))
         return ptr, place
     ptr = pointers(np.bincount(key, minlength=num_keys))
     if num_keys < 1 << 15:
@@ -82,7 +99,7 @@ def heights(num_nodes: int, edges: Edges) -> np.ndarray:
     if compiled is None:
         return longest_paths(num_nodes, reader[::-1], maker[::-1])
     height = np.zeros(num_nodes, np.int32)
-    compiled.longest_ahead((*int32_of(maker, reader), height))
+    compiled.longest_ahead((*int32_arrays(maker, reader), height))
     return height
 
 
@@ -100,7 +117,7 @@ def induced(
     if compiled is not None:
         nodes = np.empty(len(node_type), np.int64)
         inner = np.empty((2, len(maker)), np.int32)
-        n, m = compiled.induce((*int32_of(node_type, maker, reader, place), nodes, *inner))
+        n, m = compiled.induce((*int32_arrays(node_type, maker, reader, place), nodes, *inner))
         return nodes[:n], place, (inner[0, :m], inner[1, :m])
     is_inside = place[node_type] >= 0
     index = np.cumsum(is_inside, dtype=np.int32) - np.int32(1)
@@ -160,7 +177,7 @@ def _compiled_chains(
     for i, types in enumerate(components):
         component[types] = i
     longest = np.empty(len(node_type), np.int32)
-    compiled.find_chains(int(is_ahead), (*int32_of(node_type, *edges, component), longest))
+    compiled.find_chains(int(is_ahead), (*int32_arrays(node_type, *edges, component), longest))
     return longest
 
 
@@ -170,7 +187,7 @@ def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarr
     compiled = core()
     if compiled is not None:
         num_edges, num_links = np.empty((2, num_types), np.int64)
-        compiled.find_chained((*int32_of(node_type, maker, reader), num_edges, num_links))
+        compiled.find_chained((*int32_arrays(node_type, maker, reader), num_edges, num_links))
         return (num_links >= MIN_CHAINED_SHARE * num_edges) & (num_edges > 0)
     same = node_type[maker] == node_type[reader]
     maker, reader = maker[same], reader[same]
@@ -188,7 +205,7 @@ def changes_of_type(node_type: np.ndarray, edges: Edges, height: np.ndarray) -> 
     compiled = core()
     if compiled is not None:
         turns = np.empty(len(node_type), bool)
-        compiled.find_turns((*int32_of(node_type, maker, reader, height), turns))
+        compiled.find_turns((*int32_arrays(node_type, maker, reader, height), turns))
         return turns
     onward = height[maker] == height[reader] + 1
     changes = np.zeros(len(node_type), bool)
@@ -206,7 +223,7 @@ def type_relations(
     compiled = core()
     if compiled is not None and num_types <= MANY_TYPES:
         reads, reach = np.empty((2, num_types, num_types), bool)
-        compiled.relate_types((*int32_of(node_type, *edges), reads, reach))
+        compiled.relate_types((*int32_arrays(node_type, *edges), reads, reach))
         return reach, reads.diagonal()
     return reachable_types(node_type, num_types, edges), reads_itself(node_type, num_types, edges)
 

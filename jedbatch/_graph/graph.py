@@ -273,10 +273,15 @@ class Graph:
         """int32[T], results of a node of each type."""
         return np.array([t.num_results for t in self.types], np.int32)
 
-    @functools.cached_property
+    @property
     def value_ptr(self) -> Int64[np.ndarray, " N+1"]:
         """int64[N + 1], the results of each node."""
-        return pointers(self.num_results)
+        return self._counts[0]
+
+    @functools.cached_property
+    def _counts(self) -> tuple[Int64[np.ndarray, " N+1"], Int64[np.ndarray, " T"]]:
+        """(int64[N + 1] where the results of each node begin, int64[T] nodes of each type)."""
+        return analysis.count_nodes(self.node_type, self.results_per_type)
 
     @property
     def num_values(self) -> int:
@@ -306,10 +311,10 @@ class Graph:
         """int64[N], the instance of each node."""
         return np.repeat(np.arange(self.num_instances), np.diff(self.node_ptr))
 
-    @functools.cached_property
+    @property
     def nodes_per_type(self) -> Int64[np.ndarray, " T"]:
         """int64[T], nodes of each type."""
-        return np.bincount(self.node_type, minlength=len(self.types))
+        return self._counts[1]
 
     @functools.cached_property
     def present_types(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jedbatch._graph.paths import int32_of, pointers
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._support.native import core
 
 NODES, OPERANDS, INPUTS, OUTPUTS, RESULTS = range(5)  # rows of pointers
@@ -59,9 +59,9 @@ def join(
     ]
     given = [
         (
-            *int32_of(node_type),
-            np.ascontiguousarray(operand_ptr, np.int64),
-            *int32_of(operand, outputs, *more),
+            *int32_arrays(node_type),
+            *int64_arrays(operand_ptr),
+            *int32_arrays(operand, outputs, *more),
         )
         for node_type, operand_ptr, operand, outputs, *more in graphs
     ]

@@ -22,7 +22,12 @@ def pointers(counts: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The ranges `starts[i], …, starts[i] + counts[i] - 1` one after the other."""
+    """The ranges `starts[i], …, starts[i] + counts[i] - 1` one after the other, int64[...]."""
+    compiled = core()
+    if compiled is not None:
+        index = np.empty(int(counts.sum()), np.int64)
+        compiled.write_ranges((*int64_arrays(starts, counts), index))
+        return index
     ends = counts.cumsum()
     index = (starts - ends + counts).repeat(counts)
     index += np.arange(len(index))
@@ -59,7 +64,7 @@ def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.n
     compiled = core()
     if compiled is not None:
         longest = np.zeros(num_nodes, np.int32)
-        compiled.longest_paths((*int32_of(before, after), longest))
+        compiled.longest_paths((*int32_arrays(before, after), longest))
         return longest
     length = [0] * num_nodes
     for a, b in zip(before.tolist(), after.tolist(), strict=True):
@@ -85,7 +90,7 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
             return _chains_by_level(kind, num_kinds, level, before, after)
     longest = np.ones(len(kind), np.int32)
     if compiled is not None:
-        compiled.longest_chains((*int32_of(before, after), longest, *int32_of(kind)))
+        compiled.longest_chains((*int32_arrays(before, after), longest, *int32_arrays(kind)))
         return longest
     ends = before.tolist(), after.tolist()
     for k in range(num_kinds):
@@ -99,7 +104,12 @@ def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> n
     return longest
 
 
-def int32_of(*arrays: np.ndarray) -> list[np.ndarray]:
+def int64_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Arrays as the compiled core takes them."""
+    return [np.ascontiguousarray(x, np.int64) for x in arrays]
+
+
+def int32_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
     """Arrays as the compiled core takes them."""
     return [np.ascontiguousarray(x, np.int32) for x in arrays]
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import int32_of, pointers, ranges
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges
 from jedbatch._layout.allocator import Allocation, allocate
 from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets
 from jedbatch._layout.explain import explain
@@ -199,7 +199,7 @@ def _number_lanes(
     lane_node, lane = np.empty(int(padded.sum()), np.int32), np.empty(len(node), np.int64)
     compiled = core()
     if compiled is not None:
-        given = *int32_of(node), node_ptr, start, first, padded
+        given = *int32_arrays(node), *int64_arrays(node_ptr, start, first, padded)
         compiled.number_lanes((*given, lane_node, lane))
         return lane_node, lane
     sizes = np.diff(node_ptr)

@@ -23,7 +23,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import int32_of
+from jedbatch._graph.paths import int32_arrays, int64_arrays
 from jedbatch._layout.pq_planner import arrange
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.native import core
@@ -69,7 +69,7 @@ def _first_reads(graph: Graph, chained: np.ndarray, place: np.ndarray) -> np.nda
     read_at = np.full(len(place), len(place), np.int32)
     compiled = core()
     if compiled is not None:
-        given = *int32_of(maker, reader, graph.node_type), chained
+        given = *int32_arrays(maker, reader, graph.node_type), chained
         return read_at if compiled.first_reads((*given, place, read_at)) else None
     feeds = chained[graph.node_type[reader]] & ~chained[graph.node_type[maker]]
     np.minimum.at(read_at, maker[feeds], place[reader[feeds]])
@@ -88,9 +88,9 @@ def _sorted_in_batches(
       key: int32[N], what to sort nodes by; those with equal keys stay as they are.
     """
     compiled = core()
-    node = node.copy()
+    node = np.array(node, np.int32)
     if compiled is not None:
-        compiled.sort_batches((node, schedule.node_ptr, of, *int32_of(key)))
+        compiled.sort_batches((node, *int64_arrays(schedule.node_ptr), of, *int32_arrays(key)))
         return node
     positions = np.flatnonzero(of[schedule.batch[node]])
     nodes = node[positions]

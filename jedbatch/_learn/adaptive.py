@@ -32,6 +32,7 @@ class Adaptive:
         self._machine: FSM | None = None
         self._by_rank = True
         self._graphs: list[Graph] = []
+        self._last: Graph | None = None  # scheduled by rank
         self._labels: set[str] = set()
         self._most = 0  # instances of a minibatch learned from
 
@@ -40,10 +41,9 @@ class Adaptive:
         if self._by_rank:
             batches = by_rank(graph)
             if batches is not None:
-                self._graphs = [graph.bare()]
-                self._machine = None
+                self._last, self._machine = graph, None
                 return batches
-            self._by_rank, self._machine, self._graphs = False, None, []
+            self._by_rank, self._machine, self._last = False, None, None
             self.version += 1
         if self._machine is None or self._is_new(graph):
             graphs = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
@@ -78,6 +78,6 @@ class Adaptive:
 
         As long as schedules are made by rank it is one that imitates them.
         """
-        if self._machine is None and self._graphs:
-            self._machine = learn(self._graphs, episodes=0)
+        if self._machine is None and self._last is not None:
+            self._machine = learn([self._last.bare()], episodes=0)
         return self._machine

@@ -91,7 +91,7 @@ def make_signature(
     placed = narrowed(placed, made)
     modes = []
     if placed.target.has_slice_bodies:
-        modes = find_all_modes(placed, made, operand_rows(placed, Rows.of(placed, made).operand))
+        modes = find_all_modes(placed, made, operand_rows(placed, Rows.of(placed, made)))
     for kernel, kernel_modes in zip(placed.kernels, modes, strict=False):
         live = placed.chunks.live[placed.chunks.kernel == placed.kernels.index(kernel)]
         readings.setdefault(kernel, choose_reading(kernel_modes, live > 1, placed.worth_slicing))
@@ -176,6 +176,6 @@ def by_size(minibatches: Sequence[Placement]) -> list[Placement]:
 def _num_instructions(placed: Placement, signature: Signature) -> int:
     """Returns how many instructions of a program a minibatch takes."""
     placed = narrowed(placed, signature)
-    rows = operand_rows(placed, Rows.of(placed, signature).operand)
+    rows = operand_rows(placed, Rows.of(placed, signature))
     runs = body_runs(placed, signature, find_all_modes(placed, signature, rows))
     return len(signature.instructions.encode(runs))

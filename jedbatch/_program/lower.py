@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jedbatch._graph.paths import int32_of
+from jedbatch._graph.paths import int32_arrays, int64_arrays
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.access import (
     GATHER,
@@ -38,7 +38,8 @@ class Rows:
     """The rows of a program that a minibatch, or a round of one, reads and writes.
 
     Attributes:
-      operand: what each operand of each node reads.
+      row: of every value and input, as from `value_rows`; in a round, of every operand.
+      operand: the place in `row` of each operand of each node; None if they are in order.
       outputs: what each arena returns.
       results: for each kernel, the row of each result of each lane; None if every lane has rows of
         its own.
@@ -46,7 +47,8 @@ class Rows:
         none.
     """
 
-    operand: Int64[np.ndarray, " operands"]
+    row: Int64[np.ndarray, " _"]
+    operand: Int32[np.ndarray, " operands"] | None
     outputs: Mapping[Kind, Int64[np.ndarray, " _"]]
     results: Sequence[Int64[np.ndarray, "results lanes"]] | None = None
     first_lane: Int64[np.ndarray, " kernels"] | None = None
@@ -58,7 +60,8 @@ class Rows:
         row = value_rows(placed, begin)
         outputs = zip(placed.arenas, placed.outputs, strict=True)
         return Rows(
-            row[placed.graph.operand],
+            row,
+            placed.graph.operand,
             {kind: row[values] for kind, values in outputs},
             None if signature.shared_rows is None else _result_rows(placed, begin),
         )
@@ -96,15 +99,17 @@ def value_rows(placed: Placement, begin: np.ndarray) -> np.ndarray:
     row = np.empty(graph.num_values + len(placed.input_row), np.int64)
     row[graph.num_values :] = placed.input_row[::-1]
     base = begin[layout.space[schedule.batch_type]] + layout.block - layout.start[:, None]
-    nodes = *int32_of(schedule.node), schedule.node_ptr, *int32_of(schedule.batch_type)
+    node_ptr = int64_arrays(schedule.node_ptr)
+    nodes = *int32_arrays(schedule.node), *node_ptr, *int32_arrays(schedule.batch_type)
     values = graph.results_per_type, graph.value_ptr, layout.lane
     compiled.value_rows(base.shape[1], (*nodes, *values, np.ascontiguousarray(base), row))
     return row
 
 
-def operand_rows(placed: Placement, operand: np.ndarray) -> list[np.ndarray]:
-    """Returns int64[operands, lanes] for each kernel from the row of each operand of each node."""
+def operand_rows(placed: Placement, rows: Rows) -> list[np.ndarray]:
+    """Returns int64[operands, lanes] for each kernel: the row of each operand in each lane."""
     graph, layout = placed.graph, placed.layout
+    operand = rows.row if rows.operand is None else rows.row[rows.operand]
     rows_by_kernel = []
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
@@ -113,22 +118,24 @@ def operand_rows(placed: Placement, operand: np.ndarray) -> list[np.ndarray]:
     return rows_by_kernel
 
 
-def write_operands(placed: Placement, operand: np.ndarray, views: Sequence[np.ndarray]) -> None:
+def write_operands(placed: Placement, rows: Rows, views: Sequence[np.ndarray]) -> None:
     """Writes the rows of operands to int32[operands, lanes] of each kernel.
 
     Lanes that do not exist read what the first one does.
     """
     compiled = core()
     if compiled is None:
-        for view, read in zip(views, operand_rows(placed, operand), strict=True):
+        for view, read in zip(views, operand_rows(placed, rows), strict=True):
             view[:, : read.shape[1]] = read
             view[:, read.shape[1] :] = read[:, :1]
         return
     graph, layout = placed.graph, placed.layout
-    bounds, operand_ptr = layout.lane_ptr.tolist(), graph.operand_ptr
+    bounds = layout.lane_ptr.tolist()
+    operand_ptr, row = int64_arrays(graph.operand_ptr, rows.row)
+    read = operand_ptr, *(int32_arrays(rows.operand) if rows.operand is not None else [None]), row
     for t, kernel, view in zip(placed.type_ids, placed.kernels, views, strict=True):
         nodes = layout.lane_node[bounds[t] : bounds[t + 1]]
-        compiled.operand_rows(len(kernel.operands), (nodes, operand_ptr, operand, view))
+        compiled.operand_rows(len(kernel.operands), (nodes, *read, view))
 
 
 def _result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
@@ -197,7 +204,7 @@ class Lowered:
     def modes(self) -> list[np.ndarray]:
         """int8[operands, chunks] for each kernel of the minibatch: how its chunks read operands."""
         placed, signature = self.placed, self.signature
-        rows = operand_rows(placed, Rows.of(placed, signature).operand)
+        rows = operand_rows(placed, Rows.of(placed, signature))
         found = find_all_modes(placed, signature, rows)
         for kernel, modes in zip(placed.kernels, found, strict=True):
             if signature.target.has_slice_bodies:
@@ -245,7 +252,7 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     place = [signature.kernels.index(kernel) for kernel in placed.kernels]
     operands = None
     if any(signature.readings):
-        operands = operand_rows(placed, rows.operand)
+        operands = operand_rows(placed, rows)
         modes = find_all_modes(placed, signature, operands)
         runs = body_runs(placed, signature, modes)
     else:
@@ -263,9 +270,9 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     form.view(table, "instructions")[: len(instructions)] = instructions
     views = [form.view(table, "operands", k) for k in place]
     if first_lane is None:
-        write_operands(placed, rows.operand, views)
+        write_operands(placed, rows, views)
     else:
-        operands = operand_rows(placed, rows.operand) if operands is None else operands
+        operands = operand_rows(placed, rows) if operands is None else operands
         for view, begin, read in zip(views, first_lane, operands, strict=True):
             view[:, begin : begin + read.shape[1]] = read
     if rows.results is not None:

@@ -108,14 +108,9 @@ class Placement:
         kinds = [stored(chunk.type) for chunk in graph.inputs]
         for kind in (*kinds, *returned):
             arenas.setdefault(kind, len(arenas))
-        input_arena = np.repeat(
-            np.array([arenas[kind] for kind in kinds], np.int64),
-            np.fromiter(map(len, graph.inputs), np.int64, len(kinds)),
+        input_arena, input_row = _places_of_inputs(
+            [arenas[kind] for kind in kinds], list(map(len, graph.inputs)), len(arenas)
         )
-        input_row = np.empty(len(input_arena), np.int64)
-        for a in arenas.values():
-            inputs_here = np.flatnonzero(input_arena == a)
-            input_row[inputs_here] = np.arange(len(inputs_here))
         outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
         if keeps:
             reuse = False
@@ -330,6 +325,25 @@ class Placement:
     @functools.cached_property
     def input_counts(self) -> tuple[int, ...]:
         return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
+
+
+def _places_of_inputs(
+    arena: Sequence[int], counts: Sequence[int], num_arenas: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (int64[I], int64[I]): the arena and the row of every input.
+
+    Args:
+      arena: of each chunk of inputs.
+      counts: inputs in each.
+      num_arenas: how many there are.
+    """
+    first, ends = [], [0] * num_arenas
+    for a, count in zip(arena, counts, strict=True):
+        first.append(ends[a])
+        ends[a] += count
+    num_inputs = np.array(counts, np.int64)
+    row = ranges(np.array(first, np.int64), num_inputs)
+    return np.repeat(np.array(arena, np.int64), num_inputs), row
 
 
 def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:

@@ -124,7 +124,8 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
                 error.add_note(TRACED)
             raise
         outputs += [index for index, _ in results]
-        forms.append((structure, tuple([kind for _, kind in results])))
+        form = structure, tuple([kind for _, kind in results])
+        forms.append(forms[-1] if forms and forms[-1] == form else form)  # told apart by their ids
         caching.append(recorder.caching)
         counts = recorder.call_specs, recorder.references, recorder.input_group, outputs
         ends.append(tuple(map(len, counts)))

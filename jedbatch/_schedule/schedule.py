@@ -34,6 +34,8 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph, checked_graph
+from jedbatch._graph.paths import int32_arrays
+from jedbatch._support.native import core
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
@@ -188,6 +190,9 @@ def checked_weights(came: str, weights: object, graph: Graph) -> np.ndarray:
 
 def longest_by_type(graph: Graph) -> np.ndarray:
     """int64[T], the longest chain of every type."""
-    longest = np.zeros(len(graph.types), np.int64)
-    np.maximum.at(longest, graph.node_type, graph.rank + np.int64(1))
-    return longest
+    longest, compiled = np.full(len(graph.types), -1), core()
+    if compiled is None:
+        np.maximum.at(longest, graph.node_type, graph.rank.astype(np.int64))
+    else:
+        compiled.largest_by((*int32_arrays(graph.node_type, graph.rank), longest))
+    return longest + 1

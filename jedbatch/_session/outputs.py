@@ -95,7 +95,11 @@ def form_of_results(
 def _plain(name: str, records: Sequence[InstanceOutput], outputs: np.ndarray) -> Returned:
     """The form of results without ragged ones, stacked."""
     first = records[0]
+    last = first
     for i, record in enumerate(records):
+        if record.structure is last.structure and record.types is last.types:
+            continue
+        last = record
         check_stack(name, i, (first.structure, first.types), (record.structure, record.types))
     rows: dict[Kind, list[int]] = {}
     stacked = []

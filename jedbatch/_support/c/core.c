@@ -75,6 +75,7 @@ static PyMethodDef functions[] = {
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
+    {"count_nodes", count_nodes, METH_O, NULL},
     {"find_chained", find_chained, METH_O, NULL},
     {"find_chains", find_chains, METH_VARARGS, NULL},
     {"find_edges", find_edges, METH_O, NULL},
@@ -82,6 +83,7 @@ static PyMethodDef functions[] = {
     {"first_reads", first_reads, METH_O, NULL},
     {"induce", induce, METH_O, NULL},
     {"join", join, METH_VARARGS, NULL},
+    {"largest_by", largest_by, METH_O, NULL},
     {"longest_ahead", longest_ahead, METH_O, NULL},
     {"number_lanes", number_lanes, METH_O, NULL},
     {"operand_rows", operand_rows, METH_VARARGS, NULL},
@@ -89,6 +91,7 @@ static PyMethodDef functions[] = {
     {"sort_batches", sort_batches, METH_O, NULL},
     {"sort_by", sort_by, METH_O, NULL},
     {"value_rows", value_rows, METH_VARARGS, NULL},
+    {"write_ranges", write_ranges, METH_O, NULL},
     {"xla_calls", xla_calls, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

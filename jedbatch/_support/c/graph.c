@@ -153,6 +153,84 @@ join(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* --- nodes --- */
+
+/* count_nodes((type of nodes, results of types, value_ptr, nodes of types)): writes where the
+ * results of each node begin, and how many nodes each type has. */
+PyObject *
+count_nodes(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[4] = {4, 4, -8, -8};
+    Buffers buffers = {0};
+    void *data[4];
+    Py_ssize_t lengths[4];
+    if (get_buffers(&buffers, given, 4, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *node_type = data[0], *num_results = data[1];
+    int64_t *value_ptr = data[2], *counts = data[3], value = 0;
+    Py_ssize_t num_nodes = lengths[0];
+    int fits = lengths[2] == num_nodes + 1 && lengths[3] == lengths[1] &&
+               all_below(node_type, num_nodes, lengths[1]);
+    if (fits) {
+        memset(counts, 0, lengths[3] * sizeof(int64_t));
+        for (Py_ssize_t i = 0; i < num_nodes; i++) {
+            counts[node_type[i]]++;
+            value_ptr[i] = value;
+            value += num_results[node_type[i]];
+        }
+        value_ptr[num_nodes] = value;
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* largest_by((key, numbers, largest)): raises each of `largest` to the largest number of its key. */
+PyObject *
+largest_by(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[3] = {4, 4, -8};
+    Buffers buffers = {0};
+    void *data[3];
+    Py_ssize_t lengths[3];
+    if (get_buffers(&buffers, given, 3, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *key = data[0], *number = data[1];
+    int64_t *largest = data[2];
+    int fits = lengths[0] == lengths[1] && all_below(key, lengths[0], lengths[2]);
+    for (Py_ssize_t i = 0; fits && i < lengths[0]; i++)
+        if (number[i] > largest[key[i]])
+            largest[key[i]] = number[i];
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* write_ranges((starts, counts, index)): writes the ranges one after the other; `counts` add up to as many
+ * as there is room for. */
+PyObject *
+write_ranges(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[3] = {8, 8, -8};
+    Buffers buffers = {0};
+    void *data[3];
+    Py_ssize_t lengths[3];
+    if (get_buffers(&buffers, given, 3, sizes, data, lengths) < 0)
+        return NULL;
+    const int64_t *start = data[0], *count = data[1];
+    int64_t *index = data[2], at = 0;
+    int fits = lengths[0] == lengths[1];
+    for (Py_ssize_t i = 0; fits && i < lengths[0]; i++) {
+        fits = count[i] >= 0 && count[i] <= lengths[2] - at;
+        for (int64_t k = 0; fits && k < count[i]; k++)
+            index[at++] = start[i] + k;
+    }
+    fits = fits && at == lengths[2];
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
 /* --- edges --- */
 
 /* find_edges((type of nodes, results of types, operand_ptr, operands, ptr, makers, readers)):

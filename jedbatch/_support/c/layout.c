@@ -207,36 +207,41 @@ value_rows(PyObject *module, PyObject *args)
     return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
-/* operand_rows(operands, (nodes of lanes, operand_ptr, row of operands, rows)): writes to
+/* operand_rows(operands, (nodes of lanes, operand_ptr, operands of nodes, row, rows)): writes to
  * int32[operands, room] the row of each operand of the node in each lane; beyond the lanes, that of
- * the first lane. */
+ * the first lane. An operand is a place in `row`, from its end if it is negative; None stands for
+ * operands in order. */
 PyObject *
 operand_rows(PyObject *module, PyObject *args)
 {
     (void)module;
-    static const int sizes[4] = {4, 8, 8, -4};
+    static const int sizes[5] = {4, 8, 4, 8, -4};
     PyObject *given;
     Py_ssize_t num_operands;
     if (!PyArg_ParseTuple(args, "nO", &num_operands, &given))
         return NULL;
     Buffers buffers = {0};
-    void *data[4];
-    Py_ssize_t lengths[4];
-    if (get_buffers(&buffers, given, 4, sizes, data, lengths) < 0)
+    void *data[5];
+    Py_ssize_t lengths[5];
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
         return NULL;
-    const int32_t *node = data[0];
-    const int64_t *operand_ptr = data[1], *row = data[2];
-    int32_t *rows = data[3];
-    Py_ssize_t num_lanes = lengths[0];
-    Py_ssize_t room = num_operands > 0 ? lengths[3] / num_operands : 0;
-    int fits = num_operands >= 0 && lengths[3] == room * num_operands &&
+    const int32_t *node = data[0], *operand = data[2];
+    const int64_t *operand_ptr = data[1], *row = data[3];
+    int32_t *rows = data[4];
+    Py_ssize_t num_lanes = lengths[0], num_read = operand == NULL ? lengths[3] : lengths[2];
+    Py_ssize_t room = num_operands > 0 ? lengths[4] / num_operands : 0;
+    int fits = num_operands >= 0 && lengths[4] == room * num_operands &&
                (num_operands == 0 || num_lanes <= room) && lengths[1] > 0 &&
                are_within(node, num_lanes, lengths[1] - 1);
     for (Py_ssize_t i = 0; fits && i < num_lanes; i++) {
         int64_t first = operand_ptr[node[i]];
-        fits = first >= 0 && first + num_operands <= lengths[2];
-        for (Py_ssize_t k = 0; fits && k < num_operands; k++)
-            rows[k * room + i] = (int32_t)row[first + k];
+        fits = first >= 0 && first + num_operands <= num_read;
+        for (Py_ssize_t k = 0; fits && k < num_operands; k++) {
+            int64_t at = operand == NULL ? first + k : operand[first + k];
+            at += at < 0 ? lengths[3] : 0;
+            fits = at >= 0 && at < lengths[3];
+            rows[k * room + i] = fits ? (int32_t)row[at] : 0;
+        }
     }
     for (Py_ssize_t k = 0; fits && num_lanes > 0 && k < num_operands; k++)
         for (Py_ssize_t i = num_lanes; i < room; i++)
