@@ -4,6 +4,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 `Graph` of all instances, in NumPy.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._support.guards import until_guards_hold
+from jedbatch._support.native import core
 from jedbatch._support.restored import Restored, collector
 
 RECORDS_CALLS = True  # see `_support.frames`
@@ -162,8 +164,8 @@ def ending(recorder: Recorder) -> Callable[[], None]:
 
     def end() -> None:
         recording.recorder = before
+        recorder.forget()  # first, or the collector looks at all of it
         collector.go_on(recorder)
-        recorder.forget()
 
     return end
 
@@ -182,15 +184,13 @@ def finish(
     # Inputs: drop those that are not read, and group what is read the same way, by instance.
     result = int64_of(outputs)
     group = int64_of(input_group)
-    owner_of = np.searchsorted(input_ptr, np.arange(len(group)), side="right") - 1
+    owner_of = np.repeat(np.arange(len(input_ptr) - 1), np.diff(input_ptr))
     if len(of_lists):
         of_length = registry.group("value", *registry.kinds_of([LENGTH]))
         group = np.append(group, np.full(len(lengths), of_length))
         owner_of = np.append(owner_of, np.searchsorted(node_ptr, of_lists, side="right") - 1)
         input_value = [*input_value, *lengths.tolist()]
-    used = np.zeros(len(group), bool)
-    for read in (operand, result):
-        used[-1 - read[read < 0]] = True
+    used = inputs_read((operand, result), len(group))
     kept_inputs = np.flatnonzero(used)
     owner = owner_of[kept_inputs]
     if len(of_lists) or len(np.flatnonzero(np.bincount(group[kept_inputs]))) > 1:
@@ -198,10 +198,7 @@ def finish(
         owner = owner_of[kept_inputs]
     place = np.zeros(len(group), np.int64)
     place[kept_inputs] = np.arange(len(kept_inputs))
-    for read in (operand, result):
-        negative = read < 0
-        read[negative] = -1 - place[-1 - read[negative]]
-
+    renumber_inputs((operand, result), place)
     return Graph(
         registry.types,
         node_type,
@@ -213,6 +210,28 @@ def finish(
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
         output_ptr,
     )
+
+
+def inputs_read(references: Sequence[np.ndarray], num_inputs: int) -> np.ndarray:
+    """Returns bool[I], the inputs that references, int64[...], name as `-1 - i`."""
+    used, compiled = np.zeros(num_inputs, bool), core()
+    for read in references:
+        if compiled is None:
+            used[-1 - read[read < 0]] = True
+        else:
+            compiled.mark_inputs((read, used))
+    return used
+
+
+def renumber_inputs(references: Sequence[np.ndarray], place: np.ndarray) -> None:
+    """Makes references to inputs name their places, int64[I]."""
+    compiled = core()
+    for read in references:
+        if compiled is None:
+            negative = read < 0
+            read[negative] = -1 - place[-1 - read[negative]]
+        else:
+            compiled.renumber_inputs((read, place))
 
 
 def find_operands(
@@ -247,7 +266,8 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
         return
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
     cuts = [0, *change.tolist(), len(kept)]
-    items = [values[k] for k in kept.tolist()]
+    everything = len(kept) == len(values) and bool((kept[1:] > kept[:-1]).all())
+    items = values if everything else [values[k] for k in kept.tolist()]
     kinds = [registry.groups[g] for g in group[cuts[:-1]].tolist()]
     stacked: dict[tuple, np.ndarray] = {}
     if len(set(kinds)) == 1 and kinds[0][0] == "value":  # most models: one conversion for all
@@ -277,4 +297,9 @@ def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
         return np.stack([np.asarray(x) for x in items])
     if is_array(items[0]):
         items = [np.asarray(x) for x in items]
+    elif type(items[0]) is int and value_type.dtype == np.int32:
+        with contextlib.suppress(TypeError, OverflowError):  # not all of them are such
+            numbers = int64_of(items)
+            if not len(numbers) or (numbers.min() >= -(2**31) and numbers.max() < 2**31):
+                return numbers.astype(np.int32)
     return np.array(items, value_type.dtype)

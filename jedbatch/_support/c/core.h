@@ -36,6 +36,8 @@ PyObject *join(PyObject *module, PyObject *args);
 PyObject *count_nodes(PyObject *module, PyObject *given);
 PyObject *largest_by(PyObject *module, PyObject *given);
 PyObject *write_ranges(PyObject *module, PyObject *given);
+PyObject *mark_inputs(PyObject *module, PyObject *given);
+PyObject *renumber_inputs(PyObject *module, PyObject *given);
 PyObject *find_edges(PyObject *module, PyObject *given);
 PyObject *sort_by(PyObject *module, PyObject *given);
 PyObject *relate_types(PyObject *module, PyObject *given);

@@ -231,6 +231,56 @@ write_ranges(PyObject *module, PyObject *given)
     return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
+/* mark_inputs((references, used)): notes the inputs that are named, as -1 - i. */
+PyObject *
+mark_inputs(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[2] = {8, -1};
+    Buffers buffers = {0};
+    void *data[2];
+    Py_ssize_t lengths[2];
+    if (get_buffers(&buffers, given, 2, sizes, data, lengths) < 0)
+        return NULL;
+    const int64_t *reference = data[0];
+    uint8_t *used = data[1];
+    int fits = 1;
+    for (Py_ssize_t i = 0; fits && i < lengths[0]; i++) {
+        if (reference[i] >= 0)
+            continue;
+        fits = -1 - reference[i] < lengths[1];
+        if (fits)
+            used[-1 - reference[i]] = 1;
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
+/* renumber_inputs((references, place)): makes references to inputs name their places. */
+PyObject *
+renumber_inputs(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[2] = {-8, 8};
+    Buffers buffers = {0};
+    void *data[2];
+    Py_ssize_t lengths[2];
+    if (get_buffers(&buffers, given, 2, sizes, data, lengths) < 0)
+        return NULL;
+    int64_t *reference = data[0];
+    const int64_t *place = data[1];
+    int fits = 1;
+    for (Py_ssize_t i = 0; fits && i < lengths[0]; i++) {
+        if (reference[i] >= 0)
+            continue;
+        fits = -1 - reference[i] < lengths[1];
+        if (fits)
+            reference[i] = -1 - place[-1 - reference[i]];
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
+
 /* --- edges --- */
 
 /* find_edges((type of nodes, results of types, operand_ptr, operands, ptr, makers, readers)):
