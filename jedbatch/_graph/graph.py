@@ -33,7 +33,8 @@ from jedbatch._graph.types import NodeType, ValueType
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Int64
 
-CARRIED = ("rank", "height", "chain")  # what graphs know of their nodes and their union takes over
+# What graphs know of their nodes and their union takes over.
+CARRIED = ("rank", "rank_alone", "height", "chain")
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,6 +364,14 @@ class Graph:
         return analysis.ranks(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
     @functools.cached_property
+    def rank_alone(self) -> Int32[np.ndarray, " N"]:
+        """int32[N], the rank of nodes whose type is the only one of its component; 0 of others."""
+        if "rank" in self.__dict__ or all(len(types) == 1 for types in self.components):
+            return self.rank
+        alone = [types for types in self.cyclic_components if len(types) == 1]
+        return analysis.ranks(self.node_type, len(self.types), self.edges, alone)
+
+    @functools.cached_property
     def chain(self) -> Int32[np.ndarray, " N"]:
         """int32[N], nodes of its own type on the longest chain that begins in each node.
 
@@ -399,7 +408,7 @@ class Graph:
 
     @functools.cached_property
     def _relations(self) -> tuple[Bool[np.ndarray, "T T"], Bool[np.ndarray, " T"]]:
-        """(bool[T, T], bool[T]): whether a path leads from one type to another; to itself at once."""
+        """(bool[T, T], bool[T]): where paths lead, and types that read themselves."""
         return analysis.type_relations(self.node_type, len(self.types), self.edges)
 
     @functools.cached_property

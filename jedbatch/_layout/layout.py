@@ -191,7 +191,8 @@ def _number_lanes(
     Lanes beyond the nodes of a batch compute the last one again.
 
     Args:
-      node, node_ptr: the nodes of every batch.
+      node: int32[N], the nodes of every batch.
+      node_ptr: int64[S + 1], where those of each begin.
       start: int64[S], the lane of its type in which each batch begins.
       first: int64[S], the same among the lanes of all types.
       padded: int64[S], lanes of each batch.

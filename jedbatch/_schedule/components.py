@@ -36,7 +36,8 @@ def by_component(
         return batches if weights is None else replace(batches, bound=cost(batches, weights))
     if len(components) == 1 and len(graph.types) == len(components[0]):
         return solve(graph)
-    longest = longest_by_type(graph).tolist()
+    rank = graph.rank_alone
+    longest = longest_by_type(graph, rank).tolist()
     first = np.zeros(len(graph.types), np.int32)  # batch of each type that is alone
     parts: list[tuple[np.ndarray, Schedule, int]] = []  # of others: nodes, batches, the first one
     batch_types, bound, unseen, name = [np.zeros(0, np.int32)], 0.0, 0, ""
@@ -57,7 +58,7 @@ def by_component(
         start += len(batches)
         bound += batches.bound
         unseen += batches.unseen
-    when = first[graph.node_type] + graph.rank
+    when = first[graph.node_type] + rank
     for nodes, batches, begin in parts:
         when[nodes[batches.node]] = np.repeat(
             np.arange(begin, begin + len(batches), dtype=np.int32), np.diff(batches.node_ptr)

@@ -188,11 +188,12 @@ def checked_weights(came: str, weights: object, graph: Graph) -> np.ndarray:
     return costs
 
 
-def longest_by_type(graph: Graph) -> np.ndarray:
-    """int64[T], the longest chain of every type."""
+def longest_by_type(graph: Graph, rank: np.ndarray | None = None) -> np.ndarray:
+    """int64[T], the longest chain of every type, by the ranks of nodes."""
+    rank = graph.rank if rank is None else rank
     longest, compiled = np.full(len(graph.types), -1), core()
     if compiled is None:
-        np.maximum.at(longest, graph.node_type, graph.rank.astype(np.int64))
+        np.maximum.at(longest, graph.node_type, rank.astype(np.int64))
     else:
-        compiled.largest_by((*int32_arrays(graph.node_type, graph.rank), longest))
+        compiled.largest_by((*int32_arrays(graph.node_type, rank), longest))
     return longest + 1

@@ -9,7 +9,7 @@
 
 #include "core.h"
 
-enum { MAX_COLUMNS = 3, NUM_PLACES = 11 };
+enum { MAX_COLUMNS = 4, NUM_PLACES = 11 };
 
 static int
 all_below(const int32_t *numbers, Py_ssize_t count, int64_t end)
@@ -105,8 +105,8 @@ PyObject *
 join(PyObject *module, PyObject *args)
 {
     (void)module;
-    static const int from_sizes[4 + MAX_COLUMNS] = {4, 8, 4, 4, 4, 4, 4};
-    static const int to_sizes[5 + MAX_COLUMNS] = {8, -4, -8, -4, -4, -4, -4, -4};
+    static const int from_sizes[4 + MAX_COLUMNS] = {4, 8, 4, 4, 4, 4, 4, 4};
+    static const int to_sizes[5 + MAX_COLUMNS] = {8, -4, -8, -4, -4, -4, -4, -4, -4};
     PyObject *graphs, *given;
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &graphs, &PyTuple_Type, &given))
         return NULL;
@@ -527,19 +527,45 @@ longest_ahead(PyObject *module, PyObject *given)
     return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
-/* Lengthens the chains of one type, along the edges inside of its component. */
-static void
-follow_chains(const Typed *x, const int32_t *inner, Py_ssize_t num_inner, int32_t type,
-              int32_t *chain, int is_ahead)
+/* Follows the chains of all types of a component at once: `places` says which of the component's
+ * `count` types a type is, -1 elsewhere. Returns -1 without memory. */
+static int
+follow_chains(const Typed *x, const int32_t *places, Py_ssize_t count, int is_ahead,
+              int32_t *longest)
 {
-    for (Py_ssize_t i = 0; i < num_inner; i++) {
-        int32_t e = inner[is_ahead ? num_inner - 1 - i : i];
+    int32_t *index = malloc((x->num_nodes + 1) * sizeof(int32_t));
+    Py_ssize_t num_inside = 0;
+    for (Py_ssize_t i = 0; index != NULL && i < x->num_nodes; i++)
+        index[i] = places[x->node_type[i]] >= 0 ? (int32_t)num_inside++ : -1;
+    int32_t *chains = calloc(num_inside * count + 1, sizeof(int32_t));
+    if (index == NULL || chains == NULL) {
+        free(index);
+        free(chains);
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < x->num_nodes; i++)
+        if (index[i] >= 0)
+            chains[index[i] * count + places[x->node_type[i]]] = 1;
+    for (Py_ssize_t i = 0; i < x->num_edges; i++) {
+        Py_ssize_t e = is_ahead ? x->num_edges - 1 - i : i;
         int32_t before = is_ahead ? x->reader[e] : x->maker[e];
         int32_t after = is_ahead ? x->maker[e] : x->reader[e];
-        int32_t length = chain[before] + (x->node_type[after] == type);
-        if (length > chain[after])
-            chain[after] = length;
+        if (index[before] < 0 || index[after] < 0)
+            continue;
+        const int32_t *from = chains + index[before] * count;
+        int32_t *to = chains + index[after] * count, own = places[x->node_type[after]];
+        for (Py_ssize_t k = 0; k < count; k++) {
+            int32_t length = from[k] + (k == own);
+            to[k] = length > to[k] ? length : to[k];
+        }
     }
+    for (Py_ssize_t i = 0; i < x->num_nodes; i++)
+        if (index[i] >= 0)
+            longest[i] = chains[index[i] * count + places[x->node_type[i]]];
+    free(index);
+    free(chains);
+    return 0;
 }
 
 /* find_chains(is ahead, (type of nodes, makers, readers, component of types, longest)): writes the
@@ -560,50 +586,32 @@ find_chains(PyObject *module, PyObject *args)
     if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
         return NULL;
     const int32_t *component = data[3];
-    int32_t *longest = data[4], *chain = NULL, *inner = NULL;
+    int32_t *longest = data[4], *places = NULL;
     Typed x;
     int fits = lengths[4] == lengths[0] && take_typed(&x, data, lengths, lengths[3]) == 0;
-    if (fits) {
-        chain = malloc((x.num_nodes + 1) * sizeof(int32_t));
-        inner = malloc((x.num_edges + 1) * sizeof(int32_t));
-        if (chain == NULL || inner == NULL)
-            PyErr_NoMemory();
-        for (Py_ssize_t i = 0; i < x.num_nodes; i++)
-            longest[i] = 1;
-    }
-    for (Py_ssize_t e = 0; fits && !PyErr_Occurred() && e < x.num_edges; e++) {
-        Py_ssize_t at = is_ahead ? x.num_edges - 1 - e : e; /* of components of one type */
-        int32_t before = is_ahead ? x.reader[at] : x.maker[at];
-        int32_t after = is_ahead ? x.maker[at] : x.reader[at], t = x.node_type[before];
+    if (fits && (places = malloc((x.num_types + 1) * sizeof(int32_t))) == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; places != NULL && i < x.num_nodes; i++)
+        longest[i] = 1;
+    for (Py_ssize_t i = 0; places != NULL && i < x.num_edges; i++) { /* types that are alone */
+        Py_ssize_t e = is_ahead ? x.num_edges - 1 - i : i;
+        int32_t before = is_ahead ? x.reader[e] : x.maker[e];
+        int32_t after = is_ahead ? x.maker[e] : x.reader[e], t = x.node_type[before];
         if (t == x.node_type[after] && component[t] >= 0 && longest[after] <= longest[before])
             longest[after] = longest[before] + 1;
     }
-    for (Py_ssize_t t = 0; fits && !PyErr_Occurred() && t < x.num_types; t++) {
-        Py_ssize_t first = 0, num_inner = 0, num_together = 0;
+    for (Py_ssize_t t = 0; places != NULL && t < x.num_types; t++) {
+        Py_ssize_t first = 0, count = 0;
         while (component[first] != component[t])
             first++;
-        for (Py_ssize_t u = 0; u < x.num_types; u++)
-            num_together += component[u] == component[t];
-        if (component[t] < 0 || num_together == 1 || first < t)
+        if (component[t] < 0 || first < t)
             continue;
-        for (Py_ssize_t e = 0; e < x.num_edges; e++) {
-            int32_t of_maker = component[x.node_type[x.maker[e]]];
-            if (of_maker == component[t] && component[x.node_type[x.reader[e]]] == of_maker)
-                inner[num_inner++] = (int32_t)e;
-        }
-        for (Py_ssize_t u = t; u < x.num_types; u++) {
-            if (component[u] != component[t])
-                continue;
-            for (Py_ssize_t i = 0; i < x.num_nodes; i++)
-                chain[i] = x.node_type[i] == u;
-            follow_chains(&x, inner, num_inner, (int32_t)u, chain, is_ahead);
-            for (Py_ssize_t i = 0; i < x.num_nodes; i++)
-                if (x.node_type[i] == u)
-                    longest[i] = chain[i];
-        }
+        for (Py_ssize_t u = 0; u < x.num_types; u++)
+            places[u] = component[u] == component[t] ? (int32_t)count++ : -1;
+        if (count > 1 && follow_chains(&x, places, count, is_ahead, longest) < 0)
+            break;
     }
-    free(chain);
-    free(inner);
+    free(places);
     release_buffers(&buffers);
     if (PyErr_Occurred())
         return NULL;
