@@ -41,9 +41,11 @@ class Degeneracy:
     @staticmethod
     def of(graph: Graph) -> "Degeneracy | None":
         """Returns how a graph is degenerate; None if it is not."""
+        if graph.num_instances < MIN_INSTANCES or len(graph.types) <= MAX_TYPES:
+            return None
         counts = np.asarray(graph.nodes_per_type)
         used = np.flatnonzero(counts)
-        if graph.num_instances < MIN_INSTANCES or len(used) <= MAX_TYPES:
+        if len(used) <= MAX_TYPES:
             return None
         median = int(np.median(counts[used]))
         enough = ENOUGH_INSTANCES if len(used) <= VERY_MANY_TYPES else MORE_INSTANCES

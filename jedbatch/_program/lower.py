@@ -132,10 +132,10 @@ def write_operands(placed: Placement, rows: Rows, views: Sequence[np.ndarray]) -
     graph, layout = placed.graph, placed.layout
     bounds = layout.lane_ptr.tolist()
     operand_ptr, row = int64_arrays(graph.operand_ptr, rows.row)
-    read = operand_ptr, *(int32_arrays(rows.operand) if rows.operand is not None else [None]), row
+    operand = None if rows.operand is None else int32_arrays(rows.operand)[0]
     for t, kernel, view in zip(placed.type_ids, placed.kernels, views, strict=True):
         nodes = layout.lane_node[bounds[t] : bounds[t + 1]]
-        compiled.operand_rows(len(kernel.operands), (nodes, *read, view))
+        compiled.operand_rows(len(kernel.operands), (nodes, operand_ptr, operand, row, view))
 
 
 def _result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:

@@ -111,7 +111,8 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
 
 def _record_all(fn, recorder, instances, arrays, arrange, types):
     outputs: list[int] = []
-    forms, caching = [], []
+    forms: list[tuple[Any, tuple]] = []
+    caching = []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     for i, instance in enumerate(instances):
@@ -299,7 +300,7 @@ def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
         items = [np.asarray(x) for x in items]
     elif type(items[0]) is int and value_type.dtype == np.int32:
         with contextlib.suppress(TypeError, OverflowError):  # not all of them are such
-            numbers = int64_of(items)
+            numbers = int64_of(list(items))
             if not len(numbers) or (numbers.min() >= -(2**31) and numbers.max() < 2**31):
                 return numbers.astype(np.int32)
     return np.array(items, value_type.dtype)

@@ -1,5 +1,6 @@
 """The compiled core against the Python that it stands for, on plans, schedules and paths."""
 
+import dataclasses
 import gc
 import importlib
 import types
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 
 import jedbatch
-from jedbatch._graph.paths import int64_of, longest_chains, longest_paths
+from jedbatch._graph.analysis import sorted_by
+from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
+from jedbatch._layout.node_order import ORDERS
 from jedbatch._record.instance_key import _is_plain_tree
 from jedbatch._record.recorder import Recorder
 from jedbatch._schedule.encodings import ENCODINGS, encode
@@ -180,6 +183,107 @@ def test_paths_are_equal(monkeypatch):
         )
 
 
+OF_GRAPHS = ("rank", "rank_alone", "chain", "height", "depth", "changes_type", "makes_chains")
+
+
+def recorded_graph(name, few):
+    """The graph of some instances, whose nodes may have two results."""
+    workload = WORKLOADS[name]
+    instances, sizes = workload.load(limit=few)
+    cells = workload.cells(hidden=2, **sizes)
+    params = jax.eval_shape(cells.init, jax.random.key(0))
+    return jedbatch.batch(workload.scorer(cells)).plan(params, instances).graph
+
+
+def looked_at(graph):
+    """What a graph finds out about itself, from its columns alone."""
+    new = dataclasses.replace(graph)
+    arrays = [getattr(new, name) for name in OF_GRAPHS]
+    pairs = *new.preds, *new.edges, *new.succs, *new.inside(new.present_types[:2])[2]
+    counts = new.value_ptr, new.nodes_per_type, np.array(new.num_values)
+    return *arrays, *pairs, *counts, new.components, new.cyclic_components
+
+
+GRAPHS = {
+    "one node": lambda: random_graph(np.random.default_rng(4), 1, 1),
+    "two types": lambda: random_graph(np.random.default_rng(5), 300, 2),
+    "gaps in the ids of types": lambda: jedbatch.Graph.from_dag([3, 3, 7], [[], [0], [1, 1, 0]]),
+    "many types": lambda: random_graph(np.random.default_rng(6), 600, 150),
+    "many types that read each other": lambda: random_graph(np.random.default_rng(6), 400, 20),
+    "chains": lambda: jedbatch.Graph.from_dag([0] * 40, [[], *([i] for i in range(39))]),
+    "trees": lambda: recorded_graph("treelstm", 6),
+    "lattices": lambda: recorded_graph("lattice_lstm", 4),
+    "sentences": lambda: recorded_graph("tagger", 4),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_looked_at_equally(monkeypatch, name):
+    graph = GRAPHS[name]()
+    *a, components, cyclic = looked_at(graph)
+    monkeypatch.setenv(native.SWITCH, "0")
+    *b, components_in_python, cyclic_in_python = looked_at(graph)
+    assert_equal(a, b)
+    assert (components, cyclic) == (components_in_python, cyclic_in_python)
+
+
+@compiled
+@pytest.mark.parametrize("known", [False, True])
+def test_unions_are_equal(monkeypatch, known):
+    """Whole graphs and single instances, some of them time and again."""
+    graphs = [recorded_graph("treelstm", 5), recorded_graph("lattice_gru", 3)]
+    rng = np.random.default_rng(7)
+    for whole in graphs:
+        parts = [(whole, int(i)) for i in rng.integers(whole.num_instances, size=9)]
+        one = whole.split()[1]
+        parts = [*parts[:4], (one, 0), *parts[4:], (one, 0)]
+
+        def union(parts=parts, whole=whole, one=one):
+            fresh = {id(g): dataclasses.replace(g) for g in (whole, one)}
+            for graph in fresh.values() if known else ():
+                _ = graph.rank, graph.chain, graph.height
+            joined = jedbatch.Graph.select([(fresh[id(g)], i) for g, i in parts])
+            joined.check()
+            assert ("rank" in vars(joined)) == known
+            pointers = joined.node_ptr, joined.input_ptr, joined.output_ptr
+            own = joined.node_type, joined.operand_ptr, joined.operand, joined.outputs
+            return *pointers, *own, joined.rank, joined.chain, joined.height
+
+        a, b = both(monkeypatch, union)
+        assert_equal(a, b)
+        from_columns = dataclasses.replace(jedbatch.Graph.select(parts))
+        assert_equal(a[-3:], (from_columns.rank, from_columns.chain, from_columns.height))
+
+
+@compiled
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["two types", "chains", "trees", "lattices", "sentences"])
+def test_layouts_are_equal(monkeypatch, name, order):
+    graph = GRAPHS[name]()
+
+    def lanes():
+        schedule = jedbatch.schedule(graph, jedbatch.policies.agenda)
+        found = jedbatch.layout(graph, schedule, order=order)
+        found.check(graph)
+        rows = found.space, found.block, found.rows, *found.values
+        return found.node, found.lane, found.lane_node, found.lane_ptr, found.start, *rows
+
+    assert_equal(*both(monkeypatch, lanes))
+
+
+@compiled
+def test_ranges_and_numbers_are_written_equally(monkeypatch):
+    starts, counts = np.array([5, 0, 7, 2]), np.array([2, 3, 0, 1])
+    assert_equal(*both(monkeypatch, lambda: [ranges(starts, counts)]))
+    assert ranges(starts, counts).tolist() == [5, 6, 0, 1, 2, 2]
+    keys = np.random.default_rng(8).integers(6, size=50).astype(np.int32)
+    (ptr, places), in_python = both(monkeypatch, lambda: sorted_by(keys, 7))
+    assert_equal((ptr, places), in_python)
+    assert places.tolist() == sorted(range(50), key=lambda i: keys[i])
+    assert ptr.tolist() == [int((keys < k).sum()) for k in range(8)]
+
+
 def nested(depth):
     tree = (1, 2)
     for _ in range(depth):
@@ -224,6 +328,11 @@ def test_numbers_are_copied(monkeypatch):
         int64_of(["1"])
 
 
+def e3():
+    """Room for the edges of two nodes with an operand."""
+    return np.zeros(3, np.int64), np.zeros(1, np.int32), np.zeros(1, np.int32)
+
+
 @compiled
 def test_arrays_that_do_not_fit_are_refused():
     core = native.core()
@@ -243,6 +352,52 @@ def test_arrays_that_do_not_fit_are_refused():
         core.longest_paths((i32(0), i32(1), frozen))
     with pytest.raises(ValueError, match="as long as the list"):
         core.copy_ints([1, 2], (i64(0),))
+
+    u8 = lambda *x: np.array(x, np.uint8)  # noqa: E731
+    zeros, edge = (lambda n: np.zeros(n, np.int64)), (i32(0, 1), i32(0), i32(1))
+    bounds = i64(0, 2, 0, 1, 0, 0, 0, 1, 0, 2, 0)
+    columns = i32(0, 0), i64(0, 0, 1), i32(0), i32(1)
+    new = [np.empty_like(x) for x in columns]
+    core.join([columns], (bounds, *new))
+    assert_equal(new, columns)
+    wrong_calls = {
+        "bounds beyond a graph": lambda: core.join([columns], (bounds + i64(1, 1, *[0] * 9), *new)),
+        "a column that is too short": lambda: core.join([columns], (bounds, i32(0), *new[1:])),
+        "bounds that fall": lambda: core.join([columns], (i64(2, 0, *bounds[2:]), *new)),
+        "too many columns": lambda: core.join([columns], (bounds, *new, *[i32(0, 0)] * 5)),
+        "a type": lambda: core.count_nodes((i32(0, 2), i32(1, 1), zeros(3), zeros(2))),
+        "an operand": lambda: core.find_edges((*columns[:1], i32(1), i64(0, 0, 1), i32(2), *e3())),
+        "operands": lambda: core.find_edges((*columns[:1], i32(1), i64(0, 2, 1), i32(0), *e3())),
+        "a key": lambda: core.sort_by((i32(0, 3), zeros(3), i32(0, 0))),
+        "a key of a number": lambda: core.largest_by((i32(2), i32(0), zeros(2))),
+        "ranges": lambda: core.write_ranges((i64(0), i64(3), zeros(2))),
+        "an input": lambda: core.mark_inputs((i64(-3), u8(0, 0))),
+        "the place of an input": lambda: core.renumber_inputs((i64(-3), i64(0, 0))),
+        "a reader": lambda: core.longest_ahead((i32(0), i32(2), i32(0, 0))),
+        "types of an edge": lambda: core.relate_types((*edge, u8(0, 0), u8(0, 0))),
+        "a maker": lambda: core.find_chained((i32(0, 0), i32(2), i32(1), zeros(1), zeros(1))),
+        "heights": lambda: core.find_turns((*edge, i32(0), u8(0, 0))),
+        "components": lambda: core.find_chains(0, (*edge, i32(0), i32(0, 0))),
+        "places of types": lambda: core.induce((*edge, i32(0), zeros(2), i32(0), i32(0))),
+        "a batch": lambda: core.number_lanes(
+            (i32(0, 1), i64(0, 3), zeros(1), zeros(1), i64(2), i32(0, 0), zeros(2))
+        ),
+        "lanes": lambda: core.number_lanes(
+            (i32(0, 1), i64(0, 2), zeros(1), i64(1), i64(2), i32(0, 0), zeros(2))
+        ),
+        "a node": lambda: core.sort_batches((i32(0, 2), i64(0, 2), u8(1), i32(0, 0))),
+        "keys far apart": lambda: core.sort_batches((i32(0, 1), i64(0, 2), u8(1), i32(0, 1 << 30))),
+        "a read": lambda: core.first_reads((i32(0), i32(2), i32(0, 0), u8(1), *[i32(0, 0)] * 2)),
+        "a value": lambda: core.value_rows(
+            1, (i32(0), i64(0, 1), i32(0), i32(1), i64(0, 5), zeros(1), zeros(1), zeros(1))
+        ),
+        "an operand of a lane": lambda: core.operand_rows(
+            1, (i32(0), i64(0, 1), i32(4), zeros(2), i32(0))
+        ),
+    }
+    for call in wrong_calls.values():
+        with pytest.raises(ValueError, match="do not fit"):
+            call()
 
     def schedule(waiting=(0, 1), ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
         depths = i32(0, 1), np.array([1.0])
