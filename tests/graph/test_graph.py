@@ -37,6 +37,68 @@ def test_rank_counts_nodes_of_a_kind_on_a_path(seed):
     assert graph.rank.tolist() == rank
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_chains_turns_and_components_by_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    types, preds = random_dag(rng, 16, 4)
+    graph = Graph.from_dag(types, preds)
+    before = ancestors(preds)
+    count = range(len(types))
+    after = [{n for n in count if m in before[n]} for m in count]
+    chain, height = [0] * len(types), [0] * len(types)
+    for m in reversed(count):
+        chain[m] = 1 + max((chain[n] for n in after[m] if types[n] == types[m]), default=0)
+        height[m] = 1 + max((height[n] for n in count if m in preds[n]), default=-1)
+    assert graph.chain.tolist() == chain
+    assert graph.height.tolist() == height
+    turns = [
+        any(m in preds[n] and height[m] == height[n] + 1 and types[m] != types[n] for n in count)
+        for m in count
+    ]
+    assert graph.changes_type.tolist() == turns
+    leads = {(types[m], types[n]) for m in count for n in after[m]}
+    for _ in types:
+        leads |= {(a, c) for a, b in leads for x, c in leads if b == x}
+    groups = {frozenset([t, *(u for u in types if {(t, u), (u, t)} <= leads)]) for t in types}
+    assert {frozenset(types_of) for types_of in graph.components} == groups
+    place = {t: i for i, types_of in enumerate(graph.components) for t in types_of}
+    assert all(place[a] <= place[b] for a, b in leads)
+    cyclic = {g for g in groups if len(g) > 1 or {(t, t) for t in g} <= leads}
+    assert {frozenset(types_of) for types_of in graph.cyclic_components} == cyclic
+    ranks = zip(graph.rank.tolist(), types, strict=True)
+    alone = [rank if len(graph.components[place[t]]) == 1 else 0 for rank, t in ranks]
+    assert dataclasses.replace(graph).rank_alone.tolist() == alone
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_instances_selected_are_moved(seed):
+    """The union of instances, some of them twice, against their columns in a Python loop."""
+    rng = np.random.default_rng(seed)
+    graphs = []
+    for _ in range(3):
+        types, preds = random_dag(rng, 7, 3)
+        reads = [[*r, -1 - int(rng.integers(2))] for r in preds]
+        graphs.append(Graph.from_dag(types, reads, names=["a", "b", "c"], inputs=[np.arange(2.0)]))
+    whole = Graph.concatenate(graphs)
+    parts = [(whole, int(i)) for i in rng.integers(3, size=5)] + [(graphs[0], 0), (whole, 1)]
+    union = Graph.select(parts)
+    union.check()
+    node_type, operands, outputs, nodes, inputs = [], [], [], 0, 0
+    for g, i in parts:
+        one = graphs[i] if g is whole else g
+        move = lambda x, up=nodes, down=inputs: x + up if x >= 0 else x - down  # noqa: E731
+        node_type += one.node_type.tolist()
+        split = np.split(one.operand, one.operand_ptr[1:-1])
+        operands += [list(map(move, r.tolist())) for r in split]
+        outputs += list(map(move, one.outputs.tolist()))
+        nodes, inputs = nodes + len(one.node_type), inputs + one.num_inputs
+    assert union.node_type.tolist() == node_type
+    assert [r.tolist() for r in np.split(union.operand, union.operand_ptr[1:-1])] == operands
+    assert union.outputs.tolist() == outputs
+    assert union.num_inputs == inputs
+    assert np.diff(union.node_ptr).tolist() == [len(g.split()[i].node_type) for g, i in parts]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_edges_and_their_inverse(seed):
     types, preds = random_dag(np.random.default_rng(seed), 14, 3)
