@@ -274,7 +274,7 @@ class Graph:
         """int32[T], results of a node of each type."""
         return np.array([t.num_results for t in self.types], np.int32)
 
-    @property
+    @functools.cached_property
     def value_ptr(self) -> Int64[np.ndarray, " N+1"]:
         """int64[N + 1], the results of each node."""
         return self._counts[0]
@@ -312,7 +312,7 @@ class Graph:
         """int64[N], the instance of each node."""
         return np.repeat(np.arange(self.num_instances), np.diff(self.node_ptr))
 
-    @property
+    @functools.cached_property
     def nodes_per_type(self) -> Int64[np.ndarray, " T"]:
         """int64[T], nodes of each type."""
         return self._counts[1]
@@ -329,12 +329,12 @@ class Graph:
             self.node_type, self.results_per_type, self.operand_ptr, self.operand
         )
 
-    @property
+    @functools.cached_property
     def preds(self) -> tuple[Int64[np.ndarray, " N+1"], Int32[np.ndarray, " M"]]:
         """(int64[N + 1], int32[M]): the nodes each node reads, most repeats left out."""
         return self._edges[:2]
 
-    @property
+    @functools.cached_property
     def edges(self) -> tuple[Int32[np.ndarray, " M"], Int32[np.ndarray, " M"]]:
         """(int32[M], int32[M]): maker and reader of every edge, by reader."""
         return self._edges[1:]
