@@ -8,8 +8,8 @@ one tree    never seen before, and known but not as a minibatch.
 
 Milliseconds of planning for inference, and of its stages: `record` in microseconds a node,
 `schedule` in microseconds a batch. `share` is planning over running, of the TreeLSTM. Planning is
-timed on the clock of its thread, so that it matters little what else the machine does; running, which
-takes all cores, on the wall.
+timed on the clock of its thread, so that it matters little what else the machine does; running,
+which takes all cores, on the wall.
 
 With `--against DIRECTORY`, another checkout of this project with its core built, both are measured
 in turns, each time in a process of its own.
