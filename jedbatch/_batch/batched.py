@@ -13,15 +13,21 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.sharding import Mesh
 
 from jedbatch import checks
-from jedbatch._batch import warming
 from jedbatch._batch.ahead import plans
 from jedbatch._batch.nested import results_inside
+from jedbatch._batch.on_devices import (
+    AxisNames,
+    apply_on_devices,
+    checked_devices,
+    plan_on_devices,
+)
 from jedbatch._batch.planner import planner
+from jedbatch._batch.warming import warm
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -34,6 +40,7 @@ from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.output_spec import Slice
 from jedbatch._program.plan import Plan
+from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
@@ -51,7 +58,6 @@ from jedbatch._session.pipeline import (
     make_plan,
     plan_again,
     programs_of,
-    reserve_programs,
     reverse_mode_only,
     run_plan,
 )
@@ -260,40 +266,62 @@ class Batched(Generic[*Given, Result]):
                 session.records.nothing_to_read()
                 self._environment.settle(reached)
 
-    def plan(self, *args: PyTree, gradient: bool = True) -> Plan:
+    def plan(
+        self,
+        *args: PyTree,
+        gradient: bool = True,
+        mesh: Mesh | None = None,
+        axis: AxisNames = None,
+    ) -> Plan:
         """Host work only: what to compute for these instances, and in what order.
 
         Args:
           *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s.
           gradient: whether `apply` will be differentiated; planning is faster if not.
+          mesh: a `jax.sharding.Mesh`, over whose devices the instances are cut so that all have
+            about as much to do. Every device runs the same program on a schedule of its own. The
+            results are on all devices, in the order of the instances. `apply` takes shared
+            arguments that are cut over devices in any way, and gathers them.
+          axis: the axis of the mesh along which instances are cut, or several; devices along the
+            others do the same. None for the only one.
 
         Returns:
-          A plan for `apply`; print it.
+          A plan for `apply`; print it. With a mesh it has `shards`, a plan for each, and its arrays
+          are on their devices.
 
         Raises:
           TypeError: arguments are not what the function takes.
           ValueError: arguments disagree in length, or the function closes over a traced value of an
-            outer transformation, which a plan cannot keep.
+            outer transformation, which a plan cannot keep; or there is no such axis, there are
+            fewer instances than devices along it, or arrays in instances that differ in length.
         """
         checks.flag("plan", "gradient", gradient)
+        devices = checked_devices("plan", mesh, axis)
         shared, instances = self._arguments.split(args)
-        session, _ = self._session(shared)
+        session, _ = self._session(shared, devices)
+        if devices is not None:
+            return plan_on_devices(self, session, instances, gradient, devices)
         return self._lasting_plan(session, instances, gradient)
 
     plans = plans
     planner = planner
+    warm = warm
 
     def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         """A plan that can be kept, or an error if it needs values of an outer transformation."""
         plan = self._plan(session, instances, gradient)
         assert plan.host is not None
-        if plan.host.tracers or session.programs.reads_tracers(plan.static.signature):
+        self._refuse_tracers(plan.host.tracers)
+        self._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
+        return plan
+
+    def _refuse_tracers(self, there_are: object) -> None:
+        if there_are:
             raise ValueError(
                 f"`{self._name}` closes over a traced value of an outer transformation, which a "
                 "plan cannot keep; make it a shared argument (`in_axes` None), or call the "
                 "batched function instead of `plan` and `apply`."
             )
-        return plan
 
     def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Any:
         """Device work only: runs a plan. Differentiable, and can be compiled with `jax.jit`.
@@ -321,139 +349,17 @@ class Batched(Generic[*Given, Result]):
                 f"`apply` got {checks.shown(plan)} as its last argument; expected a plan, as in "
                 "`batched.apply(params, batched.plan(params, instances))`."
             )
-        session, leaves = self._session(tuple(shared))
+        session, leaves = self._session(tuple(shared), plan.static.devices)
         of_plan = programs_of(plan)  # which may have been forgotten
         if of_plan.key != session.programs.key or of_plan.environment is not self._environment:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."
             )
-        return self._run(
-            plan, leaves, checked_inputs(plan, plan.inputs if inputs is None else inputs)
-        )
-
-    def warm(
-        self,
-        *args: PyTree,
-        batch_size: int | None = None,
-        gradient: bool = False,
-        calls: bool = True,
-    ) -> Plan | None:
-        """Compiles ahead of time what minibatches of instances like these need.
-
-        Programs have room for the largest minibatch of the sample, and headroom, so that
-        minibatches never seen before find theirs. A function that decides on values (`if`,
-        `while`, `int()` on arrays) has no plans: minibatches of the sample are run, one after the
-        other, with the shared arguments given, which say what is decided.
-
-        Args:
-          *args: as for a call, with a sample of the instances that will come: those of ten
-            minibatches are plenty.
-          batch_size: how many instances later minibatches have. The sample is cut into minibatches
-            of so many; one that is smaller is repeated. None takes it for one minibatch.
-          gradient: whether gradients will be taken, too.
-          calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
-            that this is to be compiled now. If False, programs are chosen and nothing is run, for
-            plans that are applied in a `jax.jit` of yours; it compiles once.
-
-        Returns:
-          A plan of the largest minibatch of the sample, for instance to compile a train step ahead
-          of time: `jax.jit(step).lower(params, plan).compile()`. None if the function decides on
-          values.
-
-        Raises:
-          ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
-            are traced, there is no instance, or nothing to take gradients with respect to.
-
-        Example:
-          >>> import jax.numpy as jnp, jedbatch
-          >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
-          >>> def total(p, t):
-          ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else p * t
-          >>> total_all, p = jedbatch.batch(total), jnp.ones(3)
-          >>> sample = [(1, 2), ((3, 4), 5), 6, (7, (8, 9))]
-          >>> plan = total_all.warm(p, sample, batch_size=2, gradient=True)
-          >>> compiled = total_all.compilations
-          >>> total_all(p, [((1, 2), 3), (4, 5)]).shape
-          (2, 3)
-          >>> total_all.compilations - compiled
-          0
-        """
-        checks.flag("warm", "gradient", gradient)
-        checks.flag("warm", "calls", calls)
-        if batch_size is not None:
-            checks.whole("warm", "batch_size", batch_size, least=1)
-        shared, instances = self._arguments.split(args)
-        session, leaves = self._session(shared)
-        warming.check_values(self._name, leaves)
-        minibatches = warming.cut_evenly(instances, batch_size or len(instances))
-        plans = self._unless_decides(
-            session, lambda read: self._reserve(session, minibatches, gradient, read)
-        )
-        planned = plans[gradient] if plans else None
-        warming.check_possible(self._name, leaves, planned, gradient, calls)
-        if calls:
-            self._compile(shared, minibatches, plans, gradient, list)
-            if self._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
-                self._compile(shared, minibatches, plans, gradient, warming.stack_rows)
-        return max(planned, key=warming.num_lanes) if planned else None
-
-    def _reserve(
-        self, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
-    ) -> dict[bool, list[Plan]]:
-        """Plans of all minibatches after programs were made that do for each, by `gradient`."""
-        with self._planning:
-            every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
-            all_records, all_arrays, *_ = self._record(session, every, read)
-            parts = []
-            for first in range(0, len(every), len(minibatches[0])):
-                mine = slice(first, first + len(minibatches[0]))
-                records, arrays = all_records[mine], all_arrays[mine]
-                graph = Graph.select([(r.whole, r.index) for r in records])
-                calls = find_calls(records, arrays)
-                slices = find_slices(calls, records)
-                parts.append((graph, self._results(records, graph.outputs, slices), calls))
-            reserve_programs(session, parts, self._policy, self._options, gradient=gradient)
-            return {
-                wanted: [self._lasting_plan(session, m, wanted) for m in minibatches]
-                for wanted in sorted({False, gradient})
-            }
-
-    def _compile(
-        self,
-        shared: tuple,
-        minibatches: list[list[tuple]],
-        plans: dict[bool, list[Plan]] | None,
-        gradient: bool,
-        form: Callable[[tuple], Any],
-    ) -> None:
-        """Runs every program that minibatches need, and with `gradient` the reverse."""
-
-        def call(shared: tuple, minibatch: list[tuple]) -> Any:
-            columns = list(map(form, zip(*minibatch, strict=True)))
-            return self(*self._arguments.join(shared, columns))
-
-        for minibatch in warming.one_of_each(minibatches, plans[False]) if plans else minibatches:
-            call(shared, minibatch)
-        if not gradient:
-            return
-        leaves, structure = self._arguments.leaves(shared)
-
-        def call_with(minibatch: list[tuple]) -> Callable:
-            return lambda leaves: call(jax.tree.unflatten(structure, leaves), minibatch)
-
-        def apply_with(plan: Plan) -> Callable:
-            return lambda inputs: self.apply(*shared, plan, inputs=inputs)
-
-        if warming.moves(leaves):
-            for minibatch in (
-                warming.one_of_each(minibatches, plans[True]) if plans else minibatches
-            ):
-                warming.pull_back(call_with(minibatch), leaves)
-        for plan in warming.one_of_each(plans[True], plans[True]) if plans else ():
-            reverse = plan.static.reverse
-            if not warming.moves(leaves) or (reverse and reverse.tells):
-                warming.pull_back(apply_with(plan), plan.inputs)
+        inputs = plan.inputs if inputs is None else inputs
+        if plan.static.devices is not None:
+            return apply_on_devices(self, plan, leaves, inputs)
+        return self._run(plan, leaves, checked_inputs(plan, inputs))
 
     def profile(self, *args: PyTree, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run.
@@ -478,11 +384,14 @@ class Batched(Generic[*Given, Result]):
 
     # --- what is kept ---
 
-    def _session(self, shared: tuple) -> tuple[Session, list[Any]]:
+    def _session(
+        self, shared: tuple, devices: DeviceAxis | None = None
+    ) -> tuple[Session, list[Any]]:
         """Returns (the session for shared arguments of this structure, their leaves)."""
         leaves, structure = self._arguments.leaves(shared)
         types = tuple(map(array_type, leaves))
-        target = self._options.target or target_of(leaves)
+        found = devices.target if devices is not None else target_of(leaves)
+        target = self._options.target or found
         key = tree_key(structure), types, target, *configuration()
         session = self._sessions.use(key)
         if session is None or session.is_full:

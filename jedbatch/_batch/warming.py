@@ -1,5 +1,6 @@
-"""What `Batched.warm` runs so that programs are compiled."""
+"""`Batched.warm`: what minibatches to come need is compiled ahead of time."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,12 +10,141 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
+from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._session.pipeline import reserve_programs
+from jedbatch._session.session import Session
 from jedbatch._support.types import Leaf, PyTree
 
 Instance = TypeVar("Instance")
+
+
+def warm(
+    batched: Any,
+    *args: PyTree,
+    batch_size: int | None = None,
+    gradient: bool = False,
+    calls: bool = True,
+) -> Plan | None:
+    """Compiles ahead of time what minibatches of instances like these need.
+
+    Programs have room for the largest minibatch of the sample, and headroom, so that
+    minibatches never seen before find theirs. A function that decides on values (`if`,
+    `while`, `int()` on arrays) has no plans: minibatches of the sample are run, one after the
+    other, with the shared arguments given, which say what is decided.
+
+    Args:
+      batched: the batched function.
+      *args: as for a call, with a sample of the instances that will come: those of ten
+        minibatches are plenty.
+      batch_size: how many instances later minibatches have. The sample is cut into minibatches
+        of so many; one that is smaller is repeated. None takes it for one minibatch.
+      gradient: whether gradients will be taken, too.
+      calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
+        that this is to be compiled now. If False, programs are chosen and nothing is run, for
+        plans that are applied in a `jax.jit` of yours; it compiles once.
+
+    Returns:
+      A plan of the largest minibatch of the sample, for instance to compile a train step ahead
+      of time: `jax.jit(step).lower(params, plan).compile()`. None if the function decides on
+      values.
+
+    Raises:
+      ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
+        are traced, there is no instance, or nothing to take gradients with respect to.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
+      >>> def total(p, t):
+      ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else p * t
+      >>> total_all, p = jedbatch.batch(total), jnp.ones(3)
+      >>> sample = [(1, 2), ((3, 4), 5), 6, (7, (8, 9))]
+      >>> plan = total_all.warm(p, sample, batch_size=2, gradient=True)
+      >>> compiled = total_all.compilations
+      >>> total_all(p, [((1, 2), 3), (4, 5)]).shape
+      (2, 3)
+      >>> total_all.compilations - compiled
+      0
+    """
+    checks.flag("warm", "gradient", gradient)
+    checks.flag("warm", "calls", calls)
+    if batch_size is not None:
+        checks.whole("warm", "batch_size", batch_size, least=1)
+    shared, instances = batched._arguments.split(args)
+    session, leaves = batched._session(shared)
+    check_values(batched._name, leaves)
+    minibatches = cut_evenly(instances, batch_size or len(instances))
+    plans = batched._unless_decides(
+        session, lambda read: _reserve(batched, session, minibatches, gradient, read)
+    )
+    planned = plans[gradient] if plans else None
+    check_possible(batched._name, leaves, planned, gradient, calls)
+    if calls:
+        _compile(batched, shared, minibatches, plans, gradient, list)
+        if batched._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
+            _compile(batched, shared, minibatches, plans, gradient, stack_rows)
+    return max(planned, key=num_lanes) if planned else None
+
+
+def _reserve(
+    batched: Any, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
+) -> dict[bool, list[Plan]]:
+    """Plans of all minibatches after programs were made that do for each, by `gradient`."""
+    with batched._planning:
+        every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
+        all_records, all_arrays, *_ = batched._record(session, every, read)
+        parts = []
+        for first in range(0, len(every), len(minibatches[0])):
+            mine = slice(first, first + len(minibatches[0]))
+            records, arrays = all_records[mine], all_arrays[mine]
+            graph = Graph.select([(r.whole, r.index) for r in records])
+            calls = find_calls(records, arrays)
+            slices = find_slices(calls, records)
+            parts.append((graph, batched._results(records, graph.outputs, slices), calls))
+        reserve_programs(session, parts, batched._policy, batched._options, gradient=gradient)
+        return {
+            wanted: [batched._lasting_plan(session, m, wanted) for m in minibatches]
+            for wanted in sorted({False, gradient})
+        }
+
+
+def _compile(
+    batched: Any,
+    shared: tuple,
+    minibatches: list[list[tuple]],
+    plans: dict[bool, list[Plan]] | None,
+    gradient: bool,
+    form: Callable[[tuple], Any],
+) -> None:
+    """Runs every program that minibatches need, and with `gradient` the reverse."""
+
+    def call(shared: tuple, minibatch: list[tuple]) -> Any:
+        columns = list(map(form, zip(*minibatch, strict=True)))
+        return batched(*batched._arguments.join(shared, columns))
+
+    for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+        call(shared, minibatch)
+    if not gradient:
+        return
+    leaves, structure = batched._arguments.leaves(shared)
+
+    def call_with(minibatch: list[tuple]) -> Callable:
+        return lambda leaves: call(jax.tree.unflatten(structure, leaves), minibatch)
+
+    def apply_with(plan: Plan) -> Callable:
+        return lambda inputs: batched.apply(*shared, plan, inputs=inputs)
+
+    if moves(leaves):
+        for minibatch in one_of_each(minibatches, plans[True]) if plans else minibatches:
+            pull_back(call_with(minibatch), leaves)
+    for plan in one_of_each(plans[True], plans[True]) if plans else ():
+        reverse = plan.static.reverse
+        if not moves(leaves) or (reverse and reverse.tells):
+            pull_back(apply_with(plan), plan.inputs)
 
 
 def check_values(name: str, leaves: Sequence[Leaf]) -> None:

@@ -254,15 +254,15 @@ def target_of(values: Iterable[object]) -> Target:
     for x in values:
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.committed:
             bound: Any = next(iter(x.sharding.device_set))
-            return _target_of_platform(bound.platform)
+            return target_of_platform(bound.platform)
     config: Any = jax.config  # its options are not typed
     device = config.jax_default_device
     if device is None:
-        return _target_of_platform(jax.default_backend())
-    return _target_of_platform(getattr(device, "platform", device))
+        return target_of_platform(jax.default_backend())
+    return target_of_platform(getattr(device, "platform", device))
 
 
-def _target_of_platform(platform: str) -> Target:
+def target_of_platform(platform: str) -> Target:
     """Returns the target for a platform: `GPU` for GPUs, `CPU` for all others."""
     return GPU if platform in ("gpu", "cuda", "rocm") else CPU
 

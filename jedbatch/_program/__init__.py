@@ -20,20 +20,23 @@ Read in this order:
    it.
 13. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
 14. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
-15. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
-16. `returned`: The values that a program returns, in pieces that are differentiated or not.
-17. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
+15. `sharded`: `DeviceAxis` and `Route`: minibatches that are cut over the devices of an axis of a
+   mesh.
+16. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
+17. `returned`: The values that a program returns, in pieces that are differentiated or not.
+18. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-18. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
-19. `interpreter`: Finding the next instruction of a table and running it, again and again, on
+19. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
+20. `interpreter`: Finding the next instruction of a table and running it, again and again, on
    the device.
-20. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-21. `execute`: Running a program: one XLA program for every topology.
-22. `executors`: Executors of programs.
-23. `differentiable`: Batched programs as differentiable functions.
-24. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
+21. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+22. `execute`: Running a program: one XLA program for every topology.
+23. `executors`: Executors of programs.
+24. `differentiable`: Batched programs as differentiable functions.
+25. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
+26. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
    results.
-25. `verify`: Verifying plans: tables are run on symbols in place of values.
-26. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+27. `verify`: Verifying plans: tables are run on symbols in place of values.
+28. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

@@ -20,7 +20,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.alive import origin_of_inputs
-from jedbatch._program.returned import Pieces, joined, split_outputs
+from jedbatch._program.returned import Pieces
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, PyTree
 
@@ -35,7 +35,8 @@ class Differentiable:
         self,
         executor_of: Callable,
         signature: Signature,
-        batch: int | None,
+        split: Callable[[Any], Pieces],
+        join: Callable[[Pieces], tuple[Any, Any]],
         permit: Callable,
         reverse_of: Callable,
     ):
@@ -44,7 +45,9 @@ class Differentiable:
         Args:
           executor_of: who runs it on some values, which may be traced or not.
           signature: the program.
-          batch: rows of a piece; None if each row is one.
+          split: from what the program returns to pieces.
+          join: from cotangents of pieces, None where there is none, to what the reverse takes, and
+            for each arena bool[pieces], which exist.
           permit: raises an error if it must not be differentiated.
           reverse_of: from the reverse table, for each arena bool[pieces] that have a cotangent, and
             what it is differentiated with respect to (see `Refused.origins`), to the reverse
@@ -52,7 +55,8 @@ class Differentiable:
         """
         self.executor_of = executor_of
         self.signature = signature
-        self.batch = batch
+        self.split = split
+        self.join = join
         self.permit = permit
         self.reverse_of = reverse_of
         # of arguments, results and what is kept; known once it has run
@@ -70,8 +74,8 @@ class Differentiable:
         """(shared values, inputs, table, reverse table)."""
         return jax.tree.unflatten(self.tree, args)
 
-    def _split(self, outputs: Sequence[Array]) -> list[Array]:
-        pieces, self.pieces = jax.tree.flatten(split_outputs(outputs, self.batch))
+    def _split(self, outputs: Any) -> list[Array]:
+        pieces, self.pieces = jax.tree.flatten(self.split(outputs))
         return pieces
 
     def _run(self, *args: Any) -> list[Array]:
@@ -91,7 +95,7 @@ class Differentiable:
     ) -> list[Array]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
         pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
-        outputs, exist = joined(self.signature.arenas, pieces, self.batch)
+        outputs, exist = self.join(pieces)
         shared, inputs, table, reverse_table = self._given(args)
         origins = origins_of(*self._given(wanted)[:2])
         reverse, *tables = self.reverse_of(reverse_table, exist, origins)

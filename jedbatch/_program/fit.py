@@ -4,6 +4,7 @@ A program that exists is used again for every minibatch that fits it, so that a 
 topologies soon compiles nothing.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,15 @@ from jedbatch._layout.access import (
     choose_reading,
 )
 from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
-from jedbatch._program.lower import Rows, body_runs, find_all_modes, narrowed, operand_rows
+from jedbatch._program.lower import (
+    Lowered,
+    Rows,
+    body_runs,
+    find_all_modes,
+    lower,
+    narrowed,
+    operand_rows,
+)
 from jedbatch._program.lower_vjp import (
     Readers,
     ReverseSignature,
@@ -171,6 +180,17 @@ def make_ample_reverse(
 def by_size(minibatches: Sequence[Placement]) -> list[Placement]:
     """Returns minibatches, the one with most lanes first."""
     return sorted(minibatches, key=lambda placed: -sum(placed.lanes))
+
+
+def lowered_for(minibatches: Sequence[Placement], signature: Signature) -> list[Lowered]:
+    """Returns minibatches for a program, whose size does not matter; none if one does not fit."""
+    several = []
+    for placed in minibatches:
+        lowered = lower(placed, signature) if fits(placed, signature, math.inf) else None
+        if lowered is None:
+            return []
+        several.append(lowered)
+    return several
 
 
 def _num_instructions(placed: Placement, signature: Signature) -> int:

@@ -23,12 +23,16 @@ from jedbatch._support.types import Array, Dtype
 
 
 def assemble(
-    signature: Signature, records: Sequence[Record], arrays: Sequence[Sequence[Array]]
+    signature: Signature,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+    numbers: Sequence[int] | None = None,
 ) -> dict[str, Array]:
-    """The input rows of each arena, up to capacity."""
+    """The input rows of each arena, up to capacity; `numbers` of the instances, for messages."""
     rows: Array
     parts = collections.defaultdict(list)
-    for i, (record, instance_arrays) in enumerate(zip(records, arrays, strict=True)):
+    numbers = range(len(records)) if numbers is None else numbers
+    for i, record, instance_arrays in zip(numbers, records, arrays, strict=True):
         for chunk in record.whole.chunks[record.index]:
             rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, instance_arrays, i)
             parts[stored(chunk.type)].append(rows)

@@ -62,7 +62,7 @@ class Rows:
         return Rows(
             row,
             placed.graph.operand,
-            {kind: row[values] for kind, values in outputs},
+            {kind: row[np.maximum(values, -len(row))] for kind, values in outputs},
             None if signature.shared_rows is None else _result_rows(placed, begin),
         )
 

@@ -34,7 +34,7 @@ from jedbatch._program.alive import (
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.cotangent_rows import Sent, arenas_of_parameters, shares_rows
 from jedbatch._program.instructions import Branch, InstructionSet
-from jedbatch._program.placement import Placement
+from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.runs import find_runs
 from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
@@ -268,6 +268,19 @@ def find_readers(
     return Readers(columns, sums, sent, runs, leads_to, refused)
 
 
+def with_all_refused(several: Sequence[Readers]) -> list[Readers]:
+    """Returns the readers of minibatches for one program, each with what any of them refuses."""
+    merged: dict[tuple[int, int], Refused] = {}
+    for readers in several:
+        for x in readers.refused:
+            other = merged.get((x.kernel, x.result), x)
+            merged[x.kernel, x.result] = replace(
+                x, leads_to=x.leads_to | other.leads_to, origins=x.origins | other.origins
+            )
+    refused = tuple(merged[key] for key in sorted(merged))
+    return [replace(readers, refused=refused) for readers in several]
+
+
 def _find_sent(
     placed: Placement, signature: Signature, alive: Alive, shares: bool | None
 ) -> Sent | None:
@@ -295,7 +308,7 @@ def _find_edges(
     targets, rows, arenas = [], [], []
     for a, (kind, outputs) in enumerate(zip(placed.arenas, placed.outputs, strict=True)):
         if has_gradient(kind[1]):
-            positions = np.arange(len(outputs)) if wanted is None else np.flatnonzero(wanted[a])
+            positions = np.flatnonzero(outputs != NO_VALUE if wanted is None else wanted[a])
             targets.append(outputs[positions])
             rows.append(positions)
             arenas.append((signature._arena_ids[kind], len(positions)))

@@ -36,6 +36,7 @@ SMALL_LANES = 1 << 21  # so few
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
+NO_VALUE = int(np.iinfo(np.int64).min)  # among outputs: a row that is returned for nobody
 CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
 
 
@@ -59,7 +60,7 @@ class Placement:
       type_ids: their ids.
       arenas: (shape, dtype) of every kind of value.
       input_arena, input_row: int64[I], where each input is.
-      outputs: for each arena, what it returns, as in `graph.outputs`.
+      outputs: for each arena, what it returns, as in `graph.outputs`, or `NO_VALUE`.
       stacked: whether exactly these rows must be returned; otherwise more may be.
       keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.

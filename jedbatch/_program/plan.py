@@ -19,6 +19,7 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.memory_use import held_bytes, live_bytes, size
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
+from jedbatch._program.sharded import DeviceAxis, Route
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.policy import policies_compared
 from jedbatch._schedule.schedule import Schedule, lower_bound
@@ -50,6 +51,7 @@ class Static:
     Attributes:
       keeps: whether everything is kept that the reverse would read.
       stages: what runs before (see `_ragged.calls`).
+      devices: axes of a mesh over which the minibatch is cut; None if it is not.
     """
 
     programs: PlanSource
@@ -58,6 +60,7 @@ class Static:
     results: OutputSpec
     keeps: bool
     stages: tuple[Any, ...] = ()
+    devices: DeviceAxis | None = None
 
 
 class RaggedSummary(Protocol):
@@ -114,6 +117,9 @@ class Plan:
         values that enter, instance after instance, up to a capacity.
       graph, schedule, layout: what was planned; None once the plan has been flattened.
       device_seconds: seconds a run took, if it was measured (`Batched.profile`).
+      shards: of a minibatch that is cut over devices, the plan of each part, to look at; nothing
+        once the plan has been flattened. Such a plan has no graph of its own, and tables and inputs
+        of all shards, along a first axis that is cut over the devices.
     """
 
     static: Static
@@ -121,7 +127,9 @@ class Plan:
     reverse_table: Int32[np.ndarray | jax.Array, " _"] | None
     inputs: dict[str, Array]
     ragged: tuple[Any, ...] = ()  # the tables of what runs before
+    routes: tuple[Route, ...] = ()  # of shards: one for all arenas, or one for each
     host: Host | None = None
+    shards: tuple[Plan, ...] = ()
 
     @property
     def device_seconds(self) -> float | None:
@@ -131,9 +139,10 @@ class Plan:
         """For JAX: (leaves, static part).
 
         Returns:
-          ((tables, inputs, tables of ragged calls), `Static`).
+          ((tables, inputs, tables of ragged calls, routes of shards), `Static`).
         """
-        return (self.table, self.reverse_table, self.inputs, self.ragged), self.static
+        children = self.table, self.reverse_table, self.inputs, self.ragged, self.routes
+        return children, self.static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Plan:
@@ -144,7 +153,7 @@ class Plan:
           children: the leaves of `tree_flatten`.
 
         Returns:
-          The plan, without `graph`, `schedule` and `layout`.
+          The plan, without `graph`, `schedule`, `layout` and `shards`.
         """
         return cls(static, *children)
 
@@ -175,6 +184,8 @@ class Plan:
         return replace(self, host=replace(self.host, device_seconds=device_seconds))
 
     def __str__(self) -> str:
+        if self.shards:
+            return summarize_shards(self)
         if self.host is None:
             types = len(self.static.signature.kernels)
             return f"Plan of {types} node types (its host records did not survive flattening)"
@@ -245,6 +256,44 @@ def summarize(plan: Plan) -> str:
     ]
     if plan.device_seconds is not None:
         lines.append(f"  device    {1e3 * plan.device_seconds:.1f} ms")
+    return "\n".join(lines)
+
+
+def summarize_shards(plan: Plan) -> str:
+    """Returns the text that a plan prints as that is cut over devices."""
+    static, devices = plan.static, plan.static.devices
+    hosts = [shard.host for shard in plan.shards if shard.host is not None]
+    costs = np.array([host.placed.cost for host in hosts])
+    instances = sum(host.placed.graph.num_instances for host in hosts)
+    seconds: dict[str, float] = {}
+    for host in hosts:
+        for stage, s in host.seconds.items():
+            seconds[stage] = seconds.get(stage, 0.0) + s
+    times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in seconds.items())
+    compiled = static.programs.compilations
+    programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
+    known = sum(host.num_known for host in hosts)
+    lines = [
+        f"Plan of {instances} instances in {len(hosts)} shards over {devices}",
+        f"  balance   the slowest shard costs {costs.max() / costs.mean():.3f} times the mean",
+        "",
+        "  shard  instances  nodes  batches  cost",
+    ]
+    for i, (host, cost) in enumerate(zip(hosts, (costs / costs.mean()).tolist(), strict=True)):
+        placed = host.placed
+        lines.append(
+            f"  {i:5}  {placed.graph.num_instances:9}  {len(placed.graph.node_type):5}  "
+            f"{len(placed.schedule):7}  {cost:.2f}"
+        )
+    kernels = sum(static.signature.widest)
+    lines += [
+        "",
+        f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
+        f"XLA programs built so far: {programs}",
+        f"  host      {1e3 * sum(seconds.values()):.1f} ms: {times} "
+        f"({known} of {instances} instances known)",
+        "  more      print(plan.shards[0])",
+    ]
     return "\n".join(lines)
 
 

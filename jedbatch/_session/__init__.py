@@ -26,4 +26,5 @@ Read in this order:
 15. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
 16. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+17. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
 """

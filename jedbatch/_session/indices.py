@@ -102,7 +102,11 @@ def _looked_up(eqn: Equation, read: Sequence[State | None]) -> dict[int, int]:
 
 
 def check_rows(
-    registry: Registry, graph: Graph, placed: Placement, inputs: Mapping[str, np.ndarray | Any]
+    registry: Registry,
+    graph: Graph,
+    placed: Placement,
+    inputs: Mapping[str, np.ndarray | Any],
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Raises an `IndexError` if a number of an instance names a row that is not there.
 
@@ -111,7 +115,13 @@ def check_rows(
       graph: what is planned.
       placed: has the row of every input in its arena, `input_row`.
       inputs: the rows, by the name of their arena; tracers are not looked at.
+      numbers: of the instances, for messages; None if they count from 0.
     """
+
+    def instance_of(node: int) -> int:
+        i = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
+        return i if numbers is None else int(numbers[i])
+
     check_look_ups(
         registry,
         placed.type_ids,
@@ -119,7 +129,7 @@ def check_rows(
         lambda nodes, k: graph.operand[graph.operand_ptr[nodes] + k],
         lambda kind: inputs.get(input_name(kind)),
         placed.input_row,
-        lambda node: int(np.searchsorted(graph.node_ptr, node, "right")) - 1,
+        instance_of,
     )
 
 

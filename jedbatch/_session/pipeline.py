@@ -33,8 +33,10 @@ from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import (
     all_or_none_exist,
     bits_of,
+    joined,
     leaf_numbers,
     rows_wanted,
+    split_outputs,
 )
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
@@ -104,7 +106,7 @@ def arrange(
     )
     clock.append(time.perf_counter())
     if gradient:
-        apart = _told_apart(placed, form) or None
+        apart = told_apart(placed, form) or None
         lowered, backward = programs.lower_both(placed, apart, brought)
         return Arranged(graph, form, lowered, *backward), clock
     return Arranged(graph, form, programs.lower(placed, brought), None, None), clock
@@ -160,8 +162,8 @@ def make_plan(
         brought=brought,
     )
     if brought is None and not calls and not tracers:
-        session.arranged[_minibatch_key(records, policy, gradient, keeps)] = arranged
-    return _with_inputs(
+        session.arranged[minibatch_key(records, policy, gradient, keeps)] = arranged
+    return with_inputs(
         session,
         arranged,
         records,
@@ -191,25 +193,25 @@ def plan_again(
     """
     if num_known < len(records):
         return None
-    key = _minibatch_key(records, policy, gradient, keeps)
+    key = minibatch_key(records, policy, gradient, keeps)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(arranged.lowered):
         return None
     session.note_types()
     clock = [time.perf_counter()] * len(STAGES)
-    return _with_inputs(
+    return with_inputs(
         session, arranged, records, arrays, clock, seconds, keeps=keeps, num_known=num_known
     )
 
 
-def _minibatch_key(
+def minibatch_key(
     records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool
 ) -> Hashable:
     """Returns what decides how instances are planned together."""
     return (*records, Same(policy), version_of(policy), gradient, keeps)
 
 
-def _with_inputs(
+def with_inputs(
     session: Session,
     arranged: Arranged,
     records: Sequence[Record],
@@ -221,13 +223,17 @@ def _with_inputs(
     num_known: int,
     calls: Sequence[RegionCalls] = (),
     tracers: Any = (),
+    numbers: Sequence[int] | None = None,
 ) -> Plan:
-    """Returns the plan of a minibatch in order; `clock` says when each stage was done."""
+    """Returns the plan of a minibatch in order.
+
+    `clock` says when each stage was done, and `numbers` those of the instances, for messages.
+    """
     graph, form, lowered, reverse, reverse_table = arranged
     placed = lowered.placed
     programs, signature = session.programs, lowered.signature
-    inputs = assemble(signature, records, arrays)
-    check_rows(session.registry, graph, placed, inputs)
+    inputs = assemble(signature, records, arrays, numbers)
+    check_rows(session.registry, graph, placed, inputs, numbers)
     ragged_calls = None
     if calls:
         stages = [programs.stage(calls_of_region) for calls_of_region in calls]
@@ -243,14 +249,14 @@ def _with_inputs(
         reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
-        Host(lowered, seconds, num_known, tracers, ragged_calls, shown),
+        host=Host(lowered, seconds, num_known, tracers, ragged_calls, shown),
     )
     if is_wanted():
         verify(plan)
     return plan
 
 
-def _told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
+def told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
     """The results that rows returned belong to (see `find_readers`); nothing if all are of one."""
     numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
     return numbers if any(x.any() for x in numbers) else []
@@ -288,11 +294,11 @@ def reserve_programs(
                 keeps=keeps,
                 reuse=options.reuse,
             )
-            told_apart = _told_apart(placed, form) if keeps else []
-            groups.setdefault(placed.reuse, []).append((placed, told_apart))
+            leaves = told_apart(placed, form) if keeps else []
+            groups.setdefault(placed.reuse, []).append((placed, leaves))
         for group in groups.values():
-            all_placed, leaves = zip(*group, strict=True)
-            programs.reserve(all_placed, leaves if keeps else None)
+            all_placed, all_leaves = zip(*group, strict=True)
+            programs.reserve(all_placed, all_leaves if keeps else None)
     by_region: dict[Region, list[RegionCalls]] = {}
     for _, _, calls in minibatches:
         for calls_of_region in calls:
@@ -370,7 +376,9 @@ def run_plan(
         return reverse.with_constants(moving), handed_over(table), None
 
     executor_of = functools.partial(programs.executor, signature)
-    run = Differentiable(executor_of, signature, batch, permit, reverse_of)
+    split = functools.partial(split_outputs, batch=batch)
+    join = functools.partial(joined, signature.arenas, batch=batch)
+    run = Differentiable(executor_of, signature, split, join, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*arguments, handed_over(plan.reverse_table)), packed
 
@@ -382,9 +390,10 @@ def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
             f"`apply` got inputs={checks.brief(inputs)}; expected a dict of arrays like "
             "`plan.inputs`, or None for those."
         )
-    signature = plan.static.signature
+    signature, devices = plan.static.signature, plan.static.devices
+    shards = () if devices is None else (devices.size,)
     expected = {name: (x.shape, x.dtype) for name, x in plan.inputs.items()} | {
-        input_name((shape, dtype)): ((rows, *shape), dtype)
+        input_name((shape, dtype)): ((*shards, rows, *shape), dtype)
         for (shape, dtype), rows in zip(signature.arenas, signature.inputs, strict=True)
     }
     if inputs.keys() != expected.keys():

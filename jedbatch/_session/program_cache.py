@@ -19,9 +19,11 @@ from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
+from jedbatch._program.device_axis import OnDevices
 from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
 from jedbatch._program.fit import (
     fits,
+    lowered_for,
     make_ample_reverse,
     make_ample_signature,
     make_signature,
@@ -36,9 +38,11 @@ from jedbatch._program.lower_vjp import (
     reverse_fits,
     reverse_need,
     reverse_table,
+    with_all_refused,
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static
+from jedbatch._program.sharded import DeviceAxis
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import (
     RegionCalls,
@@ -106,6 +110,7 @@ class ProgramCache:
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
         self._executors: dict[tuple[Signature, str, bool], Fused | Dispatch] = {}
+        self._on_devices: dict[tuple[Signature, DeviceAxis], OnDevices] = {}
         self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
         self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
@@ -294,6 +299,87 @@ class ProgramCache:
                 return found, (reverse, reverse_table(found.placed, readers, reverse))
         return lowered, self.reverse(lowered.placed, lowered.signature, leaves)
 
+    def lower_together(
+        self, shards: Sequence[Placement], leaves: Sequence[Any] | None
+    ) -> tuple[list[Lowered], ReverseSignature | None, list[Any]]:
+        """Returns minibatches for one program, its reverse, and the tables for that.
+
+        Args:
+          shards: the minibatches, which agree in what they return and whether results share rows.
+          leaves: None if there need be no reverse; else those of each, as in `reverse`.
+        """
+        largest = max(shards, key=lambda placed: sum(placed.lanes))
+        present = {kernel for placed in shards for kernel in placed.kernels}
+        usable = [s for s in self._usable(largest) if self.can_read(s, present)]
+        found: list[Lowered] = []
+        for signature in self._fitting(largest, usable):
+            several = lowered_for(shards, signature)
+            if several and leaves is None:
+                self.note_used(signature, list(present))
+                return several, None, []
+            if several:
+                readers, fitting = self._reverses_of_all(several, leaves)
+                reverse = next(fitting, None)
+                if reverse is not None:
+                    self.note_used(signature, list(present))
+                    return several, reverse, _reverse_tables(several, readers, reverse)
+                found = found or several
+        if not found:
+            similar = (s for s in reversed(usable) if resembles(largest, s))
+            model = next(similar, None)
+            forgotten = self._types.to_forget(model.kernels if model else (), present)
+            signature = make_ample_signature(shards, model, forgotten)
+            if signature not in self._signatures:
+                self._signatures.append(signature)
+            self._types.note_made(list(present))
+            found = lowered_for(shards, signature)
+            assert found
+        self.note_used(found[0].signature, list(present))
+        if leaves is None:
+            return found, None, []
+        readers, fitting = self._reverses_of_all(found, leaves)
+        reverse = next(fitting, None) or self._make_reverse_of_all(found, readers)
+        return found, reverse, _reverse_tables(found, readers, reverse)
+
+    def _reverses_of_all(
+        self, shards: Sequence[Lowered], leaves: Any
+    ) -> tuple[list[Readers], Iterator[ReverseSignature]]:
+        """(readers of values of minibatches for a program, reverses that all of them fit)."""
+        forward = shards[0].signature
+        tells = leaves[0] is not None
+        programs = [s for s in self._reverses if s.forward == forward and s.tells == tells]
+        shares = programs[-1].sent is not None if programs else None
+        by_size = sorted(range(len(shards)), key=lambda i: -sum(shards[i].placed.lanes))
+        found: dict[int, Readers] = {}
+        for i in by_size:
+            found[i] = find_readers(shards[i].placed, forward, leaves[i], None, shares)
+            shares = found[i].sent is not None
+        readers = with_all_refused([found[i] for i in range(len(shards))])
+        needs = [
+            reverse_need(x.placed, own, forward) for x, own in zip(shards, readers, strict=True)
+        ]
+        pairs = list(zip(needs, readers, strict=True))
+        return readers, (s for s in programs if all(reverse_fits(*pair, s) for pair in pairs))
+
+    def _make_reverse_of_all(
+        self, shards: Sequence[Lowered], readers: Sequence[Readers]
+    ) -> ReverseSignature:
+        """Returns a new reverse program for minibatches, grown from another one."""
+        forward = shards[0].signature
+        own = {id(x.placed): r for x, r in zip(shards, readers, strict=True)}
+        kin = (forward.kernels, forward.arenas, readers[0].leads_to is not None)
+        similar = [
+            s for s in self._reverses if (s.forward.kernels, s.forward.arenas, s.tells) == kin
+        ]
+        reverse = make_ample_reverse(
+            [x.placed for x in shards],
+            lambda placed, _: own[id(placed)],
+            forward,
+            similar[-1] if similar else None,
+        )
+        self._reverses.append(reverse)
+        return reverse
+
     def reverse(
         self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
     ) -> tuple[ReverseSignature, Any]:
@@ -360,6 +446,8 @@ class ProgramCache:
         self._programs.pop(oldest, None)
         for key in [key for key in list(self._executors) if key[0] == oldest]:
             del self._executors[key]
+        for pair in [pair for pair in list(self._on_devices) if pair[0] == oldest]:
+            del self._on_devices[pair]
 
     def program(self, signature: Signature) -> tuple[Callable, list[int]]:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
@@ -386,6 +474,16 @@ class ProgramCache:
             for another in list(self._executors.values()):  # they may never be used again
                 another.release()
             executor = self._executors[key] = EXECUTORS[name](prepare, signature, self.count)
+        return executor
+
+    def executor_on(self, signature: Signature, devices: DeviceAxis) -> OnDevices:
+        """Returns the executor of a program on the devices of an axis."""
+        key = signature, devices
+        executor = self._on_devices.get(key)
+        if executor is None:
+            prepare, _ = self.program(signature)
+            fused = Fused(prepare, signature, self.count)
+            executor = self._on_devices[key] = OnDevices(fused, devices)
         return executor
 
     def run_regions(
@@ -480,6 +578,13 @@ class ProgramCache:
             if self.environment and isinstance(way, AccessPath)
             else None
         )
+
+
+def _reverse_tables(
+    shards: Sequence[Lowered], readers: Sequence[Readers], reverse: ReverseSignature
+) -> list[Any]:
+    pairs = zip(shards, readers, strict=True)
+    return [reverse_table(lowered.placed, own, reverse) for lowered, own in pairs]
 
 
 def _fits(x: Any, aval: ShapedArray) -> bool:

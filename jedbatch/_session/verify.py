@@ -11,7 +11,7 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
 from jedbatch._program.lower import lower
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec, Slice
-from jedbatch._program.placement import Placement
+from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import Goal, Symbols, Trial, require
@@ -148,9 +148,9 @@ def check_returned(trial: Trial, placed: Placement, table: np.ndarray) -> list[S
     for kind, references in zip(placed.arenas, placed.outputs, strict=True):
         if len(references):
             a = signature.arenas.index(kind)
-            outputs[a] = range(len(references))
-            for i, reference in enumerate(references.tolist()):
-                trial.check_output(table, a, i, trial.goal[reference])
+            outputs[a] = np.flatnonzero(references != NO_VALUE).tolist()
+            for i in outputs[a]:
+                trial.check_output(table, a, i, trial.goal[int(references[i])])
     return outputs
 
 

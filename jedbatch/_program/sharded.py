@@ -1,0 +1,133 @@
+"""`DeviceAxis` and `Route`: minibatches that are cut over the devices of an axis of a mesh.
+
+A shard is a minibatch for one device. All shards share a program, and the schedule of each is data:
+their tables lie on top of each other along a new first axis, which is cut over the devices. Shards
+may have instances of different numbers, so that their costs are about the same. Each returns as
+many rows as any of them may, and a `Route` says which of these are results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jedbatch._kernel.target import Target, target_of_platform
+from jedbatch._support.types import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
+
+MAX_ROWS_SHARE = 2  # rows that a shard returns, over its share of the results, if these will do
+
+
+@dataclass(frozen=True)
+class DeviceAxis:
+    """Axes of a mesh over whose devices minibatches are cut.
+
+    Attributes:
+      mesh: the devices.
+      names: of the axes, in the order in which shards follow one another.
+    """
+
+    mesh: Mesh
+    names: tuple[str, ...]
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of shards."""
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @functools.cached_property
+    def spec(self) -> PartitionSpec:
+        """How arrays are cut that have a first axis of shards."""
+        return PartitionSpec(self.names)
+
+    @functools.cached_property
+    def cut(self) -> NamedSharding:
+        """Where arrays are that have a first axis of shards."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @functools.cached_property
+    def everywhere(self) -> NamedSharding:
+        """Where arrays are that all devices have."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def target(self) -> Target:
+        """What to make programs for."""
+        return target_of_platform(self.mesh.devices.flat[0].platform)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} ({self.mesh.shape[name]})" for name in self.names)
+
+
+class Route(NamedTuple):
+    """Which of the rows that shards return are rows of results.
+
+    With N rows of results and S shards that return C rows each:
+
+    Attributes:
+      order: int32[N], for each row of the results its position among those of all shards.
+      rows: int32[S, C], for each row that a shard returns the row of the results it is; N if none.
+    """
+
+    order: Int32[np.ndarray, " N"]
+    rows: Int32[np.ndarray, "S C"]
+
+    @staticmethod
+    def of(count: int, parts: Sequence[np.ndarray], room: int) -> Route:
+        """Returns the route of so many rows of results, of which shards return some each.
+
+        Args:
+          count: rows of results.
+          parts: for each shard the rows of the results that it returns, in its order.
+          room: rows that every shard returns.
+        """
+        rows = np.full((len(parts), room), count, np.int32)
+        order = np.zeros(count, np.int32)
+        for s, part in enumerate(parts):
+            rows[s, : len(part)] = part
+            order[part] = s * room + np.arange(len(part))
+        return Route(order, rows)
+
+
+def room_for(counts: Sequence[int]) -> int:
+    """Returns how many instances every shard returns results for, if they have so many each.
+
+    One of few sizes, so that minibatches of as many instances share programs.
+    """
+    total = sum(counts)
+    room = MAX_ROWS_SHARE * -(-total // len(counts))
+    while room < max(counts):
+        room *= 2
+    return min(room, total)
+
+
+def stacked_shards(arrays: Sequence[Array]) -> Array:
+    """Returns the arrays of shards, of one shape and traced or not, along a new first axis."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        return jax.numpy.stack(arrays)
+    return np.stack(arrays)
+
+
+def put_cut(devices: DeviceAxis, arrays: Any) -> Any:
+    """Returns a pytree of arrays that have a first axis of shards, each part on its device."""
+    return jax.tree.map(lambda x: x if isinstance(x, Tracer) else _put(devices.cut, x), arrays)
+
+
+def put_everywhere(devices: DeviceAxis, arrays: Any) -> Any:
+    """Returns a pytree of arrays on all devices."""
+    return jax.tree.map(lambda x: _put(devices.everywhere, x), arrays)
+
+
+def _put(sharding: NamedSharding, array: np.ndarray) -> jax.Array:
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(array, sharding)

@@ -1,0 +1,412 @@
+"""Minibatches cut over devices: every shard is planned, and all run one program.
+
+Instances go to shards by what they cost, longest processing time first (Graham, 1969): the most
+expensive one that is left goes to the shard that costs least so far. Every shard is scheduled and
+laid out by itself. They have one signature, so that one program is compiled for all devices, which
+has room for each of them.
+
+Source: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17,
+1969.
+"""
+
+import functools
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.record import Record
+from jedbatch._jaxpr.derivatives import reverse_mode_only
+from jedbatch._jaxpr.storage import Kind
+from jedbatch._program.device_axis import split_pieces, with_zeros
+from jedbatch._program.differentiable import Differentiable
+from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.placement import NO_VALUE, Placement
+from jedbatch._program.plan import Plan, input_name
+from jedbatch._program.returned import bits_of, leaf_numbers
+from jedbatch._program.sharded import (
+    DeviceAxis,
+    Route,
+    put_cut,
+    put_everywhere,
+    room_for,
+    stacked_shards,
+)
+from jedbatch._program.signature import Signature
+from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._session.degenerate import warn_if_degenerate
+from jedbatch._session.options import Options
+from jedbatch._session.outputs import Returned
+from jedbatch._session.pipeline import (
+    NO_SECONDS,
+    STAGES,
+    Arranged,
+    minibatch_key,
+    programs_of,
+    refuse_derivative,
+    told_apart,
+    with_inputs,
+)
+from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.session import Session
+from jedbatch._support.types import Array, Leaf
+
+Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
+
+
+class ArrangedShards(NamedTuple):
+    """A minibatch cut into shards in order: all of its plan but the values of its inputs.
+
+    Attributes:
+      members: the instances of each shard, in order.
+      shards: each in order.
+      form: how pieces become results.
+      routes: from rows that shards return to pieces.
+    """
+
+    members: list[np.ndarray]
+    shards: list[Arranged]
+    form: OutputSpec
+    routes: tuple[Route, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, about."""
+        arrays: list[np.ndarray] = [*self.members, *itertools.chain(*self.routes)]
+        return sum(x.nbytes for x in self.shards) + sum(x.nbytes for x in arrays)
+
+
+class Cut(NamedTuple):
+    """Shards that are placed, before there is a program for them.
+
+    Attributes:
+      members: the instances of each.
+      forms: how the rows that each returns become its results.
+      placed: each scheduled and laid out.
+      positions: for each the outputs that it returns, by arena: those of its instances, one after
+        the other, are counted; `NO_VALUE` for rows that are returned for nobody.
+      took: seconds to cut each out, to schedule it, and to lay it out.
+    """
+
+    members: list[np.ndarray]
+    forms: list[OutputSpec]
+    placed: list[Placement]
+    positions: list[dict[Kind, np.ndarray]]
+    took: list[list[float]]
+
+    def leaves(self) -> list[list[np.ndarray] | None]:
+        """The results that rows belong to, if they are to be told apart (see `find_readers`)."""
+        if self.forms[0].batch is None:  # pieces have rows of several
+            return [None] * len(self.placed)
+        pairs = zip(self.placed, self.forms, strict=True)
+        return [told_apart(placed, form) or None for placed, form in pairs]
+
+
+def costs_of(programs: ProgramCache, records: Sequence[Record]) -> np.ndarray:
+    """Returns float[B], about what each instance costs, in floating-point operations.
+
+    That is the work of its nodes, and their part of starting chunks that are as wide as can be.
+    """
+    spans = [r.whole.node_ptr[r.index : r.index + 2] for r in records]
+    types = [r.whole.node_type[a:b] for r, (a, b) in zip(records, spans, strict=True)]
+    counts = np.array([len(x) for x in types])
+    every = np.concatenate(types)
+    work = np.zeros(int(every.max(initial=-1)) + 1)
+    for t in np.unique(every).tolist():
+        kernel = programs.kernel(t)
+        start = programs.target.start_work(kernel.lane_work)
+        work[t] = kernel.lane_work + start / kernel.buckets.widths[-1]
+    instance = np.repeat(np.arange(len(records)), counts)
+    return np.bincount(instance, work[every], minlength=len(records))
+
+
+def cut_by_cost(costs: np.ndarray, num_shards: int) -> list[np.ndarray]:
+    """Returns the instances of each shard in ascending order, cut so that costs are balanced.
+
+    Ties are broken by the smallest number. No shard is empty if there are as many instances.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_shards)]
+    loads = [(0.0, 0, s) for s in range(num_shards)]
+    for i in np.argsort(-costs, kind="stable").tolist():
+        load, count, s = loads[0]
+        parts[s].append(i)
+        heapq.heapreplace(loads, (load + float(costs[i]), count + 1, s))
+    return [np.array(sorted(part), np.int64) for part in parts]
+
+
+def place_shards(
+    session: Session,
+    records: Sequence[Record],
+    form_of: Form,
+    policy: Policy,
+    options: Options,
+    num_shards: int,
+    *,
+    keeps: bool,
+) -> Cut:
+    """Cuts a minibatch into shards, and schedules and lays out each of them.
+
+    Args:
+      session: whose kernels are used.
+      records: of the instances.
+      form_of: from records and what their graph returns to the form of their results.
+      policy: cuts the graphs into batches.
+      options: say how to lay values out.
+      num_shards: how many.
+      keeps: whether everything is kept that the reverse would read.
+    """
+    programs = session.programs
+    members = cut_by_cost(costs_of(programs, records), num_shards)
+    room = room_for([len(x) for x in members])
+    pieces, took = [], []
+    for own in members:
+        own_records = [records[i] for i in own.tolist()]
+        times = [time.perf_counter()]
+        graph = Graph.select([(r.whole, r.index) for r in own_records])
+        times.append(time.perf_counter())
+        positions, form = form_of(own_records, np.arange(len(graph.outputs)))
+        at, form = with_room(positions, form, room)
+        batches = schedule(graph, policy)
+        times.append(time.perf_counter())
+        pieces.append((graph, batches, at, form))
+        took.append(np.diff(times).tolist())
+
+    def place(reuse: bool | None) -> list[Placement]:
+        placed = []
+        for (graph, batches, at, form), times in zip(pieces, took, strict=True):
+            start = time.perf_counter()
+            returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
+            stacked = form.batch is not None
+            placed.append(
+                programs.place(
+                    graph,
+                    batches,
+                    returned,
+                    options.layout,
+                    stacked=stacked,
+                    keeps=keeps,
+                    reuse=reuse,
+                )
+            )
+            times[2:] = [time.perf_counter() - start]
+        return placed
+
+    placed = place(options.reuse)
+    if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
+        placed = place(True)
+    forms = [form for *_, form in pieces]
+    return Cut(members, forms, placed, [at for _, _, at, _ in pieces], took)
+
+
+def with_room(
+    positions: Mapping[Kind, Sequence[int]], form: OutputSpec, room: int
+) -> tuple[dict[Kind, np.ndarray], OutputSpec]:
+    """Returns what a shard returns with room for more instances, and the form of that.
+
+    Args:
+      positions: what each arena returns.
+      form: of the results of the shard.
+      room: rows of each result, if they are stacked; others have no room.
+    """
+    arrays = {kind: np.array(x, np.int64) for kind, x in positions.items()}
+    if form.batch is None:
+        return arrays, form
+    for kind, x in arrays.items():
+        padded = np.full((len(x) // form.batch, room), NO_VALUE)
+        padded[:, : form.batch] = x.reshape(-1, form.batch)
+        arrays[kind] = padded.ravel()
+    (places,) = form.places
+    moved = tuple((kind, first // form.batch * room) for kind, first in places)
+    return arrays, OutputSpec(form.structures, (moved,), room)
+
+
+def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
+    """Returns the outputs of a graph at some positions; `NO_VALUE` stays what it is."""
+    values = graph.outputs[np.maximum(positions, 0)].astype(np.int64)
+    return np.where(positions == NO_VALUE, NO_VALUE, values)
+
+
+def find_routes(
+    signature: Signature, cut: Cut, records: Sequence[Record], form_of: Form
+) -> tuple[OutputSpec, tuple[Route, ...]]:
+    """Returns the form of the results of all shards, and from where their rows come."""
+    ptr = np.append(0, np.cumsum([len(r.types) for r in records]))
+    rows, form = form_of(records, np.arange(ptr[-1]))
+    if form.batch is not None:
+        room = cut.forms[0].batch
+        assert room is not None
+        return form, (Route.of(form.batch, cut.members, room),)
+    every = {kind: np.array(x, np.int64) for kind, x in rows.items()}
+    owned = [
+        np.concatenate([np.arange(ptr[i], ptr[i + 1]) for i in own.tolist()]) for own in cut.members
+    ]
+    routes = []
+    for kind, room in zip(signature.arenas, signature.outputs, strict=True):
+        found = every.get(kind, np.zeros(0, np.int64))
+        row_of = np.zeros(ptr[-1], np.int64)
+        row_of[found] = np.arange(len(found))
+        parts = [
+            row_of[ids[at[kind]]] if kind in at else np.zeros(0, np.int64)
+            for ids, at in zip(owned, cut.positions, strict=True)
+        ]
+        routes.append(Route.of(len(found), parts, room))
+    return form, tuple(routes)
+
+
+def arrange_shards(
+    session: Session,
+    records: Sequence[Record],
+    form_of: Form,
+    policy: Policy,
+    options: Options,
+    num_shards: int,
+    *,
+    gradient: bool,
+) -> tuple[ArrangedShards, list[list[float]]]:
+    """Returns a minibatch in order, and for each shard the seconds of its stages."""
+    programs = session.programs
+    cut = place_shards(session, records, form_of, policy, options, num_shards, keeps=gradient)
+    start = time.perf_counter()
+    largest = max(cut.placed, key=lambda placed: sum(placed.lanes))
+    shown = session.records.lengths.shown
+    warn_if_degenerate(largest.graph, session.registry, session.new_in_a_row, shown)
+    leaves = cut.leaves() if gradient else None
+    lowered, reverse, tables = programs.lower_together(cut.placed, leaves)
+    form, routes = find_routes(lowered[0].signature, cut, records, form_of)
+    lower = (time.perf_counter() - start) / num_shards
+    shards = [
+        Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None)
+        for s, (own, own_form) in enumerate(zip(lowered, cut.forms, strict=True))
+    ]
+    return ArrangedShards(cut.members, shards, form, routes), [[*x, lower] for x in cut.took]
+
+
+def plan_shards(
+    session: Session,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+    form_of: Form,
+    policy: Policy,
+    options: Options,
+    devices: DeviceAxis,
+    *,
+    gradient: bool,
+    seconds: Mapping[str, float] = NO_SECONDS,
+    num_known: int = 0,
+) -> Plan:
+    """Plans a minibatch that is cut over devices.
+
+    Args:
+      session: whose programs may be used, and who keeps new ones.
+      records: of the instances.
+      arrays: of the instances, which inputs are read from.
+      form_of: from records and what their graph returns to the form of their results.
+      policy: cuts the graphs into batches.
+      options: say how to lay values out.
+      devices: over which the minibatch is cut.
+      gradient: whether to plan the reverse too.
+      seconds: spent in the stages before.
+      num_known: instances whose graphs were known already.
+    """
+    session.note_types()
+    programs = session.programs
+    key = minibatch_key(records, policy, gradient, gradient), devices.size
+    found = session.arranged.use(key) if num_known == len(records) else None
+    took = [[0.0] * (1 + len(STAGES))] * devices.size
+    if found is None or not all(programs.use_again(x.lowered) for x in found.shards):
+        found, took = arrange_shards(
+            session, records, form_of, policy, options, devices.size, gradient=gradient
+        )
+        session.arranged[key] = found
+    shards: list[Plan] = []
+    for own, arranged, times in zip(found.members, found.shards, took, strict=True):
+        now = time.perf_counter()
+        clock = [now - sum(times[1:]), now - sum(times[2:]), now - times[3]]
+        plan = with_inputs(
+            session,
+            arranged,
+            [records[i] for i in own.tolist()],
+            [arrays[i] for i in own.tolist()],
+            clock,
+            {**(NO_SECONDS if shards else seconds), "merge": times[0]},
+            keeps=gradient,
+            num_known=round(num_known * len(own) / len(records)),
+            numbers=own.tolist(),
+        )
+        shards.append(plan)
+    return together(shards, found, devices)
+
+
+def together(shards: Sequence[Plan], found: ArrangedShards, devices: DeviceAxis) -> Plan:
+    """Returns the plan of all shards, whose arrays are on their devices."""
+    first = shards[0]
+    static = programs_of(first).static(
+        first.static.signature, first.static.reverse, found.form, first.static.keeps, (), devices
+    )
+    reverse_table = None
+    if first.static.reverse is not None:
+        reverse_table = stacked_shards([x.reverse_table for x in shards])
+    inputs = {name: stacked_shards([x.inputs[name] for x in shards]) for name in first.inputs}
+    table = stacked_shards([x.table for x in shards])
+    table, reverse_table, inputs = put_cut(devices, (table, reverse_table, inputs))
+    routes = tuple(
+        Route(put_everywhere(devices, route.order), put_cut(devices, route.rows))
+        for route in found.routes
+    )
+    return Plan(static, table, reverse_table, inputs, (), routes, None, tuple(shards))
+
+
+def run_on_devices(
+    plan: Plan, leaves: Sequence[Leaf], inputs: Mapping[str, Any], name: str
+) -> tuple[list[Array], ...]:
+    """The pieces returned from each arena; differentiable in the leaves and the inputs.
+
+    Args:
+      plan: of a minibatch that is cut over devices.
+      leaves: of the shared arguments, which all devices have.
+      inputs: rows for the arenas, as `plan.inputs` has them.
+      name: what is run, for messages.
+    """
+    static, programs = plan.static, programs_of(plan)
+    signature, devices = static.signature, static.devices
+    assert devices is not None
+    shared = programs.shared_values(programs.program(signature)[1], leaves, ())
+    rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
+    own_rows, order = _parts(plan)
+    arguments = shared, rows, (plan.table, own_rows, order)
+    executor = programs.executor_on(signature, devices)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        return executor.infer(*arguments)
+
+    def permit():
+        if not static.keeps:
+            raise ValueError(
+                "`apply` is differentiated with a plan made for inference, which does not "
+                "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
+                "is the default."
+            )
+
+    def reverse_of(table, exist, moving):
+        reverse = static.reverse
+        assert reverse is not None
+        numbers = leaf_numbers(static.results, signature.arenas)
+        bits = bits_of(numbers, exist) if reverse.tells else None
+        refuse_derivative(reverse, bits, moving, name)
+        return reverse.with_constants(moving), table, bits
+
+    counts = [len(order[a if len(order) > 1 else 0]) for a in range(len(signature.arenas))]
+    join = functools.partial(with_zeros, signature.arenas, counts)
+    run = Differentiable(lambda _: executor, signature, split_pieces, join, permit, reverse_of)
+    with reverse_mode_only(name):
+        return run(*arguments, plan.reverse_table)
+
+
+def _parts(plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Returns the rows and the orders of the routes of a plan."""
+    return tuple(r.rows for r in plan.routes), tuple(r.order for r in plan.routes)
