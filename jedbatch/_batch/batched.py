@@ -31,7 +31,7 @@ from jedbatch._batch.warming import warm
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.configuration import configuration
+from jedbatch._jaxpr.configuration import configuration, without_mesh
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._kernel.target import target_of
 from jedbatch._learn.adaptive import Adaptive
@@ -447,9 +447,10 @@ class Batched(Generic[*Given, Result]):
         num_known = 0
         try:
             cache.read(reached)
-            records, arrays, tracers, num_known = self._recording.find(
-                session.records, instances, read
-            )
+            with without_mesh():
+                records, arrays, tracers, num_known = self._recording.find(
+                    session.records, instances, read
+                )
         finally:
             cache.nothing_to_read()
             if num_known < len(instances):  # else the function was not called

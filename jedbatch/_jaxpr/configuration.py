@@ -23,6 +23,14 @@ def is_staging() -> bool:
         return not isinstance(trace, type(EAGER))
 
 
+def without_mesh() -> Any:
+    """Returns a context in which no mesh is set, to trace what is run later, wherever that is.
+
+    Each equation knows the mesh that was set where it was traced, and runs nowhere else.
+    """
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 def finds_faults() -> bool:
     """Returns whether JAX looks for faults in results of programs; arenas may hold anything."""
     return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))

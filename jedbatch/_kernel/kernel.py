@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
 from jedbatch._jaxpr.interpret import (
     Bindings,
@@ -231,4 +232,5 @@ class Kernel:
     @functools.cached_property
     def reverse(self) -> KernelVjp:
         """The reverse of the lane; traced when it is first needed."""
-        return KernelVjp.of(self)
+        with without_mesh():
+            return KernelVjp.of(self)

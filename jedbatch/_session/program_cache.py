@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.configuration import finds_faults
+from jedbatch._jaxpr.configuration import finds_faults, without_mesh
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -124,9 +124,10 @@ class ProgramCache:
             transient = any(map(self.registry.is_transient, node_type.shared))
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
-            self._kernels[type_id] = Kernel(
-                node_type, self.target, transient, reached, control_flow=self.control_flow
-            )
+            with without_mesh():
+                self._kernels[type_id] = Kernel(
+                    node_type, self.target, transient, reached, control_flow=self.control_flow
+                )
         return self._kernels[type_id]
 
     def place(
