@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jedbatch._kernel.target import Target, target_of_platform
 from jedbatch._support.types import Array
@@ -126,6 +126,21 @@ def put_cut(devices: DeviceAxis, arrays: Any) -> Any:
 def put_everywhere(devices: DeviceAxis, arrays: Any) -> Any:
     """Returns a pytree of arrays on all devices."""
     return jax.tree.map(lambda x: _put(devices.everywhere, x), arrays)
+
+
+def gathered(devices: DeviceAxis, values: Sequence[Any]) -> list[Any]:
+    """Returns values such that all devices have the whole of each, as far as types say it.
+
+    Types do where axes of the mesh are explicit; elsewhere XLA sees to it.
+    """
+    if AxisType.Explicit not in devices.mesh.axis_types:
+        return list(values)
+    return [
+        jax.sharding.reshard(x, devices.everywhere)
+        if any(part is not None for part in jax.typeof(x).sharding.spec)
+        else x
+        for x in values
+    ]
 
 
 def _put(sharding: NamedSharding, array: np.ndarray) -> jax.Array:

@@ -33,6 +33,7 @@ from jedbatch._program.returned import bits_of, leaf_numbers
 from jedbatch._program.sharded import (
     DeviceAxis,
     Route,
+    gathered,
     put_cut,
     put_everywhere,
     room_for,
@@ -377,6 +378,7 @@ def run_on_devices(
     signature, devices = static.signature, static.devices
     assert devices is not None
     shared = programs.shared_values(programs.program(signature)[1], leaves, ())
+    shared = gathered(devices, shared)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)
     arguments = shared, rows, (plan.table, own_rows, order)
