@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jedbatch import checks
+from jedbatch._batch.on_devices import AxisNames, checked_devices
 from jedbatch._batch.planner import Planner
 from jedbatch._batch.processes import Pool, in_processes
 from jedbatch._program.plan import Plan
@@ -24,7 +27,13 @@ SECONDS_AT_EXIT = 5.0  # for the minibatch that is being planned; one that waits
 
 
 def plans(
-    batched: Any, *args: Any, gradient: bool = True, ahead: int = 2, workers: int = 0
+    batched: Any,
+    *args: Any,
+    gradient: bool = True,
+    ahead: int = 2,
+    workers: int = 0,
+    mesh: Mesh | None = None,
+    axis: AxisNames = None,
 ) -> Iterator[Plan]:
     """Yields plans for minibatches, made in a thread or in processes while others are used.
 
@@ -42,6 +51,8 @@ def plans(
       ahead: plans made before they are asked for. With 0 they are made when they are, in the
         thread of the caller. With `workers`, at least as many.
       workers: processes that plan; 0 for a thread.
+      mesh: devices over which minibatches are cut, as for `plan`; without `workers`.
+      axis: of the mesh, as for `plan`.
 
     Returns:
       An iterator of plans for `apply`, in the order of the minibatches.
@@ -49,8 +60,8 @@ def plans(
     Raises:
       TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
         with a note that says which; the function cannot be sent to other processes.
-      ValueError: there are more minibatches of one argument than of another, arrays differ in
-        length and there are `workers`, or what `plan` raises.
+      ValueError: there are more minibatches of one argument than of another, there are `workers`
+        and a mesh or arrays that differ in length, or what `plan` raises.
       RuntimeError: a process that plans ended.
 
     Example:
@@ -63,6 +74,11 @@ def plans(
     checks.flag("plans", "gradient", gradient)
     checks.whole("plans", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.whole("plans", "workers", workers, least=0, most=MAX_WORKERS)
+    if checked_devices("plans", mesh, axis) is not None and workers:
+        raise ValueError(
+            f"`plans` got workers={workers} and a mesh; expected one of them: minibatches that are "
+            "cut over devices are planned in a thread. Leave out `workers`."
+        )
     rows = batched._arguments.minibatches(args)
     if workers:
         return planned_in_processes(batched, rows, gradient, ahead, workers)
@@ -72,11 +88,12 @@ def plans(
         number = next(numbers)
         try:
             found: Any = next(rows, END)
-            return END if found is END else batched.plan(*found, gradient=gradient)
+            return END if found is END else make_plan(*found)
         except Exception as error:
             error.add_note(f"This happened while minibatch {number} was planned.")
             raise
 
+    make_plan = functools.partial(batched.plan, gradient=gradient, mesh=mesh, axis=axis)
     settings = ThreadSettings()
     if not ahead:
         return in_turn(functools.partial(settings.run, make))

@@ -1,5 +1,7 @@
 """Minibatches over several devices: what `plan`, `apply` and `warm` do with a mesh."""
 
+import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
 from jedbatch._session.pipeline import checked_inputs
 from jedbatch._session.session import Session
-from jedbatch._session.shards import plan_shards, run_on_devices
+from jedbatch._session.shards import plan_shards, reserve_shards, run_on_devices
 from jedbatch._support.types import Leaf
 
 AxisNames = str | Sequence[str] | None
@@ -70,23 +72,10 @@ def plan_on_devices(
       ValueError: there are fewer instances than devices, arrays differ in length, or the function
         reads values of an outer transformation.
     """
-    name = batched._name
-    if len(instances) < devices.size:
-        raise ValueError(
-            f"`plan` got {len(instances)} instances of the batched `{name}` for {devices.size} "
-            f"devices along {devices}; expected at least one for each. Take larger minibatches, or "
-            "a mesh of fewer devices."
-        )
+    check_number("plan", batched._name, len(instances), devices)
     with batched._planning:
-        records, arrays, tracers, num_known, _ = batched._record(session, instances)
-        if find_calls(records, arrays):
-            raise ValueError(
-                f"instances of the batched `{name}` have arrays that differ in length and are run "
-                "together, packed one after the other, which is not done over several devices. "
-                "Leave out the mesh, pad these arrays to one length, or cut them up: instances of "
-                "lists of arrays, of one shape each, may differ in length."
-            )
-        batched._refuse_tracers(tracers)
+        start = time.perf_counter()
+        records, arrays, num_known = _recorded(batched, session, instances)
         plan = plan_shards(
             session,
             records,
@@ -96,10 +85,63 @@ def plan_on_devices(
             batched._options,
             devices,
             gradient=gradient,
+            seconds={"trace": time.perf_counter() - start},
             num_known=num_known,
         )
         batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
         return plan
+
+
+def reserve_on_devices(
+    batched: Any,
+    session: Session,
+    minibatches: list[list[tuple]],
+    gradient: bool,
+    devices: DeviceAxis,
+) -> dict[bool, list[Plan]]:
+    """Plans of all minibatches after programs were made that do for each, by `gradient`."""
+    size = len(minibatches[0])
+    check_number("warm", batched._name, size, devices)
+    with batched._planning:
+        every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
+        records, _, _ = _recorded(batched, session, every)
+        reserve_shards(
+            session,
+            [records[i : i + size] for i in range(0, len(records), size)],
+            batched._results,
+            batched._policy,
+            batched._options,
+            devices.size,
+            gradient=gradient,
+        )
+        return {
+            wanted: [plan_on_devices(batched, session, m, wanted, devices) for m in minibatches]
+            for wanted in sorted({False, gradient})
+        }
+
+
+def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> None:
+    """Raises an error if there are fewer instances than devices."""
+    if count < devices.size:
+        raise ValueError(
+            f"`{function}` got minibatches of {count} instances of the batched `{name}` for the "
+            f"{devices.size} devices along {devices}; expected at least one for each. Take larger "
+            "minibatches, or a mesh of fewer devices."
+        )
+
+
+def _recorded(batched: Any, session: Session, instances: list[tuple]) -> tuple[Any, Any, int]:
+    """Returns records, arrays, and how many were known, or an error if they cannot be cut."""
+    records, arrays, tracers, num_known, _ = batched._record(session, instances)
+    batched._refuse_tracers(tracers)
+    if find_calls(records, arrays):
+        raise ValueError(
+            f"instances of the batched `{batched._name}` have arrays that differ in length, whose "
+            "rows are packed one after the other, which is not done over several devices. Leave "
+            "out the mesh, pad these arrays to one length, or make lists of arrays of one shape "
+            "of them, `list(array)`, which may differ in length."
+        )
+    return records, arrays, num_known
 
 
 def apply_on_devices(batched: Any, plan: Plan, leaves: Sequence[Leaf], inputs: Any) -> Any:

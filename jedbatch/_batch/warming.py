@@ -1,5 +1,6 @@
 """`Batched.warm`: what minibatches to come need is compiled ahead of time."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from jedbatch import checks
+from jedbatch._batch.on_devices import AxisNames, checked_devices, reserve_on_devices
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
@@ -28,6 +31,8 @@ def warm(
     batch_size: int | None = None,
     gradient: bool = False,
     calls: bool = True,
+    mesh: Mesh | None = None,
+    axis: AxisNames = None,
 ) -> Plan | None:
     """Compiles ahead of time what minibatches of instances like these need.
 
@@ -46,6 +51,9 @@ def warm(
       calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
         that this is to be compiled now. If False, programs are chosen and nothing is run, for
         plans that are applied in a `jax.jit` of yours; it compiles once.
+      mesh: devices over which minibatches will be cut, as for `plan`. Then functions are not
+        called, and `calls` says whether plans are applied outside of `jax.jit`.
+      axis: of the mesh, as for `plan`.
 
     Returns:
       A plan of the largest minibatch of the sample, for instance to compile a train step ahead
@@ -70,20 +78,26 @@ def warm(
       >>> total_all.compilations - compiled
       0
     """
+    devices = checked_devices("warm", mesh, axis)
     checks.flag("warm", "gradient", gradient)
     checks.flag("warm", "calls", calls)
     if batch_size is not None:
         checks.whole("warm", "batch_size", batch_size, least=1)
     shared, instances = batched._arguments.split(args)
-    session, leaves = batched._session(shared)
+    session, leaves = batched._session(shared, devices)
     check_values(batched._name, leaves)
     minibatches = cut_evenly(instances, batch_size or len(instances))
-    plans = batched._unless_decides(
-        session, lambda read: _reserve(batched, session, minibatches, gradient, read)
-    )
+    if devices is not None:
+        plans = reserve_on_devices(batched, session, minibatches, gradient, devices)
+    else:
+        plans = batched._unless_decides(
+            session, lambda read: _reserve(batched, session, minibatches, gradient, read)
+        )
     planned = plans[gradient] if plans else None
     check_possible(batched._name, leaves, planned, gradient, calls)
-    if calls:
+    if calls and devices is not None:
+        _compile_plans(batched, shared, plans, gradient)
+    elif calls:
         _compile(batched, shared, minibatches, plans, gradient, list)
         if batched._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
             _compile(batched, shared, minibatches, plans, gradient, stack_rows)
@@ -110,6 +124,24 @@ def _reserve(
             wanted: [batched._lasting_plan(session, m, wanted) for m in minibatches]
             for wanted in sorted({False, gradient})
         }
+
+
+def _compile_plans(
+    batched: Any, shared: tuple, plans: dict[bool, list[Plan]], gradient: bool
+) -> None:
+    """Applies a plan of every program that minibatches need, and with `gradient` the reverse."""
+    leaves, structure = batched._arguments.leaves(shared)
+    for plan in one_of_each(plans[False], plans[False]):
+        batched.apply(*shared, plan)
+    for plan in one_of_each(plans[True], plans[True]) if gradient else ():
+
+        def apply_with(leaves: list[Leaf], inputs: Any, plan: Plan = plan) -> Any:
+            return batched.apply(*jax.tree.unflatten(structure, leaves), plan, inputs=inputs)
+
+        if moves(leaves):
+            pull_back(functools.partial(apply_with, inputs=plan.inputs), leaves)
+        else:
+            pull_back(functools.partial(apply_with, leaves), plan.inputs)
 
 
 def _compile(
@@ -211,8 +243,8 @@ def one_of_each(minibatches: Sequence[Any], plans: Sequence[Plan]) -> list[Any]:
 
 def num_lanes(plan: Plan) -> int:
     """Returns how many lanes a plan runs."""
-    assert plan.host is not None
-    return sum(plan.host.placed.lanes)
+    parts = plan.shards or (plan,)
+    return sum(sum(part.host.placed.lanes) for part in parts if part.host is not None)
 
 
 def pull_back(run: Callable[[Any], PyTree], values: PyTree) -> None:

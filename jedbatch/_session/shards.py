@@ -288,6 +288,41 @@ def arrange_shards(
     return ArrangedShards(cut.members, shards, form, routes), [[*x, lower] for x in cut.took]
 
 
+def reserve_shards(
+    session: Session,
+    minibatches: Sequence[Sequence[Record]],
+    form_of: Form,
+    policy: Policy,
+    options: Options,
+    num_shards: int,
+    *,
+    gradient: bool,
+) -> None:
+    """Makes programs that have room for shards of minibatches like these; nothing is compiled.
+
+    Args:
+      session: that keeps the programs.
+      minibatches: the records of each.
+      form_of: from records and what their graph returns to the form of their results.
+      policy: cuts the graphs into batches.
+      options: say how to lay values out.
+      num_shards: into which each is cut.
+      gradient: whether there will be gradients, too.
+    """
+    for records in minibatches:  # a policy may learn from each
+        schedule(Graph.select([(r.whole, r.index) for r in records]), policy)
+    for keeps in sorted({False, gradient}):
+        groups: dict[bool, list[tuple[Placement, Sequence[np.ndarray]]]] = {}
+        for records in minibatches:
+            cut = place_shards(session, records, form_of, policy, options, num_shards, keeps=keeps)
+            leaves = cut.leaves() if keeps else [None] * num_shards
+            for placed, own in zip(cut.placed, leaves, strict=True):
+                groups.setdefault(placed.reuse, []).append((placed, own or ()))
+        for group in groups.values():
+            all_placed, all_leaves = zip(*group, strict=True)
+            session.programs.reserve(all_placed, all_leaves if keeps else None)
+
+
 def plan_shards(
     session: Session,
     records: Sequence[Record],
