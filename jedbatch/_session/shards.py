@@ -1,7 +1,7 @@
 """Minibatches cut over devices: every shard is planned, and all run one program.
 
 Instances go to shards by what they cost, longest processing time first (Graham, 1969): the most
-expensive one that is left goes to the shard that costs least so far. Every shard is scheduled and
+expensive one that is left goes to the shard that costs least with it. Every shard is scheduled and
 laid out by itself. They have one signature, so that one program is compiled for all devices, which
 has room for each of them.
 
@@ -10,7 +10,6 @@ Source: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Appl
 """
 
 import functools
-import heapq
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,36 +108,55 @@ class Cut(NamedTuple):
         return [told_apart(placed, form) or None for placed, form in pairs]
 
 
-def costs_of(programs: ProgramCache, records: Sequence[Record]) -> np.ndarray:
-    """Returns float[B], about what each instance costs, in floating-point operations.
+class Costs(NamedTuple):
+    """What instances cost, in floating-point operations; of B instances and T node types.
 
-    That is the work of its nodes, and their part of starting chunks that are as wide as can be.
+    Attributes:
+      work: float[B], the work of the nodes of each, and their part of starting the widest chunks.
+      chains: int[B, T], nodes of each type on a longest chain, which no schedule batches together.
+      start: float[T], what starting a chunk of each type costs.
     """
-    spans = [r.whole.node_ptr[r.index : r.index + 2] for r in records]
-    types = [r.whole.node_type[a:b] for r, (a, b) in zip(records, spans, strict=True)]
-    counts = np.array([len(x) for x in types])
-    every = np.concatenate(types)
-    work = np.zeros(int(every.max(initial=-1)) + 1)
-    for t in np.unique(every).tolist():
-        kernel = programs.kernel(t)
-        start = programs.target.start_work(kernel.lane_work)
-        work[t] = kernel.lane_work + start / kernel.buckets.widths[-1]
-    instance = np.repeat(np.arange(len(records)), counts)
-    return np.bincount(instance, work[every], minlength=len(records))
+
+    work: np.ndarray
+    chains: np.ndarray
+    start: np.ndarray
+
+    @staticmethod
+    def of(programs: ProgramCache, graph: Graph) -> "Costs":
+        """Returns what the instances of a graph cost."""
+        present = np.array(graph.present_types, np.int64)
+        kernels = [programs.kernel(t) for t in present.tolist()]
+        start = np.array([programs.target.start_work(k.lane_work) for k in kernels])
+        widest = np.array([k.buckets.widths[-1] for k in kernels])
+        place = np.zeros(len(graph.types), np.int64)
+        place[present] = np.arange(len(present))
+        kind, count = place[graph.node_type], graph.num_instances
+        instance = np.repeat(np.arange(count), np.diff(graph.node_ptr))
+        work = np.array([k.lane_work for k in kernels]) + start / widest
+        chains = np.zeros((count, len(present)), np.int64)
+        np.maximum.at(chains, (instance, kind), graph.rank + 1)
+        return Costs(np.bincount(instance, work[kind], minlength=count), chains, start)
 
 
-def cut_by_cost(costs: np.ndarray, num_shards: int) -> list[np.ndarray]:
+def cut_by_cost(costs: Costs, num_shards: int) -> list[np.ndarray]:
     """Returns the instances of each shard in ascending order, cut so that costs are balanced.
 
-    Ties are broken by the smallest number. No shard is empty if there are as many instances.
+    What a shard costs is the work of its instances, and starting as many chunks of each type as its
+    longest chain has nodes. Ties are broken by the fewest instances, then by the smallest number,
+    so that no shard is empty if there are as many instances.
     """
-    parts: list[list[int]] = [[] for _ in range(num_shards)]
-    loads = [(0.0, 0, s) for s in range(num_shards)]
-    for i in np.argsort(-costs, kind="stable").tolist():
-        load, count, s = loads[0]
-        parts[s].append(i)
-        heapq.heapreplace(loads, (load + float(costs[i]), count + 1, s))
-    return [np.array(sorted(part), np.int64) for part in parts]
+    loads, counts = np.zeros(num_shards), np.zeros(num_shards, np.int64)
+    longest = np.zeros((num_shards, len(costs.start)), np.int64)
+    shard = np.zeros(len(costs.work), np.int64)
+    alone = costs.work + costs.chains @ costs.start
+    for i in np.argsort(-alone, kind="stable").tolist():
+        longer = np.maximum(longest, costs.chains[i])
+        total = loads + costs.work[i] + longer @ costs.start
+        s = int(np.lexsort((counts, total))[0])
+        loads[s] += costs.work[i]
+        counts[s] += 1
+        longest[s], shard[i] = longer[s], s
+    return [np.flatnonzero(shard == s) for s in range(num_shards)]
 
 
 def place_shards(
@@ -163,7 +181,8 @@ def place_shards(
       keeps: whether everything is kept that the reverse would read.
     """
     programs = session.programs
-    members = cut_by_cost(costs_of(programs, records), num_shards)
+    whole = Graph.select([(r.whole, r.index) for r in records])
+    members = cut_by_cost(Costs.of(programs, whole), num_shards)
     room = room_for([len(x) for x in members])
     pieces, took = [], []
     for own in members:
