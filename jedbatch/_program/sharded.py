@@ -3,7 +3,7 @@
 A shard is a minibatch for one device. All shards share a program, and the schedule of each is data:
 their tables lie on top of each other along a new first axis, which is cut over the devices. Shards
 may have instances of different numbers, so that their costs are about the same. Each returns as
-many rows as any of them may, and a `Route` says which of these are results.
+many rows as any may, and a `Route` says which of these are results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jedbatch._support.types import Array
 if TYPE_CHECKING:
     from jaxtyping import Int32
 
-MAX_ROWS_SHARE = 2  # rows that a shard returns, over its share of the results, if these will do
+MAX_SHARE = 2  # instances that a shard may have, in shares that would be equal
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,9 @@ class Route(NamedTuple):
         return Route(order, rows)
 
 
-def room_for(counts: Sequence[int]) -> int:
-    """Returns how many instances every shard returns results for, if they have so many each.
-
-    One of few sizes, so that minibatches of as many instances share programs.
-    """
-    total = sum(counts)
-    room = MAX_ROWS_SHARE * -(-total // len(counts))
-    while room < max(counts):
-        room *= 2
-    return min(room, total)
+def most_instances(count: int, num_shards: int) -> int:
+    """Returns how many of so many instances a shard may have, and returns results for."""
+    return min(count, MAX_SHARE * -(-count // num_shards))
 
 
 def stacked_shards(arrays: Sequence[Array]) -> Array:

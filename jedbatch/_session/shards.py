@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
+from jedbatch._jaxpr.configuration import is_staging
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.device_axis import split_pieces, with_zeros
@@ -33,9 +34,9 @@ from jedbatch._program.sharded import (
     DeviceAxis,
     Route,
     gathered,
+    most_instances,
     put_cut,
     put_everywhere,
-    room_for,
     stacked_shards,
 )
 from jedbatch._program.signature import Signature
@@ -143,8 +144,9 @@ def cut_by_cost(costs: Costs, num_shards: int) -> list[np.ndarray]:
 
     What a shard costs is the work of its instances, and starting as many chunks of each type as its
     longest chain has nodes. Ties are broken by the fewest instances, then by the smallest number,
-    so that no shard is empty if there are as many instances.
+    so that no shard is empty if there are as many instances. None has more than `most_instances`.
     """
+    most = most_instances(len(costs.work), num_shards)
     loads, counts = np.zeros(num_shards), np.zeros(num_shards, np.int64)
     longest = np.zeros((num_shards, len(costs.start)), np.int64)
     shard = np.zeros(len(costs.work), np.int64)
@@ -152,7 +154,7 @@ def cut_by_cost(costs: Costs, num_shards: int) -> list[np.ndarray]:
     for i in np.argsort(-alone, kind="stable").tolist():
         longer = np.maximum(longest, costs.chains[i])
         total = loads + costs.work[i] + longer @ costs.start
-        s = int(np.lexsort((counts, total))[0])
+        s = int(np.lexsort((counts, total, counts == most))[0])
         loads[s] += costs.work[i]
         counts[s] += 1
         longest[s], shard[i] = longer[s], s
@@ -183,7 +185,7 @@ def place_shards(
     programs = session.programs
     whole = Graph.select([(r.whole, r.index) for r in records])
     members = cut_by_cost(Costs.of(programs, whole), num_shards)
-    room = room_for([len(x) for x in members])
+    room = most_instances(len(records), num_shards)
     pieces, took = [], []
     for own in members:
         own_records = [records[i] for i in own.tolist()]
@@ -371,14 +373,17 @@ def plan_shards(
     """
     session.note_types()
     programs = session.programs
-    key = minibatch_key(records, policy, gradient, gradient), devices.size
-    found = session.arranged.use(key) if num_known == len(records) else None
+
+    def key() -> Any:
+        return minibatch_key(records, policy, gradient, gradient), devices.size
+
+    found = session.arranged.use(key()) if num_known == len(records) else None
     took = [[0.0] * (1 + len(STAGES))] * devices.size
     if found is None or not all(programs.use_again(x.lowered) for x in found.shards):
         found, took = arrange_shards(
             session, records, form_of, policy, options, devices.size, gradient=gradient
         )
-        session.arranged[key] = found
+        session.arranged[key()] = found  # the policy may have learned
     shards: list[Plan] = []
     for own, arranged, times in zip(found.members, found.shards, took, strict=True):
         now = time.perf_counter()
@@ -435,7 +440,10 @@ def run_on_devices(
     shared = gathered(devices, shared)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)
-    arguments = shared, rows, (plan.table, own_rows, order)
+    table = plan.table
+    if is_staging():  # says on how many devices the whole runs
+        table = jax.lax.with_sharding_constraint(table, devices.cut)
+    arguments = shared, rows, (table, own_rows, order)
     executor = programs.executor_on(signature, devices)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         return executor.infer(*arguments)

@@ -1,0 +1,369 @@
+"""Minibatches cut over devices, against the loop on one; `test_shards.py` runs it with eight.
+
+Every function whose name begins with `check` is called.
+"""
+
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases.helpers import assert_close as assert_close_to
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jedbatch
+from jedbatch.data import synthetic_treebank
+
+DEVICES = np.array(jax.devices())
+MESH = Mesh(DEVICES, ("data",))
+PARAMS = {
+    "w": jnp.linspace(-0.5, 0.5, 32).reshape(8, 4),
+    "e": jnp.sin(jnp.arange(36.0)).reshape(9, 4),
+}
+WORD = jedbatch.cell(lambda p, i: p["e"][i], name="word")
+ADD = jedbatch.cell(lambda p, x, y: jnp.tanh(jnp.concatenate([x, y]) @ p["w"]), name="add")
+MUL = jedbatch.cell(lambda p, x, y: jnp.tanh(x * y + p["w"][0]), name="mul")
+
+
+def encode(p, tree):
+    """A tree of words; one in three inner nodes is of another type."""
+    if isinstance(tree, int):
+        return WORD(p, tree)
+    combine = MUL if len(tree) == 3 else ADD
+    return combine(p, encode(p, tree[0]), encode(p, tree[1]))
+
+
+def trees(count, seed=0, largest=9):
+    rng = np.random.default_rng(seed)
+
+    def grow(leaves):
+        if leaves == 1:
+            return int(rng.integers(9))
+        left = int(rng.integers(1, leaves))
+        pair = grow(left), grow(leaves - left)
+        return (*pair, "mul") if rng.integers(3) == 0 else pair
+
+    return [grow(int(rng.integers(1, largest))) for _ in range(count)]
+
+
+def assert_close(want, got):
+    assert_close_to(got, want, rtol=1e-5)
+
+
+def squared(x):
+    return sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(x))
+
+
+def loop(fn, p, instances):
+    return jnp.stack([fn(p, x) for x in instances])
+
+
+def assert_equal_to_loop(fn, p, instances, mesh=MESH, **options):
+    """Values and gradients, outside of `jax.jit` and inside of it, are those of the loop."""
+    batched = jedbatch.batch(fn)
+    plan = batched.plan(p, instances, mesh=mesh, **options)
+    want, slope = jax.value_and_grad(lambda p: squared(loop(fn, p, instances)))(PARAMS)
+    assert_close(loop(fn, PARAMS, instances), batched.apply(p, plan))
+    run = jax.value_and_grad(lambda p, plan: squared(batched.apply(p, plan)))
+    for step in (run, jax.jit(run)):
+        assert_close((want, slope), step(p, plan))
+    return batched, plan
+
+
+def put(spec_of, mesh=MESH):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec_of(x))), PARAMS)
+
+
+def check_parameters_anywhere():
+    instances = trees(40)
+    assert_equal_to_loop(encode, PARAMS, instances)
+    assert_equal_to_loop(encode, put(lambda x: P()), instances)
+    cut = put(lambda x: P("data") if x.shape[0] == 8 else P())
+    _, plan = assert_equal_to_loop(encode, cut, instances)
+    assert "8 shards over data (8)" in str(plan)
+    assert sum(p.graph.num_instances for p in plan.shards) == 40
+
+
+def check_gradients_stay_where_parameters_are():
+    cut = put(lambda x: P("data") if x.shape[0] == 8 else P())
+    batched = jedbatch.batch(encode)
+    shardings = jax.tree.map(lambda x: x.sharding, cut)
+    run = jax.jit(
+        jax.grad(lambda p, plan: squared(batched.apply(p, plan))), out_shardings=shardings
+    )
+    slope = run(cut, batched.plan(cut, trees(16), mesh=MESH))
+    assert slope["w"].sharding.spec == P("data")
+
+
+def check_two_axes():
+    mesh = Mesh(DEVICES.reshape(4, 2), ("data", "model"))
+    cut = put(lambda x: P(None, "model"), mesh)
+    assert_equal_to_loop(encode, cut, trees(12), mesh, axis="data")
+    assert_equal_to_loop(encode, PARAMS, trees(12), mesh, axis=("model", "data"))
+    _, plan = assert_equal_to_loop(encode, cut, trees(12), mesh, axis="model")
+    assert len(plan.shards) == 2
+
+
+def check_some_devices():
+    """A mesh of four of the devices, and of one."""
+    for count in (4, 1):
+        mesh = Mesh(DEVICES[:count], ("data",))
+        _, plan = assert_equal_to_loop(encode, PARAMS, trees(9), mesh)
+        assert plan.inputs["int32[]"].sharding.device_set == set(DEVICES[:count])
+
+
+def check_meshes_that_are_set():
+    """The function has met no mesh, an explicit one, and one of XLA's choice."""
+    batched, instances = jedbatch.batch(encode), trees(16)
+    want = jax.grad(lambda p: squared(loop(encode, p, instances)))(PARAMS)
+    run = jax.grad(lambda p, plan: squared(batched.apply(p, plan)))
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            cut = put(lambda x: P("data") if x.shape[0] == 8 else P(), mesh)
+            plan = batched.plan(cut, instances, mesh=mesh)
+            for step in (run, jax.jit(run)):
+                assert_close(want, step(cut, plan))
+    assert_close(want, run(PARAMS, batched.plan(PARAMS, instances)))
+
+
+def check_costs_not_counts():
+    """The largest tree has a device of its own."""
+    chain = 1
+    for i in range(200):
+        chain = (chain, i % 9)
+    instances = [*trees(30, largest=4), chain]
+    _, plan = assert_equal_to_loop(encode, PARAMS, instances)
+    counts = [p.graph.num_instances for p in plan.shards]
+    assert min(counts) == 1, counts
+    assert max(counts) < 9, counts
+
+
+def check_lists_of_results():
+    """Results of other shapes, in the order of the instances."""
+
+    def outs(p, tree):
+        state = encode(p, tree)
+        return [state] if isinstance(tree, int) else (state[:2], state.sum(), 3)
+
+    instances = trees(20)
+    batched = jedbatch.batch(outs, out_axes=None)
+    plan = batched.plan(PARAMS, instances, mesh=MESH)
+    got, want = batched.apply(PARAMS, plan), [outs(PARAMS, x) for x in instances]
+    assert [jax.tree.structure(x) for x in got] == [jax.tree.structure(x) for x in want]
+    assert_close(want, got)
+    slope = jax.grad(lambda p: squared([outs(p, x) for x in instances]))(PARAMS)
+    run = jax.grad(lambda p: squared(batched.apply(p, plan)))
+    assert_close(slope, run(PARAMS))
+    assert_close(slope, jax.jit(run)(PARAMS))
+
+
+def check_several_results():
+    """Of which some are integers, some inputs, and some not differentiated."""
+
+    def outs(p, tree):
+        state = encode(p, tree)
+        size = len(str(tree))
+        return {"state": state, "bad": jnp.sqrt(state - state), "at": state.argmax(), "n": size}
+
+    instances = trees(20)
+    batched = jedbatch.batch(outs)
+    plan = batched.plan(PARAMS, instances, mesh=MESH)
+    want = jax.tree.map(lambda *x: jnp.stack(x), *[outs(PARAMS, x) for x in instances])
+    assert_close(want, batched.apply(PARAMS, plan))
+    slope = jax.grad(lambda p: squared(loop(encode, p, instances)))(PARAMS)
+    assert_close(slope, jax.grad(lambda p: squared(batched.apply(p, plan)["state"]))(PARAMS))
+
+
+def check_inputs():
+    """Arrays of instances, which are differentiated by `inputs`."""
+
+    def mix(p, xs):
+        total = xs[0]
+        for x in xs[1:]:
+            total = ADD(p, total, x)
+        return total
+
+    rng = np.random.default_rng(0)
+    instances = [
+        [rng.normal(size=4).astype(np.float32) for _ in range(rng.integers(1, 5))]
+        for _ in range(11)
+    ]
+    batched, plan = assert_equal_to_loop(mix, PARAMS, instances)
+    given = plan.inputs
+    back = jax.jit(
+        jax.grad(lambda inputs: squared(batched.apply(PARAMS, plan, inputs=inputs)), allow_int=True)
+    )(given)["float32[4]"]
+    want = jax.grad(lambda xs: squared(loop(mix, PARAMS, xs)))(instances)
+    got = np.asarray(back).reshape(-1, 4)
+    flat = np.concatenate([np.stack(x) for x in want])
+    rows = got[np.abs(got).sum(1) > 0]
+    assert_close(flat[np.lexsort(flat.T)], rows[np.lexsort(rows.T)])
+    assert given["float32[4]"].sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 3)
+
+
+def check_derivatives_of_higher_order():
+    instances = trees(8, largest=5)
+    batched = jedbatch.batch(encode)
+    plan = batched.plan(PARAMS, instances, mesh=MESH)
+    one = batched.plan(PARAMS, instances)
+
+    def along(plan, order):
+        def f(t):
+            return squared(batched.apply(jax.tree.map(lambda x: x * t, PARAMS), plan))
+
+        for transform in order:
+            f = transform(f)
+        return f(1.0)
+
+    for order in ([jax.jacfwd], [jax.grad, jax.grad], [jax.grad, jax.jacfwd]):
+        assert_close(along(one, order), along(plan, order))
+
+
+def check_vmap_over_parameters():
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), PARAMS)
+    batched, instances = jedbatch.batch(encode), trees(10)
+    plan = batched.plan(PARAMS, instances, mesh=MESH)
+    got = jax.vmap(lambda p: batched.apply(p, plan))(several)
+    for i in range(3):
+        p = jax.tree.map(lambda x, i=i: x[i], several)
+        assert_close(loop(encode, p, instances), got[i])
+
+
+def check_a_nan_stays_where_it_is():
+    instances = trees(16)
+    bad = {**PARAMS, "e": PARAMS["e"].at[3].set(jnp.nan)}
+    batched = jedbatch.batch(encode)
+    got = batched.apply(bad, batched.plan(bad, instances, mesh=MESH))
+    want = loop(encode, bad, instances)
+    assert np.isnan(want).any()
+    assert not np.isnan(want).all()
+    np.testing.assert_array_equal(np.isnan(want), np.isnan(got))
+
+
+def check_collectives():
+    """Devices talk once forwards and once backwards, in no loop."""
+    batched = jedbatch.batch(encode)
+    p = put(lambda x: P())
+    plan = batched.plan(p, trees(64), mesh=MESH)
+    run = jax.jit(jax.value_and_grad(lambda p, plan: squared(batched.apply(p, plan))))
+    text = run.lower(p, plan).compile().as_text()
+    found = re.compile(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(")
+    by_computation = {}
+    for block in re.split(r"\n\}\n", text):
+        name = next((x for x in block.split("\n") if x.endswith("{")), "")
+        by_computation[name.split(" (")[0].strip()] = found.findall(block)
+    everywhere = [x for names in by_computation.values() for x in names]
+    at_top = next(v for k, v in by_computation.items() if k.startswith("ENTRY"))
+    assert sorted(everywhere) == sorted(at_top) == ["all-gather", "all-reduce"], by_computation
+
+
+def check_unseen_minibatches_compile_nothing():
+    batched = jedbatch.batch(encode)
+    p, traced = put(lambda x: P()), []
+
+    @jax.jit
+    def step(p, plan):
+        traced.append(plan.static)
+        slope = jax.grad(lambda p: squared(batched.apply(p, plan)))(p)
+        return jax.tree.map(lambda x, g: x - 0.01 * g, p, slope)
+
+    for i in range(12):
+        p = step(p, batched.plan(p, trees(64, seed=i), mesh=MESH))
+        if i == 1:
+            before, compiled = len(traced), batched.compilations
+    assert (len(traced), batched.compilations) == (before, compiled)
+
+
+def check_minibatches_that_come_back():
+    """They are not cut and scheduled again."""
+    batched, instances = jedbatch.batch(encode), trees(24)
+    first = batched.plan(PARAMS, instances, mesh=MESH)
+    again = batched.plan(PARAMS, list(instances), mesh=MESH)
+    assert [a.graph is b.graph for a, b in zip(first.shards, again.shards, strict=True)] == [
+        True
+    ] * 8
+    assert again.static is first.static
+    assert_close(loop(encode, PARAMS, instances), batched.apply(PARAMS, again))
+
+
+def check_warm():
+    def plain(t):
+        return t[1] if len(t) == 2 else (plain(t[1]), plain(t[2]))
+
+    sample = [jax.tree.map(lambda i: i % 9, plain(t)) for t in synthetic_treebank(256, seed=5)]
+    batched = jedbatch.batch(encode)
+    replicated = put(lambda x: P())
+    batched.warm(replicated, sample[:160], batch_size=32, gradient=True, mesh=MESH)
+    compiled = batched.compilations
+    assert compiled
+    run = jax.value_and_grad(lambda p, plan: squared(batched.apply(p, plan)))
+    for first in (160, 192, 224):
+        instances = sample[first : first + 32]
+        plan = batched.plan(replicated, instances, mesh=MESH)
+        value, _ = run(replicated, plan)
+        assert_close(squared(loop(encode, PARAMS, instances)), value)
+        quick = batched.plan(replicated, instances, gradient=False, mesh=MESH)
+        batched.apply(replicated, quick)
+    assert batched.compilations == compiled
+
+
+def check_plans_ahead():
+    batched = jedbatch.batch(encode)
+    minibatches = [trees(16, seed=i) for i in range(4)]
+    made = batched.plans(PARAMS, minibatches, mesh=MESH, axis="data")
+    for instances, plan in zip(minibatches, made, strict=True):
+        assert_close(loop(encode, PARAMS, instances), batched.apply(PARAMS, plan))
+
+
+def check_transfers():
+    """A plan is on its devices, and nothing else is sent to them."""
+    batched, p = jedbatch.batch(encode), put(lambda x: P())
+    plan = batched.plan(p, trees(16), mesh=MESH)
+    batched.apply(p, plan)
+    with jax.transfer_guard("disallow"):
+        batched.apply(p, batched.plan(p, trees(16, seed=1), mesh=MESH))
+
+
+def raised(run, kind):
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def check_errors():
+    batched = jedbatch.batch(encode)
+    few = raised(lambda: batched.plan(PARAMS, trees(7), mesh=MESH), ValueError)
+    assert "7 instances" in few
+    assert "8 devices along data (8)" in few
+    plan = batched.plan(PARAMS, trees(8), mesh=MESH)
+    there = jax.device_put(PARAMS, DEVICES[3])
+    elsewhere = raised(lambda: batched.apply(there, plan), ValueError)
+    assert "jax.device_put(params, NamedSharding(mesh" in elsewhere
+    inference = batched.plan(PARAMS, trees(8), gradient=False, mesh=MESH)
+    slope = jax.grad(lambda p: squared(batched.apply(p, inference)))
+    assert "gradient=True" in raised(lambda: slope(PARAMS), ValueError)
+    inputs = {"int32[]": np.zeros(3, np.int32)}
+    raised(lambda: batched.apply(PARAMS, plan, inputs=inputs), ValueError)
+    bad = [*trees(20), (1, 99)]
+    assert "instance 20" in raised(lambda: batched.plan(PARAMS, bad, mesh=MESH), IndexError)
+    odd = jedbatch.batch(lambda p, t: jnp.zeros(len(str(t))))
+    unlike = raised(lambda: odd.plan(PARAMS, trees(16), mesh=MESH), ValueError)
+    assert "do not stack" in unlike
+    short = raised(lambda: batched.warm(PARAMS, trees(20), batch_size=4, mesh=MESH), ValueError)
+    assert "minibatches of 4 instances" in short
+
+
+if __name__ == "__main__":
+    assert len(DEVICES) == 8, DEVICES
+    chosen = sys.argv[1:]
+    for name, check in list(globals().items()):
+        if name.startswith("check") and (not chosen or name in chosen):
+            begin = time.perf_counter()
+            check()
+            print(f"{name} {time.perf_counter() - begin:.1f} s", flush=True)
