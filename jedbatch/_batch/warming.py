@@ -269,7 +269,7 @@ def pull_back(run: Callable[[Any], PyTree], values: PyTree) -> None:
 
 def _zero_cotangent(x: Any) -> Any:
     if has_gradient(x.dtype):
-        return jnp.zeros(x.shape, x.dtype)
+        return jnp.zeros_like(x)  # where the result is
     return np.zeros(x.shape, jax.dtypes.float0)
 
 

@@ -163,7 +163,7 @@ def make_ample_reverse(
       minibatches: of which there are some.
       readers_of: from a minibatch, and whether its cotangents share rows, to its readers.
       forward: the program to be reversed.
-      model: a program for it, if there is one.
+      model: a program for it, or for another one with the same kernels, if there is one.
     """
     reverse, shares = model, None if model is None else model.sent is not None
     for placed in by_size(minibatches):
@@ -171,7 +171,8 @@ def make_ample_reverse(
         placed = narrowed(placed, forward)
         shares = readers.sent is not None
         ample = reverse_ample(placed, readers, forward)
-        if reverse is None or not reverse_fits(ample, readers, reverse):
+        is_own = reverse is not None and reverse.forward == forward
+        if reverse is None or not is_own or not reverse_fits(ample, readers, reverse):
             reverse = make_reverse_signature(placed, readers, forward, reverse)
     assert reverse is not None
     return reverse
