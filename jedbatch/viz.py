@@ -261,6 +261,11 @@ def _graph_of(source: Any, name: str) -> Graph:
             f"`viz.{name}` got {type(source).__name__}; expected a plan, as `Batched.plan` "
             "returns, or a `jedbatch.Graph`."
         )
+    if source.shards:
+        raise ValueError(
+            f"`viz.{name}` got a plan of {len(source.shards)} shards, each of which has a graph; "
+            f"draw one of them, as in `viz.{name}(plan.shards[0])`."
+        )
     if source.graph is None:
         raise ValueError(
             f"`viz.{name}` got a plan that has been through `jax.jit` or another transformation "

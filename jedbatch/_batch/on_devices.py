@@ -46,6 +46,11 @@ def checked_devices(name: str, mesh: Any, axis: AxisNames) -> DeviceAxis | None:
             f"`{name}` got mesh={checks.shown(mesh)}; expected a `jax.sharding.Mesh` of devices, "
             'such as `jax.make_mesh((len(jax.devices()),), ("data",))`.'
         )
+    if mesh.is_multi_process:
+        raise ValueError(
+            f"`{name}` got a mesh with devices of several processes; expected devices of this one, "
+            "`jax.local_devices()`, since a process plans for its own devices alone."
+        )
     known = f"{', '.join(f'{a!r} of {n} devices' for a, n in mesh.shape.items())}"
     if axis is None:
         if len(mesh.axis_names) != 1:

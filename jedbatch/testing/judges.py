@@ -384,6 +384,10 @@ def assert_merged(plan: Plan) -> None:
       >>> testing.assert_merged(double.plan([jnp.ones(3)] * 2))
     """
     host = _checked(plan, "assert_merged").host
+    for shard in plan.shards:
+        assert_merged(shard)
+    if plan.shards:
+        return
     if host is None:
         raise ValueError(
             "`assert_merged` got a plan that was flattened, which has lost its graph; call it "
@@ -440,6 +444,7 @@ def check_plan(plan: Plan) -> None:
 
     Raises:
       AssertionError: the plan is wrong, which is an error of jedbatch: please report it.
+      ValueError: it is one of shards that was flattened.
 
     Example:
       >>> import jax.numpy as jnp, jedbatch
@@ -448,6 +453,15 @@ def check_plan(plan: Plan) -> None:
       >>> testing.check_plan(double.plan([jnp.ones(3)] * 2))
     """
     plan = _checked(plan, "check_plan")
+    for shard in plan.shards:
+        check_plan(shard)
+    if plan.shards:
+        return
+    if plan.static.devices is not None:
+        raise ValueError(
+            "`check_plan` got a plan of shards that was flattened; call it with what "
+            "`Batched.plan` returned."
+        )
     if plan.graph is not None:
         assert plan.schedule is not None
         assert plan.layout is not None

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jedbatch
+from jedbatch import testing
 from jedbatch.data import synthetic_treebank
 
 DEVICES = np.array(jax.devices())
@@ -75,6 +76,7 @@ def judged(fn, *instances):
 def assert_equal_to_loop(batched, fn, p, instances, mesh=MESH, **options):
     """Values and gradients, outside of `jax.jit` and inside of it, are those of the loop."""
     plan = batched.plan(p, instances, mesh=mesh, **options)
+    testing.check_plan(plan)
     results, want = judged(fn, *instances)
     assert_close(results, batched.apply(p, plan))
     run = jax.value_and_grad(lambda p, plan: squared(batched.apply(p, plan)))

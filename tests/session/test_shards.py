@@ -13,6 +13,7 @@ from cases.helpers import assert_close, loop
 from jax.sharding import Mesh
 
 import jedbatch
+from jedbatch import testing, viz
 from jedbatch._program.sharded import Route, most_instances
 from jedbatch._session.shards import Costs, cut_by_cost
 
@@ -135,6 +136,11 @@ def test_a_plan_of_shards_prints():
     assert str(plan.shards[0]).startswith("Plan of 5 instances")
     flat = jax.tree.unflatten(jax.tree.structure(plan), jax.tree.leaves(plan))
     assert flat.shards == ()
+    with pytest.raises(ValueError, match="1 shards, each of which has a graph"):
+        viz.graph(plan)
+    with pytest.raises(ValueError, match="was flattened"):
+        testing.check_plan(flat)
+    testing.assert_merged(plan)
     assert plan.graph is None
 
 
