@@ -61,6 +61,11 @@ class DeviceAxis:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
+    def is_typed(self) -> bool:
+        """Whether axes of the mesh are explicit, so that types of arrays say how they are cut."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    @property
     def target(self) -> Target:
         """What to make programs for."""
         return target_of_platform(self.mesh.devices.flat[0].platform)
@@ -126,7 +131,7 @@ def gathered(devices: DeviceAxis, values: Sequence[Any]) -> list[Any]:
 
     Types do where axes of the mesh are explicit; elsewhere XLA sees to it.
     """
-    if AxisType.Explicit not in devices.mesh.axis_types:
+    if not devices.is_typed:
         return list(values)
     return [
         jax.sharding.reshard(x, devices.everywhere)

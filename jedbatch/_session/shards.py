@@ -441,7 +441,7 @@ def run_on_devices(
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)
     table = plan.table
-    if is_staging():  # says on how many devices the whole runs
+    if is_staging() and not devices.is_typed:  # says on how many devices the whole runs
         table = jax.lax.with_sharding_constraint(table, devices.cut)
     arguments = shared, rows, (table, own_rows, order)
     executor = programs.executor_on(signature, devices)

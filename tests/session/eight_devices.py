@@ -126,6 +126,8 @@ def check_meshes_that_are_set():
     run = jax.grad(lambda p, plan: squared(batched.apply(p, plan)))
     for kind in (AxisType.Explicit, AxisType.Auto):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        cut = put(lambda x: P("data") if x.shape[0] == 8 else P(), mesh)
+        assert_close(want, jax.jit(run)(cut, batched.plan(cut, instances, mesh=mesh)))
         with jax.set_mesh(mesh):
             cut = put(lambda x: P("data") if x.shape[0] == 8 else P(), mesh)
             plan = batched.plan(cut, instances, mesh=mesh)
