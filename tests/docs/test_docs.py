@@ -66,9 +66,10 @@ def test_readme_runs():
     assert "3 calls with 25 rows" in printed[1]
     assert " rounds: " in printed[2]
     assert "graph     14 nodes of 2 types" in printed[3]
-    assert printed[4].startswith("FSM over")
-    assert printed[5].startswith("Learned in")
-    assert printed[6].startswith("Layout of 14 nodes")
+    assert printed[4].startswith("Plan of 2 instances in 1 shards over data (1)")
+    assert printed[5].startswith("FSM over")
+    assert printed[6].startswith("Learned in")
+    assert printed[7].startswith("Layout of 14 nodes")
     assert names["again"].policy == names["policy"]
 
 
