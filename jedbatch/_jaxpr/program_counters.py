@@ -1,0 +1,382 @@
+"""A machine for lanes that are at different places of a program.
+
+Under `jax.vmap`, a loop in a loop waits in each trip of the outer one for the lane whose inner loop
+takes longest. Here each lane has a program counter, the basic block that it runs next (see
+`basic_blocks`), and registers, the rows of arrays [lanes, ...]. At each block lanes wait in a
+queue. A step of the machine chooses a block and a width, takes so many lanes from the queue, reads
+their registers, runs the block for them by `vmap`, writes their registers, and puts each into the
+queue of the block it comes to. Nobody waits for a lane that is not at the same block.
+
+**Which block.** A step of W lanes takes the time S + W c, where c is the work of the block and S
+what a step costs by itself. A lane's share of a step that is as full as can be is r, the least
+(S + W c) / min(W, lanes left) over the widths. The step with n lanes that loses least is chosen,
+S + W c - n r: so full steps come first, and a block with little work waits until many have met.
+
+**Short bodies.** The body of an innermost loop is a block that comes after itself. It runs again
+for the same lanes until places of lanes that have left would have done the work of a step: what
+is lost that way, and what a step costs, are at most twice the lesser of both.
+
+Each lane does in its own order what it would do alone. Places that are empty repeat a lane which is
+there, and write nothing. Derivatives in forward mode are those of the program, cut anew.
+
+Source: A. Radul, B. Patton, D. Maclaurin, M. Hoffman, R. Saurous. Automatically Batching
+Control-Intensive Programs for Modern Accelerators. MLSys 2020: lanes with program counters, the
+block with most lanes next. Here blocks take lanes packed together, of several widths, in the
+order in which they came.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.basic_blocks import Block, BlockProgram, Slot, cut
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import from_stored, stored, to_stored
+from jedbatch._support.types import Array
+
+STEP_WORK = 5e4  # floating-point operations done while a step of the machine is started
+SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
+LEAST_WIDTH = 4
+NARROWER = 4  # how much narrower steps are where fewer lanes are left
+SMALL = 128  # lanes that are ranked by a product of matrices
+
+Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are made of
+
+
+class Step(NamedTuple):
+    """A block, run for some lanes at a time."""
+
+    block: Block
+    width: int
+
+    @property
+    def cost(self) -> float:
+        """Floating-point operations of a step."""
+        return STEP_WORK + self.width * self.block.work
+
+
+class _State(NamedTuple):
+    """What a step changes; `B` blocks and `N` lanes."""
+
+    registers: Registers
+    queue: Array  # [B, N], lanes that wait at each block, around the end to the start
+    head: Array  # [B], the place of the first
+    count: Array  # [B], how many wait
+    choice: Array  # the number of the next step; that of all steps where no lane is left
+
+
+def run_lanes(
+    program: Any,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    size: int,
+    steps_of: Callable[[Block, int], list[int]] | None = None,
+) -> list[Array]:
+    """Runs a program for lanes with program counters.
+
+    Args:
+      program: a closed program of one lane.
+      args: arrays [N, ...] of lanes, or of all lanes.
+      in_batched: which of these they are.
+      size: N.
+      steps_of: from a block and N to the widths in which it runs.
+
+    Returns:
+      The results [N, ...] of lanes.
+    """
+
+    @jax.custom_jvp
+    def run(*args: Array) -> list[Array]:
+        return _run(program, args, in_batched, size, steps_of or widths)
+
+    def push(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list, list]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        kinds = [
+            jax.ShapeDtypeStruct(x.shape[batched:], x.dtype)
+            for x, batched in zip(primals, in_batched, strict=True)
+        ]
+
+        def pushed(*operands: Array) -> list[Array]:
+            args = operands[: len(kinds)]
+
+            moved = tuple(args[i] for i in moving)
+
+            def of_moved(*moved: Array) -> list[Array]:
+                every = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
+                return jax.core.eval_jaxpr(program.jaxpr, program.consts, *every.values())
+
+            outs, moves = jax.jvp(of_moved, moved, tuple(operands[len(kinds) :]))
+            return [*outs, *(t for x, t in zip(outs, moves, strict=True) if has_gradient(x.dtype))]
+
+        traced = jax.make_jaxpr(pushed)(*kinds, *(kinds[i] for i in moving))
+        given = [*primals, *(tangents[i] for i in moving)]
+        flags = [*in_batched, *(in_batched[i] for i in moving)]
+        every = run_lanes(traced, given, flags, size, steps_of)
+        outs = every[: len(program.jaxpr.outvars)]
+        found = iter(every[len(outs) :])
+        return outs, [
+            next(found) if has_gradient(x.dtype) else zero_from_primal(x, symbolic_zeros=True)
+            for x in outs
+        ]
+
+    run.defjvp(push, symbolic_zeros=True)
+    return run(*args)
+
+
+def widths(block: Block, size: int) -> list[int]:
+    """Returns how many lanes of a block run at a time.
+
+    So many that a step does `SHARE` times the work of starting it, but a fourth of all at most, so
+    that it can be filled; and fewer at the end. A block with little work runs for all who wait.
+    """
+    if block.work * size <= STEP_WORK:
+        return [size]
+    best = 1 << math.ceil(math.log2(SHARE * STEP_WORK / block.work))
+    most = 1 << math.floor(math.log2(max(1, size // 4)))
+    best = min(size, max(LEAST_WIDTH, min(best, most)))
+    narrow = best // NARROWER
+    return [narrow, best] if narrow >= LEAST_WIDTH else [best]
+
+
+def _run(
+    program: Any,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    size: int,
+    steps_of: Callable[[Block, int], list[int]],
+) -> list[Array]:
+    given = [
+        Slot(x.shape[1:], x.dtype) if batched else x
+        for x, batched in zip(args, in_batched, strict=True)
+    ]
+    blocks = cut(program.jaxpr, program.consts, given)
+    registers = {
+        slot: to_stored(x, _kind(slot))
+        for slot, x in zip(given, args, strict=True)
+        if isinstance(slot, Slot)
+    }
+    for slot in blocks.registers:
+        if slot not in registers:
+            shape, dtype = stored(_kind(slot))
+            registers[slot] = jnp.zeros((size, *shape), dtype)
+    # All lanes run the first block together, and the last one, where all of them end.
+    first, last = blocks.blocks[0], blocks.blocks[-1]
+    outs, after, _ = _over_lanes(first, {x: _all(registers, x) for x in first.inputs}, size)
+    registers |= _as_stored(first, outs)
+    if last is not first:
+        registers = _until_last(blocks, registers, after, size, steps_of)
+        values = {x: _all(registers, x) for x in last.inputs}
+        outs, _, writes = _over_lanes(last, values, size)
+        assert not writes
+        registers |= _as_stored(last, outs)
+    return [
+        _all(registers, x)
+        if isinstance(x, Slot)
+        else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+        for x in blocks.results
+    ]
+
+
+def _until_last(
+    program: BlockProgram,
+    registers: Registers,
+    after: Array,
+    size: int,
+    steps_of: Callable[[Block, int], list[int]],
+) -> Registers:
+    """Runs lanes until all have come to the last block; `after` is where they are at first."""
+    between = program.blocks[1:-1]
+    steps = [Step(block, w) for block in between for w in steps_of(block, size)]
+    choose = _chooser(steps, len(between))
+    arrived = _Arrived(after - 1, jnp.ones(size, bool), len(between))
+    none = jnp.zeros(len(between), jnp.int32)
+    queue = jnp.zeros((len(between), size), jnp.int32)
+    queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
+    read = [x for x in registers if any(_touches(block, x) for block in between)]
+    state = _State({x: registers[x] for x in read}, queue, none, count, choose(count))
+    bodies = [functools.partial(_step, step, choose, size) for step in steps]
+
+    def round_of(values: Any) -> Any:
+        # A conditional would copy what it returns, a loop does not.
+        for number, body in enumerate(bodies):
+            values = lax.while_loop(
+                lambda values, number=number: pack(values).choice == number,
+                lambda values, body=body: unpack(body(pack(values))),
+                values,
+            )
+        return values
+
+    def pack(values: Any) -> _State:
+        return _State(dict(zip(read, values[0], strict=True)), *values[1:])
+
+    def unpack(state: _State) -> Any:
+        return [state.registers[x] for x in read], *state[1:]
+
+    values = lax.while_loop(lambda values: values[-1] < len(steps), round_of, unpack(state))
+    return registers | pack(values).registers
+
+
+def _chooser(steps: Sequence[Step], num_blocks: int) -> Callable[[Array], Array]:
+    """Returns a function from how many lanes wait at each block to the number of a step."""
+    block = np.array([step.block.number - 1 for step in steps])
+    width = np.array([step.width for step in steps], np.float32)
+    cost = np.array([step.cost for step in steps], np.float32)
+    is_same = jnp.asarray(block[:, None] == block[None, :])
+
+    def choose(count: Array) -> Array:
+        if len(steps) == 1:
+            return jnp.where(count.sum() > 0, 0, 1).astype(jnp.int32)
+        waiting = count.astype(jnp.float32)
+        left = waiting.sum()
+        share = cost / jnp.minimum(width, jnp.maximum(left, 1))
+        least = jnp.where(is_same, share[None, :], jnp.inf).min(1)
+        lanes = jnp.minimum(waiting[block], width)
+        lost = jnp.where(lanes > 0, cost - lanes * least, jnp.inf)
+        return jnp.where(left > 0, lost.argmin(), len(steps)).astype(jnp.int32)
+
+    return choose
+
+
+def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
+    """Runs a step."""
+    block, width = step
+    here = block.number - 1
+    head, waiting = state.head[here], state.count[here]
+    place = jnp.arange(width, dtype=jnp.int32)
+    taken = jnp.minimum(waiting, width)
+    exists = place < taken
+    lanes = state.queue[here, (head + jnp.minimum(place, taken - 1)) % size]
+    written = jnp.where(exists, lanes, size)
+    values = {x: from_stored(state.registers[x][lanes], _kind(x)) for x in block.inputs}
+    for x in block.reads:
+        index = values[x.index] if isinstance(x.index, Slot) else x.index
+        row = state.registers[x.array][lanes, index]
+        values[x.row] = from_stored(row, _kind(x.row))
+    if block.repeats:
+        full = jnp.minimum(width, state.count.sum())
+        outs, after = _repeated(block, values, exists, full)
+        writes: list[tuple[Array, Array]] = []
+    else:
+        outs, after, writes = _over_lanes(block, values, width)
+    registers = dict(state.registers)
+    for x, y in _as_stored(block, outs).items():
+        registers[x] = registers[x].at[written].set(y, mode="drop", unique_indices=True)
+    for x, (index, row) in zip(block.writes, writes, strict=True):
+        kept = to_stored(row, _kind(x.row))
+        registers[x.array] = registers[x.array].at[written, index].set(kept, mode="drop")
+    head = state.head.at[here].set((head + taken) % size)
+    count = state.count.at[here].add(-taken)
+    arrived = _Arrived(after - 1, exists, len(state.count))
+    queue, count = arrived.put(lanes, state.queue, head, count)
+    return _State(registers, queue, head, count, choose(count))
+
+
+def _repeated(
+    block: Block, values: dict[Slot, Array], exists: Array, full: Array
+) -> tuple[list[Array], Array]:
+    """Runs a block for some lanes until many of them have left it.
+
+    Args:
+      block: may come after itself.
+      values: of its inputs.
+      exists: which places have a lane.
+      full: how many lanes there could be.
+
+    Returns:
+      (values of its outputs, the number of the block each lane comes to).
+    """
+    width = len(exists)
+    fixed = {x: y for x, y in values.items() if x not in block.outputs}
+    start = [
+        values[x] if x in values else from_stored(jnp.zeros((width, *kept), dtype), _kind(x))
+        for x in block.outputs
+        for kept, dtype in [stored(_kind(x))]
+    ]
+
+    def trip(state: Any) -> Any:
+        now, after, active, wasted, _ = state
+        carried = dict(zip(block.outputs, now, strict=True))
+        given = fixed | {x: y for x, y in carried.items() if x in values}
+        outs, found, _ = _over_lanes(block, given, width)
+        now = [_where(active, x, y) for x, y in zip(outs, now, strict=True)]
+        after = jnp.where(active, found, after)
+        active = active & (found == block.number)
+        left = active.sum(dtype=jnp.int32)
+        wasted = wasted + (full - left).astype(jnp.float32)
+        return now, after, active, wasted, (left > 0) & (wasted * block.work < STEP_WORK)
+
+    after = jnp.full(width, block.number, jnp.int32)
+    state = start, after, exists, jnp.float32(0), jnp.bool_(True)
+    outs, after, *_ = lax.while_loop(lambda state: state[-1], trip, state)
+    return outs, after
+
+
+class _Arrived:
+    """Lanes that come to blocks.
+
+    Args:
+      block: int[W], where they come to; others than the blocks there are have no queue.
+      exists: bool[W], which of them are there.
+      num_blocks: B.
+    """
+
+    def __init__(self, block: Array, exists: Array, num_blocks: int):
+        self.block = jnp.where(exists, block, num_blocks)
+        is_at = self.block[:, None] == jnp.arange(num_blocks)
+        if len(block) <= SMALL:  # exact: there are few
+            before = np.tri(len(block), k=-1, dtype=np.float32)
+            ranks = (before @ is_at.astype(jnp.float32)).astype(jnp.int32)
+        else:
+            ranks = jnp.cumsum(is_at, 0, dtype=jnp.int32) - is_at
+        self._rank = jnp.where(is_at, ranks, 0).sum(1)
+        self._counts = is_at.sum(0, dtype=jnp.int32)
+
+    def put(
+        self, lanes: Array, queue: Array, head: Array, count: Array
+    ) -> tuple[Array, Array]:
+        """Returns (the queue, how many wait) with the lanes at the end."""
+        ends = (head + count).at[self.block].get(mode="clip")
+        place = (ends + self._rank) % queue.shape[1]
+        return queue.at[self.block, place].set(lanes, mode="drop"), count + self._counts
+
+
+def _over_lanes(
+    block: Block, values: dict[Slot, Array], width: int
+) -> tuple[list[Array], Array, list[tuple[Array, Array]]]:
+    """Runs a block for some lanes."""
+    slots = list(values)
+
+    def one(rows: Sequence[Array], _: Array) -> Any:
+        return block.run(dict(zip(slots, rows, strict=True)))
+
+    found: Any = jax.vmap(one)(list(values.values()), jnp.zeros(width, bool))
+    return found
+
+
+def _touches(block: Block, slot: Slot) -> bool:
+    rows = [x.array for x in (*block.reads, *block.writes)]
+    return slot in block.inputs or slot in block.outputs or slot in rows
+
+
+def _as_stored(block: Block, outs: Sequence[Array]) -> Registers:
+    return {x: to_stored(y, _kind(x)) for x, y in zip(block.outputs, outs, strict=True)}
+
+
+def _all(registers: Registers, slot: Slot) -> Array:
+    return from_stored(registers[slot], _kind(slot))
+
+
+def _kind(slot: Slot) -> ValueType:
+    return ValueType(slot.shape, slot.dtype)
+
+
+def _where(flags: Array, x: Array, y: Array) -> Array:
+    return jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y)
