@@ -1,4 +1,4 @@
-"""A program cut at its control flow into basic blocks, for lanes that are at different places in it.
+"""A program cut at its control flow into basic blocks, for lanes at different places in it.
 
 A `while_loop` or `cond` that lanes run differently is where a lane may wait for others. The program
 is cut there: what lies between is a *basic block*, which runs from its first operation to its last
@@ -172,7 +172,9 @@ class BlockProgram:
 
     def check(self) -> None:
         """Raises `AssertionError` if a block reads what nobody has written."""
-        known = [set(self.operands), *[None] * len(self.blocks)]
+        every = set(self.registers)
+        known = [set(self.operands), *(every for _ in self.blocks)]
+        seen = {0}
         arrays = {x.array for block in self.blocks for x in block.writes}
         waiting = [0]
         while waiting:
@@ -184,9 +186,10 @@ class BlockProgram:
             assert not missing, f"block {number} reads {missing}"
             after = before | set(block.outputs)
             for target in block.targets:
-                met = after if known[target] is None else known[target] & after
-                if met != known[target]:
+                met = known[target] & after
+                if met != known[target] or target not in seen:
                     known[target] = met
+                    seen.add(target)
                     waiting.append(target)
 
     def __str__(self) -> str:
@@ -229,6 +232,21 @@ def is_cut(eqn: Equation, varies: Sequence[bool]) -> bool:
     return _analysis(eqn, varies)[1]
 
 
+def is_nest(eqn: Equation) -> bool:
+    """Returns whether an operation is, or contains, a loop in which something is cut.
+
+    It is asked as if all operands differed from lane to lane.
+    """
+    if not is_cut(eqn, [True] * len(eqn.invars)):
+        return False
+    if eqn.primitive.name == "scan":
+        return True
+    if eqn.primitive.name == "while":
+        body = without_consts(eqn.params["body_jaxpr"])
+        return any(is_cut(x, [True] * len(x.invars)) for x in body.eqns)
+    return any(is_nest(x) for program in inner_programs(eqn) for x in program.eqns)
+
+
 class _Cutter:
     """Goes through a program and appends to the last of the blocks."""
 
@@ -241,9 +259,8 @@ class _Cutter:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def value(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return np.asarray(atom.val, atom.aval.dtype)
-            return env[atom]
+            is_literal = isinstance(atom, Literal)
+            return np.asarray(atom.val, atom.aval.dtype) if is_literal else env[atom]
 
         for eqn in jaxpr.eqns:
             found = self._equation(jaxpr, eqn, list(map(value, eqn.invars)))
@@ -528,13 +545,13 @@ def _find_registers(blocks: list[Block], results: Sequence[Slot]) -> None:
         made = {x for step in block.instructions for x in step.results}
         made |= {x.row for x in block.reads}
         block.outputs = [x for x in dict.fromkeys(_written(block)) if x in after and x in made]
-        read = list(_read(block))
+        also = list(_read(block))
         defined = {x.row for x in block.reads}
         first: list[Slot] = []
         for step in block.instructions:
             first += [x for x in step.operands if isinstance(x, Slot) and x not in defined]
             defined.update(step.results)
-        first += [x for x in read if x not in defined]
+        first += [x for x in also if x not in defined]
         block.inputs = [x for x in dict.fromkeys(first) if x in live[number]]
 
 
@@ -555,9 +572,8 @@ def _needed(block: Block, after: set[Slot]) -> tuple[list[Instruction], set[Slot
         if live.isdisjoint(step.results):
             continue
         if step.run is _same:  # of many copies those that are read
-            pairs = zip(step.operands, step.results, strict=True)
-            pairs = [(x, y) for x, y in pairs if y in live]
-            operands, results = zip(*pairs, strict=True)
+            every = zip(step.operands, step.results, strict=True)
+            operands, results = zip(*((x, y) for x, y in every if y in live), strict=True)
             step = dataclasses.replace(step, operands=operands, results=results)
         live.difference_update(step.results)
         live.update(x for x in step.operands if isinstance(x, Slot))

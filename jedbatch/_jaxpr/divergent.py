@@ -4,9 +4,12 @@
 `cond` or `switch` for every lane. Here, once half of the lanes are done, the others run a few at a
 time: one that is done leaves, and the next that waits takes its place. Of branches each runs for
 its own lanes, in blocks. Every lane computes what it would compute alone. Loops and branches inside
-of `scan`, `jit` and the like run so too; in the body of a loop, lanes wait for those they run with.
+of `scan`, `jit` and the like run so too.
 
-Both are rules for `vmap` (`jax.custom_batching`), put into a program after it was differentiated:
+Where loops are nested, or branches with much work are in a loop, lanes have program counters
+instead: `program_counters` runs all from the first such loop to the last one as one program.
+
+All are rules for `vmap` (`jax.custom_batching`), put into a program after it was differentiated:
 what is written here has forward mode. Branches may have a reverse instead, for gradients of weights
 that all lanes share; or run in lock step, which has both.
 """
@@ -21,8 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import has_gradient, used_variables, work
-from jedbatch._jaxpr.versions import Equation, is_program, with_equations, without_consts
+from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
+from jedbatch._jaxpr.interpret import has_gradient, reads, shape_of, used_variables, work
+from jedbatch._jaxpr.program_counters import pays, run_lanes
+from jedbatch._jaxpr.versions import (
+    Equation,
+    OpenProgram,
+    is_program,
+    with_equations,
+    without_consts,
+)
 from jedbatch._support.types import Array, ControlFlowName
 
 BranchesName = Literal["forward", "reverse", "both"]
@@ -49,21 +60,26 @@ def without_lock_step(
     """
     if mode == "lockstep" or not diverges(program):
         return program
+    return with_equations(program, _with_nests(without_consts(program), mode, branches))
 
+
+def _without_lock_step(
+    equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName
+) -> list[Any]:
     def through(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(through, x))
         return without_lock_step(x, mode, branches) if is_program(x) else x
 
     eqns = []
-    for eqn in without_consts(program).eqns:
+    for eqn in equations:
         name = eqn.primitive.name
         if name in _RULES and not eqn.effects and (name != "cond" or branches != "both"):
             eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches)))
         else:
             params = {name: through(x) for name, x in eqn.params.items()}
             eqns.append(eqn.replace(params=params))
-    return with_equations(program, eqns)
+    return eqns
 
 
 def diverges(program: Any) -> bool:
@@ -95,6 +111,80 @@ def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Arra
     axes = [0 if batched else None for batched in in_batched]
     outs = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params), axes)(*args)
     return outs, [True] * len(outs)
+
+
+# --- loops in loops ---
+
+
+def _with_nests(
+    jaxpr: OpenProgram, mode: ControlFlowName, branches: BranchesName
+) -> Sequence[Equation]:
+    """Returns the equations without lock step, one in place of those that program counters run.
+
+    It stands for all from the first of them to the last, or for one each where it might be
+    differentiated in reverse.
+    """
+    eqns = list(jaxpr.eqns)
+    nests = [i for i, eqn in enumerate(eqns) if is_nest(eqn)]
+    if branches == "both":
+        nests = [i for i in nests if eqns[i].primitive.name in ("while", "scan", "cond")]
+    if not nests or branches == "reverse":
+        return _without_lock_step(eqns, mode, branches)
+    ranges = [(i, i + 1) for i in nests]
+    if branches == "forward":
+        loops = [i for i, eqn in enumerate(eqns) if is_cut(eqn, [True] * len(eqn.invars))]
+        ranges = [(loops[0], loops[-1] + 1)]
+    found: list[Any] = []
+    end = 0
+    for first, last in ranges:
+        read = {v for eqn in eqns[last:] for v in reads(eqn)}
+        read.update(v for v in jaxpr.outvars if isinstance(v, Var))
+        nest = _nest(jaxpr, eqns[first:last], read, mode, branches)
+        found += [*_without_lock_step(eqns[end:first], mode, branches), nest]
+        end = last
+    return [*found, *_without_lock_step(eqns[end:], mode, branches)]
+
+
+def _nest(
+    jaxpr: OpenProgram,
+    eqns: list[Equation],
+    read: set[Var],
+    mode: ControlFlowName,
+    how: BranchesName,
+) -> Any:
+    """Returns one equation for some; `read` is what others read."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    operands = list(dict.fromkeys(v for eqn in eqns for v in reads(eqn) if v not in made))
+    results = [v for eqn in eqns for v in eqn.outvars if v in read]
+    part = jaxpr.replace(constvars=[], invars=operands, outvars=results, eqns=eqns)
+    closed = jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, part, []))(
+        *(shape_of(v) for v in operands)
+    )
+    waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how))
+    can_reverse = how == "both" and eqns[0].primitive.name != "while"
+
+    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+        axes = [0 if batched else None for batched in in_batched]
+
+        def otherwise(*args: Array) -> list[Array]:
+            run = functools.partial(jax.core.eval_jaxpr, waiting.jaxpr, waiting.consts)
+            found: list[Array] = jax.vmap(run, axes, axis_size=size)(*args)
+            return found
+
+        if size < 2 or not (mode == "lanes" or pays(closed, args, in_batched, size)):
+            outs = otherwise(*args)
+        else:
+            outs = run_lanes(closed, args, in_batched, size, otherwise if can_reverse else None)
+        return outs, [True] * len(outs)
+
+    @jax.custom_batching.custom_vmap
+    def call(*xs: Array) -> Any:
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+
+    call.def_vmap(rule)
+    traced = jax.make_jaxpr(call)(*(shape_of(v) for v in operands))
+    (called,) = traced.eqns
+    return called.replace(invars=operands, outvars=results)
 
 
 # --- loops ---

@@ -26,6 +26,7 @@ order in which they came.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,8 +45,10 @@ from jedbatch._support.types import Array
 
 STEP_WORK = 5e4  # floating-point operations done while a step of the machine is started
 SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
-LEAST_WIDTH = 4
+LEAST_WIDTH = 16  # of lanes, where there are twice as many
 NARROWER = 4  # how much narrower steps are where fewer lanes are left
+NARROWEST = 4
+LEAST_WORK = 4e5  # of all lanes in the block with most, for program counters to pay
 SMALL = 128  # lanes that are ranked by a product of matrices
 
 Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are made of
@@ -78,7 +81,7 @@ def run_lanes(
     args: Sequence[Array],
     in_batched: Sequence[bool],
     size: int,
-    steps_of: Callable[[Block, int], list[int]] | None = None,
+    in_lock_step: Callable | None = None,
 ) -> list[Array]:
     """Runs a program for lanes with program counters.
 
@@ -87,7 +90,7 @@ def run_lanes(
       args: arrays [N, ...] of lanes, or of all lanes.
       in_batched: which of these they are.
       size: N.
-      steps_of: from a block and N to the widths in which it runs.
+      in_lock_step: from the same arrays to the same results; what is differentiated, if given.
 
     Returns:
       The results [N, ...] of lanes.
@@ -95,31 +98,22 @@ def run_lanes(
 
     @jax.custom_jvp
     def run(*args: Array) -> list[Array]:
-        return _run(program, args, in_batched, size, steps_of or widths)
+        return _run(program, args, in_batched, size)
 
     def push(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list, list]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        kinds = [
-            jax.ShapeDtypeStruct(x.shape[batched:], x.dtype)
-            for x, batched in zip(primals, in_batched, strict=True)
-        ]
-
-        def pushed(*operands: Array) -> list[Array]:
-            args = operands[: len(kinds)]
-
-            moved = tuple(args[i] for i in moving)
-
-            def of_moved(*moved: Array) -> list[Array]:
-                every = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
-                return jax.core.eval_jaxpr(program.jaxpr, program.consts, *every.values())
-
-            outs, moves = jax.jvp(of_moved, moved, tuple(operands[len(kinds) :]))
-            return [*outs, *(t for x, t in zip(outs, moves, strict=True) if has_gradient(x.dtype))]
-
-        traced = jax.make_jaxpr(pushed)(*kinds, *(kinds[i] for i in moving))
         given = [*primals, *(tangents[i] for i in moving)]
-        flags = [*in_batched, *(in_batched[i] for i in moving)]
-        every = run_lanes(traced, given, flags, size, steps_of)
+        if in_lock_step is not None:
+            every = _with_tangents(in_lock_step, moving, given)
+        else:
+            flags = [*in_batched, *(in_batched[i] for i in moving)]
+            kinds = [
+                jax.ShapeDtypeStruct(x.shape[batched:], x.dtype)
+                for x, batched in zip(given, flags, strict=True)
+            ]
+            fn = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
+            pushed = jax.make_jaxpr(lambda *xs: _with_tangents(fn, moving, xs))(*kinds)
+            every = run_lanes(pushed, given, flags, size)
         outs = every[: len(program.jaxpr.outvars)]
         found = iter(every[len(outs) :])
         return outs, [
@@ -131,19 +125,55 @@ def run_lanes(
     return run(*args)
 
 
+def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array]) -> list[Array]:
+    """Returns the results of a function and the tangents of those that have some.
+
+    Args:
+      fn: from arrays to arrays.
+      moving: which of its arguments have a tangent.
+      operands: the arguments, and these tangents.
+    """
+    args = list(operands[: len(operands) - len(moving)])
+
+    def of_moved(*moved: Array) -> list[Array]:
+        every = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
+        found: list[Array] = fn(*every.values())
+        return found
+
+    moved = tuple(args[i] for i in moving)
+    outs, tangents = jax.jvp(of_moved, moved, tuple(operands[len(args) :]))
+    return [*outs, *(t for x, t in zip(outs, tangents, strict=True) if has_gradient(x.dtype))]
+
+
+def pays(program: Any, args: Sequence[Array], in_batched: Sequence[bool], size: int) -> bool:
+    """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
+    found: list[BlockProgram] = []
+    jax.eval_shape(lambda *args: found.append(_cut(program, args, in_batched)), *args)
+    works = [block.work for block in found[0].blocks[1:-1]]
+    return len(works) > 1 and size * max(works) >= LEAST_WORK
+
+
+def _cut(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
+    given = [
+        Slot(x.shape[1:], x.dtype) if batched else x
+        for x, batched in zip(args, in_batched, strict=True)
+    ]
+    return cut(program.jaxpr, program.consts, given)
+
+
 def widths(block: Block, size: int) -> list[int]:
     """Returns how many lanes of a block run at a time.
 
-    So many that a step does `SHARE` times the work of starting it, but a fourth of all at most, so
-    that it can be filled; and fewer at the end. A block with little work runs for all who wait.
+    So many that a step does `SHARE` times the work of starting it, but half of all at most, so that
+    it can be filled; and fewer at the end. A block with little work runs for all who wait.
     """
     if block.work * size <= STEP_WORK:
         return [size]
-    best = 1 << math.ceil(math.log2(SHARE * STEP_WORK / block.work))
-    most = 1 << math.floor(math.log2(max(1, size // 4)))
-    best = min(size, max(LEAST_WIDTH, min(best, most)))
+    best = 1 << math.ceil(math.log2(max(1.0, SHARE * STEP_WORK / block.work)))
+    half = 1 << math.floor(math.log2(max(1, size // 2)))
+    best = min(half, max(LEAST_WIDTH, best))
     narrow = best // NARROWER
-    return [narrow, best] if narrow >= LEAST_WIDTH else [best]
+    return [narrow, best] if narrow >= NARROWEST else [best]
 
 
 def _run(
@@ -151,17 +181,11 @@ def _run(
     args: Sequence[Array],
     in_batched: Sequence[bool],
     size: int,
-    steps_of: Callable[[Block, int], list[int]],
 ) -> list[Array]:
-    given = [
-        Slot(x.shape[1:], x.dtype) if batched else x
-        for x, batched in zip(args, in_batched, strict=True)
-    ]
-    blocks = cut(program.jaxpr, program.consts, given)
+    blocks = _cut(program, args, in_batched)
+    of_lanes = itertools.compress(args, in_batched)
     registers = {
-        slot: to_stored(x, _kind(slot))
-        for slot, x in zip(given, args, strict=True)
-        if isinstance(slot, Slot)
+        slot: to_stored(x, _kind(slot)) for slot, x in zip(blocks.operands, of_lanes, strict=True)
     }
     for slot in blocks.registers:
         if slot not in registers:
@@ -172,15 +196,13 @@ def _run(
     outs, after, _ = _over_lanes(first, {x: _all(registers, x) for x in first.inputs}, size)
     registers |= _as_stored(first, outs)
     if last is not first:
-        registers = _until_last(blocks, registers, after, size, steps_of)
+        registers = _until_last(blocks, registers, after, size)
         values = {x: _all(registers, x) for x in last.inputs}
         outs, _, writes = _over_lanes(last, values, size)
         assert not writes
         registers |= _as_stored(last, outs)
     return [
-        _all(registers, x)
-        if isinstance(x, Slot)
-        else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+        _all(registers, x) if isinstance(x, Slot) else jnp.broadcast_to(x, (size, *jnp.shape(x)))
         for x in blocks.results
     ]
 
@@ -190,11 +212,10 @@ def _until_last(
     registers: Registers,
     after: Array,
     size: int,
-    steps_of: Callable[[Block, int], list[int]],
 ) -> Registers:
     """Runs lanes until all have come to the last block; `after` is where they are at first."""
     between = program.blocks[1:-1]
-    steps = [Step(block, w) for block in between for w in steps_of(block, size)]
+    steps = [Step(block, w) for block in between for w in widths(block, size)]
     choose = _chooser(steps, len(between))
     arrived = _Arrived(after - 1, jnp.ones(size, bool), len(between))
     none = jnp.zeros(len(between), jnp.int32)
@@ -207,11 +228,14 @@ def _until_last(
     def round_of(values: Any) -> Any:
         # A conditional would copy what it returns, a loop does not.
         for number, body in enumerate(bodies):
-            values = lax.while_loop(
-                lambda values, number=number: pack(values).choice == number,
-                lambda values, body=body: unpack(body(pack(values))),
-                values,
-            )
+
+            def is_chosen(values: Any, number: int = number) -> Array:
+                return values[-1] == number
+
+            def run(values: Any, body: Callable = body) -> Any:
+                return unpack(body(pack(values)))
+
+            values = lax.while_loop(is_chosen, run, values)
         return values
 
     def pack(values: Any) -> _State:
@@ -256,10 +280,10 @@ def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
     lanes = state.queue[here, (head + jnp.minimum(place, taken - 1)) % size]
     written = jnp.where(exists, lanes, size)
     values = {x: from_stored(state.registers[x][lanes], _kind(x)) for x in block.inputs}
-    for x in block.reads:
-        index = values[x.index] if isinstance(x.index, Slot) else x.index
-        row = state.registers[x.array][lanes, index]
-        values[x.row] = from_stored(row, _kind(x.row))
+    for access in block.reads:
+        index = values[access.index] if isinstance(access.index, Slot) else access.index
+        row = state.registers[access.array][lanes, index]
+        values[access.row] = from_stored(row, _kind(access.row))
     if block.repeats:
         full = jnp.minimum(width, state.count.sum())
         outs, after = _repeated(block, values, exists, full)
@@ -267,11 +291,11 @@ def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
     else:
         outs, after, writes = _over_lanes(block, values, width)
     registers = dict(state.registers)
-    for x, y in _as_stored(block, outs).items():
-        registers[x] = registers[x].at[written].set(y, mode="drop", unique_indices=True)
-    for x, (index, row) in zip(block.writes, writes, strict=True):
-        kept = to_stored(row, _kind(x.row))
-        registers[x.array] = registers[x.array].at[written, index].set(kept, mode="drop")
+    for slot, kept in _as_stored(block, outs).items():
+        registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
+    for access, (index, row) in zip(block.writes, writes, strict=True):
+        array, kept = access.array, to_stored(row, _kind(access.row))
+        registers[array] = registers[array].at[written, index].set(kept, mode="drop")
     head = state.head.at[here].set((head + taken) % size)
     count = state.count.at[here].add(-taken)
     arrived = _Arrived(after - 1, exists, len(state.count))
@@ -330,18 +354,16 @@ class _Arrived:
 
     def __init__(self, block: Array, exists: Array, num_blocks: int):
         self.block = jnp.where(exists, block, num_blocks)
-        is_at = self.block[:, None] == jnp.arange(num_blocks)
+        is_at = self.block[:, None] == jnp.arange(num_blocks)[None]
         if len(block) <= SMALL:  # exact: there are few
-            before = np.tri(len(block), k=-1, dtype=np.float32)
+            before = jnp.asarray(np.tri(len(block), k=-1, dtype=np.float32))
             ranks = (before @ is_at.astype(jnp.float32)).astype(jnp.int32)
         else:
-            ranks = jnp.cumsum(is_at, 0, dtype=jnp.int32) - is_at
+            ranks = jnp.cumsum(is_at, 0, dtype=jnp.int32) - is_at.astype(jnp.int32)
         self._rank = jnp.where(is_at, ranks, 0).sum(1)
         self._counts = is_at.sum(0, dtype=jnp.int32)
 
-    def put(
-        self, lanes: Array, queue: Array, head: Array, count: Array
-    ) -> tuple[Array, Array]:
+    def put(self, lanes: Array, queue: Array, head: Array, count: Array) -> tuple[Array, Array]:
         """Returns (the queue, how many wait) with the lanes at the end."""
         ends = (head + count).at[self.block].get(mode="clip")
         place = (ends + self._rank) % queue.shape[1]

@@ -35,6 +35,9 @@ class Equation(Protocol):
     def outvars(self) -> list[Any]: ...
 
     @property
+    def effects(self) -> Any: ...
+
+    @property
     def replace(self) -> Callable[..., Any]: ...
 
 
