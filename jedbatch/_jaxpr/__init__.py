@@ -20,14 +20,15 @@ Read in this order:
 11. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
 12. `rolling`: Programs of a list of values as programs of lists of any length.
-13. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+13. `registers`: Basic blocks, and the registers of values that live between them.
+14. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-14. `program_counters`: A machine for lanes that are at different places of a program.
-15. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+15. `program_counters`: A machine for lanes that are at different places of a program.
+16. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-16. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+17. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-17. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-18. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+18. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+19. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -38,8 +38,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.basic_blocks import Block, BlockProgram, Slot, cut
+from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.registers import Block, BlockProgram, Slot
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
 from jedbatch._support.types import Array
 
