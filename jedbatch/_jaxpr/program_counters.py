@@ -166,15 +166,16 @@ def widths(block: Block, size: int) -> list[int]:
     """Returns how many lanes of a block run at a time.
 
     So many that a step does `SHARE` times the work of starting it, but half of all at most, so that
-    it can be filled; and fewer at the end. A block with little work runs for all who wait.
+    it can be filled; fewer at the end; and all, as long as nobody has left. A block with little
+    work runs for all who wait.
     """
     if block.work * size <= STEP_WORK:
         return [size]
     best = 1 << math.ceil(math.log2(max(1.0, SHARE * STEP_WORK / block.work)))
     half = 1 << math.floor(math.log2(max(1, size // 2)))
     best = min(half, max(LEAST_WIDTH, best))
-    narrow = best // NARROWER
-    return [narrow, best] if narrow >= NARROWEST else [best]
+    found = {best // NARROWER, best, size}
+    return sorted(w for w in found if w >= min(NARROWEST, best))
 
 
 def _run(

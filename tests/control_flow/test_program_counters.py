@@ -501,12 +501,11 @@ def block_of(work):
 
 def test_widths_follow_what_a_block_costs():
     assert widths(block_of(1), 256) == [256]  # for all who wait
-    heavy = widths(block_of(int(STEP_WORK)), 256)
-    assert heavy[-1] == LEAST_WIDTH
-    assert widths(block_of(int(STEP_WORK)), 16)[-1] == 8
-    middle = widths(block_of(int(STEP_WORK) // 16), 256)
-    assert LEAST_WIDTH < middle[-1] < 256
-    assert all(w <= 3 for w in widths(block_of(int(STEP_WORK)), 3))
+    assert widths(block_of(int(STEP_WORK)), 256) == [4, LEAST_WIDTH, 256]
+    assert widths(block_of(int(STEP_WORK)), 16) == [8, 16]
+    assert widths(block_of(int(STEP_WORK)), 3) == [1, 3]
+    narrow, middle, every = widths(block_of(int(STEP_WORK) // 16), 256)
+    assert narrow < LEAST_WIDTH < middle < every == 256
 
 
 def test_only_loops_in_loops_are_nests():
