@@ -46,7 +46,7 @@ from jedbatch._support.types import Array
 
 STEP_WORK = 5e4  # floating-point operations done while a step of the machine is started
 SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
-LEAST_WIDTH = 16  # of lanes, where there are twice as many
+LEAST_WIDTH = 32  # of lanes, where there are twice as many
 NARROWER = 4  # how much narrower steps are where fewer lanes are left
 NARROWEST = 4
 LEAST_WORK = 4e5  # of all lanes in the block with most, for program counters to pay

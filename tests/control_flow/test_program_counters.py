@@ -501,7 +501,7 @@ def block_of(work):
 
 def test_widths_follow_what_a_block_costs():
     assert widths(block_of(1), 256) == [256]  # for all who wait
-    assert widths(block_of(int(STEP_WORK)), 256) == [4, LEAST_WIDTH, 256]
+    assert widths(block_of(int(STEP_WORK)), 256) == [8, LEAST_WIDTH, 256]
     assert widths(block_of(int(STEP_WORK)), 16) == [8, 16]
     assert widths(block_of(int(STEP_WORK)), 3) == [1, 3]
     narrow, middle, every = widths(block_of(int(STEP_WORK) // 16), 256)
