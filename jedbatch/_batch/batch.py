@@ -162,8 +162,10 @@ def batch(
       control_flow: how `jax.lax.while_loop`, `cond` and `switch` run where their values differ from
         node to node. "lockstep": as under `jax.vmap`, loops until the last is done, and all
         branches for all. "lanes": once half of the nodes in a chunk are done with a loop, the
-        others run a few at a time, each in the place of one that is done; and each branch runs for
-        its own nodes. "auto": so where the nodes are many and a step is work enough.
+        others run a few at a time, each in the place of one that is done; each branch runs for its
+        own nodes; and of loops in loops, and branches with much work in loops, each node is where
+        it is by itself, and those at the same place run together. "auto": so where the nodes are
+        many and a step is work enough.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model
