@@ -215,33 +215,16 @@ class Graph:
         types = _common_types(list(graphs.values()))
         number = {name: i for i, name in enumerate(graphs)}
         carried = [name for name in CARRIED if all(name in g.__dict__ for g in graphs.values())]
+        names = "node_type", "operand_ptr", "operand", "outputs", *carried
         columns, ptr = join(
-            [
-                (
-                    g.node_type,
-                    g.operand_ptr,
-                    g.operand,
-                    g.outputs,
-                    *(getattr(g, x) for x in carried),
-                )
-                for g in graphs.values()
-            ],
+            [tuple([getattr(g, name) for name in names]) for g in graphs.values()],
             [number[id(g)] for g, _ in parts],
             [g._bounds[i] for g, i in parts],
         )
         node_type, operand_ptr, operand, outputs, *more = columns
         inputs = tuple([chunk for g, i in parts for chunk in g.chunks[i]])
-        union = Graph(
-            types,
-            node_type,
-            operand_ptr,
-            operand,
-            inputs,
-            outputs,
-            ptr[NODES],
-            ptr[INPUTS],
-            ptr[OUTPUTS],
-        )
+        ends = ptr[NODES], ptr[INPUTS], ptr[OUTPUTS]
+        union = Graph(types, node_type, operand_ptr, operand, inputs, outputs, *ends)
         union.__dict__["num_inputs"] = int(ptr[INPUTS, -1])
         union.__dict__.update(zip(carried, more, strict=True))
         return union

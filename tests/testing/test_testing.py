@@ -154,7 +154,7 @@ def test_unknown_states_are_not_merged():
 def plans():
     """Plans of all kinds: for training, with rows used again, and with ragged parts."""
     fn, params, instances = programs.several_results(9, seed=2)
-    yield jedbatch.batch(fn).plan(params, instances)
+    yield jedbatch.batch(fn, granularity="cell").plan(params, instances)
     yield jedbatch.batch(fn, reuse=True).plan(params, instances, gradient=False)
     fn, params, instances = programs.unread_and_twice(40, seed=2)  # slices, sums of cotangents
     yield jedbatch.batch(fn).plan(params, instances)
@@ -247,9 +247,7 @@ def test_what_is_wrong_is_said(made, number, part, change, match):
     table = plan.table.copy()
     view = plan.static.signature.form.view(table, *part)
     view[:] = change(view.copy())
-    broken = jedbatch.Plan(
-        plan.static, table, plan.reverse_table, plan.inputs, plan.ragged, plan.host
-    )
+    broken = dataclasses.replace(plan, table=table)
     with pytest.raises(AssertionError, match=match):
         testing.check_plan(broken)
 

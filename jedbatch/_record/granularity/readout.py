@@ -216,11 +216,9 @@ def _ends(graph: Graph, length: int) -> Ends:
     """Returns the last nodes of each instance."""
     first = graph.node_ptr[1:] - length
     types = tuple(graph.node_type[first[0] : first[0] + length].tolist())
-    num_results = np.array([len(t.results) for t in graph.types], np.int64)
-    before = pointers(num_results[graph.node_type])
     count = sum(len(graph.types[t].operands) for t in types)
     operand = graph.operand[graph.operand_ptr[first][:, None] + np.arange(count)].astype(np.int64)
-    first_value = before[first]
+    first_value = graph.value_ptr[first]
     is_inside = operand >= first_value[:, None]
     reads = np.where(is_inside, operand - first_value[:, None], -1 - _first_equal(operand))
     return Ends(types, first, first_value, operand, reads)
@@ -275,16 +273,14 @@ def _merged(graph: Graph, ends: Ends, parts: Sequence[Sequence[Part]], which: np
             node_type[nodes], arity[nodes] = part.node_type, len(part.operands)
             placed.append((instances, nodes, part))
 
-    num_results = np.array([len(t.results) for t in graph.types], np.int64)
-    old_value = pointers(num_results[graph.node_type])
     made = np.empty(len(node_type), np.int64)
-    made[new_place] = num_results[graph.node_type[kept_nodes]]
+    made[new_place] = graph.num_results[kept_nodes]
     for _, nodes, part in placed:
         made[nodes] = len(part.values)
     new_value = pointers(made)
-    value = np.full(old_value[-1], -1)
+    value = np.full(graph.num_values, -1)
     count = made[new_place]
-    value[ranges(old_value[kept_nodes], count)] = ranges(new_value[new_place], count)
+    value[ranges(graph.value_ptr[kept_nodes], count)] = ranges(new_value[new_place], count)
     for instances, nodes, part in placed:
         for k, v in enumerate(part.values):
             value[ends.first_value[instances] + v] = new_value[nodes] + k
