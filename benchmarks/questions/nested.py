@@ -32,6 +32,8 @@ from jax import lax
 
 import jedbatch
 from benchmarks import common
+from benchmarks.programs.runge_kutta import ERROR
+from benchmarks.programs.runge_kutta import A as STAGES
 
 DRAWS = 60
 DOUBLINGS = 8
@@ -166,18 +168,6 @@ def nuts(count: int) -> Case:
         return draws.sum(0), steps.reshape(-1)
 
     return Case(chain, points(300, 20), chains(count))
-
-
-# Dormand and Prince 1980: stages, and weights of order 5 and of the difference to order 4.
-STAGES = (
-    (1 / 5,),
-    (3 / 40, 9 / 40),
-    (44 / 45, -56 / 15, 32 / 9),
-    (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
-    (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
-    (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
-)
-ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 
 
 def ode(count: int, oscillators: int = 1) -> Case:

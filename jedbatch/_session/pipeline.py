@@ -29,7 +29,7 @@ from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
-from jedbatch._program.plan import Host, Plan, input_name
+from jedbatch._program.plan import Host, Plan, Static, input_name
 from jedbatch._program.returned import (
     all_or_none_exist,
     bits_of,
@@ -342,14 +342,6 @@ def run_plan(
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         return programs.executor(signature, arguments).infer(*arguments), packed
 
-    def permit():
-        if not static.keeps:
-            raise ValueError(
-                "`apply` is differentiated with a plan made for inference, which does not "
-                "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
-                "is the default."
-            )
-
     placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
 
     batch = static.results.batch
@@ -378,6 +370,7 @@ def run_plan(
     executor_of = functools.partial(programs.executor, signature)
     split = functools.partial(split_outputs, batch=batch)
     join = functools.partial(joined, signature.arenas, batch=batch)
+    permit = functools.partial(permit_derivative, static)
     run = Differentiable(executor_of, signature, split, join, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*arguments, handed_over(plan.reverse_table)), packed
@@ -415,6 +408,15 @@ def checked_inputs(plan: Plan, inputs: Any) -> Mapping[str, Any]:
                 "go into the same rows; for other instances make another plan."
             )
     return inputs
+
+
+def permit_derivative(static: Static) -> None:
+    """Raises `ValueError` if a plan keeps nothing that the reverse reads."""
+    if not static.keeps:
+        raise ValueError(
+            "`apply` is differentiated with a plan made for inference, which does not keep what "
+            "the reverse reads; make it with `plan(..., gradient=True)`, which is the default."
+        )
 
 
 def refuse_derivative(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:

@@ -49,6 +49,7 @@ from jedbatch._session.pipeline import (
     STAGES,
     Arranged,
     minibatch_key,
+    permit_derivative,
     programs_of,
     refuse_derivative,
     told_apart,
@@ -448,14 +449,6 @@ def run_on_devices(
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         return executor.infer(*arguments)
 
-    def permit():
-        if not static.keeps:
-            raise ValueError(
-                "`apply` is differentiated with a plan made for inference, which does not "
-                "keep what the reverse reads; make it with `plan(..., gradient=True)`, which "
-                "is the default."
-            )
-
     def reverse_of(table, exist, moving):
         reverse = static.reverse
         assert reverse is not None
@@ -466,6 +459,7 @@ def run_on_devices(
 
     counts = [len(order[a if len(order) > 1 else 0]) for a in range(len(signature.arenas))]
     join = functools.partial(with_zeros, signature.arenas, counts)
+    permit = functools.partial(permit_derivative, static)
     run = Differentiable(lambda _: executor, signature, split_pieces, join, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*arguments, plan.reverse_table)
