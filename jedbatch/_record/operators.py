@@ -43,7 +43,8 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
-        if number and recorder.active and value.shape and _differs(recorder, value, item):
+        has_rows = bool(value.shape) and not is_ragged(value.shape)
+        if number and recorder.active and has_rows and _differs(recorder, value, item):
             row = recorder.input(row_index(item, value.shape[0]))
             return recorder.node(PICK, PICK, _pick, (), [value, row])
         of_tracer = super(Value, value).__getitem__

@@ -427,6 +427,17 @@ def test_what_is_kept_apart(what):
     assert reason in batched.plan(weights(), instances).host.apart
 
 
+def test_rows_read_by_several_numbers_are_packed():
+    def fn(params, x):
+        y = jnp.tanh(x @ params["w"])
+        return y[0] + 2 * y[1] - y[-1] + params["b"]
+
+    instances = [x for x, *_ in made([3, 2, 7])]
+    plan = check(fn, weights(), instances, gradients=False).plan(weights(), instances)
+    assert plan.ragged_rows is not None
+    assert "grouped" not in str(plan)
+
+
 def test_unknown_operations_are_grouped_by_shape():
     def fn(params, x):
         return jnp.linalg.svd(x @ params["w"], compute_uv=False).sum()
