@@ -492,9 +492,10 @@ def make_reverse_signature(
 ) -> ReverseSignature:
     """A reverse signature with room for a minibatch, and for what `model` had room for."""
     capacity = reverse_ample(placed, readers, forward)
+    more = _more_readers(placed, forward, capacity["readers"])
+    capacity = Capacity({**capacity.sizes, "readers": more})
     if model is not None:
-        more = _more_readers(placed, forward, capacity["readers"])
-        capacity = Capacity({**capacity.sizes, "readers": more}).joined(model.capacity)
+        capacity = capacity.joined(model.capacity)
     signature = ReverseSignature(
         forward,
         tuple(
