@@ -74,6 +74,9 @@ def test_an_error_far_down():
     assert gc.isenabled()
 
 
+MOST_SECONDS = 30  # to wait for an interrupt
+
+
 @pytest.fixture
 def heeds_interrupts():
     """Also where the shell that started the tests in the background ignores them."""
@@ -88,8 +91,10 @@ def test_an_interrupt_stops_what_recurses_deep():
 
     def wait(p):
         interrupt_main()
-        while True:
+        end = time.monotonic() + MOST_SECONDS
+        while time.monotonic() < end:
             went_on.append(time.sleep(0.001))
+        return p
 
     batched, instances = deep(DEPTH, wait)
     threads = threading.active_count()
