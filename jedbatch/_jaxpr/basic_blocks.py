@@ -27,7 +27,7 @@ from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import any_performs, inner_programs, run_equation, work
 from jedbatch._jaxpr.registers import (
-    Block,
+    BasicBlock,
     BlockProgram,
     Instruction,
     RowAccess,
@@ -109,7 +109,7 @@ class _Cutter:
     """Goes through a program and appends to the last of the blocks."""
 
     def __init__(self) -> None:
-        self.blocks = [Block()]
+        self.blocks = [BasicBlock()]
 
     def walk(self, jaxpr: OpenProgram, consts: Sequence[Value], args: Sequence[Value]) -> list:
         """Appends what a program does; returns its results."""
@@ -168,7 +168,7 @@ class _Cutter:
 
     def _start(self) -> int:
         """Starts a block; returns its number."""
-        self.blocks.append(Block())
+        self.blocks.append(BasicBlock())
         return len(self.blocks) - 1
 
     def _while(self, eqn: Equation, values: list[Value]) -> list[Value]:

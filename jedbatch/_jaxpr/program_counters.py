@@ -40,7 +40,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.registers import Block, BlockProgram, Slot
+from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
 from jedbatch._support.types import Array
 
@@ -58,7 +58,7 @@ Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are ma
 class Step(NamedTuple):
     """A block, run for some lanes at a time."""
 
-    block: Block
+    block: BasicBlock
     width: int
 
     @property
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a step changes; `B` blocks and `N` lanes."""
+    """The state that a step changes; `B` blocks and `N` lanes."""
 
     registers: Registers
     queue: Array  # [B, N], lanes that wait at each block, around the end to the start
@@ -162,7 +162,7 @@ def _cut(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> Blo
     return cut(program.jaxpr, program.consts, given)
 
 
-def widths(block: Block, size: int) -> list[int]:
+def widths(block: BasicBlock, size: int) -> list[int]:
     """Returns how many lanes of a block run at a time.
 
     So many that a step does `SHARE` times the work of starting it, but half of all at most, so that
@@ -306,7 +306,7 @@ def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
 
 
 def _repeated(
-    block: Block, values: dict[Slot, Array], exists: Array, full: Array
+    block: BasicBlock, values: dict[Slot, Array], exists: Array, full: Array
 ) -> tuple[list[Array], Array]:
     """Runs a block for some lanes until many of them have left it.
 
@@ -373,7 +373,7 @@ class _Arrived:
 
 
 def _over_lanes(
-    block: Block, values: dict[Slot, Array], width: int
+    block: BasicBlock, values: dict[Slot, Array], width: int
 ) -> tuple[list[Array], Array, list[tuple[Array, Array]]]:
     """Runs a block for some lanes."""
     slots = list(values)
@@ -385,12 +385,12 @@ def _over_lanes(
     return found
 
 
-def _touches(block: Block, slot: Slot) -> bool:
+def _touches(block: BasicBlock, slot: Slot) -> bool:
     rows = [x.array for x in (*block.reads, *block.writes)]
     return slot in block.inputs or slot in block.outputs or slot in rows
 
 
-def _as_stored(block: Block, outs: Sequence[Array]) -> Registers:
+def _as_stored(block: BasicBlock, outs: Sequence[Array]) -> Registers:
     return {x: to_stored(y, _kind(x)) for x, y in zip(block.outputs, outs, strict=True)}
 
 

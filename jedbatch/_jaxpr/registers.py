@@ -35,7 +35,7 @@ Value = Any  # a `Slot`, or an array that all lanes share
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """What is computed for one lane.
+    """A computation for one lane.
 
     Attributes:
       run: from arrays to a list of arrays.
@@ -60,7 +60,7 @@ class RowAccess:
 
 
 @dataclasses.dataclass
-class Block:
+class BasicBlock:
     """Operations that run one after the other.
 
     Attributes:
@@ -130,7 +130,7 @@ class BlockProgram:
       registers: all of them.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BasicBlock, ...]
     operands: tuple[Slot, ...]
     results: tuple[Value, ...]
     registers: tuple[Slot, ...]
@@ -170,7 +170,7 @@ class BlockProgram:
         return "\n".join(lines)
 
 
-def merged(blocks: list[Block]) -> list[Block]:
+def merged(blocks: list[BasicBlock]) -> list[BasicBlock]:
     """Returns blocks without those that come after one alone which goes nowhere else."""
     end = len(blocks)
     before: list[list[int]] = [[] for _ in range(end + 1)]
@@ -200,7 +200,7 @@ def merged(blocks: list[Block]) -> list[Block]:
     return [blocks[n] for n in left]
 
 
-def find_registers(blocks: list[Block], results: Sequence[Slot]) -> None:
+def find_registers(blocks: list[BasicBlock], results: Sequence[Slot]) -> None:
     """Finds the inputs and outputs of blocks; leaves out what nobody reads.
 
     Args:
@@ -233,11 +233,11 @@ def find_registers(blocks: list[Block], results: Sequence[Slot]) -> None:
         block.inputs = [x for x in dict.fromkeys(first) if x in live[number]]
 
 
-def _after(block: Block, live: Sequence[set[Slot]]) -> set[Slot]:
+def _after(block: BasicBlock, live: Sequence[set[Slot]]) -> set[Slot]:
     return set().union(*(live[t] for t in block.targets))
 
 
-def _needed(block: Block, after: set[Slot]) -> tuple[list[Instruction], set[Slot]]:
+def _needed(block: BasicBlock, after: set[Slot]) -> tuple[list[Instruction], set[Slot]]:
     """Returns (the instructions whose results are read, what is read of what was before)."""
     live = set(after)
     for x in block.writes:
@@ -263,12 +263,12 @@ def _needed(block: Block, after: set[Slot]) -> tuple[list[Instruction], set[Slot
     return kept[::-1], live
 
 
-def _written(block: Block) -> Iterator[Slot]:
+def _written(block: BasicBlock) -> Iterator[Slot]:
     yield from (x.row for x in block.reads)
     yield from (x for step in block.instructions for x in step.results)
 
 
-def _read(block: Block) -> Iterator[Slot]:
+def _read(block: BasicBlock) -> Iterator[Slot]:
     """Yields what a block reads beside its instructions."""
     for x in block.reads:
         if isinstance(x.index, Slot):

@@ -113,7 +113,7 @@ class OnDevices:
         return of_shared, jax.tree.map(lambda x: x[None], of_inputs)
 
     def _gathered(self, outputs: Sequence[Array], rows: PyTree, order: PyTree) -> Pieces:
-        """What all devices return, as pieces in the order of the results."""
+        """Returns the pieces of all devices, in the order of the results."""
         pieces: list[list[Array]] = []
         for a, own in enumerate(outputs):
             own_rows, own_order = _route(rows, order, a)

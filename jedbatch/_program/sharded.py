@@ -67,7 +67,7 @@ class DeviceAxis:
 
     @property
     def target(self) -> Target:
-        """What to make programs for."""
+        """Returns the target of its devices."""
         return target_of_platform(self.mesh.devices.flat[0].platform)
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ def trace(
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
     lists: Merges | None = None,
-    readouts: Any = None,
+    finished: Callable[[Graph], Graph] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -64,7 +64,7 @@ def trace(
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
       lists: merges what is done with lists, if there is no grouping.
-      readouts: merges what is done last (see `_record.granularity.readout`), in the same way.
+      finished: makes the graph that is returned of what was recorded, if there is no grouping.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
@@ -93,8 +93,8 @@ def trace(
             columns, outputs, ends = nodes.written()
             break
     graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
-    if grouping is None and readouts is not None:
-        graph = readouts.merge(graph)
+    if grouping is None and finished is not None:
+        graph = finished(graph)
     records = [Record(graph, i, *form) for i, form in enumerate(forms)]
     return records, caching, recorder.tracers
 

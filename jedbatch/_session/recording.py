@@ -115,7 +115,8 @@ class Recording:
         Raises `GuardFailed` if they must be looked at again.
         """
         arguments = self.fn, cache.registry, instances, arrays, self.join
-        record = functools.partial(trace, *arguments, lists=cache.lists, readouts=cache.readouts)
+        finished = cache.readouts and cache.readouts.merge
+        record = functools.partial(trace, *arguments, lists=cache.lists, finished=finished)
         if not any(given):
             return self._record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)

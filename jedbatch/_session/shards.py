@@ -84,7 +84,7 @@ class ArrangedShards(NamedTuple):
         return sum(x.nbytes for x in self.shards) + sum(x.nbytes for x in arrays)
 
 
-class Cut(NamedTuple):
+class PlacedShards(NamedTuple):
     """Shards that are placed, before there is a program for them.
 
     Attributes:
@@ -111,7 +111,7 @@ class Cut(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What instances cost, in floating-point operations; of B instances and T node types.
+    """The costs of instances, in floating-point operations; of B instances and T node types.
 
     Attributes:
       work: float[B], the work of the nodes of each, and their part of starting the widest chunks.
@@ -171,7 +171,7 @@ def place_shards(
     num_shards: int,
     *,
     keeps: bool,
-) -> Cut:
+) -> PlacedShards:
     """Cuts a minibatch into shards, and schedules and lays out each of them.
 
     Args:
@@ -224,7 +224,7 @@ def place_shards(
     if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
         placed = place(True)
     forms = [form for *_, form in pieces]
-    return Cut(members, forms, placed, [at for _, _, at, _ in pieces], took)
+    return PlacedShards(members, forms, placed, [at for _, _, at, _ in pieces], took)
 
 
 def with_room(
@@ -256,7 +256,7 @@ def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
 
 
 def find_routes(
-    signature: Signature, cut: Cut, records: Sequence[Record], form_of: Form
+    signature: Signature, cut: PlacedShards, records: Sequence[Record], form_of: Form
 ) -> tuple[OutputSpec, tuple[Route, ...]]:
     """Returns the form of the results of all shards, and from where their rows come."""
     ptr = np.append(0, np.cumsum([len(r.types) for r in records]))

@@ -14,7 +14,7 @@ import jedbatch
 from jedbatch._jaxpr.basic_blocks import cut, is_nest
 from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, run_lanes, widths
-from jedbatch._jaxpr.registers import Block, Instruction, Slot
+from jedbatch._jaxpr.registers import BasicBlock, Instruction, Slot
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
@@ -496,7 +496,7 @@ def test_few_steps_are_run_for_lanes_that_are_not_there():
 
 
 def block_of(work):
-    return Block(instructions=[Instruction(list, (), (), work)])
+    return BasicBlock(instructions=[Instruction(list, (), (), work)])
 
 
 def test_widths_follow_what_a_block_costs():

@@ -128,7 +128,7 @@ def test_rows_are_written_in_place():
 
 
 def test_sums_are_taken_in_order(maker):
-    """Whose rounding nobody else must change: first to last, one after the other."""
+    """Nothing else changes their rounding: first to last, one after the other."""
     table = np.arange(4, dtype=np.int32)
     for dtype in (np.float32, ml_dtypes.bfloat16):
         rows = np.array([[1e8], [1.0], [-1e8], [1.0]], dtype)

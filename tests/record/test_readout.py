@@ -90,7 +90,7 @@ def test_results_are_those_of_the_loop(fn, others):
 
 
 def test_fewer_operations_turn_out_to_be_the_same():
-    """What was merged before is recorded again, and nothing is found to be wrong."""
+    """Instances merged before are recorded again, and nothing is found to be wrong."""
 
     def fn(w, instance):
         tree, label = instance

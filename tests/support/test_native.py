@@ -196,7 +196,7 @@ def recorded_graph(name, few):
 
 
 def looked_at(graph):
-    """What a graph finds out about itself, from its columns alone."""
+    """Returns the properties that a graph derives of itself from its columns alone."""
     new = dataclasses.replace(graph)
     arrays = [getattr(new, name) for name in OF_GRAPHS]
     pairs = *new.preds, *new.edges, *new.succs, *new.inside(new.present_types[:2])[2]
