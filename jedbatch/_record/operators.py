@@ -43,10 +43,14 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, int | np.integer) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
-        has_rows = bool(value.shape) and not is_ragged(value.shape)
-        if number and recorder.active and has_rows and _differs(recorder, value, item):
-            row = recorder.input(row_index(item, value.shape[0]))
-            return recorder.node(PICK, PICK, _pick, (), [value, row])
+        if recorder.active and value.shape and not is_ragged(value.shape):
+            if number and recorder.locates:
+                row = recorder.input(row_index(item, value.shape[0]))
+                return recorder.node(PICK, PICK, _pick, (), [value, row])
+            part = None if recorder.locates else Part.of(value.shape, item)
+            if part is not None and _differs(recorder, value, part):
+                starts = [recorder.input(start) for start in part.starts]
+                return recorder.node(PICK, (PICK, part.form), part.take, (), [value, *starts])
         of_tracer = super(Value, value).__getitem__
         if not _is_plain(item):
             return of_tracer(item)
@@ -62,10 +66,59 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
 
 
-def _differs(recorder: RecorderLike, value: Value, index: int) -> bool:
-    """Returns whether an index of values of a type is data, not part of an operation."""
-    of = PICK, value.type
-    return recorder.locates or recorder.registry.are_many("indices", of, (), (int(index),), 1)
+class Part(NamedTuple):
+    """A part of an array, with its place as numbers.
+
+    Attributes:
+      form: of each axis its extent in the part; None where the axis is left out, by a number.
+      cut: the axes that are cut.
+      starts: the place, along these.
+    """
+
+    form: tuple[int | None, ...]
+    cut: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: tuple[int, ...], item: Any) -> "Part | None":
+        """Returns the part that numbers and slices give; None if they give another, or are others.
+
+        Numbers out of bounds are left to JAX.
+        """
+        items = item if isinstance(item, tuple) else (item,)
+        if len(items) > len(shape):
+            return None
+        form: list[int | None] = list(shape)
+        starts = {}
+        for axis, (x, extent) in enumerate(zip(items, shape, strict=False)):
+            if isinstance(x, int | np.integer) and not isinstance(x, bool):
+                if not -extent <= x < extent:
+                    return None
+                starts[axis], form[axis] = row_index(x, extent), None
+            elif isinstance(x, slice) and is_static(x):
+                start, stop, step = x.indices(extent)
+                if step != 1 or stop <= start:
+                    return None
+                if stop - start < extent:
+                    starts[axis], form[axis] = start, stop - start
+            else:
+                return None
+        return Part(tuple(form), tuple(starts), tuple(starts.values())) if starts else None
+
+    def take(self, _: Any, operands: Sequence[Any]) -> PyTree:
+        """Returns the part of the first operand whose place the others are."""
+        x, *starts = operands
+        where: list[Any] = [0] * x.ndim
+        for axis, start in zip(self.cut, starts, strict=True):
+            where[axis] = start
+        cut = jax.lax.dynamic_slice(x, where, [1 if n is None else n for n in self.form])
+        return jax.lax.squeeze(cut, [k for k, n in enumerate(self.form) if n is None])
+
+
+def _differs(recorder: RecorderLike, value: Value, part: Part) -> bool:
+    """Returns whether the place of a part of values of a type is data, not part of an operation."""
+    of = PICK, value.type, part.form
+    return recorder.registry.are_many("indices", of, (), part.starts, 1)
 
 
 def _pick(_: Any, operands: Sequence[Any]) -> PyTree:

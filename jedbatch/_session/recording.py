@@ -115,7 +115,7 @@ class Recording:
         Raises `GuardFailed` if they must be looked at again.
         """
         arguments = self.fn, cache.registry, instances, arrays, self.join
-        finished = cache.readouts and cache.readouts.merge
+        finished = None if cache.readouts is None else cache.readouts.merge
         record = functools.partial(trace, *arguments, lists=cache.lists, finished=finished)
         if not any(given):
             return self._record_either_way(cache, functools.partial(record, read=read))

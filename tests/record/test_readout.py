@@ -89,6 +89,33 @@ def test_results_are_those_of_the_loop(fn, others):
         assert any(".." in name for name in names(plan))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x, k: x[k],
+        lambda x, k: x[np.int64(k) - 4],
+        lambda x, k: x[:, k],
+        lambda x, k: x[k, 0],
+        lambda x, k: x[k : k + 1, 1:],
+    ],
+)
+def test_places_that_differ_are_data(part):
+    def fn(w, instance):
+        tree, k = instance
+        return part(encode(w, tree)[:, None] * w["w"], k).sum()
+
+    batched = check(fn, W, trees(5, 8), gradients=False)
+    assert len(batched.plan(W, trees(6, 8)).graph.present_types) <= 3
+
+
+def test_numbers_out_of_bounds_read_what_jax_reads():
+    def fn(w, instance):
+        tree, k = instance
+        return encode(w, tree)[3 * k] + (encode(w, tree) * w["w"])[1, 3 * k]
+
+    check(fn, W, trees(5, 8), gradients=False)
+
+
 def test_fewer_operations_turn_out_to_be_the_same():
     """Instances merged before are recorded again, and nothing is found to be wrong."""
 

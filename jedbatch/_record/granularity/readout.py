@@ -124,12 +124,12 @@ class Readouts:
         """Finds out what new types are."""
         for node_type in self.registry.node_types[len(self._is_plain) :]:
             key = operation_of(node_type).key[0]
-            origin = key[0] if isinstance(key, tuple) else None
+            origin = key[0] if isinstance(key, tuple) else key
             kind = origin[0] if isinstance(origin, tuple) else origin
             is_packed = any(is_ragged(t.shape) for t in (*node_type.operands, *node_type.results))
             self._is_cell.append(kind == "cell" or is_packed)
             self._is_plain.append(
-                (isinstance(kind, Primitive) or kind == "custom" or key == PICK)
+                (isinstance(kind, Primitive) or kind in ("custom", PICK))
                 and not is_packed
                 and not performs(operation_of(node_type).jaxpr, *CONTROL_FLOW)
             )
