@@ -111,7 +111,7 @@ def test_places_that_differ_are_data(part):
 def test_numbers_out_of_bounds_read_what_jax_reads():
     def fn(w, instance):
         tree, k = instance
-        return encode(w, tree)[3 * k] + (encode(w, tree) * w["w"])[1, 3 * k]
+        return encode(w, tree)[3 * k] + (encode(w, tree)[:, None] * w["w"])[1, 3 * k]
 
     check(fn, W, trees(5, 8), gradients=False)
 
