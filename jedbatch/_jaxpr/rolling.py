@@ -8,11 +8,11 @@ that do not exist take no part in reductions.
 
 What can be rolled: functions of one element and of values that are no elements; sums, products,
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
-element, and row-wise operations, reductions and products over their rows; and numbers that are the
-length, or one divided by it. All else, such as positions in the list or elements that meet each
-other, raises `CannotRollError`. A program of one element has no reductions to be seen; whether it
-is what a rolled one does with one element is found out by comparing the two
-(`Expressions.is_of_one`).
+element, row-wise operations, reductions and products over their rows, and single rows; lists of
+results, of one for each element; and numbers that are the length, or one divided by it. All else,
+such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
+of one element has no reductions to be seen; whether it is what a rolled one does with one element
+is found out by comparing the two (`Expressions.is_of_one`).
 """
 
 import functools
@@ -292,11 +292,18 @@ class Roller:
         for v, const in zip(self.jaxpr.constvars, closed.consts, strict=True):
             self.env[v] = self._constant(Same(const), const)
 
-    def results(self) -> tuple[int, ...]:
-        """The ids of the results, which are of the element if the list has one only."""
+    def results(self, listed: int = 0) -> tuple[int, ...]:
+        """The ids of the results, which are of the element if the list has one only.
+
+        The results begin with so many lists that have one for each element; the id of such a list
+        is that of an element's result.
+        """
         for eqn in self.jaxpr.eqns:
             self.env.update(zip(eqn.outvars, self._equation(eqn), strict=True))
-        return tuple(self._single(self._read(v)) for v in self.jaxpr.outvars)
+        values = [self._read(v) for v in self.jaxpr.outvars]
+        end = listed * self.length
+        lists = (values[k : k + self.length] for k in range(0, end, self.length))
+        return (*map(self._each, lists), *map(self._single, values[end:]))
 
     def _constant(self, key: Hashable, value: Any) -> Single:
         shape, dtype = np.shape(value), jnp.result_type(value)
@@ -325,6 +332,12 @@ class Roller:
         if not isinstance(value, Single) and not (self.length == 1 and isinstance(value, Element)):
             raise CannotRollError("a result is of one element, or of a row for each")
         return value.id
+
+    def _each(self, values: Sequence[Any]) -> int:
+        index: int = values[0].id
+        if values != [Element(index, k) for k in range(self.length)]:
+            raise CannotRollError("a list of results has others than one for each element")
+        return index
 
     def _reduction(self, op: str, rows: bool, index: int, base: int | None = None) -> Single:
         x = self.expressions.all[index]
@@ -439,7 +452,7 @@ class Roller:
 
     # --- arrays with a row for each element ---
 
-    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> Stack | Single:
+    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> Stack | Single | Element:
         """The result of an operation on arrays with a row for each element."""
         name, params = eqn.primitive.name, dict(eqn.params)
         if any(isinstance(x, Element) for x in values):
@@ -477,6 +490,8 @@ class Roller:
         elif name == "squeeze" and axis not in params["dimensions"]:
             place = axis - sum(a < axis for a in params["dimensions"])
             params["dimensions"] = moved(params["dimensions"])
+        elif name == "slice":
+            return self._row(eqn, index, axis)
         elif name == "reshape":
             shape = list(params["new_sizes"])
             before = self.expressions.all[index].shape[:axis]
@@ -495,6 +510,15 @@ class Roller:
         else:
             raise CannotRollError(f"`{name}` of a row for each element")
         return Stack(self.expressions.primitive(eqn.primitive, params, [index]), place)
+
+    def _row(self, eqn: Equation, index: int, axis: int) -> Element:
+        """The row of one element."""
+        before, after = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+        if after != (*before[:axis], 1, *before[axis + 1 :]):
+            raise CannotRollError("a part of the elements is read")
+        run = lambda value: [jnp.expand_dims(value, axis)]  # noqa: E731
+        row = self.expressions.operation(("row", axis), run, [index])[0]
+        return Element(row, eqn.params["start_indices"][axis])
 
     def _elementwise(self, eqn: Equation, values: Sequence[Any]) -> Stack:
         """The result of an operation that computes each element of an array by itself."""

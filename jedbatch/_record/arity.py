@@ -78,11 +78,13 @@ class PaddedCalls:
       order: which of their operands nodes read as each operand of the other type but the last,
         which is the length.
       length: of their lists.
+      results: which results of the other type theirs are.
     """
 
     node_type: int
     order: np.ndarray
     length: int
+    results: np.ndarray
 
 
 class CellCalls:
@@ -91,6 +93,8 @@ class CellCalls:
     Attributes:
       lists: by type, the arguments that may be lists.
       slots: by type, for each leaf of the arguments whether it is an operand.
+      listed: by type, how many lists there are among the results, of one result for each element;
+        they come first.
       rolled: the types that were rolled up, by their ids; None of those that cannot be.
       padded_types: ids of the types that serve several lengths, by their keys and capacities.
     """
@@ -99,12 +103,14 @@ class CellCalls:
         self.first_variable = _first_variable(fn)
         self.lists: dict[int, tuple[ListArgument, ...]] = {}
         self.slots: dict[int, tuple[bool, ...]] = {}
+        self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
         self.padded_types: dict[tuple[Hashable, int], int] = {}
         self._expressions = Expressions(key_of)
 
-    def add(self, node_type: int, args: tuple, slots: Sequence[bool]) -> None:
+    def add(self, node_type: int, args: tuple, slots: Sequence[bool], listed: int) -> None:
         """Adds a type of calls."""
+        self.listed[node_type] = listed
         self.lists[node_type] = tuple(_lists(args, self.first_variable))
         self.slots[node_type] = tuple(slots)
 
@@ -173,14 +179,17 @@ class CellCalls:
         shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
         types = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[0] == "input")
         elements = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[2:] == (0,))
+        listed = self.listed[node_type]
+        in_lists = of.results[: listed * length : length]
+        kinds = in_lists, of.results[listed * length :]
         keys: list[Hashable] = []
         for counts in (False, True):
             try:
                 roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
-                results = roller.results()
+                results = roller.results(listed)
             except CannotRollError:
                 return None
-            keys.append((results, of.shared, types, elements, of.results))
+            keys.append((results, of.shared, types, elements, kinds))
         return Rolled(node_type, length, roles, (keys[0], keys[1]))
 
     def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
@@ -211,7 +220,7 @@ class CellCalls:
           of: the type.
           capacity: elements there is room for.
         """
-        results, shared, inputs, elements, _ = key
+        results, shared, inputs, elements, (in_lists, single) = key
         program = self._expressions.program(
             results, range(len(inputs) + len(shared)), len(elements), capacity
         )
@@ -220,7 +229,9 @@ class CellCalls:
         def run(*values: Array) -> list[Array]:
             others, rest = values[: len(shared)], values[len(shared) :]
             given, rest = rest[: len(inputs)], rest[len(inputs) :]
-            return program([*given, *others], rest[:num_elements], rest[-1])
+            made = program([*given, *others], rest[:num_elements], rest[-1])
+            rows = (x[k] for x in made[: len(in_lists)] for k in range(capacity))
+            return [*rows, *made[len(in_lists) :]]
 
         avals = operation_of(of).jaxpr.in_avals
         shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
@@ -239,7 +250,7 @@ class CellCalls:
             Operation(("list", capacity, operation_of(of).key), closed),
             operands,
             of.shared,
-            of.results,
+            (*(t for t in in_lists for _ in range(capacity)), *single),
             f"{of.name}({listed}){where}",
         )
 
@@ -271,7 +282,13 @@ class Arities:
         self._cells: dict[Hashable, CellCalls] = {}
 
     def note(
-        self, cell: Hashable, fn: Callable, args: tuple, slots: Sequence[bool], node_type: int
+        self,
+        cell: Hashable,
+        fn: Callable,
+        args: tuple,
+        slots: Sequence[bool],
+        node_type: int,
+        listed: int = 0,
     ) -> None:
         """Notes a type of calls of a cell.
 
@@ -282,13 +299,14 @@ class Arities:
           slots: for each leaf of the arguments, and of what `fn` closes over, whether it is an
             operand.
           node_type: the id of the type.
+          listed: how many lists, of one result for each element, its results begin with.
         """
         calls = self._cells.get(cell)
         if calls is None:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
         if node_type in calls.lists:
             return
-        calls.add(node_type, args, slots)
+        calls.add(node_type, args, slots, listed)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
@@ -312,7 +330,41 @@ class Arities:
             for position in range(capacity)
         ]
         order = np.array([*inputs, *elements], np.int64)
-        return PaddedCalls(calls.padded_types[key, capacity], order, rolled.length)
+        padded_type = calls.padded_types[key, capacity]
+        of_lists = calls.listed[rolled.node_type] * capacity
+        results = np.arange(len(self._node_types[padded_type].results))
+        exists = (results >= of_lists) | (results % capacity < rolled.length)
+        return PaddedCalls(padded_type, order, rolled.length, results[exists])
+
+    def renumber_results(self, node_type: np.ndarray, references: Sequence[np.ndarray]) -> None:
+        """Makes references to results name those of the types that nodes are padded to.
+
+        Args:
+          node_type: int32[N], the types of nodes before.
+          references: int64[...] each, to results, or to inputs as negative numbers.
+        """
+        num_results = np.array([len(t.results) for t in self._node_types], np.int64)
+        changed = [
+            t
+            for t in np.unique(node_type).tolist()
+            if t in self.padded and num_results[t] != num_results[self.padded[t].node_type]
+        ]
+        if not changed:
+            return
+        new_type = np.arange(len(num_results))
+        new_type[changed] = [self.padded[t].node_type for t in changed]
+        before = pointers(num_results[node_type])
+        after = pointers(num_results[new_type[node_type]])
+        place = ranges(after[:-1], num_results[node_type])
+        for t in changed:
+            nodes = np.flatnonzero(node_type == t)
+            results = self.padded[t].results
+            place[before[nodes][:, None] + np.arange(len(results))] = (
+                after[nodes][:, None] + results
+            )
+        for read in references:
+            made = read >= 0
+            read[made] = place[read[made]]
 
     def pad(
         self, node_type: np.ndarray, arity: np.ndarray, operand: np.ndarray, first_input: int

@@ -116,8 +116,12 @@ class Part(NamedTuple):
 
 
 def _differs(recorder: RecorderLike, value: Value, part: Part) -> bool:
-    """Returns whether the place of a part of values of a type is data, not part of an operation."""
-    of = PICK, value.type, part.form
+    """Returns whether the place of a part of some values is data, not part of an operation.
+
+    Values are alike whose extents differ only where they are cut: lists have many lengths.
+    """
+    extents = tuple(None if k in part.cut else n for k, n in enumerate(value.shape))
+    of = PICK, extents, str(value.dtype), part.form
     return recorder.registry.are_many("indices", of, (), part.starts, 1)
 
 

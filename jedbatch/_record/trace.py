@@ -178,12 +178,13 @@ def finish(
     node_ptr, _, input_ptr, output_ptr = ends
     recorded, references, input_group, input_value = columns
     node_type, arity, operand = find_operands(registry, recorded, references)
+    result = int64_of(outputs)
+    registry.arities.renumber_results(node_type, (operand, result))
     node_type, arity, operand, of_lists, lengths = registry.arities.pad(
         node_type, arity, operand, len(input_group)
     )
 
     # Inputs: drop those that are not read, and group what is read the same way, by instance.
-    result = int64_of(outputs)
     group = int64_of(input_group)
     owner_of = np.repeat(np.arange(len(input_ptr) - 1), np.diff(input_ptr))
     if len(of_lists):

@@ -72,6 +72,20 @@ def rows_put_together(w, xs):
     return attend(w, jnp.vstack(xs)) + attend(w, jnp.concatenate([x[None] for x in xs]))
 
 
+def by_number(w, xs):
+    """What comes of a list is read row by row."""
+    hidden = jnp.tanh(jnp.stack(xs) @ w["w"])
+    weights = jax.nn.softmax(jnp.stack([row @ w["q"] for row in xs]))
+    pairs = [jnp.sin(hidden[i]) * hidden[i - 1] for i in range(len(xs))]
+    return sum(weights[i] * pair for i, pair in enumerate(pairs)) + hidden.sum(axis=0)
+
+
+def by_number_backwards(w, xs):
+    columns = jnp.stack(xs, axis=1)
+    rows = (w["w"] @ columns).T
+    return sum((k + 1.0) * rows[-1 - k] for k in range(len(xs)))
+
+
 def lists(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [list(rng.normal(size=(n, SIZE)).astype(np.float32)) for n in lengths]
@@ -89,6 +103,8 @@ PROGRAMS = {
     in_a_cell: 5,
     last_axis: 3,
     rows_put_together: 6,
+    by_number: 13,
+    by_number_backwards: 7,
 }
 
 
@@ -115,6 +131,17 @@ def test_few_lengths_are_types_of_their_own_until_there_are_more():
         assert_close(batched(W, instances), loop(attention, W, instances), 1e-5)
     assert len(batched.plan(W, few).graph.present_types) == 2
     assert len(batched.plan(W, lists(range(9, 15))).graph.present_types) == 2
+
+
+def test_results_of_lists_do_not_make_types():
+    """Those of lists of one element are among them, and new lengths compile nothing."""
+    batched = jedbatch.batch(by_number)
+    for lengths in (LENGTHS, [1, 4, 9, 2, 3, 6, 1, 10, 12, 8]):
+        instances = lists(lengths)
+        assert_close(batched(W, instances), loop(by_number, W, instances), 1e-5)
+    assert len(batched.plan(W, instances).graph.present_types) <= PROGRAMS[by_number]
+    with jedbatch.testing.assert_no_recompile():
+        batched(W, lists([7, 4, 2, 1, 5, 13, 6, 3, 10, 2]))
 
 
 def test_a_stack_that_is_returned_stays_as_it_is():

@@ -11,26 +11,33 @@ nothing to do with the list would be merged as well. So what has been found with
 lengths is a *template*, and lists of all other lengths are taken to be used like this where the
 operations are the same.
 
-A stack is not merged if a value with an axis as long as the list leaves its operations, if two
-lists wait for what comes of each other, or if it meets arrays whose length differs from instance to
-instance, which run packed (see `_ragged`).
+Where rows of what comes of a list are read one by one (`softmax(jnp.stack(scores))[k]`), the node
+has a result for each element, and `value[k]` is one of them.
+
+A stack is not merged if a value with an axis as long as the list leaves its operations in another
+way, if two lists wait for what comes of each other, or if it meets arrays whose length differs from
+instance to instance, which run packed (see `_ragged`).
 """
 
 import bisect
 import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 
-from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._record.arity import LONG
 from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
 from jedbatch._record.granularity.node_arrays import NodeArrays
+from jedbatch._record.operators import PICK
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
+from jedbatch._support.types import Leaf
 
 STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 
@@ -42,10 +49,12 @@ class Template(NamedTuple):
       steps: for each operation its name, and what it reads: a value made by those before, or -1. Of
         stacks what they read is left out.
       leaving: the values made that are read elsewhere or returned, as bits.
+      unstacked: those of them of which single rows are read, as bits.
     """
 
     steps: tuple[tuple[str, tuple[int, ...]], ...]
     leaving: int
+    unstacked: int
 
 
 class StackedLists:
@@ -107,7 +116,13 @@ class StackedLists:
         return self._length[node_type]
 
     def call_spec(
-        self, pattern: Pattern, kinds: tuple[int, ...], leaving: int, lists: int, length: int
+        self,
+        pattern: Pattern,
+        kinds: tuple[int, ...],
+        leaving: int,
+        unstacked: int,
+        lists: int,
+        length: int,
     ) -> CallSpec:
         """Returns how to record operations on lists.
 
@@ -115,29 +130,55 @@ class StackedLists:
           pattern: what they compute.
           kinds: value types of what they read, the elements of the lists first.
           leaving: the values made inside that are read outside, as bits.
+          unstacked: those of them whose rows are results, which come first, as bits.
           lists: how many lists there are.
           length: of each.
         """
-        key = ("lists", *pattern, leaving)
+        key = ("lists", *pattern, leaving, unstacked)
         if key in self._call_specs:
             return self._call_specs[key]
         registry = self.registry
         types = [registry.node_types[t] for t in pattern.types]
         shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
-        call = pattern_call(registry, pattern, shared, leaving)
+        call = _with_rows(pattern_call(registry, pattern, shared, leaving), leaving, unstacked)
         name = f"{types[0].name}..{types[-1].name}"
         call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
         self._call_specs[key] = call_spec
         others = [0] * (len(kinds) - lists * length)
         args = (*([0] * length for _ in range(lists)), *others)
-        cell = ("lists", tuple(t.name for t in types), leaving, lists, len(others))
+        names = tuple(t.name for t in types)
+        cell = ("lists", names, leaving, unstacked, lists, len(others))
         slots = [True] * len(kinds)
-        registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type)
+        listed = unstacked.bit_count()
+        registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type, listed)
         return call_spec
 
 
 def _of_lists(lists: Any, others: Any) -> None:
     """Has the signature of such nodes, for `Arities.note`: no variable arguments."""
+
+
+def _with_rows(call: Callable, leaving: int, unstacked: int) -> Callable:
+    """Returns a function with rows of some of its results first, and then the others.
+
+    Args:
+      call: returns arrays.
+      leaving: which values they are, as bits.
+      unstacked: of which of these the rows are wanted, as bits.
+    """
+    if not unstacked:
+        return call
+    is_listed = [unstacked >> k & 1 for k in range(leaving.bit_length()) if leaving >> k & 1]
+
+    def rows(shared: Sequence[Leaf], operands: Sequence[Leaf]) -> list[Leaf]:
+        values = list(zip(call(shared, operands), is_listed, strict=True))
+        of_lists = (x for x, listed in values if listed)
+        return [
+            *(lax.index_in_dim(x, k, keepdims=False) for x in of_lists for k in range(len(x))),
+            *(x for x, listed in values if not listed),
+        ]
+
+    return rows
 
 
 def _stacked_axis(node_type: NodeType) -> int | None:
@@ -168,12 +209,16 @@ class _Region(NamedTuple):
       nodes: in the order of recording.
       call_spec: how the one is recorded.
       read: the values it reads.
-      left: the values it makes that are read elsewhere or returned.
+      length: of its lists.
+      unstacked: the values it makes whose rows are results; these come first.
+      left: the others it makes that are read elsewhere or returned.
     """
 
     nodes: list[int]
     call_spec: CallSpec
     read: list[int]
+    length: int
+    unstacked: list[int]
     left: list[int]
 
 
@@ -205,7 +250,9 @@ class _Merging:
         instances = list(itertools.pairwise([n for n, _, _ in self.nodes.ends]))
         by_extents = [self._regions(a, b) for a, b in instances]
         for members, length in itertools.chain.from_iterable(by_extents):
-            self.lists.note(Template(self._steps(members), self._leaving(members)), length)
+            leaving = self._leaving(members)
+            unstacked = self._unstacked(members, leaving, length)
+            self.lists.note(Template(self._steps(members), leaving, unstacked), length)
         templates = self.lists.templates
         order: list[int | _Region] = []
         ends = [0]
@@ -317,8 +364,10 @@ class _Merging:
                 return None
             members.append(n)
             slots.update(zip(self._values(n), itertools.count(len(slots)), strict=False))
-        is_same = self._between(members) == members and self._leaving(members) == template.leaving
-        return members if is_same else None
+        if self._between(members) != members or self._leaving(members) != template.leaving:
+            return None
+        unstacked = self._unstacked(members, template.leaving, length)
+        return members if unstacked == template.unstacked else None
 
     def _does(
         self, node: int, step: tuple[str, tuple[int, ...]], slots: dict[int, int], length: int
@@ -347,7 +396,7 @@ class _Merging:
             )
             if n in self.stacks:
                 length_of[n] = self.lists.length(self.node_type[n])
-            elif makers:
+            elif makers and not self._picks(n):
                 length_of[n] = length_of[next(iter(makers))]
             else:
                 continue
@@ -369,10 +418,36 @@ class _Merging:
         return regions
 
     def _lets_go(self, members: Sequence[int], length: int) -> bool:
-        """Returns whether a value with an axis as long as a list is read elsewhere."""
+        """Returns whether a value with an axis as long as a list is read elsewhere as a whole."""
         leaving = self._leaving(members)
+        others = leaving & ~self._unstacked(members, leaving, length)
         kinds = (t for n in members for t in self.registry.node_types[self.node_type[n]].results)
-        return any(leaving >> k & 1 and _has(t, length) for k, t in enumerate(kinds))
+        return any(others >> k & 1 and _has(t, length) for k, t in enumerate(kinds))
+
+    def _picks(self, node: int) -> bool:
+        """Returns whether a node is `value[i]` with a number, of a value with few rows."""
+        picked = self.registry.node_types[self.node_type[node]]
+        if picked.name != PICK or len(picked.operands) != 2 or self.reads(node)[1] >= 0:
+            return False
+        rows = picked.operands[0].shape
+        operation, *_ = operation_of(picked).key
+        return operation == (PICK, (None, *rows[1:])) and rows[0] <= LONG
+
+    def _unstacked(self, members: Sequence[int], leaving: int, length: int) -> int:
+        """Returns the leaving values of which only single rows are read, as bits."""
+        inside, unstacked = set(members), 0
+        values = (
+            (v, kind)
+            for n in members
+            for v, kind in zip(
+                self._values(n), self.registry.node_types[self.node_type[n]].results, strict=True
+            )
+        )
+        for k, (v, kind) in enumerate(values):
+            if leaving >> k & 1 and v not in self.returned and kind.shape[:1] == (length,):
+                outside = [n for n in self.readers.get(v, ()) if n not in inside]
+                unstacked |= all(self._picks(n) for n in outside) << k
+        return unstacked
 
     def _between(self, members: Sequence[int]) -> list[int]:
         """Returns some nodes and those that lie between two of them."""
@@ -397,14 +472,16 @@ class _Merging:
         """Returns nodes as a region; None if they cannot be one node."""
         values = [v for n in members for v in self._values(n)]
         slots = {v: k for k, v in enumerate(values)}
-        leaving = self._leaving(members)
-        left = [v for k, v in enumerate(values) if leaving >> k & 1]
         stacks = [n for n in members if n in self.stacks]
         length = self.lists.length(self.node_type[stacks[0]])
+        leaving = self._leaving(members)
+        unstacked = self._unstacked(members, leaving, length)
+        listed = [v for k, v in enumerate(values) if unstacked >> k & 1]
+        left = [v for k, v in enumerate(values) if (leaving & ~unstacked) >> k & 1]
         elements = [r for n in stacks for r in self.reads(n)]
         types = [self.registry.node_types[self.node_type[n]] for n in members]
         is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
-        if not left or is_packed or any(r in slots for r in elements):
+        if not (listed or left) or is_packed or any(r in slots for r in elements):
             return None
         position = {n: k * length for k, n in enumerate(stacks)}
         once: dict[int, int] = {}
@@ -425,8 +502,10 @@ class _Merging:
                     kinds.append(kind)
                 written.append(-1 - once[r])
         pattern = Pattern(tuple(self.node_type[n] for n in members), tuple(written))
-        call_spec = self.lists.call_spec(pattern, tuple(kinds), leaving, len(stacks), length)
-        return _Region(members, call_spec, read, left)
+        call_spec = self.lists.call_spec(
+            pattern, tuple(kinds), leaving, unstacked, len(stacks), length
+        )
+        return _Region(members, call_spec, read, length, listed, left)
 
     def _kinds(self, node: int) -> Sequence[int]:
         operands = self.registry.node_types[self.node_type[node]].operands
@@ -434,20 +513,30 @@ class _Merging:
 
     def _written(self, order: Sequence[int | _Region], instance_ends: Sequence[int]) -> Merged:
         """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
-        place: dict[int, int] = {}
+        place: dict[int, int] = {}  # of values, by the number that they had
+        first_row: dict[int, int] = {}  # the place of the first row of those whose rows are results
+        num_values = 0
         call_specs: list[int] = []
         references: list[int] = []
         recorded = self.nodes.call_spec.tolist()
         counts = [(0, 0)]
         for unit in order:
             if isinstance(unit, _Region):
-                _, call_spec, read, left = unit
+                _, call_spec, read, length, unstacked, left = unit
                 call_specs.append(call_spec.id)
+                for v in unstacked:
+                    first_row[v] = num_values
+                    num_values += length
+            elif (read := self.reads(unit)) and read[0] in first_row:  # `value[i]`
+                (picked,) = self._values(unit)
+                place[picked] = first_row[read[0]] + self.nodes.input_value[~read[1]]
+                read, left = [], []
             else:
-                read, left = self.reads(unit), list(self._values(unit))
+                left = list(self._values(unit))
                 call_specs.append(recorded[unit])
             references.extend(place[r] if r >= 0 else r for r in read)
-            place.update(zip(left, itertools.count(len(place)), strict=False))
+            place.update(zip(left, itertools.count(num_values), strict=False))
+            num_values += len(left)
             counts.append((len(call_specs), len(references)))
         ends = zip(instance_ends, self.nodes.ends, strict=True)
         all_ends: list[tuple[int, ...]] = [(*counts[n], i, o) for n, (_, i, o) in ends]
