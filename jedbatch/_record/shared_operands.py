@@ -13,7 +13,8 @@ as weights are, stays as it is.
 Operations outside of cells mean the same: what is done to `params["x"]` and `params["y"]` is
 computed once, a shared value again, which makes types of what reads it. Of a function whose
 instances say what is done to which of them, there are ever more. An operation that meets small
-shared arrays in new ways in one instance after the other has them as values.
+shared arrays in new ways in one instance after the other has them as values; and once instances
+keep finding new ways for any operation at all, so has every operation that has a second way.
 """
 
 import math
@@ -25,7 +26,9 @@ from jedbatch._record.shared_values import SharedValue
 
 MAX_WAYS = 3  # of mixing shared arrays and values in calls of a cell that are types of their own
 MAX_SIZE = 1 << 12  # elements of an array that is worth a row of its own in each instance
-MAX_INSTANCES = 4  # in which an operation meets shared arrays in new ways, before they are values
+# Instances in which an operation, or any, meets shared arrays in new ways, before they are values.
+MAX_INSTANCES = 4
+MAX_INSTANCES_IN_ALL = 8
 VALUE = -1  # in place of the number of a shared array
 
 Argument = tuple[int, tuple[int, ...], Hashable]  # (shared array or `VALUE`, shape, dtype)
@@ -50,6 +53,8 @@ class SharedOperands:
         self.num_instances = 0
         self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
         self._new_in: dict[Hashable, set[int]] = {}
+        self._new_in_any: set[int] = set()
+        self._with_values: set[Hashable] = set()  # operations
 
     def values_of(
         self, operation: Hashable, indices: Mapping[int, int], shared: Sequence[SharedValue]
@@ -65,19 +70,23 @@ class SharedOperands:
         small = [i for i, n in indices.items() if n != VALUE and _is_small(shared[n].aval)]
         if not small:
             return []
+        if operation in self._with_values:
+            return small
+        way = tuple(n if i in small else VALUE for i, n in indices.items())
+        ways = self._ways_of_operations.setdefault(operation, set())
+        if way in ways:
+            return []
+        ways.add(way)
         new_in = self._new_in.setdefault(operation, set())
-        if len(new_in) <= MAX_INSTANCES:
-            way = tuple(n if i in small else VALUE for i, n in indices.items())
-            ways = self._ways_of_operations.setdefault(operation, set())
-            if way in ways:
-                return []
-            ways.add(way)
-            new_in.add(self.num_instances)
-            if len(new_in) <= MAX_INSTANCES:
-                return []
-            self.revision += 1
-            for known in self._known:
-                known.clear()
+        for instances in (new_in, self._new_in_any):
+            instances.add(self.num_instances)
+        in_all = len(self._new_in_any) > MAX_INSTANCES_IN_ALL and len(ways) > 1
+        if len(new_in) <= MAX_INSTANCES and not in_all:
+            return []
+        self._with_values.add(operation)
+        self.revision += 1
+        for known in self._known:
+            known.clear()
         return small
 
     def note(self, cell: Hashable, arguments: Sequence[Argument]) -> list[int]:

@@ -120,3 +120,38 @@ def test_matrices_are_weights_however_they_are_chosen():
 
     plan = check(run, params, list(range(8))).plan(params, list(range(8)))
     assert not any("2,2" in name for name in types_of(plan))
+
+
+OPERATORS = {
+    "+": jnp.add,
+    "-": jnp.subtract,
+    "*": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "tanh": jnp.tanh,
+    "sin": jnp.sin,
+}
+
+
+def test_many_operations_that_meet_variables_in_few_ways_each():
+    """Together they find new ways in one instance after the other: the first minibatch tells."""
+    rng = np.random.default_rng(0)
+
+    def run(params, tree):
+        if isinstance(tree, str):
+            return params["x"] if tree == "x" else params["y"][0] * jnp.ones(2)
+        name, *operands = tree
+        return OPERATORS[name](*(run(params, operand) for operand in operands))
+
+    def grow(depth):
+        if not depth or rng.random() < 0.2:
+            return str(rng.choice(["x", "constant"]))
+        name = str(rng.choice(list(OPERATORS)))
+        return (name, *(grow(depth - 1) for _ in range(1 if name in ("tanh", "sin") else 2)))
+
+    first, *others = ([grow(3) for _ in range(n)] for n in (32, 16, 16, 16))
+    batched = check(run, PARAMS, first, gradients=False)
+    types = set(types_of(batched.plan(PARAMS, first)))
+    assert len(types) <= 11
+    for minibatch in others:
+        assert types.issuperset(types_of(batched.plan(PARAMS, minibatch)))
