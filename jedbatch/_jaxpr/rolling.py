@@ -267,7 +267,8 @@ class Roller:
     Args:
       expressions: where expressions are kept.
       program: the program.
-      roles: what its arguments are: ("input", k), or ("element", leaf, position).
+      roles: what its arguments are: ("input", k), ("element", leaf, position), or ("rows", leaf,
+        axis) of an array that has a row for each element.
       length: of the list.
       counts: whether numbers that are equal to the length, or to one by it, stand for these.
     """
@@ -287,7 +288,14 @@ class Roller:
         self.jaxpr = closed.jaxpr
         self.env: dict[Any, Any] = {}
         for v, (kind, which, *position) in zip(self.jaxpr.invars, roles, strict=True):
-            index = expressions.given(v.aval.shape, v.aval.dtype, kind, which)
+            shape = v.aval.shape
+            if kind == "rows":
+                (axis,) = position
+                shape = (*shape[:axis], *shape[axis + 1 :])
+                index = expressions.given(shape, v.aval.dtype, "element", which)
+                self.env[v] = Stack(index, axis)
+                continue
+            index = expressions.given(shape, v.aval.dtype, kind, which)
             self.env[v] = Element(index, *position) if position else Single(index)
         for v, const in zip(self.jaxpr.constvars, closed.consts, strict=True):
             self.env[v] = self._constant(Same(const), const)
@@ -298,9 +306,7 @@ class Roller:
         The results begin with so many lists that have one for each element; the id of such a list
         is that of an element's result.
         """
-        for eqn in self.jaxpr.eqns:
-            self.env.update(zip(eqn.outvars, self._equation(eqn), strict=True))
-        values = [self._read(v) for v in self.jaxpr.outvars]
+        values = self._values()
         end = listed * self.length
         lists = (values[k : k + self.length] for k in range(0, end, self.length))
         return (*map(self._each, lists), *map(self._single, values[end:]))
@@ -332,6 +338,15 @@ class Roller:
         if not isinstance(value, Single) and not (self.length == 1 and isinstance(value, Element)):
             raise CannotRollError("a result is of one element, or of a row for each")
         return value.id
+
+    def axes(self) -> list[int | None]:
+        """Along which axis results have a row for each element; None where they have none."""
+        return [x.axis if isinstance(x, Stack) else None for x in self._values()]
+
+    def _values(self) -> list[Any]:
+        for eqn in self.jaxpr.eqns:
+            self.env.update(zip(eqn.outvars, self._equation(eqn), strict=True))
+        return [self._read(v) for v in self.jaxpr.outvars]
 
     def _each(self, values: Sequence[Any]) -> int:
         index: int = values[0].id

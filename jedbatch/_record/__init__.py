@@ -45,7 +45,11 @@ Read in this order:
    and after each.
 30. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-31. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+31. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+   as one.
+32. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+   again and again.
+33. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-32. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+34. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

@@ -118,11 +118,12 @@ class Part(NamedTuple):
 def _differs(recorder: RecorderLike, value: Value, part: Part) -> bool:
     """Returns whether the place of a part of some values is data, not part of an operation.
 
-    Values are alike whose extents differ only where they are cut: lists have many lengths.
+    So it is if values differ in the extents that are cut, as those of lists of many lengths do.
     """
     extents = tuple(None if k in part.cut else n for k, n in enumerate(value.shape))
     of = PICK, extents, str(value.dtype), part.form
-    return recorder.registry.are_many("indices", of, (), part.starts, 1)
+    place = (*part.starts, *(value.shape[k] for k in part.cut))
+    return recorder.registry.are_many("indices", of, (), place, 1)
 
 
 def _pick(_: Any, operands: Sequence[Any]) -> PyTree:

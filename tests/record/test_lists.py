@@ -144,6 +144,56 @@ def test_results_of_lists_do_not_make_types():
         batched(W, lists([7, 4, 2, 1, 5, 13, 6, 3, 10, 2]))
 
 
+def decoder(w, instance):
+    """Attends over one list as often as the instance says, each time after the time before."""
+    xs, steps = instance
+    memory, state = jnp.stack(xs), xs[-1]
+    for _ in range(steps):
+        read = jax.nn.softmax(memory @ state) @ memory
+        state = jnp.tanh(w["w"] @ state + read)
+    return state
+
+
+def decoder_with_keys(w, instance):
+    """What is computed of the list once is read in every step, and counts of what was read are."""
+    xs, steps = instance
+    memory, state = jnp.stack(xs), w["q"] * xs[0]
+    keys, covered = jnp.tanh(memory @ w["w"]), 0.0
+    for _ in range(steps):
+        weights = jax.nn.softmax(keys @ state - covered)
+        covered = covered + weights
+        state = jnp.tanh(w["w"] @ state + weights @ memory)
+    return state + memory[0]
+
+
+def many_queries(w, instance):
+    """Uses that do not wait for each other."""
+    xs, count = instance
+    memory = jnp.stack(xs)
+    queries = [jnp.sin((k + 1.0) * xs[0]) for k in range(count)]
+    return sum(w["w"] @ (jax.nn.softmax(memory @ q) @ memory) for q in queries)
+
+
+@pytest.mark.parametrize(("fn", "most"), [(decoder, 6), (decoder_with_keys, 20), (many_queries, 8)])
+def test_lists_that_are_read_again_and_again(fn, most):
+    """Types are as few for any number of times."""
+
+    def instances(seed, count):
+        rng = np.random.default_rng(seed)
+        lengths = [2, 7, 3, 5, 6, 9, 8, 11, *rng.integers(2, 12, size=count - 8)]
+        return list(zip(lists(lengths, seed), rng.integers(1, 6, size=count).tolist(), strict=True))
+
+    few = instances(0, 8)
+    check(fn, W, few)
+    batched = jedbatch.batch(fn)
+    many = instances(1, 40)
+    assert len(batched.plan(W, many).graph.present_types) <= most
+    assert_close(batched(W, many), loop(fn, W, many), 1e-5)
+    batched(W, instances(2, 40))
+    with jedbatch.testing.assert_no_recompile():
+        batched(W, instances(3, 40))
+
+
 def test_a_stack_that_is_returned_stays_as_it_is():
     def rows(w, xs):
         return jnp.stack(xs) @ w["w"]

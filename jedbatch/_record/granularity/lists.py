@@ -6,13 +6,17 @@ there is more than one length, the operations from the stack on, as long as thei
 an axis as long as the list, become one node that reads the elements. Such nodes share types as
 calls of cells that take lists do (see `_record.arity`).
 
-If another extent, such as that of the elements, happens to equal the length, operations that have
-nothing to do with the list would be merged as well. So what has been found with lists of two
-lengths is a *template*, and lists of all other lengths are taken to be used like this where the
+If another extent, such as that of the elements, happens to equal the length, programs are rolled up
+to see which axis is that of the list. What cannot be rolled up is told by extents, and operations
+that have nothing to do with the list would be merged as well. So what has been found with lists of
+two lengths is a *template*, and lists of all other lengths are taken to be used like this where the
 operations are the same.
 
 Where rows of what comes of a list are read one by one (`softmax(jnp.stack(scores))[k]`), the node
 has a result for each element, and `value[k]` is one of them.
+
+What is done with a list is one node as long as all instances do it as often; else each use of the
+list is a node (see `_record.granularity.list_uses`).
 
 A stack is not merged if a value with an axis as long as the list leaves its operations in another
 way, if two lists wait for what comes of each other, or if it meets arrays whose length differs from
@@ -20,21 +24,23 @@ instance to instance, which run packed (see `_ragged`).
 """
 
 import bisect
-import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.arity import LONG
 from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
+from jedbatch._record.granularity.list_regions import RecordedNodes, Region
+from jedbatch._record.granularity.list_uses import Use, find_uses
 from jedbatch._record.granularity.node_arrays import NodeArrays
-from jedbatch._record.operators import PICK
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
@@ -69,10 +75,13 @@ class StackedLists:
         self.registry = registry
         self._num_seen = 0
         self._length: dict[int, int] = {}  # by the type of a stack
+        self._axis: dict[int, int] = {}
         self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
         self._lengths: dict[Hashable, set[int]] = {}
+        self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec] = {}
         self._templates: dict[Template, set[int]] = {}  # with the lengths they were found with
+        self._axes: dict[Hashable, tuple[int | None, ...]] = {}
 
     def merge(
         self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
@@ -94,12 +103,72 @@ class StackedLists:
         types = self.registry.node_types
         for t in range(self._num_seen, len(types)):
             if (axis := _stacked_axis(types[t])) is not None:
+                length = len(types[t].operands)
+                if _has(types[t].operands[0], length):
+                    roles: list[tuple] = [("element", 0, k) for k in range(length)]
+                    axis = self._axes_of(t, roles, length, (axis,))[0] or 0
                 family = types[t].name, types[t].operands[0], axis
                 was_many = family in self._lengths and self._is_many(family)
-                self._lengths.setdefault(family, set()).add(len(types[t].operands))
+                self._lengths.setdefault(family, set()).add(length)
                 self.revision += self._is_many(family) and not was_many
-                self._family[t], self._length[t] = family, len(types[t].operands)
+                self._family[t], self._length[t], self._axis[t] = family, length, axis
         self._num_seen = len(types)
+
+    def axes(
+        self, node_type: int, axes: Sequence[int | None], length: int
+    ) -> tuple[int | None, ...]:
+        """Returns along which axes results of a type have a row for each element of a list.
+
+        Args:
+          node_type: the id of the type.
+          axes: along which its operands have; None of those that have none.
+          length: of the list.
+        """
+        of = self.registry.node_types[node_type]
+        told = tuple(t.shape.index(length) if _has(t, length) else None for t in of.results)
+        if not any(axis is not None for axis in told):
+            return told
+        shapes = [t.shape for t in of.operands]
+        shapes += [self.registry.shared[s].aval.shape for s in of.shared]
+        if sum(s.count(length) for s in shapes) == sum(axis is not None for axis in axes):
+            return told
+        roles: list[tuple] = [("input", k) for k in range(len(of.shared))]
+        roles += [
+            ("input", len(of.shared) + k) if axis is None else ("rows", k, axis)
+            for k, axis in enumerate(axes)
+        ]
+        return self._axes_of(node_type, roles, length, told)
+
+    def _axes_of(
+        self, node_type: int, roles: list[tuple], length: int, told: tuple[int | None, ...]
+    ) -> tuple[int | None, ...]:
+        """Returns the axes of results, by rolling up the program; as told if it cannot be."""
+        key = node_type, *roles
+        if key not in self._axes:
+            program = operation_of(self.registry.node_types[node_type]).jaxpr
+            try:
+                expressions = Expressions(self.registry.keys.params_key)
+                axes = Roller(expressions, program, roles, length, False).axes()
+                self._axes[key] = tuple(axes)
+            except CannotRollError:
+                self._axes[key] = told
+        return self._axes[key]
+
+    def note_uses(self, stacks: Sequence[int], num_uses: int) -> None:
+        """Notes how many uses stacks of some types have."""
+        were_apart = self.are_used_apart(stacks)
+        for t in stacks:
+            lengths = self._num_uses.setdefault(self._family[t], {})
+            lengths.setdefault(num_uses, set()).add(self._length[t])
+        self.revision += self.are_used_apart(stacks) and not were_apart
+
+    def are_used_apart(self, stacks: Sequence[int]) -> bool:
+        """Returns whether each use of stacks of some types is a node.
+
+        One length says little: another extent may happen to equal it.
+        """
+        numbers = (self._num_uses.get(self._family[t], {}) for t in stacks)
+        return any(sum(len(lengths) > 1 for lengths in x.values()) > 1 for x in numbers)
 
     def note(self, template: Template, length: int) -> None:
         """Notes that operations were found to be done with a list of some length."""
@@ -110,6 +179,10 @@ class StackedLists:
         """The templates that are known, the longest first."""
         known = [t for t, lengths in self._templates.items() if len(lengths) > 1]
         return sorted(known, key=lambda t: -len(t.steps))
+
+    def axis(self, node_type: int) -> int:
+        """The axis of the elements of a stack."""
+        return self._axis[node_type]
 
     def length(self, node_type: int) -> int:
         """The number of elements of a stack."""
@@ -202,75 +275,75 @@ def _has(value_type: ValueType, extent: int) -> bool:
     return not is_ragged(value_type.shape) and extent in value_type.shape
 
 
-class _Region(NamedTuple):
-    """Nodes that become one.
+class _Group(NamedTuple):
+    """Nodes that values with an axis as long as a list connect.
 
     Attributes:
-      nodes: in the order of recording.
-      call_spec: how the one is recorded.
-      read: the values it reads.
-      length: of its lists.
-      unstacked: the values it makes whose rows are results; these come first.
-      left: the others it makes that are read elsewhere or returned.
+      nodes: with what lies between two of them, in the order of recording.
+      length: of the list; None if they cannot be one node.
+      stacks: the types of the stacks among them.
+      uses: what is done with the list, see `list_uses`.
     """
 
     nodes: list[int]
-    call_spec: CallSpec
-    read: list[int]
-    length: int
-    unstacked: list[int]
-    left: list[int]
+    length: int | None
+    stacks: list[int]
+    uses: list[Use]
 
 
-class _Merging:
-    """Merges the nodes of one recording."""
+class _Merging(RecordedNodes):
+    """Merges the nodes of one recording.
+
+    Attributes:
+      lists: what is known of stacks.
+      sorted_stacks: the nodes that stack a list.
+      axis_of: the axis that is as long as a list, by value.
+    """
 
     def __init__(self, lists: StackedLists, nodes: NodeArrays, stacks: np.ndarray):
+        super().__init__(lists.registry, nodes, stacks.tolist())
         self.lists = lists
-        self.nodes = nodes
-        self.registry = lists.registry
         self.sorted_stacks = stacks.tolist()
-        self.stacks = set(self.sorted_stacks)
-        self.ptr, self.operand = nodes.ptr.tolist(), nodes.operand.tolist()
-        self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
-        self.node_type = nodes.node_type.tolist()
-        self.returned = {v for v in nodes.outputs if v >= 0}
-        readers: dict[int, list[int]] = {}
-        for n, r in zip(nodes.reader.tolist(), self.operand, strict=True):
-            if r >= 0:
-                readers.setdefault(r, []).append(n)
-        self.readers = readers
-
-    def reads(self, node: int) -> list[int]:
-        """Returns the values and inputs that a node reads."""
-        return self.operand[self.ptr[node] : self.ptr[node + 1]]
+        self.axis_of: dict[int, int] = {}
 
     def merged(self) -> Merged | None:
         """Returns the nodes, with those of a region as one; None if there is no region."""
         instances = list(itertools.pairwise([n for n, _, _ in self.nodes.ends]))
-        by_extents = [self._regions(a, b) for a, b in instances]
-        for members, length in itertools.chain.from_iterable(by_extents):
-            leaving = self._leaving(members)
-            unstacked = self._unstacked(members, leaving, length)
-            self.lists.note(Template(self._steps(members), leaving, unstacked), length)
+        by_extents = [self._groups(a, b) for a, b in instances]
+        for group in itertools.chain.from_iterable(by_extents):
+            self.lists.note_uses(group.stacks, len(group.uses))
+            if group.length is not None:
+                leaving = self._leaving(group.nodes)
+                unstacked = self._unstacked(group.nodes, leaving)
+                template = Template(self._steps(group.nodes), leaving, unstacked)
+                self.lists.note(template, group.length)
         templates = self.lists.templates
-        order: list[int | _Region] = []
+        order: list[int | Region] = []
         ends = [0]
-        for (a, b), candidates in zip(instances, by_extents, strict=True):
-            regions = self._accepted(a, b, [members for members, _ in candidates], templates)
-            order += self._ordered(a, b, regions)
+        for (a, b), groups in zip(instances, by_extents, strict=True):
+            regions = self._accepted(a, b, groups, templates)
+            order += self.ordered(a, b, regions)
             ends.append(len(order))
-        if not any(isinstance(unit, _Region) for unit in order):
+        if not any(isinstance(unit, Region) for unit in order):
             return None
-        return self._written(order, ends)
+        return self.written(order, ends)
 
     def _accepted(
-        self, begin: int, end: int, by_extents: list[list[int]], templates: Sequence[Template]
-    ) -> list[_Region]:
-        """Returns the regions of an instance: those of templates, or else those by extents."""
-        found = {n: members for members in by_extents for n in members if n in self.stacks}
+        self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[Template]
+    ) -> list[Region]:
+        """Returns the regions of an instance.
+
+        They are those of uses; or else those of templates, or else those by extents.
+        """
+        found: dict[int, list[int]] = {}
         taken: set[int] = set()
         regions = []
+        for group in groups:
+            of_uses = self._of_uses(group) if self.lists.are_used_apart(group.stacks) else []
+            regions += of_uses
+            taken.update(n for region in of_uses for n in (*region.nodes, *region.stacks))
+            if not of_uses and group.length is not None:
+                found |= {n: group.nodes for n in group.nodes if n in self.stacks}
         for stack in [n for n in range(begin, end) if n in self.stacks]:
             if stack in taken:
                 continue
@@ -283,56 +356,29 @@ class _Merging:
                     break
         return regions
 
-    def _ordered(self, begin: int, end: int, regions: list[_Region]) -> list[int | _Region]:
-        """Returns nodes and regions of an instance, each after what it reads.
-
-        Of regions that wait for each other, the last one is left as it was.
-        """
-        if not regions:
-            return list(range(begin, end))
-        of = {n: region for region in regions for n in region.nodes}
-        place = {n: of[n].nodes[-1] if n in of else n for n in range(begin, end)}
-        waits: dict[int, set[int]] = {unit: set() for unit in place.values()}
-        for n, unit in place.items():
-            makers = (self.maker[r] for r in self.reads(n) if r >= 0)
-            waits[unit].update(place[m] for m in makers if place[m] != unit)
-        readers: dict[int, list[int]] = {}
-        for unit, makers_of in waits.items():
-            for m in makers_of:
-                readers.setdefault(m, []).append(unit)
-        ready = [unit for unit, makers_of in waits.items() if not makers_of]
-        heapq.heapify(ready)
-        order: list[int | _Region] = []
-        while ready:
-            unit = heapq.heappop(ready)
-            order.append(of.get(unit, unit))
-            for reader in readers.get(unit, ()):
-                waits[reader].discard(unit)
-                if not waits[reader]:
-                    heapq.heappush(ready, reader)
-        if len(order) == len(waits):
-            return order
-        stuck = [r for r in regions if waits[r.nodes[-1]]]
-        return self._ordered(begin, end, [r for r in regions if r is not stuck[-1]])
+    def _of_uses(self, group: _Group) -> list[Region]:
+        """Returns the uses of a list as regions; none if one of them cannot be a node."""
+        regions = []
+        for use in group.uses:
+            region = self._region([*use.stacks, *use.nodes], use, group.nodes[0])
+            if region is None:
+                return []
+            regions.append(region)
+        return regions
 
     def _name(self, node: int) -> str:
         return self.registry.node_types[self.node_type[node]].name
 
-    def _values(self, node: int) -> range:
-        """The values that a node makes."""
-        return range(self.start[node], self.start[node + 1])
-
     def _leaving(self, members: Sequence[int]) -> int:
         """Returns the values of some nodes that are read elsewhere, as bits."""
         inside, leaving = set(members), 0
-        for k, v in enumerate(v for n in members for v in self._values(n)):
-            if v in self.returned or any(r not in inside for r in self.readers.get(v, ())):
-                leaving |= 1 << k
+        for k, v in enumerate(v for n in members for v in self.values(n)):
+            leaving |= self.leaves(v, inside) << k
         return leaving
 
     def _steps(self, members: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Returns what some nodes do, as in a `Template`."""
-        slots = {v: k for k, v in enumerate(v for n in members for v in self._values(n))}
+        slots = {v: k for k, v in enumerate(v for n in members for v in self.values(n))}
         return tuple(
             (
                 self._name(n),
@@ -363,10 +409,10 @@ class _Merging:
             if n >= end:
                 return None
             members.append(n)
-            slots.update(zip(self._values(n), itertools.count(len(slots)), strict=False))
+            slots.update(zip(self.values(n), itertools.count(len(slots)), strict=False))
         if self._between(members) != members or self._leaving(members) != template.leaving:
             return None
-        unstacked = self._unstacked(members, template.leaving, length)
+        unstacked = self._unstacked(members, template.leaving)
         return members if unstacked == template.unstacked else None
 
     def _does(
@@ -380,11 +426,10 @@ class _Merging:
             return self.lists.length(self.node_type[node]) == length
         return tuple([slots.get(r, -1) for r in self.reads(node)]) == reads
 
-    def _regions(self, begin: int, end: int) -> list[tuple[list[int], int]]:
-        """Returns the nodes of each region of an instance, in order, and the length of its lists.
+    def _groups(self, begin: int, end: int) -> list[_Group]:
+        """Returns the nodes of an instance that are connected by lists.
 
-        They are told by extents that are as long as the list. Regions are convex: what lies between
-        two of their nodes is in them.
+        They are told by extents that are as long as the list.
         """
         first = next((n for n in range(begin, end) if n in self.stacks), end)
         connected: UnionFind[int] = UnionFind()
@@ -396,57 +441,51 @@ class _Merging:
             )
             if n in self.stacks:
                 length_of[n] = self.lists.length(self.node_type[n])
-            elif makers and not self._picks(n):
+            elif makers and not self.picks(n):
                 length_of[n] = length_of[next(iter(makers))]
             else:
                 continue
             for m in makers:
                 connected.union(n, m)
-            results = self.registry.node_types[self.node_type[n]].results
-            for v, kind in zip(self._values(n), results, strict=True):
-                if _has(kind, length_of[n]):
-                    listed[v] = n
-        groups: dict[int, list[int]] = {}
+            if n in self.stacks:
+                axes: Sequence[int | None] = (self.lists.axis(self.node_type[n]),)
+            else:
+                read = [self.axis_of.get(r) for r in self.reads(n)]
+                axes = self.lists.axes(self.node_type[n], read, length_of[n])
+            for v, axis in zip(self.values(n), axes, strict=True):
+                if axis is not None:
+                    listed[v], self.axis_of[v] = n, axis
+        together: dict[int, list[int]] = {}
         for n in length_of:
-            groups.setdefault(connected.find(n), []).append(n)
-        regions = []
-        for members in groups.values():
+            together.setdefault(connected.find(n), []).append(n)
+        uses: dict[int, list[Use]] = {}
+        for use in find_uses(self, range(first, end), length_of, listed):
+            uses.setdefault(connected.find(use.nodes[0]), []).append(use)
+        groups = []
+        for root, members in together.items():
             convex = self._between(members)
             lengths = {length_of[n] for n in convex if n in length_of}
-            if len(lengths) == 1 and not self._lets_go(convex, max(lengths)):
-                regions.append((convex, lengths.pop()))
-        return regions
+            is_one = len(lengths) == 1 and not self._lets_go(convex)
+            stacks = [self.node_type[n] for n in members if n in self.stacks]
+            groups.append(
+                _Group(convex, max(lengths) if is_one else None, stacks, uses.get(root, []))
+            )
+        return groups
 
-    def _lets_go(self, members: Sequence[int], length: int) -> bool:
+    def _lets_go(self, members: Sequence[int]) -> bool:
         """Returns whether a value with an axis as long as a list is read elsewhere as a whole."""
         leaving = self._leaving(members)
-        others = leaving & ~self._unstacked(members, leaving, length)
-        kinds = (t for n in members for t in self.registry.node_types[self.node_type[n]].results)
-        return any(others >> k & 1 and _has(t, length) for k, t in enumerate(kinds))
+        others = leaving & ~self._unstacked(members, leaving)
+        values = (v for n in members for v in self.values(n))
+        return any(others >> k & 1 and v in self.axis_of for k, v in enumerate(values))
 
-    def _picks(self, node: int) -> bool:
-        """Returns whether a node is `value[i]` with a number, of a value with few rows."""
-        picked = self.registry.node_types[self.node_type[node]]
-        if picked.name != PICK or len(picked.operands) != 2 or self.reads(node)[1] >= 0:
-            return False
-        rows = picked.operands[0].shape
-        operation, *_ = operation_of(picked).key
-        return operation == (PICK, (None, *rows[1:])) and rows[0] <= LONG
-
-    def _unstacked(self, members: Sequence[int], leaving: int, length: int) -> int:
+    def _unstacked(self, members: Sequence[int], leaving: int) -> int:
         """Returns the leaving values of which only single rows are read, as bits."""
         inside, unstacked = set(members), 0
-        values = (
-            (v, kind)
-            for n in members
-            for v, kind in zip(
-                self._values(n), self.registry.node_types[self.node_type[n]].results, strict=True
-            )
-        )
-        for k, (v, kind) in enumerate(values):
-            if leaving >> k & 1 and v not in self.returned and kind.shape[:1] == (length,):
+        for k, v in enumerate(v for n in members for v in self.values(n)):
+            if leaving >> k & 1 and self._has_rows(v):
                 outside = [n for n in self.readers.get(v, ()) if n not in inside]
-                unstacked |= all(self._picks(n) for n in outside) << k
+                unstacked |= all(self.picks(n) for n in outside) << k
         return unstacked
 
     def _between(self, members: Sequence[int]) -> list[int]:
@@ -457,7 +496,7 @@ class _Merging:
         inside, after = set(members), set(members)
         left = list(members)
         while left:
-            for v in self._values(left.pop()):
+            for v in self.values(left.pop()):
                 new = {n for n in self.readers.get(v, ()) if n < last} - after
                 after |= new
                 left += new
@@ -468,31 +507,48 @@ class _Merging:
             left += new
         return sorted(inside)
 
-    def _region(self, members: list[int]) -> _Region | None:
-        """Returns nodes as a region; None if they cannot be one node."""
-        values = [v for n in members for v in self._values(n)]
+    def _region(
+        self, members: list[int], use: Use | None = None, group: int | None = None
+    ) -> Region | None:
+        """Returns nodes as a region, or those of one use; None if they cannot be one node."""
+        earlier = use.earlier if use else []
+        values = [*earlier, *(v for n in members for v in self.values(n))]
         slots = {v: k for k, v in enumerate(values)}
         stacks = [n for n in members if n in self.stacks]
-        length = self.lists.length(self.node_type[stacks[0]])
-        leaving = self._leaving(members)
-        unstacked = self._unstacked(members, leaving, length)
-        listed = [v for k, v in enumerate(values) if unstacked >> k & 1]
-        left = [v for k, v in enumerate(values) if (leaving & ~unstacked) >> k & 1]
+        length = use.length if use else self.lists.length(self.node_type[stacks[0]])
+        if use:
+            inside = set(use.nodes)
+            of_use = (v for n in use.nodes for v in self.values(n))
+            left = [v for v in of_use if self.leaves(v, inside)]
+            listed = [v for v in left if v in self.axis_of]
+            left = [v for v in left if v not in self.axis_of]
+            if not all(map(self._has_rows, [*listed, *earlier])):
+                return None
+        else:
+            leaving = self._leaving(members)
+            unstacked = self._unstacked(members, leaving)
+            listed = [v for k, v in enumerate(values) if unstacked >> k & 1]
+            left = [v for k, v in enumerate(values) if (leaving & ~unstacked) >> k & 1]
         elements = [r for n in stacks for r in self.reads(n)]
-        types = [self.registry.node_types[self.node_type[n]] for n in members]
+        rows = [self._row_kind(v) for v in earlier]
+        own_types = [self._stack_type(kind, length) for kind in rows]
+        own_types += [self.node_type[n] for n in members]
+        types = [self.registry.node_types[t] for t in own_types]
         is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
         if not (listed or left) or is_packed or any(r in slots for r in elements):
             return None
-        position = {n: k * length for k, n in enumerate(stacks)}
+        position = {n: (k + len(earlier)) * length for k, n in enumerate(stacks)}
         once: dict[int, int] = {}
-        read = list(elements)
-        kinds = [k for n in stacks for k in self._kinds(n)]
-        written: list[int] = []
+        read: list[int | tuple[int, int]] = [(v, k) for v in earlier for k in range(length)]
+        read += elements
+        kinds = [kind for kind in rows for _ in range(length)]
+        kinds += [k for n in stacks for k in self.kinds(n)]
+        written = [-1 - k for k in range(len(earlier) * length)]
         for n in members:
             if n in position:
                 written += [-1 - position[n] - k for k in range(length)]
                 continue
-            for r, kind in zip(self.reads(n), self._kinds(n), strict=True):
+            for r, kind in zip(self.reads(n), self.kinds(n), strict=True):
                 if r in slots:
                     written.append(slots[r])
                     continue
@@ -501,45 +557,31 @@ class _Merging:
                     read.append(r)
                     kinds.append(kind)
                 written.append(-1 - once[r])
-        pattern = Pattern(tuple(self.node_type[n] for n in members), tuple(written))
+        pattern = Pattern(tuple(own_types), tuple(written))
         call_spec = self.lists.call_spec(
-            pattern, tuple(kinds), leaving, unstacked, len(stacks), length
+            pattern,
+            tuple(kinds),
+            sum(1 << slots[v] for v in (*listed, *left)),
+            sum(1 << slots[v] for v in listed),
+            len(earlier) + len(stacks),
+            length,
         )
-        return _Region(members, call_spec, read, length, listed, left)
+        nodes, read_apart = (use.nodes, use.stacks) if use else (members, [])
+        of = nodes[0] if group is None else group
+        return Region(of, nodes, call_spec, read, length, listed, left, read_apart)
 
-    def _kinds(self, node: int) -> Sequence[int]:
-        operands = self.registry.node_types[self.node_type[node]].operands
-        return self.registry.kinds_of(operands)
+    def _has_rows(self, value: int) -> bool:
+        """Returns whether a value can be given as rows, one for each of few elements."""
+        first = value not in self.returned and self.axis_of.get(value) == 0
+        return first and self.type_of(value).shape[0] <= LONG
 
-    def _written(self, order: Sequence[int | _Region], instance_ends: Sequence[int]) -> Merged:
-        """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
-        place: dict[int, int] = {}  # of values, by the number that they had
-        first_row: dict[int, int] = {}  # the place of the first row of those whose rows are results
-        num_values = 0
-        call_specs: list[int] = []
-        references: list[int] = []
-        recorded = self.nodes.call_spec.tolist()
-        counts = [(0, 0)]
-        for unit in order:
-            if isinstance(unit, _Region):
-                _, call_spec, read, length, unstacked, left = unit
-                call_specs.append(call_spec.id)
-                for v in unstacked:
-                    first_row[v] = num_values
-                    num_values += length
-            elif (read := self.reads(unit)) and read[0] in first_row:  # `value[i]`
-                (picked,) = self._values(unit)
-                place[picked] = first_row[read[0]] + self.nodes.input_value[~read[1]]
-                read, left = [], []
-            else:
-                left = list(self._values(unit))
-                call_specs.append(recorded[unit])
-            references.extend(place[r] if r >= 0 else r for r in read)
-            place.update(zip(left, itertools.count(num_values), strict=False))
-            num_values += len(left)
-            counts.append((len(call_specs), len(references)))
-        ends = zip(instance_ends, self.nodes.ends, strict=True)
-        all_ends: list[tuple[int, ...]] = [(*counts[n], i, o) for n, (_, i, o) in ends]
-        columns = call_specs, references, self.nodes.input_group, self.nodes.input_value
-        outputs = [place[r] if r >= 0 else r for r in self.nodes.outputs]
-        return Merged(columns, outputs, all_ends)
+    def _row_kind(self, value: int) -> int:
+        """Returns the value type of a row of a value."""
+        kind = self.type_of(value)
+        return self.registry.value_type(kind.shape[1:], kind.dtype, kind.weak)
+
+    def _stack_type(self, kind: int, length: int) -> int:
+        """Returns the type of a node that stacks values."""
+        stack = lambda _, rows: jnp.stack(rows)  # noqa: E731
+        kinds = (kind,) * length
+        return self.registry.call_spec("stack", "rows", stack, (), kinds, user_code=False).node_type

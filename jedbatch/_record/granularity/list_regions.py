@@ -1,0 +1,202 @@
+"""Nodes of a recording, and how they are written with some of them as one."""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._record.arity import LONG
+from jedbatch._record.granularity.fuse import Merged
+from jedbatch._record.granularity.node_arrays import NodeArrays
+from jedbatch._record.operators import PICK
+from jedbatch._record.registry import CallSpec, Registry
+
+
+class Region(NamedTuple):
+    """Nodes that become one.
+
+    Attributes:
+      group: equal for regions that read elements of each other.
+      nodes: in the order of recording.
+      call_spec: how the one is recorded.
+      read: the values it reads, and (value, row) of earlier regions.
+      length: of its lists.
+      unstacked: the values it makes whose rows are results; these come first.
+      left: the others it makes that are read elsewhere or returned.
+      stacks: those that it reads the elements of.
+    """
+
+    group: int
+    nodes: list[int]
+    call_spec: CallSpec
+    read: list[int | tuple[int, int]]
+    length: int
+    unstacked: list[int]
+    left: list[int]
+    stacks: list[int]
+
+
+class RecordedNodes:
+    """Nodes of a recording, some of which stack lists.
+
+    Attributes:
+      nodes: as arrays; `ptr`, `operand`, `start`, `maker` and `node_type` are those, as lists.
+      stacks: the nodes that stack a list, in order.
+      returned: the values that instances return.
+      readers: the nodes that read a value, by value.
+    """
+
+    def __init__(self, registry: Registry, nodes: NodeArrays, stacks: Sequence[int]):
+        self.nodes = nodes
+        self.registry = registry
+        self.stacks = dict.fromkeys(stacks)
+        self.ptr, self.operand = nodes.ptr.tolist(), nodes.operand.tolist()
+        self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
+        self.node_type = nodes.node_type.tolist()
+        self.returned = {v for v in nodes.outputs if v >= 0}
+        self.readers: dict[int, list[int]] = {}
+        for n, r in zip(nodes.reader.tolist(), self.operand, strict=True):
+            if r >= 0:
+                self.readers.setdefault(r, []).append(n)
+
+    def reads(self, node: int) -> list[int]:
+        """Returns the values and inputs that a node reads."""
+        return self.operand[self.ptr[node] : self.ptr[node + 1]]
+
+    def makers(self, node: int) -> list[int]:
+        """Returns the nodes that made the values that a node reads."""
+        return [self.maker[r] for r in self.reads(node) if r >= 0]
+
+    def values(self, node: int) -> range:
+        """The values that a node makes."""
+        return range(self.start[node], self.start[node + 1])
+
+    def type_of(self, value: int) -> ValueType:
+        maker = self.maker[value]
+        results = self.registry.node_types[self.node_type[maker]].results
+        return results[value - self.start[maker]]
+
+    def kinds(self, node: int) -> Sequence[int]:
+        operands = self.registry.node_types[self.node_type[node]].operands
+        return self.registry.kinds_of(operands)
+
+    def leaves(self, value: int, inside: set[int]) -> bool:
+        """Returns whether a value of some nodes is read elsewhere or returned."""
+        return value in self.returned or any(r not in inside for r in self.readers.get(value, ()))
+
+    def picks(self, node: int) -> bool:
+        """Returns whether a node is `value[i]` with a number, of a value with few rows."""
+        picked = self.registry.node_types[self.node_type[node]]
+        if picked.name != PICK or len(picked.operands) != 2 or self.reads(node)[1] >= 0:
+            return False
+        rows = picked.operands[0].shape
+        operation, *_ = operation_of(picked).key
+        return operation == (PICK, (None, *rows[1:])) and rows[0] <= LONG
+
+    def ordered(self, begin: int, end: int, regions: list[Region]) -> list[int | Region]:
+        """Returns nodes and regions of an instance, each after what it reads.
+
+        Of regions that wait for each other, the last one is left as it was.
+        """
+        if not regions:
+            return list(range(begin, end))
+        of = {n: region for region in regions for n in region.nodes}
+        place = {n: of[n].nodes[-1] if n in of else n for n in range(begin, end)}
+        waits: dict[int, set[int]] = {unit: set() for unit in place.values()}
+        for n, unit in place.items():
+            makers = (self.maker[r] for r in self.reads(n) if r >= 0)
+            waits[unit].update(place[m] for m in makers if place[m] != unit)
+        readers: dict[int, list[int]] = {}
+        for unit, makers_of in waits.items():
+            for m in makers_of:
+                readers.setdefault(m, []).append(unit)
+        ready = [unit for unit, makers_of in waits.items() if not makers_of]
+        heapq.heapify(ready)
+        order: list[int | Region] = []
+        while ready:
+            unit = heapq.heappop(ready)
+            order.append(of.get(unit, unit))
+            for reader in readers.get(unit, ()):
+                waits[reader].discard(unit)
+                if not waits[reader]:
+                    heapq.heappush(ready, reader)
+        if len(order) == len(waits):
+            return order
+        stuck = [r.group for r in regions if waits[r.nodes[-1]]]
+        return self.ordered(begin, end, [r for r in regions if r.group != stuck[-1]])
+
+    def written(self, order: Sequence[int | Region], instance_ends: Sequence[int]) -> Merged:
+        """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
+        place: dict[int, int] = {}  # of values, by the number that they had
+        first_row: dict[int, int] = {}  # the place of the first row of those whose rows are results
+        num_values = 0
+        unread = self._unread_stacks([unit for unit in order if isinstance(unit, Region)])
+        call_specs: list[int] = []
+        references: list[int] = []
+        recorded = self.nodes.call_spec.tolist()
+        counts = [(0, 0)]
+        for unit in order:
+            if isinstance(unit, Region):
+                read, left = unit.read, unit.left
+                call_specs.append(unit.call_spec.id)
+                for v in unit.unstacked:
+                    first_row[v] = num_values
+                    num_values += unit.length
+            elif unit in unread:
+                read, left = [], []
+            elif (row := self._picked(unit, place, first_row, unread)) is not None:
+                place[self.start[unit]] = row
+                read, left = [], []
+            else:
+                read, left = list(self.reads(unit)), list(self.values(unit))
+                call_specs.append(recorded[unit])
+            for r in read:
+                if isinstance(r, tuple):
+                    references.append(first_row[r[0]] + r[1])
+                else:
+                    references.append(place[r] if r >= 0 else r)
+            place.update(zip(left, itertools.count(num_values), strict=False))
+            num_values += len(left)
+            counts.append((len(call_specs), len(references)))
+        ends = zip(instance_ends, self.nodes.ends, strict=True)
+        all_ends: list[tuple[int, ...]] = [(*counts[n], i, o) for n, (_, i, o) in ends]
+        columns = call_specs, references, self.nodes.input_group, self.nodes.input_value
+        outputs = [place[r] if r >= 0 else r for r in self.nodes.outputs]
+        return Merged(columns, outputs, all_ends)
+
+    def _unread_stacks(self, regions: Sequence[Region]) -> set[int]:
+        """Returns the stacks that nobody reads as a whole: regions read their elements."""
+        readers: dict[int, set[int]] = {}
+        for region in regions:
+            for stack in region.stacks:
+                readers.setdefault(stack, set()).update(region.nodes)
+        return {
+            n
+            for n, own in readers.items()
+            if (value := self.start[n]) not in self.returned
+            and all(r in own or self._picks_element(r) for r in self.readers[value])
+        }
+
+    def _picks_element(self, node: int) -> bool:
+        """Returns whether a node gives an element of a stack as it was before."""
+        if not self.picks(node):
+            return False
+        types = self.registry.node_types
+        stack = types[self.node_type[self.maker[self.reads(node)[0]]]]
+        return types[self.node_type[node]].results == stack.operands[:1]
+
+    def _picked(
+        self, node: int, place: dict[int, int], first_row: dict[int, int], unread: set[int]
+    ) -> int | None:
+        """Returns where the row is that `value[i]` gives, if it is a value by itself."""
+        if not self.picks(node):
+            return None
+        value, row = self.reads(node)
+        number = self.nodes.input_value[~row]
+        if value in first_row:
+            return first_row[value] + number
+        if value >= 0 and self.maker[value] in unread:
+            element = self.reads(self.maker[value])[number]
+            return place[element] if element >= 0 else element
+        return None
