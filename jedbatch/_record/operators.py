@@ -132,26 +132,28 @@ def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
 
 
 def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
-    """`table[i]` with a Python int is a row look-up with i as a value."""
-    first, further = (item[0], item[1:]) if isinstance(item, tuple) and item else (item, ())
-    number = isinstance(first, int | np.integer) and not isinstance(first, bool)
-    if not (number and recorder.active and value.shape and is_static(further)):
+    """`table[i]` or `table[i, j]` with Python ints is a look-up with these as values."""
+    items = item if isinstance(item, tuple) else (item,)
+    is_number = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in items]
+    count = is_number.index(False) if False in is_number else len(items)
+    further = items[count:]
+    if not (count and recorder.active and count <= len(value.shape) and is_static(further)):
         return super(Shared, value).__getitem__(item)
-    i = row_index(first, value.shape[0])
-    way = ("row", value.index, frozen(further))
+    numbers = list(map(row_index, items[:count], value.shape))
+    way = ("row", value.index, count, frozen(further))
     recorded = recorder.registry.operators.get(way)
     if recorded is None:
-        row = recorder.input(i)
+        rows = list(map(recorder.input, numbers))
 
         def look_up(shared, operands):
-            return shared[0][(operands[0], *further)]
+            return shared[0][(*operands, *further)]
 
-        out = recorder.node("row", ("row", way[2]), look_up, (value.index,), [row])
+        out = recorder.node("row", ("row", *way[2:]), look_up, (value.index,), rows)
         call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
-        group = recorder.input_group[~row.index]
-        recorder.registry.operators[way] = Known(call_spec, (0,), group)
+        group = recorder.input_group[~rows[0].index]
+        recorder.registry.operators[way] = Known(call_spec, (0,) * count, group)
         return out
-    recorder.references.append(recorder.new_input(recorded.group, i))
+    recorder.references += [recorder.new_input(recorded.group, i) for i in numbers]
     return recorder.record(recorded.call_spec)
 
 

@@ -258,3 +258,21 @@ def test_rows_negative_and_numbers_beside_are_those_of_each_call():
         check(fn, weights, list(range(9)), granularity=granularity, rtol=3e-5)
     with pytest.raises(OverflowError):
         jedbatch.batch(fn).plan(weights, [1, 2, 3 << 40])
+
+
+def test_places_in_a_table_by_several_numbers_are_data():
+    """Scores of transitions from one tag to the next, and columns, make one type each."""
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(9, 9, 2)), jnp.float32)
+
+    def score(table, tags):
+        pairs = itertools.pairwise(tags)
+        scores = [table[a, b] + table[a - 9, b, 1] * table[b, 0, ::-1] for a, b in pairs]
+        return sum(scores, start=jnp.zeros(2))
+
+    rng = np.random.default_rng(1)
+    sentences = [rng.integers(9, size=n).tolist() for n in (3, 1, 8, 7)]
+    plan = check(score, table, sentences).plan(table, sentences)
+    rows = [t for t in plan.graph.types if t.name == "row"]
+    assert sorted(len(t.operands) for t in rows) == [2, 2, 3]
+    with pytest.raises(IndexError, match="index 9 is out of bounds for an axis of length 9"):
+        jedbatch.batch(lambda table, k: table[0, k]).plan(table, [9])

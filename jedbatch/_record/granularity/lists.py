@@ -167,8 +167,8 @@ class StackedLists:
 
         One length says little: another extent may happen to equal it.
         """
-        numbers = (self._num_uses.get(self._family[t], {}) for t in stacks)
-        return any(sum(len(lengths) > 1 for lengths in x.values()) > 1 for x in numbers)
+        numbers = (self._num_uses.get(self._family[t], {}).values() for t in stacks)
+        return any(len(x) > 2 or sum(len(lengths) > 1 for lengths in x) > 1 for x in numbers)
 
     def note(self, template: Template, length: int) -> None:
         """Notes that operations were found to be done with a list of some length."""
