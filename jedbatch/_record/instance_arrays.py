@@ -181,8 +181,7 @@ def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
         return None
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = _dataclass_attributes(x)
-        is_frozen_class = kind.__dataclass_params__.frozen and "__dataclass_fields__" in vars(kind)
-        return tuple(names), [getattr(x, name) for name in names], not is_frozen_class
+        return tuple(names), [getattr(x, name) for name in names], False
     if jax.tree_util.all_leaves([x]):
         return None
     parts, structure = jax.tree.flatten(x, is_leaf=lambda y: y is not x)

@@ -12,13 +12,15 @@ short cut: `marshal` writes them, with their types, at 10 ns a number, and refus
 
 import collections
 import marshal
+import math
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.identity import Same, is_frozen, typed
+from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed
 from jedbatch._record.instance_arrays import (
     CONSTANT_TYPES,
     LEAF_TYPES,
@@ -34,9 +36,12 @@ from jedbatch._support.types import Leaf, PyTree
 def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     """Returns the key that decides the graph of an instance, and its arrays in order.
 
-    The key is None if the instance holds something that may change behind our back: a mutable
-    object. Containers are keyed by what they contain, attributes included; what is met again, an
-    array as well, by where it was met first. The arrays are listed as often as they are met.
+    Containers and objects of classes of Python are keyed by what they contain, attributes included;
+    what is met again, an array as well, by where it was met first. The arrays are listed as often
+    as they are met, but for those in objects that are no containers, which are no inputs.
+
+    The key is None if the instance holds something whose state is not to be seen, such as a
+    generator or a sentinel, or arrays in an object that is no container.
     """
     if _is_plain_tree(instance):
         try:
@@ -49,9 +54,15 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     cacheable = True
     places: dict[int, tuple[int, Any]] = {}  # and the object, so that no other one has its id
     stack = [instance]
+    num_outside = math.inf  # in the stack, when an object is looked into
     while stack:
+        if len(stack) <= num_outside:
+            num_outside = math.inf
         x = stack.pop()
         kind = type(x)
+        if num_outside < math.inf and is_array(x):
+            cacheable = False
+            continue
         if id(x) in places:
             tokens.append(("again", places[id(x)][0]))
             if is_array(x):
@@ -75,6 +86,11 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
             tokens.append((kind, x.dtype, x.shape, x.tobytes()))
         elif isinstance(x, (*LEAF_TYPES, np.generic)) or kind in (range, slice):
             tokens.append(typed(x))
+        elif has_attributes_only(x) and (names := attribute_names(x)):
+            places[id(x)] = len(tokens), x
+            tokens.append((kind, *names))
+            num_outside = min(num_outside, len(stack))
+            stack.extend(getattr(x, name) for name in names)
         else:
             cacheable = False
     if not cacheable:
@@ -116,6 +132,26 @@ def _is_plain_tree(instance: PyTree) -> bool:
                     return False
                 stack.append(part)
     return True
+
+
+_ONLY_ATTRIBUTES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_OWN_RULES = ("__getattribute__", "__reduce__", "__reduce_ex__", "__getstate__")
+
+
+def has_attributes_only(x: object) -> bool:
+    """True of objects of classes of Python, whose state is what their attributes are."""
+    kind = type(x)
+    found = _ONLY_ATTRIBUTES.get(kind)
+    if found is None:
+        found = not hasattr(kind, "__getattr__") and all(
+            getattr(kind, name) is getattr(object, name) for name in _OWN_RULES
+        )
+        try:  # fails if there is state that is in no attribute
+            found = found and object.__reduce_ex__(x, 2) is not None
+        except TypeError:
+            found = False
+        _ONLY_ATTRIBUTES[kind] = found
+    return found
 
 
 def is_constant(x: object) -> bool:

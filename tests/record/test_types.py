@@ -1,5 +1,6 @@
 """The identity rule: which nodes may share a batch, and what is an input."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -212,12 +213,85 @@ class Opaque:
         self.n = n
 
 
-def test_mutable_objects_are_never_remembered():
+def test_mutable_objects_are_read_again():
     fn = lambda params, x: params * x.n  # noqa: E731
     batched, x = jedbatch.batch(fn), Opaque(1)
     assert_close(batched(A, [x]), (A * 1)[None], 1e-6)
     x.n = 5
     assert_close(batched(A, [x]), (A * 5)[None], 1e-6)
+
+
+class Branch:
+    __slots__ = ("children", "parent")
+
+    def __init__(self, *children):
+        self.parent, self.children = None, children
+        for child in children:
+            child.parent = self
+
+
+class Leaf(Opaque):
+    parent = None
+
+
+@dataclasses.dataclass
+class Labelled:
+    tree: object
+    label: int
+    scale: object = 1.0
+
+
+def weigh(params, x):
+    if isinstance(x, Labelled):
+        return weigh(params, x.tree) * x.label + x.scale
+    if isinstance(x, Leaf):
+        return params * (x.n + (x.parent is not None))
+    return jnp.tanh(sum(weigh(params, child) for child in x.children))
+
+
+def test_objects_of_classes_are_known_by_what_they_hold():
+    """Parents, children that are met twice, and fields that are arrays are among it."""
+    calls = []
+
+    def fn(params, x):
+        calls.append(1)
+        return weigh(params, x)
+
+    def instances(n):
+        shared = Leaf(2)
+        return [
+            Branch(Branch(Leaf(n), Leaf(3)), Leaf(1)),
+            Branch(shared, Leaf(4), shared),
+            Labelled(Branch(Leaf(2)), 3),
+            Labelled(Leaf(2), 3, X),
+        ]
+
+    batched = jedbatch.batch(fn)
+    for n, expected in [(1, 4), (1, 4), (2, 5)]:
+        assert_close(batched(A, instances(n)), loop(weigh, A, instances(n)), 1e-6)
+        assert len(calls) == expected
+
+
+class Holder:
+    def __init__(self, held):
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "held",
+    [lambda: X + 1, lambda: [Holder(X)], lambda: iter([1]), object],
+)
+def test_objects_whose_state_is_not_to_be_seen_are_recorded_each_time(held):
+    calls = []
+
+    def fn(params, x):
+        calls.append(1)
+        return params * 2
+
+    batched, x = jedbatch.batch(fn), Holder(held())
+    batched(A, [(x, X)])
+    batched(A, [(x, X)])
+    assert len(calls) == 2
 
 
 def test_mutable_lists_are_read_again():
