@@ -15,7 +15,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
@@ -115,6 +115,8 @@ def results_from(
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
             return cut_out(place)
+        if isinstance(place, TileRun):
+            return put_together(place, None)
         return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
 
     def cut_out(place: Slice) -> Array:
@@ -123,6 +125,18 @@ def results_from(
         xp = np if isinstance(rows, np.ndarray) else jnp
         return jnp.asarray(xp.moveaxis(rows, 0, place.axis))
 
+    def put_together(run: TileRun, batch: int | None) -> Array:
+        first, axis = run.first // (batch or 1), run.axis + (batch is not None)
+        tiles = arena[stored_kind(run.kind)][first : first + run.count]
+        if not any(isinstance(x, Tracer) for x in tiles):
+            tiles = list(map(_on_host, tiles))
+        shape = run.shape if batch is None else (batch, *run.shape)
+        if not tiles:
+            return jnp.zeros(shape, run.kind[1])
+        xp = np if isinstance(tiles[0], np.ndarray) else jnp
+        rows = xp.concatenate(tiles, axis=axis)
+        return jnp.asarray(rows[tuple(map(slice, shape))])
+
     arena = dict(zip(signature.arenas, outputs, strict=True))
     if form.batch is not None:
         (structure,), (places,) = form.structures, form.places
@@ -130,6 +144,9 @@ def results_from(
         for kind, first in places:
             if isinstance(first, tuple):
                 leaves.append(jnp.stack(list(map(cut_out, first))))
+                continue
+            if isinstance(first, TileRun):
+                leaves.append(put_together(first, form.batch))
                 continue
             rows = arena[stored_kind(kind)][first // form.batch]
             leaves.append(from_stored(rows, ValueType(*kind)))

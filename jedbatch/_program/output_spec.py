@@ -27,13 +27,32 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class TileRun:
+    """The place of a ragged result of an instance: tiles that an arena returns, one after another.
+
+    Attributes:
+      first: the first of them among what the arena returns.
+      count: how many there are.
+      kind: shape and dtype of a tile.
+      shape: what they make up, the ragged axis at its place.
+      axis: that place.
+    """
+
+    first: int
+    count: int
+    kind: Kind
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
 class OutputSpec:
     """The results of instances, in terms of rows.
 
     Attributes:
       structures: the pytree structure of each instance's result, or of all stacked ones.
       places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
-        `Slice`, or one for each instance.
+        `Slice` or a `TileRun`, or one for each instance.
       batch: instances stacked along the first axis; None for a list of results.
     """
 

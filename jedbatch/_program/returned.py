@@ -16,7 +16,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._program.alive import MAX_RESULTS
-from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._support.types import Array
 
@@ -78,7 +78,10 @@ def leaf_numbers(form: OutputSpec, arenas: Sequence[Kind]) -> list[np.ndarray]:
         for kind, place in places:
             if isinstance(place, Slice | tuple):
                 continue
-            numbers[stored_kind(kind)].append(count)
+            if isinstance(place, TileRun):
+                numbers[stored_kind(place.kind)] += [count] * place.count
+            else:
+                numbers[stored_kind(kind)].append(count)
             count += has_gradient(kind[1])
     return [np.array(numbers[kind], np.int64) for kind in arenas]
 

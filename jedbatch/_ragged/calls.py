@@ -19,14 +19,16 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, sha
 from jedbatch._kernel.target import Target
 from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, Capacity, round_up
 from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
-from jedbatch._program.output_spec import Slice
+from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import MAX_PAIRS_PER_ROW, find_groups, longest_slot, pairs_in, slots_of
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
+from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
@@ -155,9 +157,13 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
     return all_calls
 
 
-def find_slices(calls: Sequence[RegionCalls], records: Sequence[Record]) -> list[dict[int, Slice]]:
-    """Returns for each instance the slices of its ragged results, by position among results."""
-    slices: list[dict[int, Slice]] = [{} for _ in records]
+def find_slices(
+    calls: Sequence[RegionCalls], records: Sequence[Record]
+) -> list[dict[int, Slice | TileRun]]:
+    """Returns for each instance where its ragged results are, by position among results."""
+    slices: list[dict[int, Slice | TileRun]] = [
+        dict(record.runs) if isinstance(record, ExpandedRecord) else {} for record in records
+    ]
     for stage, region_calls in enumerate(calls):
         starts = [np.cumsum(c) - c for c in region_calls.counts]
         for k, (i, c) in enumerate(region_calls.places):
@@ -292,12 +298,7 @@ def _refuse_empty(
     for extent, operation, fails in conditions:
         empty = np.flatnonzero(none & fails)
         if len(empty):
-            raise ValueError(
-                f"instance {places[empty[0]][0]} has an array of length 0, and the function takes "
-                f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
-                "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
-                "`x.max(0, initial=0.0)`."
-            )
+            raise nothing_error(places[empty[0]][0], operation, extent)
 
 
 def _targets(records: Sequence[Record], placed: Placement) -> dict[tuple[int, int, int], int]:

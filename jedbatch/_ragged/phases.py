@@ -205,7 +205,7 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         tuple(finder.before),
         tuple(finder.phases()),
         tuple(sorted(symbols)),
-        tuple(_nonempty(equations)),
+        tuple(nonempty_extents(equations)),
         tuple(_looked_up(equations)),
     )
 
@@ -362,7 +362,7 @@ class _PhaseFinder:
         return sorted(by_id.values(), key=lambda eqn: self._order[id(eqn)])
 
 
-def _nonempty(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
+def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
     """Returns extents that must not be 0, each with what is taken of so many rows.
 
     Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
@@ -384,6 +384,16 @@ def _nonempty(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
         elif name in EXTREMES and not _starts(readers.get(out, ())):
             extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
     return extents
+
+
+def nothing_error(instance: int, operation: str, extent: AxisSize) -> ValueError:
+    """Returns the error of an instance without the rows of which an operation needs some."""
+    return ValueError(
+        f"instance {instance} has an array of length 0, and the function takes "
+        f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
+        "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
+        "`x.max(0, initial=0.0)`."
+    )
 
 
 def _looked_up(equations: Sequence[Equation]) -> list[tuple[Any, Any]]:

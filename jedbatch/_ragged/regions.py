@@ -34,6 +34,7 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
+from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
 from jedbatch._record.registry import Registry
 
 
@@ -108,8 +109,11 @@ class Regions:
     Numbers in a function are operands of what reads them, and most are the same in all instances
     (the divisor of a score, an epsilon). Those are constants of a region, until they differ.
 
+    Parts that would be a region of their own for nearly every instance are left in the graph, for
+    nodes on tiles (see `_ragged.tile_types`).
+
     Attributes:
-      revision: how many numbers have been found to differ that were taken to be constants.
+      tiles: types of nodes on tiles.
     """
 
     def __init__(self, registry: Registry):
@@ -120,7 +124,13 @@ class Regions:
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
-        self.revision = 0
+        self._differing = 0
+        self.tiles = TileTypes(registry)
+
+    @property
+    def revision(self) -> int:
+        """How often what was taken of numbers and of programs has been found not to hold."""
+        return self._differing + self.tiles.revision
 
     def is_ragged(self, type_id: int) -> bool:
         """Returns whether nodes of a type read or give ragged values, or ask for an extent."""
@@ -140,6 +150,11 @@ class Regions:
             self._renamed[type_id] = number, symbols
         return self._renamed[type_id]
 
+    def on_tiles(self, type_id: int) -> RaggedNodeType:
+        """Returns a type of ragged nodes as `tiles` knows it."""
+        number, symbols = self.renamed(type_id)
+        return RaggedNodeType(number, type_id, symbols)
+
     def cut(
         self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
     ) -> "Cut | None":
@@ -156,13 +171,24 @@ class Regions:
             return None
         return Cut(self, graph, record, num_arrays, leaf_of)
 
+    def has_tiles(self, subgraph: "_Subgraph") -> bool:
+        """Returns whether the nodes of a connected part become nodes on tiles."""
+        return self.tiles.wanted(self._ragged_types(subgraph))
+
+    def _ragged_types(self, subgraph: "_Subgraph") -> list[RaggedNodeType]:
+        types = dict.fromkeys(t for t, _ in subgraph.nodes)
+        return [self.on_tiles(t) for t in types if self.is_ragged(t)]
+
     def note(self, subgraph: "_Subgraph") -> None:
-        """Takes note of the numbers among the operands of a call."""
+        """Takes note of a part, and of the numbers among its operands, which may be constants."""
+        self.tiles.note(subgraph.key, self._ragged_types(subgraph))
+        if self.has_tiles(subgraph):
+            return
         for k, number in subgraph.numbers.items():
             value = number.tobytes()
             if self._numbers.setdefault((subgraph.key, k), value) not in (value, None):
                 self._numbers[subgraph.key, k] = None
-                self.revision += 1
+                self._differing += 1
 
     def fixed(self, subgraph: "_Subgraph") -> dict[int, np.ndarray]:
         """Returns the numbers among the operands of a call that were the same in all calls."""
@@ -299,11 +325,14 @@ class Cut:
           CannotMergeError: a ragged node cannot run for several lengths together.
         """
         graph = self.graph
-        inside = {node for part in self.parts for node in part}
+        kept = [k for k, part in enumerate(self.subgraphs) if not self.regions.has_tiles(part)]
+        parts = [self.parts[k] for k in kept if k < len(self.parts)]
+        subgraphs, leaving_parts = [self.subgraphs[k] for k in kept], [self.leaving[k] for k in kept]
+        inside = {node for part in parts for node in part}
         outer = [node for node in range(len(self.types)) if node not in inside]
         calls: list[Call] = []
         leaves_as: dict[int, tuple[int, int]] = {}  # (call, result) of values that leave
-        for subgraph, leaving in zip(self.subgraphs, self.leaving, strict=True):
+        for subgraph, leaving in zip(subgraphs, leaving_parts, strict=True):
             leaves_as.update((v, (len(calls), k)) for k, v in enumerate(leaving))
             calls.append(self._call(subgraph))
 

@@ -1,13 +1,14 @@
 """The form of a result: which rows of which arenas make up what a batched function returns."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.plan import input_name
 
 Returned = tuple[dict[Kind, list[int]], OutputSpec]  # rows of each arena, and how to read them
@@ -45,7 +46,7 @@ def form_of_results(
     name: str,
     records: Sequence[InstanceOutput],
     outputs: np.ndarray,
-    slices: Sequence[Mapping[int, Slice]],
+    slices: Sequence[Mapping[int, Slice | TileRun]],
     stacked: bool,
 ) -> Returned:
     """(what each arena returns, the form of the result) from what all instances return.
@@ -54,7 +55,8 @@ def form_of_results(
       name: of the function, for messages.
       records: structure and types of the results of each instance.
       outputs: what the graph returns, instance after instance.
-      slices: the ragged results of each instance by position, which arenas do not return.
+      slices: the ragged results of each instance by position, which arenas do not return, or as
+        tiles.
       stacked: along a new first axis, or a list of results.
     """
     if stacked and not any(slices):
@@ -68,7 +70,12 @@ def form_of_results(
         instance_results: list[tuple[Kind, Any]] = []
         for position, kind in enumerate(record.types):
             if position in ragged:
-                instance_results.append(((ragged[position].shape, kind[1]), ragged[position]))
+                place = ragged[position]
+                if isinstance(place, TileRun):
+                    found = rows.setdefault(stored_kind(place.kind), [])
+                    place = replace(place, first=len(found))
+                    found += [next(references) for _ in range(place.count)]
+                instance_results.append(((place.shape, kind[1]), place))
                 continue
             found = rows.setdefault(stored_kind(kind), [])
             instance_results.append((kind, len(found)))
@@ -85,6 +92,12 @@ def form_of_results(
         kind, place = column[0]
         if isinstance(place, Slice):
             together.append((kind, tuple(place for _, place in column)))
+            continue
+        if isinstance(place, TileRun):
+            stored = stored_kind(place.kind)
+            together.append((kind, replace(place, first=len(order[stored]))))
+            for t in range(place.count):
+                order[stored] += [rows[stored][run.first + t] for _, run in column]
             continue
         found = order[stored_kind(kind)]
         together.append((kind, len(found)))

@@ -7,6 +7,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
+from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.environment import NOWHERE, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.granularity.lists import StackedLists
@@ -34,6 +35,7 @@ class RecordCache:
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       lengths, regions: of arrays whose length differs, and what is done to them.
+      expansion: of graphs for all lengths to graphs for those of a minibatch.
     """
 
     def __init__(self, registry: Registry, options: Options):
@@ -52,6 +54,7 @@ class RecordCache:
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
         self.lengths = Lengths(apart, families)
         self.regions = Regions(registry)
+        self.expansion = Expansion(self.regions)
 
     def read(self, reached: Reached) -> None:
         """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""

@@ -14,6 +14,7 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import Cut
+from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import immutable, instance_key
 from jedbatch._record.trace import trace
@@ -53,7 +54,10 @@ class Recording:
             lengths, regions = cache.lengths.revision, cache.regions.revision
             return lengths, regions, cache.revision, cache.grouping
 
-        return until_guards_hold(lambda: self._find(cache, instances, read), assumed)
+        records, arrays, tracers, num_known = until_guards_hold(
+            lambda: self._find(cache, instances, read), assumed
+        )
+        return *cache.expansion.expand(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
@@ -182,6 +186,9 @@ class RaggedRecording:
             self.asked[i].check()
             cuts.append(given and cache.regions.cut(graphs[i], len(instance_arrays), given.symbols))
         before = cache.regions.revision
+        cache.regions.tiles.choose_rows(
+            [n for given in self.given if given for n in given.lengths if n >= 0]
+        )
         for cut in cuts:
             if cut is not None:
                 cut.note()
@@ -191,7 +198,7 @@ class RaggedRecording:
         for i, cut in enumerate(cuts):
             self.number = i
             if cut is not None:
-                graphs[i] = cut.result()
+                graphs[i] = on_tiles(cut.result(), cache.regions, cut.leaf_of)
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed

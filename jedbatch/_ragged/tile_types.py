@@ -1,0 +1,178 @@
+"""Types of nodes on tiles: what takes the place of a node on arrays of any length.
+
+Which nodes become nodes on tiles shows while instances are recorded. A program of ragged values
+that all instances share is a region (see `_ragged.regions`), and so are a few of them. Nodes of
+types that are met in more programs than that, as those of trees are, become nodes on tiles.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._ragged.axis_rules import CannotMergeError
+from jedbatch._ragged.tile_steps import Combination, Step, StepProgram, TileRows, find_steps
+from jedbatch._record.registry import Registry
+from jedbatch._support.types import AxisSize
+
+MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles
+TILE_ROWS = (128, 64, 32, 16)  # that a tile may have
+LEAST_TILE_ROWS = 8
+MAX_PADDING = 0.15  # rows of tiles beyond those that exist
+ROW_NUMBER = ValueType((), np.dtype(np.int32))  # of the first row of a tile, and of its rows
+
+
+@dataclass(frozen=True, eq=False)
+class NodeOnTiles:
+    """What takes the place of a node of a type.
+
+    Attributes:
+      program: of the node, in steps.
+      operands: its variables but the shared ones.
+      types: for each step, the id of the type of its nodes.
+      symbols: of the type, in order.
+    """
+
+    program: StepProgram
+    operands: tuple[Hashable, ...]
+    types: tuple[int, ...]
+    symbols: tuple[str, ...]
+
+
+class RaggedNodeType(NamedTuple):
+    """A type of nodes that read or give ragged values.
+
+    Attributes:
+      number: equal for types that differ in the names of symbols only.
+      id: of the type.
+      symbols: these names, in order.
+    """
+
+    number: int
+    id: int
+    symbols: tuple[str, ...]
+
+
+class TileTypes:
+    """The types of nodes on tiles.
+
+    Attributes:
+      registry: where types are interned.
+      rows: of a tile, T; 0 as long as there are no tiles.
+      apart: why nodes of types in many programs have no tiles, if there are such.
+      revision: how many types have been found to be in many programs.
+    """
+
+    def __init__(self, registry: Registry):
+        self.registry = registry
+        self.rows = 0
+        self.apart: str | None = None
+        self.revision = 0
+        self._programs: dict[int, set[Hashable]] = {}
+        self._nodes: dict[int, NodeOnTiles | str] = {}
+
+    def note(self, key: Hashable, types: Collection[RaggedNodeType]) -> None:
+        """Takes note of a program of ragged values.
+
+        Args:
+          key: equal for programs that are equal.
+          types: of its ragged nodes.
+        """
+        many = False
+        for node_type in types:
+            keys = self._programs.setdefault(node_type.number, set())
+            if len(keys) <= MAX_PROGRAMS:
+                keys.add(key)
+                many = many or len(keys) > MAX_PROGRAMS
+        self.revision += many
+
+    def wanted(self, types: Collection[RaggedNodeType]) -> bool:
+        """Returns whether ragged nodes of these types become nodes on tiles."""
+        if not any(len(self._programs.get(t.number, ())) > MAX_PROGRAMS for t in types):
+            return False
+        reasons = [x for x in map(self.nodes, types) if isinstance(x, str)]
+        self.apart = reasons[0] if reasons else self.apart
+        return not reasons
+
+    def choose_rows(self, lengths: Sequence[int]) -> None:
+        """Chooses how many rows a tile has, for arrays of about these lengths."""
+        if self.rows or not lengths:
+            return
+        counts = np.array(lengths)
+        rows = [t for t in TILE_ROWS if _padding(counts, t) <= MAX_PADDING]
+        self.rows = rows[0] if rows else LEAST_TILE_ROWS
+
+    def nodes(self, ragged: RaggedNodeType) -> NodeOnTiles | str:
+        """Returns what takes the place of nodes of a type; or why there is nothing, in words."""
+        if ragged.number not in self._nodes:
+            try:
+                self._nodes[ragged.number] = self._make(ragged)
+            except CannotMergeError as error:
+                line = self.registry.lines.get(ragged.id)
+                self._nodes[ragged.number] = f"{error}{f' at {line}' if line else ''}"
+        return self._nodes[ragged.number]
+
+    def of_tile(self, shape: Sequence[AxisSize]) -> tuple[int, ...]:
+        """Returns the shape of a tile."""
+        return tuple(self.rows if is_ragged((d,)) else d for d in shape)
+
+    def _make(self, ragged: RaggedNodeType) -> NodeOnTiles:
+        node_type = self.registry.node_types[ragged.id]
+        num_shared = len(node_type.shared)
+        closed = operation_of(node_type).jaxpr
+        program = find_steps(closed, num_shared, self.rows)
+        shared = dict(zip(program.invars[:num_shared], node_type.shared, strict=True))
+        key = "tiles", self.rows, ragged.number
+        types = []
+        for k, step in enumerate(program.steps):
+            name = node_type.name
+            if len(program.steps) > 1:
+                name += f" {k + 1}/{len(program.steps)}"
+            if isinstance(step, Combination):
+                kinds = 2 * [self._value_type(program, v) for v in step.parts]
+                call: Callable = _combining(step)
+                ids: tuple[int, ...] = ()
+            else:
+                kinds = [self._value_type(program, v) for v in step.reads]
+                kinds += self.registry.kinds_of([ROW_NUMBER, ROW_NUMBER] * step.reads_rows)
+                call = _running(program, step, self.rows)
+                ids = tuple(shared[v] for v in step.shared)
+            call_spec = self.registry.call_spec(
+                name, (*key, k), call, ids, tuple(kinds), user_code=False
+            )
+            self.registry.lines[call_spec.node_type] = self.registry.lines.get(ragged.id, "")
+            types.append(call_spec.node_type)
+        operands = program.invars[num_shared:]
+        return NodeOnTiles(program, operands, tuple(types), ragged.symbols)
+
+    def _value_type(self, program: StepProgram, variable: Hashable) -> int:
+        shape, dtype, weak = program.types[variable]
+        return self.registry.value_type(self.of_tile(shape), dtype, weak)
+
+
+def _padding(counts: np.ndarray, tile: int) -> float:
+    """Returns how many rows of tiles there are beyond those that exist, as a fraction of these."""
+    total = max(1, int(counts.sum()))
+    return float((-(-counts // tile) * tile).sum() / total - 1)
+
+
+def _combining(step: Combination) -> Callable:
+    def call(_: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(step.combine(*operands))
+
+    return call
+
+
+def _running(program: StepProgram, step: Step, size: int) -> Callable:
+    def call(shared: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
+        count = len(step.reads)
+        rows = None
+        if step.extent is not None:
+            start, exist = operands[count:] if step.reads_rows else (None, None)
+            rows = TileRows(size, start, exist)
+        return tuple(program.run(step, shared, operands[:count], rows))
+
+    return call
