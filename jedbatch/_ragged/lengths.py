@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import export
 
+from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import (
     SYMBOL,
     LengthDecisionError,
@@ -38,6 +39,7 @@ ArrayType = tuple[
     tuple[AxisSize, ...], Dtype, bool
 ]  # (shape, dtype, weak), an extent may be a symbol
 Pair = tuple[int, int]  # of arrays of an instance
+MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
 
 class LengthFamily:
@@ -48,8 +50,9 @@ class LengthFamily:
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
-      apart: why instances are recorded by their shapes, by which of these pairs are equal.
-      shared: the arrays that share a symbol, by which pairs are equal.
+      groups: arrays, in any number, that instances are told apart by which of are equally long.
+      apart: why instances are recorded by their shapes, by which of these are equal.
+      shared: the arrays that share a symbol, by which are equal.
     """
 
     def __init__(self, types: Sequence[ArrayType]):
@@ -57,6 +60,7 @@ class LengthFamily:
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
         self.pairs: dict[Pair, None] = {}
+        self.groups: list[list[int]] = []
         self.apart: dict[bytes, str] = {}
         self.shared: dict[bytes, list[int]] = {}
 
@@ -74,23 +78,51 @@ class LengthFamily:
         self.apart.clear()
         self.shared.clear()
 
+    def group(self, groups: list[list[int]]) -> None:
+        """Tells instances apart by which arrays of each group are equally long."""
+        if groups != self.groups:
+            self.groups = groups
+            self.apart.clear()
+            self.shared.clear()
+
+    def tells(self, a: int, b: int) -> bool:
+        """Returns whether instances are told apart by whether two arrays are equally long."""
+        return (a, b) in self.pairs or any(a in group and b in group for group in self.groups)
+
     def equal(self, lengths: Sequence[Sequence[int]]) -> list[bytes]:
-        """Returns for each instance which of the pairs are equally long."""
-        if not self.pairs:
+        """Returns for each instance which of the pairs, and of the groups, are equally long.
+
+        In zeros and numbers: 0 for each pair that is, and for each array of a group that is as long
+        as its first one.
+        """
+        if not (self.pairs or self.groups):
             return [b""] * len(lengths)
-        a, b = np.array(list(self.pairs)).T
         every = np.array(lengths)
-        return [row.tobytes() for row in every[:, a] == every[:, b]]
+        columns = []
+        if self.pairs:
+            a, b = np.array(list(self.pairs)).T
+            columns.append(every[:, a] != every[:, b])
+        for group in self.groups:
+            mine = every[:, group]
+            columns.append(np.argmax(mine[:, :, None] == mine[:, None], axis=2))
+        return [row.tobytes() for row in np.concatenate(columns, axis=1).astype(np.int32)]
 
     def classes(self, equal: bytes) -> list[int]:
         """Returns for each array the first one that it shares a symbol with."""
         classes = self.shared.get(equal)
         if classes is None:
-            classes = list(range(len(self.types)))
-            for (a, b), same in zip(self.pairs, equal, strict=True):
-                if same and classes[a] != classes[b]:
-                    low, high = sorted((classes[a], classes[b]))
-                    classes = [low if c == high else c for c in classes]
+            found = np.frombuffer(equal, np.int32).tolist()
+            same = [pair for pair, differ in zip(self.pairs, found, strict=False) if not differ]
+            begin = len(self.pairs)
+            for group in self.groups:
+                first = found[begin : begin + len(group)]
+                same += [(group[k], i) for k, i in zip(first, group, strict=True)]
+                begin += len(group)
+            connected: UnionFind[int] = UnionFind()
+            for a, b in same:
+                connected.union(a, b)
+            least: dict[int, int] = {}
+            classes = [least.setdefault(connected.find(i), i) for i in range(len(self.types))]
             self.shared[equal] = classes
         return classes
 
@@ -135,6 +167,8 @@ class Lengths:
         self._families = families
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
         self._relations: dict[tuple, None] = {}  # (kind, places further on, kind) of pairs
+        self._compared: set[tuple] = set()  # kinds of which all arrays are compared,
+        self._with: UnionFind[tuple] = UnionFind()  # and with those of which others
         self._names = 0  # symbols that a scope must have
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their bound and number
         self._apart: str | None = None
@@ -188,6 +222,7 @@ class Lengths:
         if family is None:
             family = LengthFamily([array_type(x) for x in arrays])
             family.add(self._related(family))
+            family.group(self._grouped(family))
             self._families[_without_values(general)] = family
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
         for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
@@ -251,13 +286,32 @@ class Lengths:
         new: list[Pair] = []
         for names in compared:
             a, b = sorted(recorded.symbols[s][0] for s in names)
-            if (a, b) not in family.pairs:
+            if not family.tells(a, b):
                 new.append((a, b))
-                self._relations[_kind(family, a), b - a, _kind(family, b)] = None
+                self._relate_kinds(_kind(family, a), b - a, _kind(family, b))
         if new:
             family.add(new)
             self.revision += 1
         return any(error is None or lengths[a] == lengths[b] for a, b in new)
+
+    def _relate_kinds(self, first: tuple, steps: int, second: tuple) -> None:
+        """Takes note of arrays of two kinds that have been compared, so many places apart."""
+        self._relations[first, steps, second] = None
+        distances = {d for a, d, b in self._relations if {a, b} == {first, second}}
+        if len(distances) > MAX_DISTANCES:
+            self._compared |= {first, second}
+            self._with.union(first, second)
+            for family in self._families.values():
+                family.group(self._grouped(family))
+
+    def _grouped(self, family: LengthFamily) -> list[list[int]]:
+        """Returns arrays of kinds of which all are compared."""
+        groups: dict[tuple, list[int]] = {}
+        for i in range(len(family.types)):
+            kind = _kind(family, i)
+            if kind in self._compared:
+                groups.setdefault(self._with.find(kind), []).append(i)
+        return [group for group in groups.values() if len(group) > 1]
 
     def _related(self, family: LengthFamily) -> list[Pair]:
         """Returns pairs of arrays like others whose lengths have been compared."""
@@ -278,7 +332,7 @@ class Lengths:
         reason = _reason(error)
         if recorded is not None:
             (equal,) = recorded.family.equal([recorded.lengths])
-            if not all(equal):
+            if any(equal):
                 recorded.family.apart[equal] = reason
                 return
         self.off = reason

@@ -33,6 +33,7 @@ from jedbatch._ragged.row_rules import bind_rows, run_row
 from jedbatch._support.types import Array, AxisSize, Dtype
 
 INLINED_WORK = 1 / 4  # of a tile, that is done again in each rather than once for all
+FEW_OPERATIONS = 16  # that are done again wherever they are read
 
 TypeOfValue = tuple[tuple[AxisSize, ...], Dtype, bool]  # (shape, dtype, weak), maybe ragged
 
@@ -299,9 +300,11 @@ class _StepFinder:
         outvars = self._results()
         places = sorted(self.placed, key=lambda place: (place[0], place[1] is not None))
         work = {place: self._complete(self.placed[place]) for place in places}
+        inlined: set[Hashable] = set()  # what is done where it is read is no result
         for place in [p for p in places if p[1] is None]:
             readers = self._inlined(place, work, outvars)
             if readers is not None:
+                inlined.update(v for part in work[place] for v in part.writes)
                 for reader in readers:
                     work[reader] = tuple(dict.fromkeys((*work[place], *work[reader])))
                 del work[place]
@@ -313,9 +316,7 @@ class _StepFinder:
         for place, parts in work.items():
             free = _free_reads(parts)
             written = list(dict.fromkeys(v for part in parts for v in part.writes))
-            again = set(self.anywhere)
-            if place[1] is not None:  # what is inlined is no result
-                again |= {v for part in parts if part.extent is None for v in part.writes}
+            again = {*self.anywhere, *inlined}
             steps.append(
                 Step(
                     place[1],
@@ -375,11 +376,9 @@ class _StepFinder:
             return None
         readers = [p for p, parts in work.items() if p != place and written & set(_free_reads(parts))]
         cost = sum(part.cost for part in work[place])
-        if any(reader[1] is None for reader in readers):
-            return None
         for reader in readers:
             of_tile = self.tile * sum(part.cost for part in work[reader] if part.extent is not None)
-            if cost > INLINED_WORK * of_tile:
+            if cost > max(INLINED_WORK * of_tile, FEW_OPERATIONS):
                 return None
         return readers
 
