@@ -1,0 +1,142 @@
+"""How fast are trees whose nodes hold arrays of another length in every tree, against padding?
+
+The likelihood of aligned sequences (`programs/felsenstein.py`): states are [4, sites], and trees
+have 50 to 400 sites, as many in all nodes of a tree. By hand, trees run level by level, padded to
+the widest levels and to the most sites of all minibatches, and sites that are none are left out of
+the mean. Both run under `jax.jit`, with everything that the host prepares made before.
+
+ms         milliseconds on the device for 64 trees, medians.
+× by hand  how many times as long the padded trees take, with quartiles; both run in turns.
+plan ms    milliseconds to plan a minibatch that was never seen.
+late       programs that XLA compiled for 10 unseen minibatches after three.
+first s    seconds from a new batched function to the first result.
+
+Values and gradients of both sides are compared before anything is timed.
+"""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jedbatch
+from benchmarks import common
+from benchmarks.programs import felsenstein, forest
+from jedbatch.testing import compilations
+
+LEAST_SITES, MOST_SITES = 50, 400
+WARM, UNSEEN = 3, 10  # minibatches
+
+
+def trees(rng: np.random.Generator, count: int, most: int, leaves: tuple[int, int]) -> list[Any]:
+    """Trees with `most` // 8 to `most` sites each."""
+
+    def grow(number: int, sites: int) -> Any:
+        if number == 1:
+            return rng.integers(felsenstein.NUCLEOTIDES, size=sites).astype(np.int32)
+        left = int(rng.integers(1, number))
+        a, b = (rng.exponential(0.3, size=2) + 0.01).tolist()
+        return grow(left, sites), a, grow(number - left, sites), b
+
+    sizes = rng.integers(most * LEAST_SITES // MOST_SITES, most + 1, size=count)
+    return [grow(int(rng.integers(*leaves)), int(sites)) for sites in sizes]
+
+
+def sites_of(tree: Any) -> int:
+    """The number of sites."""
+    while isinstance(tree, tuple):
+        tree = tree[0]
+    return len(tree)
+
+
+def prepare(minibatches: list[list[Any]], most: int) -> list[Any]:
+    """Padded trees, and how many sites each has."""
+
+    def read(_: int, tree: Any) -> Any:
+        if not isinstance(tree, tuple):
+            return 0, np.pad(tree, (0, most - len(tree))).astype(np.float32), ()
+        left, left_time, right, right_time = tree
+        return 0, np.array([left_time, right_time]), (left, right)
+
+    sizes = [np.array(list(map(sites_of, m)), np.int32) for m in minibatches]
+    return list(zip(forest.prepare(minibatches, read), sizes, strict=True))
+
+
+def by_hand(params: Any, prepared: Any) -> jax.Array:
+    """The results of all trees of a minibatch."""
+    padded, sites = prepared
+    of_rates = felsenstein.spectrum(params)
+    evolve = jax.vmap(felsenstein.evolve, (None, 0, 0))
+
+    def inner(times: Any, below: Any, _: Any) -> Any:
+        pairs = below.reshape(len(times), 2, *below.shape[1:])
+        left, right = (evolve(of_rates, times[:, i], pairs[:, i]) for i in range(2))
+        return left * right
+
+    def leaf(sequences: Any) -> Any:
+        return jax.nn.one_hot(sequences.astype(int), felsenstein.NUCLEOTIDES, axis=1)
+
+    roots = forest.climb(padded, leaf, [inner])
+    scores = jnp.log(jnp.einsum("n,ins->is", of_rates[-1], roots))
+    exist = jnp.arange(scores.shape[1]) < sites[:, None]
+    return jnp.where(exist, scores, 0).sum(1) / sites
+
+
+def measure(quick: bool, budget: float, table: common.Table) -> None:
+    """Prints a row for inference, and one for the gradient."""
+    count, most, leaves = (4, 16, (2, 4)) if quick else (64, MOST_SITES, (8, 33))
+    rng = np.random.default_rng(0)
+    minibatches = [trees(rng, count, most, leaves) for _ in range(WARM + UNSEEN)]
+    params = felsenstein.parameters(jax.random.key(0), quick)
+    prepared = jax.device_put(prepare(minibatches, most)[0])
+    for gradient in (False, True):
+        batched = jedbatch.batch(felsenstein.model)
+        kind = common.with_gradient if gradient else functools.partial
+        ours = jax.jit(kind(batched.apply))
+        theirs = jax.jit(kind(by_hand))
+        plan_of = functools.partial(batched.plan, params, gradient=gradient)
+        start = time.perf_counter()
+        jax.block_until_ready(ours(params, plan_of(minibatches[0])))
+        first = time.perf_counter() - start
+        for minibatch in minibatches[:WARM]:
+            ours(params, plan_of(minibatch))
+        seconds = []
+        with compilations() as late:
+            for minibatch in minibatches[WARM:]:
+                start = time.perf_counter()
+                plan = plan_of(minibatch)
+                seconds.append(time.perf_counter() - start)
+                jax.block_until_ready(ours(params, plan))
+        plan = jax.device_put(plan_of(minibatches[0]))
+        for got, expected in zip(
+            *map(jax.tree.leaves, (ours(params, plan), theirs(params, prepared))), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+        times = common.interleaved(
+            [lambda: ours(params, plan), lambda: theirs(params, prepared)], budget  # noqa: B023
+        )
+        table.row(
+            "gradient" if gradient else "inference",
+            f"{1e3 * times.median():.1f}",
+            f"{1e3 * times.median(1):.1f}",
+            times.ratio(1),
+            f"{1e3 * float(np.median(seconds)):.0f}",
+            len(late),
+            f"{first:.1f}",
+        )
+
+
+def main() -> None:
+    parser = common.options(__doc__)
+    parser.add_argument("--seconds", type=float, default=10, help="for each row (%(default)s)")
+    options = parser.parse_args()
+    print(common.machine())
+    table = common.Table("of", "ms", "by hand ms", "× by hand", "plan ms", "late", "first s")
+    measure(options.quick, 0.1 if options.quick else options.seconds, table)
+
+
+if __name__ == "__main__":
+    main()
