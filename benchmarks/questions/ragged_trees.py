@@ -45,6 +45,26 @@ def trees(rng: np.random.Generator, count: int, most: int, leaves: tuple[int, in
     return [grow(int(rng.integers(*leaves)), int(sites)) for sites in sizes]
 
 
+@jedbatch.cell
+def observe(sequence: jax.Array) -> jax.Array:
+    """The likelihoods of a leaf, [4, sites]."""
+    return jax.nn.one_hot(sequence, felsenstein.NUCLEOTIDES, axis=0)
+
+
+def prune(of_rates: Any, tree: Any) -> jax.Array:
+    """The likelihoods of a node, [4, sites]."""
+    if not isinstance(tree, tuple):
+        return observe(tree)
+    left, left_time, right, right_time = tree
+    left, right = prune(of_rates, left), prune(of_rates, right)
+    return felsenstein.join(of_rates, left, left_time, right, right_time)
+
+
+def model(of_rates: Any, tree: Any) -> jax.Array:
+    """The mean log-likelihood of the sites of a tree."""
+    return jnp.log(of_rates[-1] @ prune(of_rates, tree)).mean()
+
+
 def sites_of(tree: Any) -> int:
     """The number of sites."""
     while isinstance(tree, tuple):
@@ -65,10 +85,9 @@ def prepare(minibatches: list[list[Any]], most: int) -> list[Any]:
     return list(zip(forest.prepare(minibatches, read), sizes, strict=True))
 
 
-def by_hand(params: Any, prepared: Any) -> jax.Array:
+def by_hand(of_rates: Any, prepared: Any) -> jax.Array:
     """The results of all trees of a minibatch."""
     padded, sites = prepared
-    of_rates = felsenstein.spectrum(params)
     evolve = jax.vmap(felsenstein.evolve, (None, 0, 0))
 
     def inner(times: Any, below: Any, _: Any) -> Any:
@@ -93,11 +112,14 @@ def measure(quick: bool, budget: float, table: common.Table) -> None:
     params = felsenstein.parameters(jax.random.key(0), quick)
     prepared = jax.device_put(prepare(minibatches, most)[0])
     for gradient in (False, True):
-        batched = jedbatch.batch(felsenstein.model)
+        batched = jedbatch.batch(model)
         kind = common.with_gradient if gradient else functools.partial
-        ours = jax.jit(kind(batched.apply))
-        theirs = jax.jit(kind(by_hand))
-        plan_of = functools.partial(batched.plan, params, gradient=gradient)
+        ours, theirs = (
+            jax.jit(kind(lambda p, x, fn=fn: fn(felsenstein.spectrum(p), x)))
+            for fn in (batched.apply, by_hand)
+        )
+        of_rates = felsenstein.spectrum(params)
+        plan_of = functools.partial(batched.plan, of_rates, gradient=gradient)
         start = time.perf_counter()
         jax.block_until_ready(ours(params, plan_of(minibatches[0])))
         first = time.perf_counter() - start

@@ -25,21 +25,45 @@ MAX_PADDING = 0.15  # rows of tiles beyond those that exist
 ROW_NUMBER = ValueType((), np.dtype(np.int32))  # of the first row of a tile, and of its rows
 
 
+class StepOnTiles(NamedTuple):
+    """A step of a node (see `_ragged.tile_steps`). What a node reads and gives is in *slots*.
+
+    Attributes:
+      type: id of the type of its nodes.
+      symbol: position among the symbols of the node of that of its tiles; -1 if it runs once.
+      reads: slots.
+      writes: how many slots it fills, behind all before.
+      reads_rows: whether it reads which rows those of the tile are.
+      combines: whether it combines the results of tiles.
+      identity: if so, the values of no tile.
+    """
+
+    type: int
+    symbol: int
+    reads: tuple[int, ...]
+    writes: int
+    reads_rows: bool
+    combines: bool
+    identity: tuple[np.ndarray, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class NodeOnTiles:
     """What takes the place of a node of a type.
 
     Attributes:
-      program: of the node, in steps.
-      operands: its variables but the shared ones.
-      types: for each step, the id of the type of its nodes.
-      symbols: of the type, in order.
+      steps: in order.
+      lengths: extents whose values are in the slots behind the operands.
+      returned: slots of the results.
+      symbols: of the extents, in order.
+      nonempty: extents that must not be 0, each with the operation that says so.
     """
 
-    program: StepProgram
-    operands: tuple[Hashable, ...]
-    types: tuple[int, ...]
+    steps: tuple[StepOnTiles, ...]
+    lengths: tuple[AxisSize, ...]
+    returned: tuple[int, ...]
     symbols: tuple[str, ...]
+    nonempty: tuple[tuple[AxisSize, str], ...]
 
 
 class RaggedNodeType(NamedTuple):
@@ -125,28 +149,58 @@ class TileTypes:
         closed = operation_of(node_type).jaxpr
         program = find_steps(closed, num_shared, self.rows)
         shared = dict(zip(program.invars[:num_shared], node_type.shared, strict=True))
-        key = "tiles", self.rows, ragged.number
-        types = []
+        symbol = {name: k for k, name in enumerate(ragged.symbols)}
+        slot = {v: k for k, v in enumerate(program.invars[num_shared:])}
+        for v in program.lengths:
+            slot[v] = len(slot)
+        end = len(slot)
+        steps = []
         for k, step in enumerate(program.steps):
             name = node_type.name
             if len(program.steps) > 1:
                 name += f" {k + 1}/{len(program.steps)}"
+            key = "tiles", self.rows, ragged.number, k
+            combines = isinstance(step, Combination)
             if isinstance(step, Combination):
-                kinds = 2 * [self._value_type(program, v) for v in step.parts]
-                call: Callable = _combining(step)
-                ids: tuple[int, ...] = ()
+                reads = 2 * step.parts
+                kinds = [self._value_type(program, v) for v in reads]
+                call, ids, reads_rows = _combining(step), (), False
             else:
-                kinds = [self._value_type(program, v) for v in step.reads]
-                kinds += self.registry.kinds_of([ROW_NUMBER, ROW_NUMBER] * step.reads_rows)
+                reads, reads_rows = step.reads, step.reads_rows
+                kinds = [self._value_type(program, v) for v in reads]
+                kinds += self.registry.kinds_of([ROW_NUMBER, ROW_NUMBER] * reads_rows)
                 call = _running(program, step, self.rows)
                 ids = tuple(shared[v] for v in step.shared)
             call_spec = self.registry.call_spec(
-                name, (*key, k), call, ids, tuple(kinds), user_code=False
+                name, key, call, ids, tuple(kinds), user_code=False
             )
-            self.registry.lines[call_spec.node_type] = self.registry.lines.get(ragged.id, "")
-            types.append(call_spec.node_type)
-        operands = program.invars[num_shared:]
-        return NodeOnTiles(program, operands, tuple(types), ragged.symbols)
+            type_id = call_spec.node_type
+            self.registry.lines[type_id] = self.registry.lines.get(ragged.id, "")
+            identity: tuple[np.ndarray, ...] = ()
+            if isinstance(step, Combination):
+                results = self.registry.node_types[type_id].results
+                nothing = [np.zeros(t.shape, t.dtype) for t in results]  # see `nonempty`
+                identity = tuple(nothing) if step.identity is None else step.identity
+            steps.append(
+                StepOnTiles(
+                    type_id,
+                    -1 if step.extent is None else symbol[str(step.extent)],
+                    tuple(slot[v] for v in reads),
+                    len(call_spec.results),
+                    reads_rows,
+                    combines,
+                    identity,
+                )
+            )
+            slot.update((v, end + i) for i, v in enumerate(step.writes))
+            end += len(call_spec.results)
+        return NodeOnTiles(
+            tuple(steps),
+            tuple(program.lengths.values()),
+            tuple(slot[v] for v in program.outvars),
+            ragged.symbols,
+            program.nonempty,
+        )
 
     def _value_type(self, program: StepProgram, variable: Hashable) -> int:
         shape, dtype, weak = program.types[variable]

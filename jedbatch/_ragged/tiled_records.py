@@ -28,8 +28,7 @@ from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import TileRun
 from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import RaggedRecord, Regions
-from jedbatch._ragged.tile_steps import Combination
-from jedbatch._ragged.tile_types import ROW_NUMBER, NodeOnTiles
+from jedbatch._ragged.tile_types import ROW_NUMBER, NodeOnTiles, StepOnTiles
 from jedbatch._ragged.tiled_graph import (
     BY_TILE,
     COMBINED,
@@ -266,6 +265,8 @@ class _TemplateMaker:
         self._row_refs: dict[int, list[int]] = {}
         self.lengths: dict[tuple[AxisSize, tuple], int] = {}
         self.nonempty: dict[tuple[AxisSize, tuple, str], None] = {}
+        self._nodes: dict[int, tuple[NodeOnTiles, list[int]]] = {}  # by type
+        self._kinds: dict[int, tuple[int, int, ValueType]] = {}  # (axis, symbol, type of tiles)
         self.columns: list[tuple[int, int, int, int, int, int]] = []  # of nodes
         self.operand: list[int] = []
         self.num_values = 0
@@ -355,16 +356,20 @@ class _TemplateMaker:
     def _inputs(self, chunk: InputRows) -> list[int]:
         """Returns references to the inputs of a chunk of the graph."""
         shape = chunk.type.shape
-        if not is_ragged(shape):
+        if id(chunk.type) not in self._kinds and not is_ragged(shape):
             first = self._input(chunk)
             return [first - k for k in range(len(chunk))]
         assert chunk.leaf is not None
         assert chunk.rows is None
-        (axis,) = ragged_axes(shape)
-        array = TiledArray(chunk.leaf, chunk.path, axis, self._symbol_of(shape))
+        known = self._kinds.get(id(chunk.type))
+        if known is None:
+            (axis,) = ragged_axes(shape)
+            kind = ValueType(self.tiles.of_tile(shape), chunk.type.dtype, chunk.type.weak)
+            known = self._kinds[id(chunk.type)] = axis, self._symbol_of(shape), kind
+        axis, symbol, kind = known
+        array = TiledArray(chunk.leaf, chunk.path, axis, symbol)
         leaf = 1 + self.arrays.setdefault(array, len(self.arrays))
-        kind = ValueType(self.tiles.of_tile(shape), chunk.type.dtype, chunk.type.weak)
-        return [self._input(TileInput(kind, BY_TILE, array.symbol, leaf))]
+        return [self._input(TileInput(kind, BY_TILE, symbol, leaf))]
 
     def _node(
         self,
@@ -382,49 +387,44 @@ class _TemplateMaker:
         self.num_values += results
         return list(range(first, self.num_values))
 
-    def _on_tiles(self, type_id: int, read: Sequence[int]) -> list[int]:
+    def _on_tiles(self, type_id: int, read: list[int]) -> list[int]:
         """Adds what takes the place of a ragged node; returns references to its results."""
+        known = self._nodes.get(type_id)
+        if known is None:
+            known = self._nodes[type_id] = self._node_of(type_id)
+        node, symbols = known
+        slots = read
+        if node.lengths or node.nonempty:
+            numbers = tuple(zip(node.symbols, symbols, strict=True))
+            slots += [self._length(extent, numbers) for extent in node.lengths]
+            self.nonempty.update(((e, numbers, name), None) for e, name in node.nonempty)
+        for step in node.steps:
+            symbol = symbols[step.symbol] if step.symbol >= 0 else -1
+            values = [slots[k] for k in step.reads]
+            identity = -1
+            if step.combines:
+                identity = self._nothing(step, symbol)
+            elif step.reads_rows:
+                values += self._rows(symbol)
+            kind = COMBINED if step.combines else ONCE if symbol < 0 else BY_TILE
+            slots += self._node(step.type, kind, symbol, step.writes, values, identity)
+        return [slots[k] for k in node.returned]
+
+    def _node_of(self, type_id: int) -> tuple[NodeOnTiles, list[int]]:
+        """Returns what takes the place of nodes of a type, and its symbols."""
         ragged = self.regions.on_tiles(type_id)
         node = self.tiles.nodes(ragged)
         assert isinstance(node, NodeOnTiles)  # as all ragged nodes that are left
-        own = dict(zip(node.symbols, ragged.symbols, strict=True))
-        numbers = tuple((s, self._symbol(name)) for s, name in own.items())
-        program = node.program
-        env: dict[Any, int] = dict(zip(node.operands, read, strict=True))
+        return node, list(map(self._symbol, ragged.symbols))
 
-        def read_of(variable: Any) -> int:
-            if variable not in env:
-                env[variable] = self._length(program.lengths[variable], numbers)
-            return env[variable]
-
-        for step, step_type in zip(program.steps, node.types, strict=True):
-            symbol = -1 if step.extent is None else self._symbol(own[str(step.extent)])
-            if isinstance(step, Combination):
-                parts = [env[v] for v in step.parts]
-                results = self._combine(step, step_type, symbol, parts)
-            else:
-                values = [read_of(v) for v in step.reads]
-                if step.reads_rows:
-                    values += self._rows(symbol)
-                kind = ONCE if step.extent is None else BY_TILE
-                results = self._node(step_type, kind, symbol, len(step.writes), values)
-            env.update(zip(step.writes, results, strict=False))
-        for extent, operation in program.nonempty:
-            self.nonempty[extent, numbers, operation] = None
-        return [read_of(v) for v in program.outvars]
-
-    def _combine(
-        self, step: Combination, step_type: int, symbol: int, parts: list[int]
-    ) -> list[int]:
-        """Adds what combines the results of tiles; returns references to those of all."""
-        identity = -1
-        registry = self.regions.registry
-        kinds = registry.node_types[step_type].results
-        for kind, x in zip(kinds, step.identity or [None] * len(parts), strict=True):
-            value = np.zeros(kind.shape, kind.dtype) if x is None else x  # see `nonempty`
-            ref = self._input(TileInput(kind, IF_NONE, symbol, identity=value))
-            identity = -1 - ref if identity < 0 else identity
-        return self._node(step_type, COMBINED, symbol, len(parts), [*parts, *parts], identity)
+    def _nothing(self, step: StepOnTiles, symbol: int) -> int:
+        """Returns the first of the inputs in the place of combined results of no tile."""
+        kinds = self.regions.registry.node_types[step.type].results
+        refs = [
+            self._input(TileInput(kind, IF_NONE, symbol, identity=x))
+            for kind, x in zip(kinds, step.identity, strict=True)
+        ]
+        return -1 - refs[0]
 
     def _rows(self, symbol: int) -> list[int]:
         """Returns references to the first rows of tiles, and to how many there are."""
