@@ -137,9 +137,8 @@ def measure(quick: bool, budget: float, table: common.Table) -> None:
             *map(jax.tree.leaves, (ours(params, plan), theirs(params, prepared))), strict=True
         ):
             np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
-        times = common.interleaved(
-            [lambda: ours(params, plan), lambda: theirs(params, prepared)], budget  # noqa: B023
-        )
+        runs = functools.partial(ours, params, plan), functools.partial(theirs, params, prepared)
+        times = common.interleaved(runs, budget)
         table.row(
             "gradient" if gradient else "inference",
             f"{1e3 * times.median():.1f}",

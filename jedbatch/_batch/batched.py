@@ -38,7 +38,7 @@ from jedbatch._learn.adaptive import Adaptive
 from jedbatch._learn.candidates import learn
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
-from jedbatch._program.output_spec import Slice
+from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls, find_slices
@@ -497,7 +497,7 @@ class Batched(Generic[*Given, Result]):
         self,
         records: Sequence[InstanceOutput],
         outputs: np.ndarray,
-        slices: Sequence[Mapping[int, Slice]] = (),
+        slices: Sequence[Mapping[int, Slice | TileRun]] = (),
     ) -> Returned:
         """(what each arena returns, the form of the result) from what all instances return."""
         stacked = self._out_axes is not None

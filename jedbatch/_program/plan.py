@@ -77,6 +77,26 @@ class RaggedSummary(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TiledRows:
+    """What the graph does to rows of arrays that differ in length.
+
+    Attributes:
+      size: rows of a tile.
+      exist: rows that nodes on tiles run over, all together.
+      computed: rows of these tiles.
+    """
+
+    size: int
+    exist: int
+    computed: int
+
+    def __str__(self) -> str:
+        more = f", {self.computed / self.exist - 1:.1%} more than there are" if self.exist else ""
+        tiles = self.computed // self.size
+        return f"{tiles:,} nodes on tiles of {self.size} rows: {self.computed:,} rows{more}"
+
+
 @dataclass(frozen=True, eq=False)
 class Host:
     """The host's side of a plan: its placement, and how it was planned.
@@ -87,6 +107,9 @@ class Host:
       tracers: what is read from outside, by number or by name (see `SharedValue`).
       ragged_calls: calls that run before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
+      tiled: rows that nodes on tiles run over, if there are such nodes.
+      untiled: why programs of ragged arrays run by themselves that nodes on tiles could replace,
+        if there are such.
       device_seconds: a run took, if it was measured.
     """
 
@@ -96,6 +119,8 @@ class Host:
     tracers: Any = ()
     ragged_calls: RaggedSummary | None = None
     apart: str | None = None
+    tiled: TiledRows | None = None
+    untiled: str | None = None
     device_seconds: float | None = None
 
     @property
@@ -171,12 +196,16 @@ class Plan:
 
     @property
     def ragged_rows(self) -> tuple[int, int] | None:
-        """(rows computed, rows that exist) of arrays that differ in length, in row-wise phases.
+        """(rows computed, rows that exist) of arrays that differ in length, where rows are alike.
 
+        Of row-wise phases before the graph, and of nodes on tiles, each as often as it is run over.
         None if there are none, or once the plan has been flattened.
         """
-        ragged_calls = self.host.ragged_calls if self.host else None
-        return ragged_calls.counts[::-1] if ragged_calls else None
+        if self.host is None or not (self.host.ragged_calls or self.host.tiled):
+            return None
+        exist, computed = self.host.ragged_calls.counts if self.host.ragged_calls else (0, 0)
+        tiled = self.host.tiled or TiledRows(1, 0, 0)
+        return computed + tiled.computed, exist + tiled.exist
 
     def _timed(self, device_seconds: float) -> Plan:
         """Returns the same plan, of which a run took so long."""
@@ -219,6 +248,8 @@ def summarize(plan: Plan) -> str:
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} "
         f"({by_policy})",
         *(host.ragged_calls.lines if host.ragged_calls else ()),
+        *([f"  tiles     {host.tiled}"] if host.tiled else ()),
+        *([f"  tiles     none for some arrays, since {host.untiled}"] if host.untiled else ()),
         *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
         "",
         "  nodes  batches  widest  padding  slices  type",

@@ -1,4 +1,4 @@
-"""Arrays of any length without padding: recorded once, packed, run before the graph.
+"""Arrays of any length without padding: recorded once, and run packed or as tiles.
 
 Read in this order:
 
@@ -16,8 +16,15 @@ Read in this order:
    instances at once.
 12. `packed_program`: Running a program in phases on the packed rows of all instances.
 13. `renaming`: Operations written down so that the names of symbols do not matter.
-14. `regions`: The ragged parts of an instance's graph, taken out of it.
-15. `lengths`: The arrays of instances that have lengths of their own.
-16. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+14. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+15. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+   rows each.
+16. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+17. `regions`: The ragged parts of an instance's graph, taken out of it.
+18. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+19. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+   tiles.
+20. `lengths`: The arrays of instances that have lengths of their own.
+21. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
 """

@@ -327,7 +327,10 @@ class Cut:
         graph = self.graph
         kept = [k for k, part in enumerate(self.subgraphs) if not self.regions.has_tiles(part)]
         parts = [self.parts[k] for k in kept if k < len(self.parts)]
-        subgraphs, leaving_parts = [self.subgraphs[k] for k in kept], [self.leaving[k] for k in kept]
+        subgraphs, leaving_parts = (
+            [self.subgraphs[k] for k in kept],
+            [self.leaving[k] for k in kept],
+        )
         inside = {node for part in parts for node in part}
         outer = [node for node in range(len(self.types)) if node not in inside]
         calls: list[Call] = []

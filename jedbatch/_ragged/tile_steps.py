@@ -20,42 +20,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 
-from jedbatch._jaxpr.interpret import has_gradient, reads, used_variables, work
+from jedbatch._jaxpr.interpret import reads, used_variables, work
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation
+from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._ragged.axis_rules import CannotMergeError, is_look_up, mixed_axes
 from jedbatch._ragged.phases import extents_of, flattened, nonempty_extents
 from jedbatch._ragged.row_rules import bind_rows, run_row
+from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 from jedbatch._support.types import Array, AxisSize, Dtype
 
 INLINED_WORK = 1 / 4  # of a tile, that is done again in each rather than once for all
 FEW_OPERATIONS = 16  # that are done again wherever they are read
 
 TypeOfValue = tuple[tuple[AxisSize, ...], Dtype, bool]  # (shape, dtype, weak), maybe ragged
-
-
-@dataclass(frozen=True)
-class TileRows:
-    """The rows of a tile.
-
-    Attributes:
-      size: how many there are, `T`.
-      start: int32[], the place of the first one in its array.
-      count: int32[], how many of them the array has.
-    """
-
-    size: int
-    start: Array
-    count: Array
-
-    def exist(self, ndim: int, axis: int) -> Array:
-        """Returns bool[1, ..., T, ..., 1]: which rows there are, along an axis."""
-        flags = jnp.arange(self.size, dtype=jnp.int32) < self.count
-        return flags.reshape([self.size if a == axis else 1 for a in range(ndim)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +184,7 @@ class _StepFinder:
         for v in (*jaxpr.constvars, *jaxpr.invars):
             self._note(v)
 
-    def _note(self, v: Atom) -> None:
+    def _note(self, v: Any) -> None:
         """Takes note of the type of a variable, or raises an error if it cannot be cut in tiles."""
         extents = extents_of(v)
         if len(extents) > 1:
@@ -235,9 +215,7 @@ class _StepFinder:
             return
         position = bool(extents) and (eqn.primitive.name == "iota" or is_look_up(eqn))
         run = functools.partial(_run_by_row if position else _run, eqn)
-        part = Work(
-            tuple(reads(eqn)), tuple(eqn.outvars), run, extent, position, _cost(eqn)
-        )
+        part = Work(tuple(reads(eqn)), tuple(eqn.outvars), run, extent, position, _cost(eqn))
         if all(v in self.known or v in self.anywhere for v in part.reads):
             self.anywhere.update(dict.fromkeys(part.writes, part))
             if extent is None:
@@ -259,7 +237,7 @@ class _StepFinder:
         """Puts a reduction over rows into a step, and what combines its results behind it."""
         name, (out, *more) = eqn.primitive.name, eqn.outvars
         axes = {(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)}
-        make = _REDUCTIONS.get(name)
+        make = REDUCED_IN_TILES.get(name)
         if make is None or set(mixed) != axes or is_ragged(out.aval.shape) or more:
             raise CannotMergeError(f"`{name}` across the rows of an array")
         extents = [eqn.invars[i].aval.shape[a] for i, a in mixed]
@@ -274,8 +252,9 @@ class _StepFinder:
         def run(values: Sequence[Array], rows: TileRows) -> Sequence[Array]:
             return reduction.reduce(_atoms(eqn, variables, values), mixed, rows)
 
-        cost = sum(int(np.prod([1 if is_ragged((d,)) else d for d in v.aval.shape]))
-                   for v in eqn.invars)
+        cost = sum(
+            int(np.prod([1 if is_ragged((d,)) else d for d in v.aval.shape])) for v in eqn.invars
+        )
         part = Work(variables, parts, run, extents[0], True, cost)
         level = self._place(part)
         identity = reduction.identity and tuple(
@@ -285,9 +264,7 @@ class _StepFinder:
         combination = Combination(extents[0], parts, wholes, reduction.combine, identity)
         self.combinations.setdefault((level, extents[0]), []).append(combination)
         self.level.update(dict.fromkeys(wholes, level + 1))
-        finish = Work(
-            wholes, (out,), lambda values, _: [reduction.finish(*values)], None, False, 1
-        )
+        finish = Work(wholes, (out,), lambda values, _: [reduction.finish(*values)], None, False, 1)
         if reduction.finishes:
             self._place(finish)
         else:
@@ -374,7 +351,9 @@ class _StepFinder:
         written = {v for part in work[place] for v in part.writes} - set(self.anywhere)
         if written.intersection(outvars):
             return None
-        readers = [p for p, parts in work.items() if p != place and written & set(_free_reads(parts))]
+        readers = [
+            p for p, parts in work.items() if p != place and written & set(_free_reads(parts))
+        ]
         cost = sum(part.cost for part in work[place])
         for reader in readers:
             of_tile = self.tile * sum(part.cost for part in work[reader] if part.extent is not None)
@@ -441,161 +420,3 @@ def _run_by_row(eqn: Equation, values: Sequence[Array], rows: TileRows) -> Seque
     (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
     (result,) = jax.vmap(lambda k: tuple(run_row(eqn, operands, k)), out_axes=axis)(places)
     return [result]
-
-
-# --- reductions ---
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduction over the rows of an array, tile by tile.
-
-    Attributes:
-      dtypes: of the parts that a tile gives; None for that of the result.
-      reduce: maps (operands, their axes, rows) to the parts.
-      combine: the parts of two tiles, to those of both.
-      identity: the parts of no tile, or None.
-      finish: maps the parts of all tiles to the result.
-      finishes: whether it does something.
-    """
-
-    dtypes: tuple[Dtype | None, ...]
-    reduce: Callable[..., Sequence[Array]]
-    combine: Callable[..., Sequence[Array]]
-    identity: tuple[Any, ...] | None
-    finish: Callable[..., Array] = lambda x: x
-    finishes: bool = False
-
-
-def _masked(x: Array, axis: int, rows: TileRows, identity: Any) -> Array:
-    """Returns rows, those beyond the last one replaced."""
-    x = jnp.asarray(x)
-    return jnp.where(rows.exist(x.ndim, axis), x, jnp.asarray(identity, x.dtype))
-
-
-def _least(dtype: Dtype, name: str) -> Any:
-    """Returns what a maximum (or minimum) of nothing is."""
-    sign = -1 if "max" in name else 1
-    if jnp.issubdtype(dtype, jnp.floating):
-        return sign * jnp.inf
-    if dtype == np.bool_:
-        return sign > 0
-    info = jnp.iinfo(dtype)
-    return info.min if sign < 0 else info.max
-
-
-_IDENTITIES: dict[str, Callable[[Dtype], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_prod": lambda dtype: 1,
-    "reduce_and": lambda dtype: np.bitwise_not(np.zeros((), dtype)),
-    "reduce_or": lambda dtype: 0,
-    "reduce_max": lambda dtype: _least(dtype, "max"),
-    "reduce_min": lambda dtype: _least(dtype, "min"),
-}
-_COMBINED_BY = {
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "dot_general": lax.add,
-}
-
-
-def _simple(eqn: Equation, stopped: bool) -> _Reduction:
-    """A reduction whose results for two tiles are combined by one operation."""
-    name = eqn.primitive.name
-    identity = _IDENTITIES[name](eqn.invars[0].aval.dtype)
-
-    def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
-        ((_, axis),) = axes
-        return bind_rows(eqn, [_masked(operands[0], axis, rows, identity)], lambda _: rows.size)
-
-    return _Reduction((None,), reduce, lambda a, b: [_COMBINED_BY[name](a, b)], (identity,))
-
-
-def _product(eqn: Equation, stopped: bool) -> _Reduction:
-    """A matrix product that sums over rows."""
-
-    def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
-        masked = list(operands)
-        for i, axis in axes:
-            masked[i] = _masked(operands[i], axis, rows, 0)
-        return bind_rows(eqn, masked, lambda _: rows.size)
-
-    return _Reduction((None,), reduce, lambda a, b: [lax.add(a, b)], (0,))
-
-
-@jax.custom_jvp
-def _tangent_of(x: Array) -> Array:
-    """Zeros that move as x does."""
-    return jnp.zeros_like(x)
-
-
-@_tangent_of.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return jnp.zeros_like(primals[0]), tangents[0]
-
-
-def _extreme(eqn: Equation, stopped: bool) -> _Reduction:
-    """A maximum or minimum; JAX's derivative is the mean of those of all rows that reach it.
-
-    So parts are the maximum, how many rows reach it, and zeros that move as the sum of these does.
-    """
-    if stopped or not has_gradient(eqn.outvars[0].aval.dtype):
-        return _simple(eqn, stopped)
-    name, reduced_axes = eqn.primitive.name, eqn.params["axes"]
-    dtype = eqn.invars[0].aval.dtype
-    identity = _least(dtype, name)
-    choose = _COMBINED_BY[name]
-
-    def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
-        ((_, axis),) = axes
-        x = operands[0]
-        still = lax.stop_gradient(_masked(x, axis, rows, identity))
-        (most,) = bind_rows(eqn, [still], lambda _: rows.size)
-        reach = (still == jnp.expand_dims(most, reduced_axes)) & rows.exist(x.ndim, axis)
-        reach = reach.astype(dtype)
-        moved = _masked(_tangent_of(x), axis, rows, 0) * reach
-        return most, reach.sum(reduced_axes), moved.sum(reduced_axes)
-
-    def combine(*parts: Array) -> Sequence[Array]:
-        (m, c, z), (n, d, y) = parts[:3], parts[3:]
-        most = lax.stop_gradient(choose(m, n))
-        left, right = ((lax.stop_gradient(x) == most).astype(dtype) for x in (m, n))
-        return most, left * c + right * d, left * z + right * y
-
-    def finish(most: Array, count: Array, moved: Array) -> Array:
-        return lax.stop_gradient(most) + moved / lax.stop_gradient(jnp.where(count == 0, 1, count))
-
-    return _Reduction((None, None, None), reduce, combine, (identity, 0, 0), finish, True)
-
-
-def _place_of_extreme(eqn: Equation, stopped: bool) -> _Reduction:
-    """The place of the first maximum or minimum."""
-    name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
-    index_dtype = eqn.params["index_dtype"]
-    identity = _least(dtype, "max" if name == "argmax" else "min")
-    better = lax.gt if name == "argmax" else lax.lt
-
-    def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
-        ((_, axis),) = axes
-        x = _masked(operands[0], axis, rows, identity)
-        (place,) = bind_rows(eqn, [x], lambda _: rows.size)
-        most = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
-        return jnp.squeeze(most, axis), place + rows.start.astype(index_dtype)
-
-    def combine(m: Array, i: Array, n: Array, j: Array) -> Sequence[Array]:
-        is_later = better(n, m) | ((n != n) & (m == m))
-        return jnp.where(is_later, n, m), jnp.where(is_later, j, i)
-
-    return _Reduction((dtype, None), reduce, combine, None, lambda _, place: place, True)
-
-
-_REDUCTIONS: dict[str, Callable[[Equation, bool], _Reduction]] = {
-    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_and", "reduce_or"), _simple),
-    **dict.fromkeys(("reduce_max", "reduce_min"), _extreme),
-    **dict.fromkeys(("argmax", "argmin"), _place_of_extreme),
-    "dot_general": _product,
-}

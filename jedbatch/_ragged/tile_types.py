@@ -14,7 +14,8 @@ import numpy as np
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._ragged.axis_rules import CannotMergeError
-from jedbatch._ragged.tile_steps import Combination, Step, StepProgram, TileRows, find_steps
+from jedbatch._ragged.tile_reductions import TileRows
+from jedbatch._ragged.tile_steps import Combination, Step, StepProgram, find_steps
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import AxisSize
 
@@ -161,19 +162,18 @@ class TileTypes:
                 name += f" {k + 1}/{len(program.steps)}"
             key = "tiles", self.rows, ragged.number, k
             combines = isinstance(step, Combination)
+            ids: tuple[int, ...] = ()
             if isinstance(step, Combination):
                 reads = 2 * step.parts
                 kinds = [self._value_type(program, v) for v in reads]
-                call, ids, reads_rows = _combining(step), (), False
+                call, reads_rows = _combining(step), False
             else:
                 reads, reads_rows = step.reads, step.reads_rows
                 kinds = [self._value_type(program, v) for v in reads]
                 kinds += self.registry.kinds_of([ROW_NUMBER, ROW_NUMBER] * reads_rows)
                 call = _running(program, step, self.rows)
                 ids = tuple(shared[v] for v in step.shared)
-            call_spec = self.registry.call_spec(
-                name, key, call, ids, tuple(kinds), user_code=False
-            )
+            call_spec = self.registry.call_spec(name, key, call, ids, tuple(kinds), user_code=False)
             type_id = call_spec.node_type
             self.registry.lines[type_id] = self.registry.lines.get(ragged.id, "")
             identity: tuple[np.ndarray, ...] = ()

@@ -196,9 +196,7 @@ def repeat_nodes(
         right, part = np.divmod(position[e], results[reading])
         which = 2 * nth[mine] + right
         earlier = value_begin[reading] + (which - num_tiles[reading]) * results[reading] + part
-        read[mine] = np.where(
-            which < num_tiles[reading], bases[e] + which * steps[e], earlier
-        )
+        read[mine] = np.where(which < num_tiles[reading], bases[e] + which * steps[e], earlier)
 
     outputs, output_symbol = of_values("outputs"), of_symbols("output_symbol")
     output_count = np.where(output_symbol < 0, 1, count_of[output_symbol])

@@ -11,7 +11,7 @@ of them is nothing that is not computed anyway.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import TileRun
+from jedbatch._program.plan import TiledRows
 from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tile_types import ROW_NUMBER, NodeOnTiles, StepOnTiles
@@ -159,7 +160,10 @@ class Expansion:
             runs, kinds = _results(record, lengths, counts, size)
             template = record.template
             by_tile = template.symbol[template.kind == BY_TILE]
-            rows = int(np.array(lengths)[by_tile].sum()), int(np.array(counts)[by_tile].sum()) * size
+            rows = (
+                int(np.array(lengths)[by_tile].sum()),
+                int(np.array(counts)[by_tile].sum()) * size,
+            )
             records.append(
                 ExpandedRecord(
                     whole,
@@ -238,8 +242,14 @@ def _tiles(array: Array, part: TiledArray, size: int) -> Array:
     return xp.moveaxis(tiles, axis, 0)
 
 
+def tiled_rows(records: Sequence[Record], size: int) -> TiledRows | None:
+    """Returns what nodes on tiles of so many rows run over; None if there are none."""
+    counts = [record.rows for record in records if isinstance(record, ExpandedRecord)]
+    return TiledRows(size, *map(sum, zip(*counts, strict=True))) if counts else None
+
+
 def on_tiles(
-    record: RaggedRecord, regions: Regions, leaf_of: dict[str, Sequence[int]]
+    record: RaggedRecord, regions: Regions, leaf_of: Mapping[str, Sequence[int]]
 ) -> RaggedRecord:
     """Returns the record of an instance whose ragged nodes become nodes on tiles, if it has any."""
     types = set(record.whole.node_type.tolist())
@@ -252,7 +262,7 @@ class _TemplateMaker:
     """Makes the template of an instance."""
 
     def __init__(
-        self, record: RaggedRecord, regions: Regions, leaf_of: dict[str, Sequence[int]]
+        self, record: RaggedRecord, regions: Regions, leaf_of: Mapping[str, Sequence[int]]
     ):
         self.record, self.regions, self.leaf_of = record, regions, leaf_of
         self.tiles = regions.tiles
@@ -302,7 +312,7 @@ class _TemplateMaker:
         first = 1 + len(self.arrays)
         for k, (start, count) in enumerate(self.starts.values()):
             for ref, leaf in ((start, first + 2 * k), (count, first + 2 * k + 1)):
-                self.inputs[ref] = replace(self.inputs[ref], leaf=leaf)  # type: ignore[type-var]
+                self.inputs[ref] = replace(self.inputs[ref], leaf=leaf)
         added = first + 2 * len(self.starts)
         template = TileTemplate(
             node_type.astype(np.int32),

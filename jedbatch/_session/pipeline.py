@@ -41,6 +41,7 @@ from jedbatch._program.returned import (
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._ragged.regions import Region
+from jedbatch._ragged.tiled_records import tiled_rows
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._session.degenerate import warn_if_degenerate
@@ -242,14 +243,23 @@ def with_inputs(
     clock = [*clock, time.perf_counter()]
     seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
-    shown = session.records.lengths.shown
+    lengths, regions = session.records.lengths, session.records.regions
     plan = Plan(
         programs.static(signature, reverse, form, keeps, used),
         lowered.table,
         reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
-        host=Host(lowered, seconds, num_known, tracers, ragged_calls, shown),
+        host=Host(
+            lowered,
+            seconds,
+            num_known,
+            tracers,
+            ragged_calls,
+            lengths.shown,
+            tiled_rows(records, regions.tiles.rows),
+            regions.tiles.apart if calls else None,
+        ),
     )
     if is_wanted():
         verify(plan)

@@ -367,9 +367,10 @@ NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d.e+-]*|inf|nan)(?=:\w+\[\])")  # a lit
 def assert_merged(plan: Plan) -> None:
     """Raises unless everything that could share a batch does, whatever instance it is of.
 
-    Arrays of different lengths are not grouped by their shapes; no two types of nodes differ in
-    nothing but numbers that JAX took for constants of a program, each of which is compiled by
-    itself; and the policy knew all states it met, so that none was left to its fallback.
+    Arrays of different lengths are not grouped by their shapes, nor compiled for each kind of
+    instance; no two types of nodes differ in nothing but numbers that JAX took for constants of a
+    program, each of which is compiled by itself; and the policy knew all states it met, so that
+    none was left to its fallback.
 
     Args:
       plan: made by `Batched.plan`.
@@ -396,6 +397,11 @@ def assert_merged(plan: Plan) -> None:
     if host.apart is not None:
         raise AssertionError(
             f"arrays of different lengths are grouped by equal shapes, since {host.apart}."
+        )
+    if host.untiled is not None:
+        raise AssertionError(
+            "arrays of different lengths run in a program of their own for each kind of instance, "
+            f"since {host.untiled}."
         )
     graph, schedule = host.placed.graph, host.placed.schedule
     alike: dict[Any, list[str]] = {}
