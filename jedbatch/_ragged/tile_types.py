@@ -99,6 +99,11 @@ class TileTypes:
         self._programs: dict[int, set[Hashable]] = {}
         self._nodes: dict[int, NodeOnTiles | str] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Returns whether there are nodes on tiles, or would be if they were possible."""
+        return self.revision > 0
+
     def note(self, key: Hashable, types: Collection[RaggedNodeType]) -> None:
         """Takes note of a program of ragged values.
 

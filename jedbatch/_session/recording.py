@@ -122,7 +122,7 @@ class Recording:
         finished = None if cache.readouts is None else cache.readouts.merge
         record = functools.partial(trace, *arguments, lists=cache.lists, finished=finished)
         if not any(given):
-            return self._record_either_way(cache, functools.partial(record, read=read))
+            return record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)
         try:
             return attempt.record(record)
@@ -132,17 +132,18 @@ class Recording:
                 cache.lengths.give_up(error, attempt.given[attempt.number])
             raise GuardFailed from None
 
-    def _record_either_way(self, cache: RecordCache, record: Callable) -> Any:
-        """Records instances as they are, or with nodes merged if that is found to pay."""
-        recorded = record(cache.grouping)
-        if cache.unmarked is not None:
-            cache.unmarked.note(recorded[0])
-        if cache.merging is not None and cache.merging.asks(recorded[0]):
-            merged = record(cache.merging.blocks)
-            cache.merging.compare(recorded[0], merged[0])
-            recorded = merged if cache.merging.pays else recorded
-        cache.decide()
-        return recorded
+
+def record_either_way(cache: RecordCache, record: Callable) -> Any:
+    """Records instances as they are, or with nodes merged if that is found to pay."""
+    recorded = record(cache.grouping)
+    if cache.unmarked is not None:
+        cache.unmarked.note(recorded[0])
+    if cache.merging is not None and cache.merging.asks(recorded[0]):
+        merged = record(cache.merging.blocks)
+        cache.merging.compare(recorded[0], merged[0])
+        recorded = merged if cache.merging.pays else recorded
+    cache.decide()
+    return recorded
 
 
 class RaggedRecording:
@@ -179,7 +180,7 @@ class RaggedRecording:
                 given = self.given[i]
                 return given and given.types
 
-            graphs, keep, tracers = record(types=types)
+            graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
         cuts: list[Cut | None] = []
         for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
             self.number = i
@@ -203,6 +204,16 @@ class RaggedRecording:
         if compared:
             raise GuardFailed
         return graphs, keep, tracers
+
+    def _recorded(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
+        """Returns the result of `record`, with nodes merged if they have tiles and that pays.
+
+        Regions are programs of single operations, whatever they were recorded as.
+        """
+        cache = self.cache
+        if not cache.regions.tiles.is_used:
+            return record(None)
+        return record_either_way(cache, record)
 
     def relate(self, error: Exception) -> bool:
         """Returns whether to record again: the error was that lengths are not known to be equal."""

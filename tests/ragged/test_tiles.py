@@ -1,0 +1,404 @@
+"""Arrays of any length between the nodes of recursive functions, against the loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow, random_tree
+
+import jedbatch
+from jedbatch import testing
+
+SITES = [1, 5, 8, 16, 17, 30]  # tiles have 8 rows here
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 4), "v": (4,), "table": (5, 4)}
+    return {k: jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for k, s in shapes.items()}
+
+
+@jedbatch.cell
+def merge(params, left, right, time):
+    mixing = jax.nn.softmax(params["w"] * time)
+    return jnp.tanh(left @ mixing) * (right @ params["w"]) + time
+
+
+def prune(params, tree):
+    """States [sites, 4] of the root of a tree."""
+    if not isinstance(tree, tuple):
+        return tree
+    left, right, time = tree
+    return merge(params, prune(params, left), prune(params, right), time)
+
+
+def grown(rng, size, sites, width=4):
+    """A tree of arrays [sites, width], and of a number at every inner node."""
+    pairs = random_tree(rng, size, lambda: rng.normal(size=(sites, width)).astype(np.float32))
+
+    def timed(pair):
+        return pair if not isinstance(pair, tuple) else (*map(timed, pair), float(rng.random()))
+
+    return timed(pairs)
+
+
+def trees(seed, count=8, sites=SITES, least=2, most=7):
+    rng = np.random.default_rng(seed)
+    return [grown(rng, int(rng.integers(least, most)), int(rng.choice(sites))) for _ in range(count)]
+
+
+def on_tiles(batched, instances, params=None):
+    """The plan, which runs nothing before the graph."""
+    plan = batched.plan(weights() if params is None else params, instances)
+    testing.assert_merged(plan)
+    assert plan.host.tiled is not None
+    assert plan.host.ragged_calls is None
+    return plan
+
+
+def gradient(fn, instances):
+    """Of the sum of all results, in the parameters."""
+    total = lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(fn(p, instances)))  # noqa: E731
+    return jax.grad(total)(weights())
+
+
+def test_states_of_any_length_travel_through_trees():
+    def score(params, tree):
+        return jnp.log1p(jnp.square(prune(params, tree) @ params["v"])).sum()
+
+    batched = check(score, weights(), trees(0), rtol=1e-4)
+    on_tiles(batched, trees(0))
+    for seed in range(1, 3):
+        gradient(batched, trees(seed, 12))
+        batched(weights(), trees(seed, 12))
+    before = batched.compilations
+    for seed in range(3, 6):
+        new = trees(seed, 12, sites=[2, 3, 7, 9, 12, 28])  # trees and lengths that are new
+        expected = [score(weights(), tree) for tree in new]
+        assert_close(batched(weights(), new), jnp.stack(expected), 1e-4)
+        loop = gradient(lambda p, xs: [score(p, x) for x in xs], new)
+        assert_close(gradient(batched, new), loop, 2e-4)
+    assert batched.compilations == before
+
+
+def test_the_plan_says_what_runs_on_tiles():
+    batched = jedbatch.batch(lambda params, tree: prune(params, tree).sum())
+    instances = trees(0)
+    plan = on_tiles(batched, instances)
+    sites = [len(jax.tree.leaves(tree)[0]) for tree in instances]
+    inner = [(len(jax.tree.leaves(tree)) - 1) // 2 for tree in instances]
+    # Every inner node, and the sum at the root.
+    exist = sum(n * (k + 1) for n, k in zip(sites, inner, strict=True))
+    tiles = sum(-(-n // 8) * (k + 1) for n, k in zip(sites, inner, strict=True))
+    assert plan.ragged_rows == (8 * tiles, exist)
+    assert f"  tiles     {tiles} nodes on tiles of 8 rows: {8 * tiles} rows" in str(plan)
+
+
+def plain(params, tree):
+    """The same as `prune`, without a cell."""
+    if not isinstance(tree, tuple):
+        return tree
+    left, right, time = tree
+    left, right = plain(params, left), plain(params, right)
+    return jnp.tanh(left @ params["w"]) * jnp.where(right > 0, right, 0.1 * right) + time
+
+
+def across(params, x):
+    """Rows of [n, 4] in their relation to others, by row."""
+    weight = jax.nn.softmax(x @ params["v"])
+    centred = (x - x.mean(0, keepdims=True)) / (1e-2 + x.std(0, keepdims=True))
+    return centred * weight[:, None] + (x.max(0) - x.min(0))[None]
+
+
+def codes(params, tree):
+    """Rows are looked up in a table; lengths and places are asked for."""
+    x = plain(params, tree)
+    found = params["table"][(x[:, 0] > 0).astype(int)]
+    places = jnp.arange(x.shape[0], dtype=jnp.float32) / x.shape[0]
+    return (found * places[:, None]).sum() + jnp.ones(x.shape[0]).sum()
+
+
+@jedbatch.cell
+def related(params, left, right, time):
+    return across(params, left * time) + right @ params["w"]
+
+
+def recursive(node):
+    def fn(params, tree):
+        if not isinstance(tree, tuple):
+            return tree
+        left, right, time = tree
+        return node(params, fn(params, left), fn(params, right), time)
+
+    return fn
+
+
+def products(params, tree):
+    x = plain(params, tree)
+    return x.T @ x, jnp.prod(1 + 0.1 * x, axis=0), jax.nn.logsumexp(x, axis=0).sum()
+
+
+def sums_along_both(params, tree):
+    x = plain(params, tree)
+    return x.sum(), (x > 0).any(), (x > -9).all(0), x.argmax(0), x.argmin(), x[:, 1].max()
+
+
+CASES = {
+    "plain": lambda p, tree: plain(p, tree).mean(0),
+    "across": lambda p, tree: across(p, prune(p, tree)).sum(0),
+    "related": lambda p, tree: recursive(related)(p, tree).sum(0),
+    "codes": codes,
+    "products": products,
+    "sums_along_both": lambda p, tree: sums_along_both(p, tree)[:4],
+    "transposed": lambda p, tree: jnp.exp(p["w"] @ plain(p, tree).T).mean(1),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, "plain", "related"))
+def test_operations_of_rows_and_across_rows(name):
+    fn = CASES[name]
+    batched = check(fn, weights(), trees(3), rtol=3e-4)
+    on_tiles(batched, trees(3))
+    batched(weights(), trees(4, 16))
+    before = batched.compilations
+    batched(weights(), trees(5, 12))
+    assert batched.compilations == before
+
+
+def test_ties_share_the_derivative_of_a_maximum():
+    def fn(params, tree):
+        return jax.nn.relu(prune(params, tree) - 1).max(0) @ params["v"]
+
+    check(fn, weights(), trees(6), rtol=1e-4)
+
+
+def test_states_are_returned():
+    def fn(params, tree):
+        x = prune(params, tree)
+        return {"all": x, "first": x[:, 0], "sum": x.sum()}
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    instances = trees(7)
+    on_tiles(batched, instances)
+    expected = [fn(weights(), tree) for tree in instances]
+    assert_close(batched(weights(), instances), expected, 1e-4)
+    squares = lambda run: lambda p, xs: [x["all"] ** 2 for x in run(p, xs)]  # noqa: E731
+    loop = functools.partial(lambda p, xs: [fn(p, x) for x in xs])
+    found, known = (gradient(squares(run), instances) for run in (batched, loop))
+    assert_close(found, known, 2e-4)
+    with assert_no_recompile():
+        batched(weights(), trees(7)[::-1])
+
+
+def test_states_of_one_length_stack():
+    batched = jedbatch.batch(prune)
+    jedbatch.batch(prune, out_axes=None)
+    batched_sum = jedbatch.batch(lambda p, tree: prune(p, tree).sum())
+    batched_sum(weights(), trees(8))
+    instances = trees(9, sites=[11])
+    found = jedbatch.batch(prune, out_axes=None)(weights(), trees(8) + instances)[-8:]
+    assert_close(jnp.stack(found), batched(weights(), instances), 1e-4)
+
+
+def test_nan_stays_in_its_instance():
+    def fn(params, tree):
+        return jnp.log(jnp.abs(prune(params, tree))).sum()
+
+    batched = jedbatch.batch(fn)
+    instances = trees(10)
+    good = batched(weights(), instances)
+    jax.tree.leaves(instances[3])[0][-1] = np.nan
+    bad = batched(weights(), instances)
+    assert np.isnan(bad[3])
+    others = np.arange(8) != 3
+    assert_close(bad[others], good[others], 0)
+
+
+def test_rows_that_are_none_reach_nothing():
+    """Zeros in their place would make NaN of the gradient."""
+
+    def fn(params, tree):
+        x = jnp.exp(prune(params, tree))
+        return jnp.sqrt(x.sum(1)).sum() + (1 / x).max() + jnp.log(x).mean()
+
+    check(fn, weights(), trees(11, sites=[1, 3, 9, 13]), rtol=2e-4)
+
+
+def test_no_rows():
+    def fn(params, tree):
+        x = prune(params, tree)
+        return x.sum(), x.max(0, initial=-1.0), jnp.prod(x)
+
+    instances = trees(12, sites=[0, 3, 8])
+    assert 0 in {len(jax.tree.leaves(tree)[0]) for tree in instances}
+    batched = check(fn, weights(), instances, rtol=1e-4)
+    on_tiles(batched, instances)
+    mean = jedbatch.batch(lambda p, tree: prune(p, tree).mean())
+    with pytest.raises(ValueError, match=r"instance \d has an array of length 0.* a mean of"):
+        mean(weights(), instances)
+
+
+@jedbatch.cell
+def meet(params, x, y):
+    """Two arrays of different lengths, and what is known of each to the other."""
+    return x * jnp.tanh(y).mean(0)[None], y @ params["w"] + x.sum(0)[None]
+
+
+def test_several_lengths():
+    def fn(params, tree):
+        def visit(tree):
+            if not isinstance(tree[0], tuple):
+                return tree
+            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
+            return meet(params, x + 0.5 * u, y - v)
+
+        x, y = visit(tree)
+        return x.sum(0) @ params["w"] + y.max(0)
+
+    def made(seed, count):
+        rng = np.random.default_rng(seed)
+        found = []
+        for _ in range(count):
+            n, m = rng.choice([1, 4, 8, 11, 19], 2)
+            arrays = lambda: tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))  # noqa: B023, E731
+            found.append(random_tree(rng, int(rng.integers(2, 7)), arrays))
+        return found
+
+    batched = check(fn, weights(), made(0, 8), rtol=3e-4)
+    on_tiles(batched, made(0, 8))
+    batched(weights(), made(1, 16))
+    before = batched.compilations
+    batched(weights(), made(2, 10))
+    assert batched.compilations == before
+
+
+def test_loops_and_lattices():
+    """As many steps as the instance says, each of which reads two states before."""
+
+    @jedbatch.cell
+    def step(params, x, y):
+        return jnp.tanh(x @ params["w"]) + 0.3 * y
+
+    def fn(params, instance):
+        x, steps = instance
+        states = [x, 2 * x]
+        for back in steps:
+            states.append(step(params, states[-1], states[-back]))
+        return states[-1].mean(0)
+
+    def made(seed, count):
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 20, count)
+        return [
+            (rng.normal(size=(n, 4)).astype(np.float32), rng.integers(1, 3, n % 7).tolist())
+            for n in sizes.tolist()
+        ]
+
+    batched = check(fn, weights(), made(0, 12), rtol=2e-4)
+    on_tiles(batched, made(0, 12))
+    batched(weights(), made(1, 16))
+    before = batched.compilations
+    batched(weights(), made(2, 12))
+    assert batched.compilations == before
+
+
+def test_what_tiles_cannot_do_runs_as_before_and_says_so():
+    def fn(params, tree):
+        return jnp.cumsum(plain(params, tree), axis=0)[:, 0].sum()
+
+    instances = trees(13, 6, sites=[2, 3, 4], least=2, most=6)
+    batched = jedbatch.batch(fn)
+    expected = jnp.stack([fn(weights(), tree) for tree in instances])
+    assert_close(batched(weights(), instances), expected, 1e-4)
+    plan = batched.plan(weights(), instances)
+    assert plan.host.tiled is None
+    assert "`cumsum` across the rows of an array" in plan.host.untiled
+    assert "  tiles     none for some arrays, since `cumsum`" in str(plan)
+    with pytest.raises(AssertionError, match="a program of their own"):
+        testing.assert_merged(plan)
+
+
+def test_sentences_of_all_trees_still_run_before_the_graph():
+    """Programs of ragged values that instances share are regions, however many instances."""
+
+    def leaf(params, x):
+        return jnp.tanh(x @ params["w"]).sum(0)
+
+    def fn(params, tree):
+        if not isinstance(tree, tuple):
+            return leaf(params, tree)
+        return jnp.tanh(fn(params, tree[0]) - fn(params, tree[1]))
+
+    rng = np.random.default_rng(0)
+    sentence = lambda: rng.normal(size=(int(rng.integers(1, 9)), 4)).astype(np.float32)  # noqa: E731
+    forest = [random_tree(rng, int(rng.integers(1, 7)), sentence) for _ in range(12)]
+    plan = jedbatch.batch(fn).plan(weights(), forest)
+    assert plan.host.tiled is None
+    assert len(plan.host.ragged_calls.stages) == 1
+
+
+def test_regions_and_tiles_in_one_instance():
+    @jedbatch.cell
+    def sentence(params, x):
+        return (jax.nn.softmax(x @ params["w"] @ x.T) @ x).sum(0)
+
+    def fn(params, instance):
+        tree, words = instance
+        return prune(params, tree).sum(0) * sentence(params, words)
+
+    def made(seed):
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 9, 8)
+        words = [rng.normal(size=(n, 4)).astype(np.float32) for n in sizes]
+        return list(zip(trees(seed), words, strict=True))
+
+    batched = check(fn, weights(), made(0), rtol=3e-4)
+    plan = batched.plan(weights(), made(0))
+    assert plan.host.tiled is not None
+    assert len(plan.host.ragged_calls.stages) == 1
+    gradient(batched, made(1))
+    before = batched.compilations
+    gradient(batched, made(2))
+    assert batched.compilations == before
+
+
+def score(params, tree):
+    return jnp.square(prune(params, tree)).sum()
+
+
+def test_derivatives_of_second_order():
+    instances = trees(14, 6)
+    batched = jedbatch.batch(score)
+    mine = lambda p: batched(p, instances).sum()  # noqa: E731
+    loop = lambda p: sum(score(p, tree) for tree in instances)  # noqa: E731
+
+    def twice(f):
+        return jax.grad(lambda p: sum(jnp.vdot(g, g) for g in jax.tree.leaves(jax.grad(f)(p))))
+
+    assert_close(twice(mine)(weights()), twice(loop)(weights()), 1e-3)
+    tangents = jax.tree.map(jnp.ones_like, weights())
+    found = jax.jvp(mine, (weights(),), (tangents,))
+    assert_close(found, jax.jvp(loop, (weights(),), (tangents,)), 1e-3)
+
+
+def test_under_jit_and_in_the_inputs():
+    instances = trees(15)
+    batched = jedbatch.batch(score)
+    on_tiles(batched, instances)
+    plan = batched.plan(weights(), instances)
+    expected = jnp.stack([score(weights(), tree) for tree in instances])
+    assert_close(jax.jit(batched.apply)(weights(), plan), expected, 1e-4)
+
+    def filled(arrays):
+        arrays = iter(arrays)
+        return [
+            jax.tree.map(lambda x: next(arrays) if isinstance(x, np.ndarray) else x, tree)
+            for tree in instances
+        ]
+
+    arrays = [x for x in jax.tree.leaves(instances) if isinstance(x, np.ndarray)]
+    found = jax.grad(lambda xs: batched(weights(), filled(xs)).sum())(arrays)
+    known = jax.grad(lambda xs: sum(score(weights(), tree) for tree in filled(xs)))(arrays)
+    assert_close(found, known, 2e-4)
