@@ -213,6 +213,8 @@ class RaggedRecording:
         cache = self.cache
         if not cache.regions.tiles.is_used:
             return record(None)
+        if cache.readouts is not None:
+            cache.readouts.take_ragged()
         return record_either_way(cache, record)
 
     def relate(self, error: Exception) -> bool:

@@ -8,7 +8,8 @@ that depend on each other become one node.
 Nothing that runs before depends on them, so that merging them never makes anything wait.
 
 Only functions with cells, or with arrays whose length differs, have read-outs, and only where
-nobody has chosen a granularity. Operations on such arrays, loops and branches are left as they are.
+nobody has chosen a granularity. Operations on such arrays are left as they are unless they become
+nodes on tiles (see `_ragged.tile_types`), and so are loops and branches.
 """
 
 from collections.abc import Sequence
@@ -82,6 +83,16 @@ class Readouts:
         self._parts: dict[tuple, list[Part]] = {}
         self._is_plain: list[bool] = []
         self._is_cell: list[bool] = []
+        self._takes_ragged = False
+
+    def take_ragged(self) -> None:
+        """Takes operations on arrays of any length for others from now on, after cells."""
+        if not self._takes_ragged:
+            self._takes_ragged = True
+            self.revision += 1
+            self._length, self._returned = None, frozenset()
+            for known in (self._parts, self._is_plain, self._is_cell):
+                known.clear()
 
     def merge(self, graph: Graph) -> Graph:
         """Returns a graph of instances with their read-outs merged."""
@@ -126,7 +137,9 @@ class Readouts:
             key = operation_of(node_type).key[0]
             origin = key[0] if isinstance(key, tuple) else key
             kind = origin[0] if isinstance(origin, tuple) else origin
-            is_packed = any(is_ragged(t.shape) for t in (*node_type.operands, *node_type.results))
+            is_packed = not self._takes_ragged and any(
+                is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)
+            )
             self._is_cell.append(kind == "cell" or is_packed)
             self._is_plain.append(
                 (isinstance(kind, Primitive) or kind in ("custom", PICK))
