@@ -61,12 +61,12 @@ def on_tiles(batched, instances, params=None):
 
 
 def compiles_nothing_late(batched, made):
-    """After a few minibatches `made(seed)`, others, somewhat smaller, compile nothing."""
-    for seed in (11, 12, 13, 20):
-        batched(weights(), made(seed))
+    """After a few minibatches `made(seed, most=7)`, others, somewhat smaller, compile nothing."""
+    for seed in (11, 12, 13):
+        batched(weights(), made(seed, most=7))
     before = batched.compilations
     for seed in (14, 15):
-        batched(weights(), made(seed)[:6])
+        batched(weights(), made(seed, most=6))
     assert batched.compilations == before
 
 
@@ -272,13 +272,13 @@ def test_several_lengths():
         x, y = visit(tree)
         return x.sum(0) @ params["w"] + y.max(0)
 
-    def made(seed, count=8):
+    def made(seed, count=8, most=7):
         rng = np.random.default_rng(seed)
         found = []
         for _ in range(count):
             n, m = rng.choice([1, 4, 8, 11, 19], 2)
             arrays = lambda: tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))  # noqa: B023, E731
-            found.append(random_tree(rng, int(rng.integers(2, 7)), arrays))
+            found.append(random_tree(rng, int(rng.integers(2, most)), arrays))
         return found
 
     batched = check(fn, weights(), made(0), rtol=3e-4)
@@ -300,11 +300,11 @@ def test_loops_and_lattices():
             states.append(step(params, states[-1], states[-back]))
         return states[-1].mean(0)
 
-    def made(seed, count=12):
+    def made(seed, count=12, most=7):
         rng = np.random.default_rng(seed)
         sizes = rng.integers(1, 20, count)
         return [
-            (rng.normal(size=(n, 4)).astype(np.float32), rng.integers(1, 3, n % 7).tolist())
+            (rng.normal(size=(n, 4)).astype(np.float32), rng.integers(1, 3, n % most).tolist())
             for n in sizes.tolist()
         ]
 
