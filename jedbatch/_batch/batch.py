@@ -116,6 +116,9 @@ def batch(
     cannot decide on: a function that does is run for each length by itself, and so is one that does
     to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
     sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+    Where instances do the same to such arrays, all rows run before the other nodes; where each does
+    it in a way of its own, as a recursion over trees does, nodes run on tiles of a fixed number of
+    rows, if they treat rows alike or reduce them.
     What Python gives no say in tells nothing about lengths: `n is m`, `type(n)`, and, inside of
     cells and of jit-ted functions, whether `jax.typeof(x) == jax.typeof(y)`; compare `n == m`.
 

@@ -293,7 +293,8 @@ class Batched(Generic[*Given, Result]):
           TypeError: arguments are not what the function takes.
           ValueError: arguments disagree in length, or the function closes over a traced value of an
             outer transformation, which a plan cannot keep; or there is no such axis, there are
-            fewer instances than devices along it, or arrays in instances that differ in length.
+            fewer instances than devices along it, or arrays in instances that differ in length
+            and do not run as tiles.
         """
         checks.flag("plan", "gradient", gradient)
         devices = checked_devices("plan", mesh, axis)

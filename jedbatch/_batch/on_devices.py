@@ -75,8 +75,8 @@ def plan_on_devices(
     """Returns the plan of a minibatch that is cut over devices; see `Batched.plan`.
 
     Raises:
-      ValueError: there are fewer instances than devices, arrays differ in length, or the function
-        reads values of an outer transformation.
+      ValueError: there are fewer instances than devices, arrays differ in length and do not run as
+        tiles, or the function reads values of an outer transformation.
     """
     check_number("plan", batched._name, len(instances), devices)
     with batched._planning:
