@@ -157,7 +157,7 @@ class Regions:
 
     def cut(
         self, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
-    ) -> "Cut | None":
+    ) -> "Cut | Uncut | None":
         """Returns the graph of a record with ragged nodes, to be cut; None if it has none.
 
         Args:
@@ -167,8 +167,14 @@ class Regions:
         """
         graph = Graph.select([(record.whole, record.index)])
         returned = any(is_ragged(shape) for shape, _ in record.types)
-        if not (returned or any(map(self.is_ragged, set(graph.node_type.tolist())))):
+        types = list(filter(self.is_ragged, set(graph.node_type.tolist())))
+        if not (returned or types):
             return None
+        if types and self.tiles.all_wanted(list(map(self.on_tiles, types))):
+            outputs = graph.outputs[graph.outputs < 0].tolist()
+            kinds = [c.type for c in graph.inputs for _ in range(len(c))] if outputs else []
+            if not any(is_ragged(kinds[-1 - v].shape) for v in outputs):
+                return Uncut(graph, record, num_arrays, leaf_of)
         return Cut(self, graph, record, num_arrays, leaf_of)
 
     def has_tiles(self, subgraph: "_Subgraph") -> bool:
@@ -246,6 +252,31 @@ class _Subgraph:
                 assert source.rows is not None
                 numbers[k] = source.rows[0]
         return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Uncut:
+    """The graph of one instance of which all ragged nodes become nodes on tiles.
+
+    Attributes:
+      graph: of the instance.
+      record: of the instance.
+      num_arrays: how many arrays it has.
+      leaf_of: those whose length each symbol is.
+    """
+
+    graph: Graph
+    record: Record
+    num_arrays: int
+    leaf_of: Mapping[str, Sequence[int]]
+
+    def note(self) -> None:
+        """Does nothing, since there are no regions."""
+
+    def result(self) -> RaggedRecord:
+        """Returns the record."""
+        form = self.record.structure, self.record.types
+        return RaggedRecord(self.graph, 0, *form, (), self.num_arrays)
 
 
 class Cut:

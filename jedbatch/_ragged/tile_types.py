@@ -127,6 +127,13 @@ class TileTypes:
         self.apart = reasons[0] if reasons else self.apart
         return not reasons
 
+    def all_wanted(self, types: Collection[RaggedNodeType]) -> bool:
+        """Returns whether ragged nodes of these types become nodes on tiles, wherever they are."""
+        if not self.is_used:
+            return False
+        many = all(len(self._programs.get(t.number, ())) > MAX_PROGRAMS for t in types)
+        return many and not any(isinstance(self.nodes(t), str) for t in types)
+
     def choose_rows(self, lengths: Sequence[int]) -> None:
         """Chooses how many rows a tile has, for arrays of about these lengths."""
         if self.rows or not lengths:

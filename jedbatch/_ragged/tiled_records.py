@@ -229,17 +229,20 @@ def _tiles(array: Array, part: TiledArray, size: int) -> Array:
     """Returns [k, ...], the tiles of an array or of a part of it; the last row is repeated."""
     if not isinstance(array, Tracer):
         array = fetched(array)
+    if part.path:
+        array = functools.reduce(lambda x, index: x[index], part.path, array)
     xp: Any = np if isinstance(array, np.ndarray) else jnp
-    array = functools.reduce(lambda x, index: x[index], part.path, array)
-    shape, axis = array.shape, part.axis
-    missing = -shape[axis] % size
-    if missing:
-        last = array[(slice(None),) * axis + (slice(-1, None),)]
-        array = xp.concatenate([array, xp.repeat(last, missing, axis)], axis)
-    tiles = array.reshape(*shape[:axis], -1, size, *shape[axis + 1 :]) if shape[axis] else array
-    if not shape[axis]:
-        return xp.zeros((0, *shape[:axis], size, *shape[axis + 1 :]), array.dtype)
-    return xp.moveaxis(tiles, axis, 0)
+    rows = xp.moveaxis(array, part.axis, 0) if part.axis else array
+    count, rest = rows.shape[0], rows.shape[1:]
+    missing = -count % size
+    if missing and xp is np:
+        padded = np.empty((count + missing, *rest), rows.dtype)
+        padded[:count], padded[count:] = rows, rows[-1]
+        rows = padded
+    elif missing:
+        rows = jnp.concatenate([rows, jnp.repeat(rows[-1:], missing, 0)])
+    tiles = rows.reshape(-1 if count else 0, size, *rest)
+    return xp.moveaxis(tiles, 1, 1 + part.axis) if part.axis else tiles
 
 
 def tiled_rows(records: Sequence[Record], size: int) -> TiledRows | None:

@@ -13,7 +13,7 @@ from typing import Any
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
-from jedbatch._ragged.regions import Cut
+from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import immutable, instance_key
@@ -181,7 +181,7 @@ class RaggedRecording:
                 return given and given.types
 
             graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
-        cuts: list[Cut | None] = []
+        cuts: list[Cut | Uncut | None] = []
         for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
             self.number = i
             self.asked[i].check()
