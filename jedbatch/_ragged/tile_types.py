@@ -54,14 +54,14 @@ class NodeOnTiles:
 
     Attributes:
       steps: in order.
-      lengths: extents whose values are in the slots behind the operands.
+      lengths: extents whose values are in the slots behind the operands, and types of these.
       returned: slots of the results.
       symbols: of the extents, in order.
       nonempty: extents that must not be 0, each with the operation that says so.
     """
 
     steps: tuple[StepOnTiles, ...]
-    lengths: tuple[AxisSize, ...]
+    lengths: tuple[tuple[AxisSize, ValueType], ...]
     returned: tuple[int, ...]
     symbols: tuple[str, ...]
     nonempty: tuple[tuple[AxisSize, str], ...]
@@ -208,7 +208,10 @@ class TileTypes:
             end += len(call_spec.results)
         return NodeOnTiles(
             tuple(steps),
-            tuple(program.lengths.values()),
+            tuple(
+                (extent, self.registry.value_types[self._value_type(program, v)])
+                for v, extent in program.lengths.items()
+            ),
             tuple(slot[v] for v in program.outvars),
             ragged.symbols,
             program.nonempty,

@@ -409,7 +409,7 @@ class _TemplateMaker:
         slots = read
         if node.lengths or node.nonempty:
             numbers = tuple(zip(node.symbols, symbols, strict=True))
-            slots += [self._length(extent, numbers) for extent in node.lengths]
+            slots += [self._length(*length, numbers) for length in node.lengths]
             self.nonempty.update(((e, numbers, name), None) for e, name in node.nonempty)
         for step in node.steps:
             symbol = symbols[step.symbol] if step.symbol >= 0 else -1
@@ -448,11 +448,13 @@ class _TemplateMaker:
             self._row_refs[symbol] = refs
         return self._row_refs[symbol]
 
-    def _length(self, extent: AxisSize, numbers: tuple[tuple[str, int], ...]) -> int:
+    def _length(
+        self, extent: AxisSize, kind: ValueType, numbers: tuple[tuple[str, int], ...]
+    ) -> int:
         """Returns a reference to the value of an extent."""
         key = extent, numbers
         row = self.lengths.setdefault(key, len(self.lengths))
-        return self._input(TileInput(ROW_NUMBER, ONCE, -1, LENGTHS, row))
+        return self._input(TileInput(kind, ONCE, -1, LENGTHS, row))
 
 
 def _behind(x: InputRows | TileInput, num_arrays: int, added: int) -> InputRows | TileInput:
