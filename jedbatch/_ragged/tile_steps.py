@@ -32,7 +32,7 @@ from jedbatch._ragged.row_rules import bind_rows, run_row
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 from jedbatch._support.types import Array, AxisSize, Dtype
 
-INLINED_WORK = 1 / 4  # of a tile, that is done again in each rather than once for all
+INLINED_WORK = 1 / 32  # of a tile, that is done again in each rather than once for all
 FEW_OPERATIONS = 16  # that are done again wherever they are read
 
 TypeOfValue = tuple[tuple[AxisSize, ...], Dtype, bool]  # (shape, dtype, weak), maybe ragged

@@ -22,7 +22,7 @@ from jedbatch._support.types import AxisSize
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles
 TILE_ROWS = (128, 64, 32, 16)  # that a tile may have
 LEAST_TILE_ROWS = 8
-MAX_PADDING = 0.15  # rows of tiles beyond those that exist
+MAX_PADDING = 0.1  # rows of tiles beyond those that exist
 ROW_NUMBER = ValueType((), np.dtype(np.int32))  # of the first row of a tile, and of its rows
 
 
