@@ -147,9 +147,13 @@ class TileTypes:
         if ragged.number not in self._nodes:
             try:
                 self._nodes[ragged.number] = self._make(ragged)
-            except CannotMergeError as error:
+            except Exception as error:  # of JAX too, from what is not known to run on tiles
+                reason = str(error)
+                if not isinstance(error, CannotMergeError):
+                    name = self.registry.node_types[ragged.id].name
+                    reason = f"`{name}` raises {type(error).__name__} on a tile"
                 line = self.registry.lines.get(ragged.id)
-                self._nodes[ragged.number] = f"{error}{f' at {line}' if line else ''}"
+                self._nodes[ragged.number] = f"{reason}{f' at {line}' if line else ''}"
         return self._nodes[ragged.number]
 
     def of_tile(self, shape: Sequence[AxisSize]) -> tuple[int, ...]:
