@@ -4,6 +4,7 @@
   `Plan` what `Batched.plan` makes.
 - `cell`: a function as one unit of batching.
 - `lazy`: a scope in which imperative code is batched; `Lazy` makes others with options.
+- `Exported`: a batched function without Python, as `Batched.export` returns and `load` reads it.
 - `Graph`, `evaluate`: graphs prepared beforehand, and how a batched function computes one.
 - `schedule`, `Schedule`, `policies`, `lower_bound`: cutting a graph into batches.
 - `layout`, `Layout`: where values are kept, and how they are read.
@@ -25,6 +26,7 @@ from jedbatch._batch.batch import batch
 from jedbatch._batch.batched import Batched, Plan
 from jedbatch._batch.calibrate import Calibration, calibrate
 from jedbatch._batch.info import info
+from jedbatch._export.exported import Exported
 from jedbatch._graph.graph import Graph
 from jedbatch._kernel.target import Target, compiler_options
 from jedbatch._layout.layout import Layout, layout
@@ -43,6 +45,7 @@ except importlib.metadata.PackageNotFoundError:  # run from a source tree that i
 __all__ = [
     "Batched",
     "Calibration",
+    "Exported",
     "Graph",
     "Layout",
     "Lazy",

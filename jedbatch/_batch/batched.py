@@ -29,6 +29,7 @@ from jedbatch._batch.on_devices import (
 from jedbatch._batch.planner import planner
 from jedbatch._batch.warming import warm
 from jedbatch._control_flow.rounds import Stepwise, note_decision
+from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration, without_mesh
@@ -307,6 +308,8 @@ class Batched(Generic[*Given, Result]):
     plans = plans
     planner = planner
     warm = warm
+    export = export
+    graph = graph
 
     def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
         """A plan that can be kept, or an error if it needs values of an outer transformation."""

@@ -27,10 +27,10 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.thread_settings import SETTINGS
 from jedbatch._session.degenerate import warn_once
 from jedbatch._session.portable import (
-    Exported,
     Exporter,
     ImportedPrograms,
     NoProgramError,
+    ProgramForms,
     digest_of,
 )
 from jedbatch._support.types import Array, PyTree
@@ -53,7 +53,7 @@ class Prepared:
       planner: the identity of the planner.
       instances: the minibatch, if it is to be planned where the programs are; else None.
       reason: why it is.
-      program, reverse: numbers of the programs (see `Exported`).
+      program, reverse: numbers of the programs (see `ProgramForms`).
       tables: of both.
       inputs: as of plans.
       results: pytrees with the structures of results, and the rest of an `OutputSpec`.
@@ -206,7 +206,7 @@ class Planner:
         assert prepared.inputs is not None
         return Plan(static, *prepared.tables, prepared.inputs)
 
-    def _programs(self) -> Exported:
+    def _programs(self) -> ProgramForms:
         """Returns the programs in use by now."""
         return self._exporter.export()
 
@@ -312,7 +312,7 @@ class PlannerCopy:
         except Exception as error:
             self._reason = f"it could not be read there: {named(error)}"
 
-    def prepare(self, instances: Sequence[Any], programs: Exported | None = None) -> Prepared:
+    def prepare(self, instances: Sequence[Any], programs: ProgramForms | None = None) -> Prepared:
         """Plans a minibatch.
 
         Args:
@@ -365,7 +365,7 @@ class _Work:
             return True
         return digest_of(plan, self._session.registry, self._programs.identities) == digest
 
-    def prepare(self, instances: list[Any], programs: Exported | None) -> Prepared:
+    def prepare(self, instances: list[Any], programs: ProgramForms | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""
         if self._is_another:
             return Prepared(self._identity, instances, ANOTHER_FUNCTION)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,8 @@ from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._session.pipeline import reserve_programs
 from jedbatch._session.session import Session
+from jedbatch._support.samples import cut_evenly
 from jedbatch._support.types import Leaf, PyTree
-
-Instance = TypeVar("Instance")
 
 
 def warm(
@@ -217,19 +216,6 @@ def check_possible(
             f"`warm` got gradient=True, and neither the shared arguments of `{name}` nor its "
             "instances have floats; expected something to take gradients with respect to."
         )
-
-
-def cut_evenly(instances: Sequence[Instance], size: int) -> list[list[Instance]]:
-    """Returns minibatches of exactly `size` instances, which together hold all of them.
-
-    The last one has some that another has if they are not a multiple; all of them repeat if there
-    are fewer.
-    """
-    count = len(instances)
-    if count < size:
-        return [[instances[i % count] for i in range(size)]]
-    starts = [*range(0, count - size, size), count - size]
-    return [list(instances[i : i + size]) for i in starts]
 
 
 def one_of_each(minibatches: Sequence[Any], plans: Sequence[Plan]) -> list[Any]:

@@ -525,25 +525,24 @@ class Graph:
     def save(self, path: str | Path) -> None:
         """Writes the graph as an npz file (no pickle inside), whole or not at all.
 
-        Types are stored by name. Only inputs that the graph holds itself can be stored, not
-        those that are read from an instance at hand.
+        Types made by `Graph.from_dag` are stored by name, those of `Batched.graph` as a whole.
 
         Args:
           path: the file.
 
         Raises:
-          TypeError: inputs are of a dtype that NumPy does not store as numbers, such as bfloat16.
+          TypeError: inputs are of a dtype that NumPy cannot store, such as bfloat16.
           ValueError: inputs are read from an instance.
         """
         if any(chunk.leaf is not None for chunk in self.inputs):
             raise ValueError(
-                "`Graph.save` got a graph that reads arrays of a Python instance; store "
-                "graphs made by `Graph.from_dag`, which hold their inputs."
+                "`Graph.save` got a graph that reads arrays of a Python instance; store graphs "
+                "made by `Graph.from_dag` or `Batched.graph`, which hold their inputs."
             )
-        inputs = [np.asarray(chunk.rows) for chunk in self.inputs]
-        names = [t.name for t in self.types]
-        arrays = self.node_type, self.operand_ptr, self.operand, self.outputs
-        serialize.save(path, names, arrays, inputs)
+        inputs = [(chunk.type, np.asarray(chunk.rows)) for chunk in self.inputs]
+        is_typed = self.num_instances != 1 or any(t.results for t in self.types)
+        names = serialize.ARRAYS + serialize.INSTANCES * is_typed
+        serialize.save(path, self.types, {x: getattr(self, x) for x in names}, inputs)
 
     @staticmethod
     def load(path: str | Path, *, max_bytes: int | None = None) -> Graph:
@@ -552,7 +551,7 @@ class Graph:
         Args:
           path: the file.
           max_bytes: what its arrays may take in memory; by default 256 MB, or a hundred times the
-            size of the file if that is more. A file of one megabyte can hold a gigabyte of zeros.
+            size of the file if that is more, since a small file can hold a gigabyte of zeros.
 
         Returns:
           The graph.
@@ -561,13 +560,17 @@ class Graph:
           FileNotFoundError: there is no such file.
           ValueError: it is no graph, is damaged, or takes more memory.
         """
-        names, arrays, inputs = serialize.load(path, max_bytes)
+        header, arrays, inputs = serialize.load(path, max_bytes)
         try:
-            node_type, operand_ptr, operand, outputs = arrays
-            return Graph.from_dag(
-                node_type, (operand_ptr, operand), names=names, inputs=inputs, outputs=outputs
-            )
-        except (TypeError, ValueError) as error:
+            if "names" in header:
+                node_type, ptr, operand, outputs = (arrays[x] for x in serialize.ARRAYS)
+                given = {"names": header["names"], "inputs": inputs, "outputs": outputs}
+                return Graph.from_dag(node_type, (ptr, operand), **given)
+            types, kinds, columns = serialize.typed(header, arrays, inputs)
+            graph = Graph(types=types, inputs=tuple(map(InputRows, kinds, inputs)), **columns)
+            graph.check()
+            return graph
+        except (KeyError, TypeError, ValueError) as error:
             raise serialize.unreadable(path, error) from error
 
 

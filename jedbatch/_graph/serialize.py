@@ -3,22 +3,27 @@
 An npz file is a zip archive of arrays. It comes from elsewhere, so nothing in it is unpacked before
 it is known to be an array of the graph, to be as long as its header says, and to fit into memory:
 zeros take a thousandth of their size in there.
+
+Version 1 has names of types, for one instance. Version 2 has all of a type that has no Python in it
+(see `type_to_json`), and where the instances begin.
 """
 
 import json
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import numpy as np
 
 from jedbatch import checks
+from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._support.files import replacing
 
-FORMAT = "jedbatch graph, version 1"
+BARE, TYPED = "jedbatch graph, version 1", "jedbatch graph, version 2"
 ARRAYS = ("node_type", "operand_ptr", "operand", "outputs")
+INSTANCES = ("node_ptr", "input_ptr", "output_ptr")
 MAX_BYTES, MAX_RATIO = 1 << 28, 100  # of what is unpacked, if the caller does not say
 HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -27,24 +32,34 @@ HEADERS = {
 
 
 def save(
-    path: Any, names: list[str], arrays: Sequence[np.ndarray], inputs: Sequence[np.ndarray]
+    path: Any, types: Sequence[NodeType], arrays: Mapping[str, np.ndarray], inputs: Sequence[Any]
 ) -> None:
-    """Writes a graph: names of its types, its arrays in the order of `ARRAYS`, and its inputs."""
-    for rows in inputs:
+    """Writes a graph.
+
+    Args:
+      path: the file.
+      types: of its nodes.
+      arrays: those named in `ARRAYS`, and for version 2 those in `INSTANCES`.
+      inputs: the value type and the rows of each.
+    """
+    for _, rows in inputs:
         if rows.dtype.kind not in "biufc":
             raise TypeError(
                 f"`Graph.save` got inputs of dtype {rows.dtype}; expected numbers that NumPy knows "
                 "by itself. Store them as float32 or as integers, and convert them in the cells."
             )
-    members = dict(zip(ARRAYS, arrays, strict=True))
-    members |= {f"input_{i}": rows for i, rows in enumerate(inputs)}
-    header = np.array(json.dumps({"format": FORMAT, "names": names}))
+    header: dict[str, Any] = {"format": BARE, "names": [t.name for t in types]}
+    if len(arrays) > len(ARRAYS):
+        input_types = [value_type_to_json(kind) for kind, _ in inputs]
+        header = {"format": TYPED, "inputs": input_types, "types": list(map(type_to_json, types))}
+    members = dict(arrays) | {f"input_{i}": rows for i, (_, rows) in enumerate(inputs)}
+    written = np.array(json.dumps(header))
     with replacing("Graph.save", path) as file:
-        np.savez_compressed(file, header=header, **members)  # type: ignore[arg-type]
+        np.savez_compressed(file, header=written, **members)
 
 
-def load(path: object, max_bytes: int | None) -> tuple[list[str], list[Any], list[Any]]:
-    """(names, arrays, inputs) of a file; raises `ValueError` if it was not written by `save`."""
+def load(path: object, max_bytes: int | None) -> tuple[dict, dict[str, Any], list[Any]]:
+    """(header, arrays, inputs) of a file; raises `ValueError` if it was not written by `save`."""
     if max_bytes is not None:
         checks.whole("Graph.load", "max_bytes", max_bytes)
     with open(checks.path("Graph.load", path), "rb") as file:
@@ -57,6 +72,57 @@ def load(path: object, max_bytes: int | None) -> tuple[list[str], list[Any], lis
             raise unreadable(path, error) from error
 
 
+def value_type_to_json(value_type: ValueType) -> list[Any]:
+    """Returns a type of values as JSON."""
+    return [list(value_type.shape), str(value_type.dtype), value_type.weak]
+
+
+def value_type_from_json(written: Any) -> ValueType:
+    """Returns the type of values that `value_type_to_json` wrote."""
+    shape, dtype, weak = written
+    return ValueType(tuple(map(int, shape)), np.dtype(dtype), bool(weak))
+
+
+def type_to_json(node_type: NodeType) -> dict[str, Any]:
+    """Returns what a node type is to another process, as JSON."""
+    return {
+        "name": node_type.name,
+        "label": node_type.label,
+        "identity": node_type.identity,
+        "operands": list(map(value_type_to_json, node_type.operands)),
+        "results": list(map(value_type_to_json, node_type.results)),
+    }
+
+
+def type_from_json(written: Any) -> NodeType:
+    """Returns the node type that `type_to_json` wrote."""
+    return NodeType(
+        str(written["name"]),
+        operands=tuple(map(value_type_from_json, written["operands"])),
+        results=tuple(map(value_type_from_json, written["results"])),
+        label=str(written["label"]),
+        identity=str(written["identity"]),
+    )
+
+
+def typed(
+    header: dict, arrays: Mapping[str, Any], inputs: Sequence[np.ndarray]
+) -> tuple[tuple[NodeType, ...], list[ValueType], dict[str, np.ndarray]]:
+    """Returns (node types, types of inputs, arrays) of a file of version 2, or raises an error."""
+    kinds = list(map(value_type_from_json, header["inputs"]))
+    for kind, rows in zip(kinds, inputs, strict=True):
+        if (rows.shape[1:], rows.dtype) != (kind.shape, kind.dtype) or not rows.ndim:
+            raise ValueError(f"inputs of type {kind} have rows {rows.shape} of {rows.dtype}")
+    wide = ("operand_ptr", *INSTANCES)
+    columns = {
+        name: checks.whole_array(
+            "Graph.load", f"`{name}`", x, np.int64 if name in wide else np.int32
+        )
+        for name, x in arrays.items()
+    }
+    return tuple(map(type_from_json, header["types"])), kinds, columns
+
+
 def unreadable(path: Any, error: Exception) -> ValueError:
     """The error that says which file cannot be read."""
     reason = checks.cut(error) or type(error).__name__
@@ -66,14 +132,16 @@ def unreadable(path: Any, error: Exception) -> ValueError:
     )
 
 
-def _read(archive: zipfile.ZipFile, most: int) -> tuple[list[str], list[Any], list[Any]]:
+def _read(archive: zipfile.ZipFile, most: int) -> tuple[dict, dict[str, Any], list[Any]]:
     filenames = [info.filename for info in archive.infolist()]
-    inputs = [f"input_{i}" for i in range(len(filenames) - len(ARRAYS) - 1)]
-    expected = ["header", *ARRAYS, *inputs]
+    is_typed = f"{INSTANCES[0]}.npy" in filenames
+    names = ARRAYS + INSTANCES if is_typed else ARRAYS
+    inputs = [f"input_{i}" for i in range(len(filenames) - len(names) - 1)]
+    expected = ["header", *names, *inputs]
     if sorted(filenames) != sorted(f"{name}.npy" for name in expected):
         raise ValueError(
             f"it holds {checks.brief(sorted(filenames))}; expected header.npy, "
-            f"{', '.join(f'{name}.npy' for name in ARRAYS)}, input_0.npy and so on, each once"
+            f"{', '.join(f'{name}.npy' for name in names)}, input_0.npy and so on, each once"
         )
     total = sum(info.file_size for info in archive.infolist())
     if total > most:
@@ -87,12 +155,17 @@ def _read(archive: zipfile.ZipFile, most: int) -> tuple[list[str], list[Any], li
         with archive.open(f"{name}.npy") as member:
             arrays.append(_array(member, name, sizes[f"{name}.npy"]))
     header = json.loads(str(arrays[0]))
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    wanted = TYPED if is_typed else BARE
+    if not isinstance(header, dict) or header.get("format") != wanted:
         came = header.get("format") if isinstance(header, dict) else header
-        raise ValueError(f"its format is {checks.brief(came)}, not {FORMAT!r}")
-    if not isinstance(header.get("names"), list):
-        raise ValueError(f"its names are {checks.brief(header.get('names'))}, not a list")
-    return header["names"], arrays[1 : 1 + len(ARRAYS)], arrays[1 + len(ARRAYS) :]
+        raise ValueError(f"its format is {checks.brief(came)}, not {wanted!r}")
+    for name in ("types", "inputs") if is_typed else ("names",):
+        if not isinstance(header.get(name), list):
+            raise ValueError(f"its {name} are {checks.brief(header.get(name))}, not a list")
+    if is_typed and len(header["inputs"]) != len(inputs):
+        raise ValueError(f"it has {len(inputs)} inputs and {len(header['inputs'])} types of these")
+    found = dict(zip(names, arrays[1:], strict=False))
+    return header, found, arrays[1 + len(names) :]
 
 
 def _array(member: IO[bytes], name: str, size: int) -> np.ndarray:

@@ -64,6 +64,7 @@ class NodeType:
       operands: types of the operands, in order.
       shared: ids of the shared values read, in order.
       results: types of the results, in order.
+      identity: a digest of what nodes compute, the same in every process; "" if it is not known.
     """
 
     name: str
@@ -72,6 +73,7 @@ class NodeType:
     shared: tuple[int, ...] = ()
     results: tuple[ValueType, ...] = ()
     label: str = field(default="", compare=False)
+    identity: str = field(default="", compare=False)
 
     @property
     def num_results(self) -> int:
@@ -79,7 +81,7 @@ class NodeType:
         return len(self.results) or 1
 
     def __str__(self) -> str:
-        if self.operation is None:
+        if self.operation is None and not self.results:
             return self.name
         return f"{self.name}({_list(self.operands)}) -> {_list(self.results)}"
 

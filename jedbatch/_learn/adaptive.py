@@ -73,6 +73,11 @@ class Adaptive:
         return more or len(self._present(graph) - self._labels) > len(self._labels)
 
     @property
+    def learned(self) -> FSM | None:
+        """The machine that was learned; None as long as schedules are made by rank."""
+        return None if self._by_rank else self._machine
+
+    @property
     def machine(self) -> FSM | None:
         """The machine in use; None before anything was planned.
 

@@ -39,6 +39,7 @@ class Differentiable:
         join: Callable[[Pieces], tuple[Any, Any]],
         permit: Callable,
         reverse_of: Callable,
+        refuse: Callable[[], None] | None = None,
     ):
         """Prepares a program.
 
@@ -52,6 +53,8 @@ class Differentiable:
           reverse_of: from the reverse table, for each arena bool[pieces] that have a cotangent, and
             what it is differentiated with respect to (see `Refused.origins`), to the reverse
             signature and its tables, when they are needed.
+          refuse: raises an error if it must not be differentiated in reverse mode twice; by default
+            if some kernel has rules of the user's for the reverse.
         """
         self.executor_of = executor_of
         self.signature = signature
@@ -61,7 +64,7 @@ class Differentiable:
         self.reverse_of = reverse_of
         # of arguments, results and what is kept; known once it has run
         self.tree = self.pieces = self.state = jax.tree.structure(None)
-        refuse = functools.partial(refuse_rules_of, signature)
+        refuse = refuse or functools.partial(refuse_rules_of, signature)
         self.program = Symmetric(self._run, self._known, self._pull_back, refuse)
 
     def __call__(self, *args: Any) -> Pieces:

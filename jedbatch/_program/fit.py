@@ -145,7 +145,7 @@ def make_ample_signature(
         if signature is None or not signature.capacity.holds(placed.more_ample):
             signature = make_signature(placed, signature, forgotten, placed.more_ample)
     assert signature is not None
-    most = max(_num_instructions(placed, signature) for placed in minibatches)
+    most = max(num_instructions(placed, signature) for placed in minibatches)
     if most > signature.num_instructions:
         signature = replace(signature, num_instructions=round_up(2 * most))
     return signature
@@ -194,7 +194,7 @@ def lowered_for(minibatches: Sequence[Placement], signature: Signature) -> list[
     return several
 
 
-def _num_instructions(placed: Placement, signature: Signature) -> int:
+def num_instructions(placed: Placement, signature: Signature) -> int:
     """Returns how many instructions of a program a minibatch takes."""
     placed = narrowed(placed, signature)
     rows = operand_rows(placed, Rows.of(placed, signature))

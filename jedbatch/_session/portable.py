@@ -65,7 +65,7 @@ class KernelForm:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ProgramForms:
     """Programs for other processes.
 
     Attributes:
@@ -226,10 +226,10 @@ class Exporter:
         self.forward: list[Signature] = []
         self.reverse: list[ReverseSignature] = []
         self._identities: dict[Kernel, bytes | None] = {}
-        self._exported: Exported | None = None
+        self._exported: ProgramForms | None = None
         self._in_use: Any = None
 
-    def export(self) -> Exported:
+    def export(self) -> ProgramForms:
         """Returns the programs in use."""
         in_use = self._programs.in_use
         if self._exported is None or in_use != self._in_use:
@@ -241,7 +241,7 @@ class Exporter:
         forward: list[Signature],
         reverse: list[ReverseSignature],
         reserved: list[Signature],
-    ) -> Exported:
+    ) -> ProgramForms:
         numbers = [_number(self.forward, s) for s in forward]
         has_reverse = {kernel for r in reverse for kernel in r.forward.kernels}
         forms = self._forms({k: None for s in forward for k in s.kernels}, has_reverse)
@@ -250,7 +250,7 @@ class Exporter:
         for r in reverse:
             without: Any = replace(r, forward=None)  # type: ignore[arg-type]
             reverses[_number(self.reverse, r)] = numbers[forward.index(r.forward)], without
-        return Exported(
+        return ProgramForms(
             self._exported.version + 1 if self._exported else 0,
             dict(zip(numbers, made, strict=True)),
             reverses,
@@ -304,7 +304,7 @@ class ImportedPrograms(ProgramCache):
             None,
             programs.control_flow,
         )
-        self._exported: Exported | None = None
+        self._exported: ProgramForms | None = None
         self._own: dict[bytes, Kernel | None] = {}  # None for one that two have
         self.identities: dict[Kernel, bytes | None] = {}
         self._is_old = True
@@ -316,7 +316,7 @@ class ImportedPrograms(ProgramCache):
         """The version of the programs; -1 if there are none."""
         return self._exported.version if self._exported else -1
 
-    def accept(self, exported: Exported) -> None:
+    def accept(self, exported: ProgramForms) -> None:
         """Replaces the programs by others."""
         self._exported, self._is_old = exported, True
 

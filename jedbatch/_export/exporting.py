@@ -1,0 +1,485 @@
+"""`Batched.export`: from a batched function to programs that need no Python."""
+
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._export import archive
+from jedbatch._export.encoding import kind_to_json
+from jedbatch._export.exported import HEURISTICS, Exported, default_platform, member_name
+from jedbatch._export.planned_kernels import kernel_to_json
+from jedbatch._export.programs import Variant, programs_of_variant
+from jedbatch._export.trees import parameter_types, structure_to_json
+from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.record import Record
+from jedbatch._graph.serialize import type_to_json
+from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._jaxpr.configuration import without_mesh
+from jedbatch._jaxpr.storage import from_stored, is_key, stored, to_stored
+from jedbatch._kernel.target import Target, target_of_platform
+from jedbatch._learn.adaptive import Adaptive
+from jedbatch._program.executors import Fused
+from jedbatch._program.fit import make_ample_reverse, make_ample_signature
+from jedbatch._program.host_arrays import rows_of_inputs
+from jedbatch._program.lower import narrowed
+from jedbatch._program.lower_vjp import MAX_READERS, ReverseSignature, find_readers
+from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.placement import Placement
+from jedbatch._program.plan import input_name
+from jedbatch._program.signature import Signature
+from jedbatch._ragged.calls import find_calls
+from jedbatch._schedule.fsm import FSM
+from jedbatch._schedule.policy import schedule
+from jedbatch._session.indices import table_rows
+from jedbatch._session.pipeline import told_apart
+from jedbatch._session.portable import identity_of
+from jedbatch._session.session import Session
+from jedbatch._session.shards import values_at, with_room
+from jedbatch._support.samples import cut_evenly
+from jedbatch._support.types import PyTree
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+MANY_INSTRUCTIONS = 2048  # of which there is room at least, unless there are fewer lanes
+
+
+def export(
+    batched: Any,
+    *args: PyTree,
+    batch_size: int | None = None,
+    gradient: bool = False,
+    platforms: Sequence[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Exported:
+    """Exports the function, so that other processes compute it without the model's Python.
+
+    What is exported computes any graph of the node types that the sample has, up to the sizes of
+    its programs, which have room for the largest minibatch of the sample, and headroom. Arrays that
+    the function closes over are part of it; shared arguments are not.
+
+    Args:
+      batched: the batched function.
+      *args: as for a call, with a sample of the instances that will come, of all node types: those
+        of ten minibatches are plenty. Shared arguments may be `jax.ShapeDtypeStruct`s.
+      batch_size: the most instances of a minibatch. The sample is cut into minibatches of so many;
+        one that is smaller is repeated. None takes it for one minibatch.
+      gradient: whether results will be differentiated (once, in reverse mode), too.
+      platforms: any of "cpu", "cuda", "rocm" and "tpu", whether they are here or not; None for that
+        of the shared arguments.
+      sizes: room for at least so many of what `Exported.sizes` lists, such as nodes of a type by
+        its label; and "readers": how many nodes may read one value if there are gradients.
+
+    Returns:
+      What was exported: `save` it, or call it as the function, with graphs for instances.
+
+    Raises:
+      TypeError: the policy is a function of yours, or as `plan` does.
+      ValueError: there is no such platform or size, arrays in instances differ in length, or as
+        `plan` does.
+      ImportError: the package flatbuffers is missing, with which JAX writes programs.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, jedbatch
+      >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
+      >>> leaf = jedbatch.cell(lambda p, n: p * n, name="leaf")
+      >>> def total(p, t):
+      ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else leaf(p, t)
+      >>> p, trees = jnp.ones(3), [((1, 2), 3), (4, 5)]
+      >>> exported = jedbatch.batch(total).export(p, trees)
+      >>> again = jedbatch.Exported.deserialize(exported.serialize())     # in another process
+      >>> numbers = np.array([1, 2, 3], np.int32)
+      >>> nodes, reads = ["leaf", "leaf", "leaf", "add", "add"], [[-1], [-2], [-3], [1, 2], [0, 3]]
+      >>> again(p, [again.graph(nodes, reads, inputs=[numbers])])[0].tolist()[0] > 0.9
+      True
+    """
+    checks.flag("export", "gradient", gradient)
+    if batch_size is not None:
+        checks.whole("export", "batch_size", batch_size, least=1)
+    policy_to_json(batched)
+    shared, instances = batched._arguments.split(args)
+    targets = _targets(batched, shared, platforms)
+    room = batch_size or len(instances)
+    samples = [Sample.of(batched, target, shared, instances, room) for target, _ in targets]
+    first = samples[0]
+    types = first.types
+    members: dict[str, bytes] = {}
+    constants: dict[tuple, int] = {}
+    written = []
+    used: set[str] = set()
+    for number, (sample, (_, own)) in enumerate(zip(samples, targets, strict=True)):
+        ids = sample.numbers_of(types)
+        kernels = [sample.session.programs.kernel(t) for t in ids]
+        rows = [table_rows(kernel.node_type) for kernel in kernels]
+        variants = {}
+        for kind in ("inference", "training") if gradient else ("inference",):
+            signature, reverse = sample.programs(kind == "training", sizes or {}, used)
+            variant, arrays = _exported_variant(sample, signature, reverse, own)
+            keys = [_written_array(x, constants, members) for x in arrays]
+            variant = replace(variant, constants=tuple(keys))
+            order = [kernels.index(kernel) for kernel in signature.kernels]
+            variants[kind] = {**variant.to_json(), "kernels": order}
+            for name, data in variant.data.items():
+                members[member_name(number, kind, name)] = data
+        pairs = zip(kernels, rows, strict=True)
+        written.append(
+            {
+                "platforms": list(own),
+                "kernels": [kernel_to_json(kernel, found, gradient) for kernel, found in pairs],
+                "variants": variants,
+            }
+        )
+    _check_sizes(sizes or {}, used)
+    header = {
+        "name": batched._name,
+        "jedbatch": _version("jedbatch"),
+        "jax": _version("jax"),
+        "types": list(map(type_to_json, types)),
+        "parameters": [t.to_json() for t in parameter_types(shared, len(first.leaves))],
+        "batch_size": room,
+        "stacked": batched._out_axes is not None,
+        "order": batched._options.layout,
+        "policy": policy_to_json(batched),
+        "constants": [[f"constants/{i}", *key[1:]] for key, i in constants.items()],
+        "targets": written,
+        **first.result_form(),
+    }
+    # read again, so that what is returned here is what other processes will have
+    return Exported.deserialize(archive.pack(header, members))
+
+
+def graph(batched: Any, *args: PyTree) -> Graph:
+    """Returns the graph of instances, with their inputs, to be stored and computed elsewhere.
+
+    Its types say what they compute, so that a model exported in another process knows them.
+
+    Args:
+      batched: the batched function.
+      *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A graph of all instances: `save` it, or `split` it into one for each.
+
+    Raises:
+      TypeError: arguments are not what the function takes.
+      ValueError: arrays in instances differ in length, or as `plan` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> double = jedbatch.batch(jedbatch.cell(lambda p, x: p * x, name="double"))
+      >>> print(double.graph(jnp.ones(2), [3.0, 4.0]))
+      Graph of 2 instances: 2 nodes, 1 types, 2 operands, 2 inputs
+        2 × double(f32[]~) -> f32[2]
+    """
+    shared, instances = batched._arguments.split(args)
+    session, records, arrays = _recorded(batched, shared, instances)
+    whole = Graph.select([(r.whole, r.index) for r in records])
+    inputs = []
+    for i, (record, own) in enumerate(zip(records, arrays, strict=True)):
+        for chunk in record.whole.chunks[record.index]:
+            rows = np.asarray(rows_of_inputs(chunk, own, i))
+            kind = chunk.type if is_key(chunk.type.dtype) else ValueType(*stored(chunk.type))
+            inputs.append(InputRows(kind, rows.astype(stored(chunk.type)[1], copy=False)))
+    with batched._planning:
+        types = described_types(session, whole.present_types)
+    place = np.zeros(len(whole.types), np.int32)
+    place[whole.present_types] = np.arange(len(types))
+    columns = whole.operand_ptr, whole.operand, tuple(inputs), whole.outputs
+    ends = whole.node_ptr, whole.input_ptr, whole.output_ptr
+    return Graph(tuple(types), place[whole.node_type], *columns, *ends)
+
+
+def _recorded(batched: Any, shared: tuple, instances: list[tuple]) -> tuple[Session, Any, Any]:
+    """Returns (session, records, arrays), or an error if they are no data."""
+    session, _ = batched._session(shared)
+    with batched._planning:
+        records, arrays, tracers, *_ = batched._record(session, instances)
+    batched._refuse_tracers(tracers)
+    if find_calls(records, arrays):
+        raise ValueError(
+            f"instances of the batched `{batched._name}` have arrays that differ in length, which "
+            "are not part of a graph; pad these arrays to one length, or make lists of arrays of "
+            "one shape of them, `list(array)`, which may differ in length."
+        )
+    return session, records, arrays
+
+
+def described_types(session: Session, ids: Sequence[int]) -> list[NodeType]:
+    """Returns some node types with all that another process can know of them."""
+    described = []
+    for t in ids:
+        node_type = session.registry.node_types[t]
+        identity = identity_of(session.programs.kernel(t), session.registry)
+        described.append(
+            NodeType(
+                node_type.name,
+                None,
+                node_type.operands,
+                (),
+                node_type.results,
+                node_type.label,
+                "" if identity is None else identity.hex(),
+            )
+        )
+    return described
+
+
+class Sample:
+    """Recorded instances, for which programs are made.
+
+    Attributes:
+      session: that recorded them.
+      leaves: of the shared arguments.
+      types: of their nodes.
+    """
+
+    def __init__(self, batched: Any, shared: tuple, instances: list[tuple], room: int):
+        self._batched, self._room = batched, room
+        self.session, self.leaves = batched._session(shared)
+        _, records, _ = _recorded(batched, shared, instances)
+        self._records = records
+        self._minibatches = cut_evenly(records, room)
+        whole = Graph.select([(r.whole, r.index) for r in records])
+        self._ids = whole.present_types
+        with batched._planning:
+            self.types = described_types(self.session, self._ids)
+            for minibatch in self._minibatches:  # a policy may learn from each
+                schedule(_graph_of(minibatch), batched._policy)
+
+    @staticmethod
+    def of(
+        batched: Any, target: Target, shared: tuple, instances: list[tuple], room: int
+    ) -> "Sample":
+        """Returns a sample recorded for a target."""
+        session, _ = batched._session(shared)
+        if session.programs.target != target:  # by the same function, elsewhere
+            options = replace(batched._options, target=target)
+            axes = batched._arguments.axes, batched._out_axes
+            batched = type(batched)(batched._fn, *axes, batched._policy, options)
+        return Sample(batched, shared, instances, room)
+
+    def numbers_of(self, types: Sequence[NodeType]) -> list[int]:
+        """Returns the ids here of types that may have been described for another target."""
+        if types is self.types:
+            return list(self._ids)
+        pairs = list(zip(self.types, self._ids, strict=True))
+        by_identity = {t.identity: i for t, i in pairs if t.identity}
+        by_label = {t.label: i for t, i in pairs}
+        return [by_identity.get(t.identity, by_label[t.label]) for t in types]
+
+    def result_form(self) -> dict[str, Any]:
+        """Returns the structure and the types of results, if those of all instances agree."""
+        forms = {(r.structure, tuple((s, d) for s, d, *_ in r.types)) for r in self._records}
+        if len(forms) > 1:
+            return {"structure": None, "results": None}
+        ((structure, kinds),) = forms
+        tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        return {"structure": structure_to_json(tree), "results": list(map(kind_to_json, kinds))}
+
+    def programs(
+        self, keeps: bool, sizes: Mapping[str, int], used: set[str]
+    ) -> tuple[Signature, ReverseSignature | None]:
+        """Returns programs with room for the sample, and for some sizes; notes which are `used`."""
+        with self._batched._planning:
+            placed, forms = self._placed(keeps, self._batched._options.reuse)
+            if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
+                placed, forms = self._placed(keeps, True)
+            signature = enlarged(make_ample_signature(placed, None, ()), sizes, used)
+            if not keeps:
+                return signature, None
+            leaves = {
+                id(x): told_apart(x, form) or None if form.batch is not None else None
+                for x, form in zip(placed, forms, strict=True)
+            }
+            if any(form.batch is None for form in forms):
+                leaves = dict.fromkeys(leaves)
+
+            def readers_of(placed: Placement, shares: bool | None) -> Any:
+                own = leaves[id(placed)]
+                return find_readers(narrowed(placed, signature), signature, own, None, shares)
+
+            reverse = make_ample_reverse(placed, readers_of, signature, None)
+            return signature, enlarged_reverse(reverse, sizes, used)
+
+    def _placed(self, keeps: bool, reuse: bool | None) -> tuple[list[Placement], list[OutputSpec]]:
+        batched, placed, forms = self._batched, [], []
+        for records in self._minibatches:
+            graph = _graph_of(records)
+            positions, form = batched._results(records, np.arange(len(graph.outputs)))
+            at, form = with_room(positions, form, self._room)
+            returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
+            batches = schedule(graph, batched._policy)
+            is_stacked, order = form.batch is not None, batched._options.layout
+            forms.append(form)
+            placed.append(
+                self.session.programs.place(
+                    graph, batches, returned, order, stacked=is_stacked, keeps=keeps, reuse=reuse
+                )
+            )
+        return placed, forms
+
+
+def _graph_of(records: Sequence[Record]) -> Graph:
+    return Graph.select([(r.whole, r.index) for r in records])
+
+
+def enlarged(signature: Signature, sizes: Mapping[str, int], used: set[str]) -> Signature:
+    """Returns a program with room for some sizes, too; notes those that it has."""
+    at_least = functools.partial(_at_least, sizes, used)
+    kernels, kinds = signature.kernels, signature.arenas
+    names = list(map(input_name, kinds))
+    shared_rows = signature.shared_rows
+    if shared_rows is not None:
+        pairs = zip(names, shared_rows, strict=True)
+        shared_rows = tuple(at_least(n, f"shared_rows {name}") for name, n in pairs)
+    lanes = zip(kernels, signature.lanes, strict=True)
+    outputs = zip(names, signature.outputs, strict=True)
+    return replace(
+        signature,
+        lanes=tuple(at_least(n, k.node_type.label, k.node_type.name) for k, n in lanes),
+        inputs=tuple(at_least(n, x) for x, n in zip(names, signature.inputs, strict=True)),
+        outputs=tuple(at_least(n, f"outputs {x}") for x, n in outputs),
+        shared_rows=shared_rows,
+        num_instructions=max(
+            at_least(signature.num_instructions, "instructions"),
+            min(MANY_INSTRUCTIONS, sum(signature.lanes)),
+        ),
+    )
+
+
+def enlarged_reverse(
+    reverse: ReverseSignature, sizes: Mapping[str, int], used: set[str]
+) -> ReverseSignature:
+    """Returns the reverse with room for some sizes, too."""
+    at_least = functools.partial(_at_least, sizes, used)
+    forward = reverse.forward
+    names = list(map(input_name, forward.arenas))
+    most = min(MAX_READERS, at_least(0, "readers"))
+    most = 1 << max(0, most - 1).bit_length() if most else 0
+    sums = [at_least(n, f"sums {x}") for x, n in zip(names, reverse.sums, strict=True)]
+    moving = [reverse.has_cotangents(a) for a in range(len(names))]
+    if sizes.get("readers", 0) > MAX_READERS:  # which are summed up, four at a time
+        edges = forward.cotangent_rows[1]
+        sums = [
+            max(n, edges[a] // 3 + forward.target.sums.widths[-1]) if moving[a] else n
+            for a, n in enumerate(sums)
+        ]
+    sent = reverse.sent
+    if sent is not None:
+        pairs = zip(names, sent, strict=True)
+        sent = tuple(at_least(n, f"sent {x}") for x, n in pairs)
+    return replace(
+        reverse,
+        readers=tuple(tuple(max(n, most) for n in counts) for counts in reverse.readers),
+        input_readers=tuple(
+            max(n, most) if moves else n
+            for n, moves in zip(reverse.input_readers, moving, strict=True)
+        ),
+        sums=tuple(sums),
+        sent=sent,
+        num_instructions=max(reverse.num_instructions, 2 * forward.num_instructions),
+    )
+
+
+def _at_least(sizes: Mapping[str, int], used: set[str], own: int, *names: str) -> int:
+    """Returns a size, or what is asked for under one of its names if that is more."""
+    found = [name for name in names if name in sizes]
+    used.update(found)
+    return max([own, *(checks.whole("export", f"sizes[{n!r}]", sizes[n]) for n in found)])
+
+
+def _check_sizes(sizes: Mapping[str, int], used: set[str]) -> None:
+    unknown = sorted(sizes.keys() - used)
+    if unknown:
+        raise ValueError(
+            f"`export` got sizes of {checks.brief(unknown)}, of which there are none in these "
+            "programs; `print(exported.sizes)` lists what there is, by label."
+        )
+
+
+def _exported_variant(
+    sample: Sample, signature: Signature, reverse: ReverseSignature | None, platforms: Sequence[str]
+) -> tuple[Variant, list[Any]]:
+    """Returns the programs of a signature, and the arrays that they close over."""
+    programs = sample.session.programs
+    shared_ids = [kernel.node_type.shared for kernel in signature.kernels]
+    compute, closed_over = sample.session.registry.prologue(shared_ids)
+
+    def prepare(shared: Sequence[Any]) -> list[list[Any]]:
+        own, closed = shared[: len(sample.leaves)], shared[len(sample.leaves) :]
+        closed = [from_stored(x, t) for x, t in zip(closed, types, strict=True)]
+        values = compute([*own, *closed])
+        return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
+
+    arrays = programs.shared_values(closed_over, [], ())
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        sample._batched._refuse_tracers(True)
+    types = [ValueType(x.shape, x.dtype) for x in arrays]
+    arrays = [np.asarray(to_stored(x, t)) for x, t in zip(arrays, types, strict=True)]
+    avals = [sample.session.registry.shared[i].aval for i in range(len(sample.leaves))]
+    shared = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*avals, *arrays)]
+    fused = Fused(prepare, signature, lambda _: None)
+    with without_mesh():
+        data, has_prologue, gradients = programs_of_variant(fused, reverse, shared, platforms)
+    return Variant(signature, reverse, (), has_prologue, gradients, data), arrays
+
+
+def _written_array(
+    array: np.ndarray, constants: dict[tuple, int], members: dict[str, bytes]
+) -> int:
+    """Returns the number of an array among the constants, to which it is added if it is new."""
+    data = array.tobytes()
+    key = hashlib.blake2b(data).hexdigest(), array.shape, str(array.dtype)
+    if key not in constants:
+        members[f"constants/{len(constants)}"] = data
+        constants[key] = len(constants)
+    return constants[key]
+
+
+def _targets(
+    batched: Any, shared: tuple, platforms: Sequence[str] | None
+) -> list[tuple[Target, list[str]]]:
+    """Returns the targets of platforms, that of here first if it is among them."""
+    session, _ = batched._session(shared)
+    here = session.programs.target
+    if platforms is None:
+        return [(here, [default_platform()])]
+    names = checks.names("export", "platforms", platforms)
+    for name in names:
+        checks.one_of("export", "platforms", name, PLATFORMS)
+    if not names:
+        raise ValueError("`export` got no platforms; expected at least one, such as 'cpu'.")
+    found: dict[Target, list[str]] = {}
+    for name in dict.fromkeys(names):
+        target = batched._options.target or target_of_platform(name)
+        found.setdefault(target, []).append(name)
+    return sorted(found.items(), key=lambda item: item[0] != here)
+
+
+def policy_to_json(batched: Any) -> Any:
+    """Returns the policy of a batched function as JSON; None where schedules by rank do."""
+    policy = batched._policy
+    if isinstance(policy, Adaptive):
+        return None if policy.learned is None else ["adaptive", policy.learned.to_json()]
+    if isinstance(policy, FSM):
+        return ["machine", policy.to_json()]
+    names = [name for name, known in HEURISTICS.items() if known is policy]
+    if not names:
+        raise TypeError(
+            f"`export` got the batched `{batched._name}` with policy={checks.brief(policy)}, which "
+            f"is Python; expected an `FSM`, or one of the heuristics {sorted(HEURISTICS)} of "
+            "`jedbatch.policies`. `batched.learn(params, instances)` learns an `FSM`."
+        )
+    return ["heuristic", names[0]]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "0+source"

@@ -1,0 +1,293 @@
+"""Exported programs: StableHLO with the sizes that it was made for, and what runs it.
+
+There is one `Variant` for inference and one for training. A variant is made of several programs,
+each a call of XLA, which share their arguments:
+
+    pack      shared values                                -> consts of kernels
+    forward   consts, input rows, table, arenas            -> rows returned, arenas
+    save      shared values, input rows, table             -> rows returned, state
+    reverse   shared values, tables, state, cotangents     -> cotangents of shared values, of inputs
+
+Programs are read when they are first needed.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+
+from jedbatch._export.encoding import kind_of, kind_to_json, target_to_json, target_written, tuples
+from jedbatch._export.planned_kernels import PlannedKernel
+from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._program.alive import Refused
+from jedbatch._program.arenas import zeros
+from jedbatch._program.executors import Fused
+from jedbatch._program.instructions import Branch
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.signature import Signature
+from jedbatch._program.tables import TableLayout
+from jedbatch._support.types import Array, PyTree
+
+SIZES = ("lanes", "widest", "inputs", "outputs", "num_instructions", "shared_rows", "readings")
+NEEDS_FLATBUFFERS = (
+    "JAX writes and reads exported programs with the package flatbuffers, which is not installed; "
+    "write `pip install 'jedbatch[export]'`."
+)
+REVERSE_SIZES = ("readers", "input_readers", "sums", "sent", "num_instructions", "tells")
+
+
+def deserialized(data: bytes) -> Any:
+    """Returns what `jax.export` serialized."""
+    try:
+        return jax.export.deserialize(bytearray(data))
+    except ImportError as error:
+        raise ImportError(NEEDS_FLATBUFFERS) from error
+
+
+def serialized(exported: Any) -> bytes:
+    """Returns an exported program of JAX as bytes."""
+    try:
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise ImportError(NEEDS_FLATBUFFERS) from error
+
+
+def digest_of_layout(form: TableLayout) -> str:
+    """Returns a digest of where things are in a table."""
+    return hashlib.blake2b(repr(sorted(form.places.items(), key=repr)).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """Programs for inference, or for training.
+
+    Attributes:
+      signature: the sizes, with `PlannedKernel`s in place of kernels.
+      reverse: None if there are no gradients.
+      constants: numbers of the constants among its shared values, after the leaves.
+      has_prologue: whether `pack` does anything.
+      gradients: which of the shared values, and of the arenas of inputs, get cotangents.
+      data: of each program by name, as `jax.export` serialized it.
+      kernels: by the number of their type; none where it was exported.
+    """
+
+    signature: Signature
+    reverse: ReverseSignature | None
+    constants: tuple[int, ...]
+    has_prologue: bool
+    gradients: tuple[tuple[bool, ...], tuple[bool, ...]]
+    data: Mapping[str, bytes]
+    kernels: tuple[PlannedKernel, ...] = ()
+
+    @functools.cached_property
+    def _programs(self) -> dict[str, Any]:
+        return {}
+
+    def read(self) -> None:
+        """Reads all programs now, or raises the error of `jax.export`."""
+        for name in self.data:
+            self._program(name)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Calls one of the programs."""
+        return self._program(name).call(*args)
+
+    def _program(self, name: str) -> Any:
+        if name not in self._programs:
+            self._programs[name] = deserialized(self.data[name])
+        return self._programs[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all but the programs."""
+        signature, reverse = self.signature, self.reverse
+        return {
+            **{name: getattr(signature, name) for name in SIZES},
+            "arenas": list(map(kind_to_json, signature.arenas)),
+            "branches": signature.branches,
+            "target": target_to_json(signature.target),
+            "table": digest_of_layout(signature.form),
+            "reverse": None if reverse is None else _reverse_to_json(reverse),
+            "constants": self.constants,
+            "has_prologue": self.has_prologue,
+            "gradients": self.gradients,
+            "programs": list(self.data),
+        }
+
+    @staticmethod
+    def of(
+        written: Mapping[str, Any], kernels: Sequence[PlannedKernel], data: Mapping[str, bytes]
+    ) -> "Variant":
+        """Returns what `to_json` wrote, and "kernels", their numbers in the order of the sizes.
+
+        Raises:
+          ValueError: tables are made in another way by this version of the package.
+        """
+        sizes = {name: tuples(written[name]) for name in SIZES}
+        signature = Signature(
+            kernels=tuple(kernels[t] for t in written["kernels"]),
+            arenas=tuple(map(kind_of, written["arenas"])),
+            target=target_written(written["target"]),
+            branches=_branches(written["branches"]),
+            **sizes,
+        )
+        check_layout(signature.form, written["table"])
+        reverse = None
+        if written["reverse"] is not None:
+            reverse = _reverse_of(written["reverse"], signature)
+            check_layout(reverse.form, written["reverse"]["table"])
+        return Variant(
+            signature,
+            reverse,
+            tuple(written["constants"]),
+            written["has_prologue"],
+            tuples(written["gradients"]),
+            data,
+            tuple(kernels),
+        )
+
+
+def check_layout(form: TableLayout, digest: str) -> None:
+    """Raises an error if the tables of a program are others than those made here."""
+    if digest_of_layout(form) != digest:
+        raise ValueError(
+            "its programs read tables that this version of jedbatch makes in another way; export "
+            "the model again with it"
+        )
+
+
+def _branches(written: Any) -> tuple[Branch, ...]:
+    return tuple(Branch(tuple(opcodes), bool(repeated)) for opcodes, repeated in written)
+
+
+def _reverse_to_json(reverse: ReverseSignature) -> dict[str, Any]:
+    return {
+        **{name: getattr(reverse, name) for name in REVERSE_SIZES},
+        "refused": list(map(dataclasses.astuple, reverse.refused)),
+        "branches": reverse.branches,
+        "table": digest_of_layout(reverse.form),
+    }
+
+
+def _reverse_of(written: Mapping[str, Any], forward: Signature) -> ReverseSignature:
+    sizes = {name: tuples(written[name]) for name in REVERSE_SIZES}
+    return ReverseSignature(
+        forward=forward,
+        refused=tuple(Refused(*x) for x in written["refused"]),
+        branches=_branches(written["branches"]),
+        **sizes,
+    )
+
+
+class Portable(Fused):
+    """Runs the programs of a variant, as `Fused` does those of a function."""
+
+    name = "exported"
+
+    def __init__(self, variant: Variant, compiled: Callable[[str], None]):
+        super().__init__(self._prepare, variant.signature, compiled)
+        self.variant = variant
+
+    def _prepare(self, shared: Sequence[Array]) -> PyTree:
+        return self.variant.call("pack", list(shared))
+
+    def _has_prologue(self, shared: Sequence[Array]) -> bool:
+        return self.variant.has_prologue
+
+    def _once(self, weights: PyTree, inputs: PyTree, table: Array) -> PyTree:
+        arenas = map(zeros, self.signature.rows, self.signature.arenas)
+        return self._again(weights, inputs, table, tuple(arenas))[0]
+
+    def _again(self, weights: PyTree, inputs: PyTree, table: Array, arenas: PyTree) -> PyTree:
+        self._announce("inference")
+        packed = weights["consts"] if "consts" in weights else self._prepare(weights["shared"])
+        return self.variant.call("forward", packed, list(inputs), table, list(arenas))
+
+    def _save(self, shared: Sequence[Array], inputs: PyTree, table: Array) -> PyTree:
+        self._announce("training")
+        return self.variant.call("save", list(shared), list(inputs), table)
+
+    def _reverse(
+        self, signature: Any, shared: PyTree, tables: PyTree, values: PyTree, outputs: PyTree
+    ) -> PyTree:
+        self._announce("reverse")
+        given = [x for x in tables if x is not None]
+        cotangents = [x for x in outputs if x is not None]
+        back = iter(self.variant.call("reverse", list(shared), given, values, cotangents))
+        of_shared, of_inputs = self.variant.gradients
+        return (
+            [next(back) if there else None for there in of_shared],
+            tuple([next(back) if there else None for there in of_inputs]),
+        )
+
+
+def programs_of_variant(
+    fused: Fused, reverse: ReverseSignature | None, shared: Sequence[Any], platforms: Sequence[str]
+) -> tuple[dict[str, bytes], bool, tuple[tuple[bool, ...], tuple[bool, ...]]]:
+    """Exports the programs of a signature.
+
+    Args:
+      fused: what runs them here.
+      reverse: if there are to be gradients.
+      shared: types of the shared values.
+      platforms: to export for, as `jax.export` names them.
+
+    Returns:
+      (programs by name, whether `pack` does anything, `Variant.gradients`).
+    """
+    signature = fused.signature
+    i32, kinds = jax.numpy.int32, signature.arenas
+
+    def rows(counts: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        pairs = zip(counts, kinds, strict=True)
+        return [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in pairs]
+
+    def pack(shared: Any) -> Any:
+        return [list(consts) for consts in fused.prepare(shared)]
+
+    def forward(consts: Any, inputs: Any, table: Any, arenas: Any) -> Any:
+        outputs, arenas = fused._again({"consts": consts}, inputs, table, arenas)
+        return list(outputs), list(arenas)
+
+    def save(shared: Any, inputs: Any, table: Any) -> Any:
+        outputs, state = fused._save(shared, inputs, table)
+        return list(outputs), jax.tree.leaves(state)
+
+    data: dict[str, bytes] = {}
+
+    def export(name: str, function: Callable, *args: Any) -> Any:
+        made = jax.export.export(jax.jit(function), platforms=tuple(platforms))(*args)
+        data[name] = serialized(made)
+        return jax.eval_shape(function, *args)
+
+    shared, inputs = list(shared), rows(signature.inputs)
+    table = jax.ShapeDtypeStruct((signature.form.size,), i32)
+    has_prologue = bool(jax.make_jaxpr(pack)(shared).eqns)
+    packed = export("pack", pack, shared)
+    export("forward", forward, packed, inputs, table, rows(signature.rows))
+    if reverse is None:
+        return data, has_prologue, ((), ())
+    export("save", save, shared, inputs, table)
+    state = jax.eval_shape(lambda *args: fused._save(*args)[1], shared, inputs, table)
+    leaves, structure = jax.tree.flatten(state)
+    moving = [has_gradient(dtype) for _, dtype in kinds]
+    tables = [table, jax.ShapeDtypeStruct((reverse.form.size,), i32)]
+    tables += [jax.ShapeDtypeStruct((1,), i32)] if reverse.tells else []
+    given = [x for x, moves in zip(rows(signature.outputs), moving, strict=True) if moves]
+    there: list[Any] = []
+
+    def back(shared: Any, tables: Any, values: Any, cotangents: Any) -> Any:
+        each = iter(cotangents)
+        outputs = [next(each) if moves else None for moves in moving]
+        own = (*tables, *([] if reverse.tells else [None]))
+        state = jax.tree.unflatten(structure, values)
+        of_shared, of_inputs = fused._reverse(reverse, shared, own, state, outputs)
+        there[:] = [tuple(x is not None for x in part) for part in (of_shared, of_inputs)]
+        return [x for x in (*of_shared, *of_inputs) if x is not None]
+
+    export("reverse", back, shared, tables, leaves, given)
+    return data, has_prologue, (there[0], there[1])
