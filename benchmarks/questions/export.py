@@ -1,7 +1,7 @@
-"""How long until the first result in a fresh process, of an exported model and of the model itself?
+"""How long until the first result of an exported model in a fresh process, and of the model there?
 
-The TreeLSTM of `jedbatch.models.tree`. Two kinds of processes start in turns and end after the first
-loss of one minibatch (inference), or the first loss and gradient (training):
+The TreeLSTM of `jedbatch.models.tree`. Two kinds of processes start in turns and end after the
+first loss of one minibatch (inference), or the first loss and gradient (training):
 
     model      imports the model, makes it, records and plans trees, traces, compiles, runs
     exported   loads the exported model and the graphs of the same trees, plans, compiles, runs
@@ -56,8 +56,8 @@ def as_tuples(tree: Any) -> Any:
 
 def run_model(folder: Path, kind: str) -> Any:
     """Of a process with the model: what runs the minibatch."""
-    from benchmarks import common  # noqa: PLC0415
-    from jedbatch.models import tree  # noqa: PLC0415
+    from benchmarks import common
+    from jedbatch.models import tree
 
     sizes = json.loads((folder / "sizes.json").read_text())
     cells = tree.plain_cells(sizes["num_words"], common.NUM_LABELS, sizes["hidden"])
@@ -120,8 +120,8 @@ def seconds_of(folder: Path, kind: str, how: str, cache: str | None = None) -> t
 
 def write_files(folder: Path, bank: Any, hidden: int, size: int) -> None:
     """Writes the model, parameters, and a minibatch as trees and as graphs."""
-    from benchmarks import common  # noqa: PLC0415
-    from jedbatch.models import tree  # noqa: PLC0415
+    from benchmarks import common
+    from jedbatch.models import tree
 
     cells, params = common.model(bank.num_words, hidden)
     score = jedbatch.batch(tree.scorer(cells))
@@ -138,7 +138,7 @@ def write_files(folder: Path, bank: Any, hidden: int, size: int) -> None:
 
 
 def main() -> None:
-    from benchmarks import common  # noqa: PLC0415
+    from benchmarks import common
 
     parser = common.options(__doc__)
     parser.add_argument("--hidden", type=common.numbers, default=[64, 256], help="such as 64,256")

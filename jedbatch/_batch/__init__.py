@@ -8,9 +8,10 @@ Read in this order:
 4. `pickling`: Pickling what other processes are sent: functions by name where they have one there.
 5. `planner`: `Planner`: minibatches are planned in other processes, and attached here.
 6. `processes`: Planning in processes of its own: `Batched.plans(..., workers=N)`.
-7. `ahead`: Planning ahead: minibatches are planned in a thread while the device computes.
-8. `batched`: `Batched`: a function of many instances, made of one of one instance.
-9. `batch`: the composition of everything else.
-10. `calibrate`: The costs of batches on this machine.
-11. `info`: The installation: versions, devices, and whether planning is compiled.
+7. `resuming`: `Plans`: plans of one minibatch after the other, from any position on.
+8. `ahead`: Planning ahead: minibatches are planned in a thread while the device computes.
+9. `batched`: `Batched`: a function of many instances, made of one of one instance.
+10. `batch`: the composition of everything else.
+11. `calibrate`: The costs of batches on this machine.
+12. `info`: The installation: versions, devices, and whether planning is compiled.
 """

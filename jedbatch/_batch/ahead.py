@@ -18,6 +18,7 @@ from jedbatch import checks
 from jedbatch._batch.on_devices import AxisNames, checked_devices
 from jedbatch._batch.planner import Planner
 from jedbatch._batch.processes import Pool, in_processes
+from jedbatch._batch.resuming import Plans
 from jedbatch._program.plan import Plan
 from jedbatch._record.thread_settings import ThreadSettings
 
@@ -34,8 +35,8 @@ def plans(
     workers: int = 0,
     mesh: Mesh | None = None,
     axis: AxisNames = None,
-) -> Iterator[Plan]:
-    """Yields plans for minibatches, made in a thread or in processes while others are used.
+) -> Plans:
+    """Returns plans for minibatches, made in a thread or in processes while others are used.
 
     The device computes with one plan while the next ones are made. That saves time where steps wait
     for results and the host has a core to spare. The thread ends once the iterator is closed, as
@@ -55,7 +56,8 @@ def plans(
       axis: of the mesh, as for `plan`.
 
     Returns:
-      An iterator of plans for `apply`, in the order of the minibatches.
+      An iterator of plans for `apply`, in the order of the minibatches. Its `get_state` says how
+      far it has come, for a checkpoint, and `set_state` continues from there.
 
     Raises:
       TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
@@ -79,31 +81,42 @@ def plans(
             f"`plans` got workers={workers} and a mesh; expected one of them: minibatches that are "
             "cut over devices are planned in a thread. Leave out `workers`."
         )
-    rows = batched._arguments.minibatches(args)
-    if workers:
-        return planned_in_processes(batched, rows, gradient, ahead, workers)
-    numbers = itertools.count()
-
-    def make() -> Any:
-        number = next(numbers)
-        try:
-            found: Any = next(rows, END)
-            return END if found is END else make_plan(*found)
-        except Exception as error:
-            error.add_note(f"This happened while minibatch {number} was planned.")
-            raise
-
     make_plan = functools.partial(batched.plan, gradient=gradient, mesh=mesh, axis=axis)
     settings = ThreadSettings()
-    if not ahead:
-        return in_turn(functools.partial(settings.run, make))
-    return in_thread(functools.partial(settings.run, make), ahead)
+
+    def start(rows: Iterator[list[Any]], first: int) -> Iterator[Plan]:
+        if workers:
+            return planned_in_processes(batched, rows, gradient, ahead, workers, first)
+        numbers = itertools.count(first)
+
+        def make() -> Any:
+            number = next(numbers)
+            try:
+                found: Any = next(rows, END)
+                return END if found is END else make_plan(*found)
+            except Exception as error:
+                error.add_note(f"This happened while minibatch {number} was planned.")
+                raise
+
+        if not ahead:
+            return in_turn(functools.partial(settings.run, make))
+        return in_thread(functools.partial(settings.run, make), ahead)
+
+    return Plans(batched._arguments.minibatches(args), start)
 
 
 def planned_in_processes(
-    batched: Any, rows: Iterator[list[Any]], gradient: bool, ahead: int, workers: int
+    batched: Any,
+    rows: Iterator[list[Any]],
+    gradient: bool,
+    ahead: int,
+    workers: int,
+    number: int = 0,
 ) -> Iterator[Plan]:
-    """Yields plans of minibatches, of all but the first in processes; see `plans`."""
+    """Yields plans of minibatches, of all but the first in processes; see `plans`.
+
+    `number` is that of the first, for messages.
+    """
     first: Any = next(rows, END)
     if first is END:
         return
@@ -112,13 +125,13 @@ def planned_in_processes(
         planner = Planner(batched, shared, sample, gradient)
         plan = planner._plan(sample)
     except Exception as error:
-        error.add_note("This happened while minibatch 0 was planned.")
+        error.add_note(f"This happened while minibatch {number} was planned.")
         raise
     pool = Pool(planner, workers)
     try:
         yield plan
         instances = (batched._arguments.split(row)[1] for row in rows)
-        yield from in_processes(planner, pool, instances, max(ahead, workers))
+        yield from in_processes(planner, pool, instances, max(ahead, workers), number)
     finally:
         pool.close()
 

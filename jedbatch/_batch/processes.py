@@ -73,7 +73,11 @@ def received(future: "concurrent.futures.Future[bytes]") -> Prepared:
 
 
 def in_processes(
-    planner: Planner, pool: Pool, minibatches: Iterator[list[tuple]], ahead: int
+    planner: Planner,
+    pool: Pool,
+    minibatches: Iterator[list[tuple]],
+    ahead: int,
+    number: int = 0,
 ) -> Iterator[Plan]:
     """Yields plans of minibatches after the first, in order.
 
@@ -82,9 +86,10 @@ def in_processes(
       pool: of processes.
       minibatches: the mapped arguments of each instance of each.
       ahead: minibatches that are read before they are needed.
+      number: of the first minibatch, for messages.
     """
     waiting: collections.deque[Callable[[], Plan]] = collections.deque()
-    number, has_ended = 0, False
+    has_ended = False
     while True:
         while not has_ended and len(waiting) <= ahead:
             try:

@@ -1,8 +1,7 @@
 """The arguments of a batched function: those that all instances share, and those of each."""
 
 import enum
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,8 +91,8 @@ class Arguments:
         shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
         return shared, list(zip(*mapped, strict=True))
 
-    def minibatches(self, args: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yields the arguments of each minibatch; those that are mapped are iterables of them.
+    def minibatches(self, args: Sequence[Any]) -> "Minibatches":
+        """Returns an iterator of the arguments of each minibatch; the mapped ones are iterables.
 
         Raises:
           ValueError, TypeError: they do not fit the axes, or one is no iterable; later, if there
@@ -101,7 +100,7 @@ class Arguments:
         """
         axes = self._axes_of(args)
         shared = [x for x, axis in zip(args, axes, strict=True) if axis is None]
-        iterators = []
+        iterables = []
         for position, (x, axis) in enumerate(zip(args, axes, strict=True)):
             if axis is None:
                 continue
@@ -111,19 +110,8 @@ class Arguments:
                     "expected an iterable of minibatches, such as a list of lists of instances or "
                     "a loader of data. For a single minibatch write `plan`."
                 )
-            iterators.append(iter(x))
-
-        def joined() -> Iterator[list[Any]]:
-            missing = object()
-            for mapped in itertools.zip_longest(*iterators, fillvalue=missing):
-                if any(x is missing for x in mapped):
-                    raise ValueError(
-                        f"the mapped arguments of the batched `{self.name}` have different numbers "
-                        "of minibatches; expected equally many."
-                    )
-                yield self.join(shared, mapped)
-
-        return joined()
+            iterables.append(x)
+        return Minibatches(self, shared, iterables)
 
     def stacked(self, args: Sequence[Any], least: int) -> StackedInstances | None:
         """Returns instances that are the rows of arrays, if all are and there are enough of them.
@@ -178,6 +166,83 @@ class Arguments:
             f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
             "Close over other configuration, or bind it with `functools.partial`."
         )
+
+
+class Minibatches(Iterator[list[Any]]):
+    """The arguments of one minibatch after the other, from a position that can be read and set.
+
+    A loader of data whose iterators have `get_state` and `set_state`, as those of Grain do, knows
+    its position. Of others minibatches are counted, and those before are read again.
+
+    Args:
+      arguments: of the function.
+      shared: the arguments that all instances share.
+      iterables: of minibatches, one for each other argument.
+    """
+
+    def __init__(self, arguments: Arguments, shared: Sequence[Any], iterables: Sequence[Any]):
+        self._arguments, self._shared, self._iterables = arguments, shared, iterables
+        self._iterators = list(map(iter, iterables))
+        self._position = 0
+
+    def __next__(self) -> list[Any]:
+        missing = object()
+        mapped = [next(x, missing) for x in self._iterators]
+        if any(x is missing for x in mapped):
+            if all(x is missing for x in mapped):
+                raise StopIteration
+            raise ValueError(
+                f"the mapped arguments of the batched `{self._arguments.name}` have different "
+                "numbers of minibatches; expected equally many."
+            )
+        self._position += 1
+        return self._arguments.join(self._shared, mapped)
+
+    @property
+    def _is_stateful(self) -> bool:
+        return all(hasattr(x, "get_state") and hasattr(x, "set_state") for x in self._iterators)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position: how many were read, and the states of loaders that have one."""
+        states = [x.get_state() for x in self._iterators] if self._is_stateful else None
+        return {"position": self._position, "sources": states}
+
+    def at(self, state: Mapping[str, Any]) -> "Minibatches":
+        """Returns the same from a position on that `get_state` returned, here or elsewhere.
+
+        Raises:
+          ValueError: there are fewer minibatches, these are of another kind, or they come from an
+            iterator that has been read further.
+        """
+        position, states = state["position"], state["sources"]
+        fresh = Minibatches(self._arguments, self._shared, self._iterables)
+        if (states is not None) != fresh._is_stateful:
+            kinds = "that know their position", "that are counted"
+            came, expected = kinds if states is not None else kinds[::-1]
+            raise ValueError(
+                f"`set_state` got the position of minibatches {came}, and these are of a kind "
+                f"{expected}; expected the same kind of loader of data as where it was read."
+            )
+        if states is not None:
+            for iterator, own in zip(fresh._iterators, states, strict=True):
+                iterator.set_state(own)
+            fresh._position = position
+            return fresh
+        if any(x is y for x, y in zip(fresh._iterators, self._iterators, strict=True)):
+            fresh._position = self._position  # it goes on where it is
+        if fresh._position > position:
+            raise ValueError(
+                f"`set_state` got position {position}, and {fresh._position} minibatches were read "
+                "already of an iterator that begins only once; expected a list, a loader of data, "
+                "or another iterator from the beginning."
+            )
+        while fresh._position < position:
+            if next(fresh, None) is None:
+                raise ValueError(
+                    f"`set_state` got position {position}, and there are {fresh._position} "
+                    "minibatches; expected the same ones as where it was read."
+                )
+        return fresh
 
 
 def _may_be_stacked(x: Any) -> bool:
