@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jedbatch import checks
-from jedbatch._batch.on_devices import AxisNames, checked_devices
+from jedbatch._batch.on_devices import AxisNames, agreed_plans, checked_devices, proposals
 from jedbatch._batch.planner import Planner
 from jedbatch._batch.processes import Pool, in_processes
 from jedbatch._batch.resuming import Plans
@@ -76,7 +76,8 @@ def plans(
     checks.flag("plans", "gradient", gradient)
     checks.whole("plans", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.whole("plans", "workers", workers, least=0, most=MAX_WORKERS)
-    if checked_devices("plans", mesh, axis) is not None and workers:
+    devices = checked_devices("plans", mesh, axis)
+    if devices is not None and workers:
         raise ValueError(
             f"`plans` got workers={workers} and a mesh; expected one of them: minibatches that are "
             "cut over devices are planned in a thread. Leave out `workers`."
@@ -87,6 +88,10 @@ def plans(
     def start(rows: Iterator[list[Any]], first: int) -> Iterator[Plan]:
         if workers:
             return planned_in_processes(batched, rows, gradient, ahead, workers, first)
+        if devices is not None and devices.num_processes > 1:
+            proposed = proposals(batched, rows, gradient, devices)
+            propose = functools.partial(settings.run, lambda: next(proposed, END))
+            return agreed_plans(batched, in_thread(propose, ahead) if ahead else in_turn(propose))
         numbers = itertools.count(first)
 
         def make() -> Any:

@@ -282,7 +282,9 @@ class Batched(Generic[*Given, Result]):
           mesh: a `jax.sharding.Mesh`, over whose devices the instances are cut so that all have
             about as much to do. Every device runs the same program on a schedule of its own. The
             results are on all devices, in the order of the instances. `apply` takes shared
-            arguments that are cut over devices in any way, and gathers them.
+            arguments that are cut over devices in any way, and gathers them. If it has devices of
+            several processes, the instances are those of this process, equally many in each, and
+            all processes plan in the same order; results are those of all, one after the other.
           axis: the axis of the mesh along which instances are cut, or several; devices along the
             others do the same. None for the only one.
 
@@ -295,7 +297,8 @@ class Batched(Generic[*Given, Result]):
           ValueError: arguments disagree in length, or the function closes over a traced value of an
             outer transformation, which a plan cannot keep; or there is no such axis, there are
             fewer instances than devices along it, or arrays in instances that differ in length
-            and do not run as tiles.
+            and do not run as tiles; or processes disagree.
+          RuntimeError: another process cannot plan its minibatch, or has ended.
         """
         checks.flag("plan", "gradient", gradient)
         devices = checked_devices("plan", mesh, axis)

@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jedbatch import checks
+from jedbatch._batch.agreement import ENDED, FAILED, READY, Agreement, agree_to_begin
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.returned import unstacked
@@ -17,7 +19,16 @@ from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
 from jedbatch._session.pipeline import checked_inputs
 from jedbatch._session.session import Session
-from jedbatch._session.shards import plan_shards, reserve_shards, run_on_devices
+from jedbatch._session.shards import (
+    PlacedShards,
+    arrange_shards,
+    check_inputs,
+    filled,
+    place_shards,
+    plan_shards,
+    reserve_shards,
+    run_on_devices,
+)
 from jedbatch._support.types import Leaf
 
 AxisNames = str | Sequence[str] | None
@@ -46,11 +57,6 @@ def checked_devices(name: str, mesh: Any, axis: AxisNames) -> DeviceAxis | None:
             f"`{name}` got mesh={checks.shown(mesh)}; expected a `jax.sharding.Mesh` of devices, "
             'such as `jax.make_mesh((len(jax.devices()),), ("data",))`.'
         )
-    if mesh.is_multi_process:
-        raise ValueError(
-            f"`{name}` got a mesh with devices of several processes; expected devices of this one, "
-            "`jax.local_devices()`, since a process plans for its own devices alone."
-        )
     known = f"{', '.join(f'{a!r} of {n} devices' for a, n in mesh.shape.items())}"
     if axis is None:
         if len(mesh.axis_names) != 1:
@@ -66,7 +72,15 @@ def checked_devices(name: str, mesh: Any, axis: AxisNames) -> DeviceAxis | None:
             f"`{name}` got axis={checks.brief(axis)}; expected an axis of the mesh, or different "
             f"ones: it has {known}."
         )
-    return DeviceAxis(mesh, names)
+    devices = DeviceAxis(mesh, names)
+    if devices.num_processes not in (1, jax.process_count()):
+        raise ValueError(
+            f"`{name}` got a mesh with devices of {devices.num_processes} of "
+            f"{jax.process_count()} processes; expected devices of all, or of this one alone."
+        )
+    if devices.num_processes > 1:
+        assert jax.process_index() in devices.owners  # or it raises an error
+    return devices
 
 
 def plan_on_devices(
@@ -78,6 +92,10 @@ def plan_on_devices(
       ValueError: there are fewer instances than devices, arrays differ in length and do not run as
         tiles, or the function reads values of an outer transformation.
     """
+    if devices.num_processes > 1:
+        found = agreed_plan(batched, Proposal.of(batched, session, instances, gradient, devices))
+        assert found is not None
+        return found
     check_number("plan", batched._name, len(instances), devices)
     with batched._planning:
         start = time.perf_counter()
@@ -96,6 +114,158 @@ def plan_on_devices(
         )
         batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
         return plan
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A minibatch of this process that is laid out, before all processes agree on a program.
+
+    Attributes:
+      devices: of all processes.
+      gradient: whether to plan the reverse too.
+      session: that recorded it; None if there is no minibatch.
+      records, arrays, num_known: see `plan_shards`.
+      cut: the shards of this process.
+      error: why there is none; None if that is since there are no more.
+    """
+
+    devices: DeviceAxis
+    gradient: bool
+    session: Session | None = None
+    records: Sequence[Any] = ()
+    arrays: Sequence[Any] = ()
+    num_known: int = 0
+    cut: PlacedShards | None = None
+    error: Exception | None = None
+
+    @staticmethod
+    def of(
+        batched: Any,
+        session: Session,
+        instances: list[tuple],
+        gradient: bool,
+        devices: DeviceAxis,
+    ) -> "Proposal":
+        """Returns a minibatch laid out, or what went wrong."""
+        try:
+            check_number("plan", batched._name, len(instances), devices)
+            check_stacked(batched)
+            options = replace(batched._options, reuse=bool(batched._options.reuse))
+            with batched._planning:
+                records, arrays, num_known = _recorded(batched, session, instances)
+                session.note_types()
+                form, count = batched._results, devices.num_own
+                policy = batched._policy
+                cut = place_shards(session, records, form, policy, options, count, keeps=gradient)
+                check_inputs(session, cut, records, arrays)
+        except Exception as error:  # for all processes to know
+            return Proposal(devices, gradient, error=error)
+        return Proposal(devices, gradient, session, records, arrays, num_known, cut)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same in all processes, for messages."""
+        if self.session is None or self.cut is None:
+            return {}
+        registry, first = self.session.registry, self.records[0]
+        types = [value.aval.str_short() for value in registry.shared[: registry.num_leaves]]
+        return {
+            "the number of instances": len(self.records),
+            "the shared arguments": f"{', '.join(types)} in {registry.structure}",
+            "the results": f"{list(map(str, first.types))} in {first.structure}",
+            "whether there are gradients": self.gradient,
+            "the mesh": f"{self.devices} of {self.devices.size} places",
+        }
+
+
+def agreed_plan(batched: Any, proposal: Proposal) -> Plan | None:
+    """Returns the plan of a minibatch that all processes have their part of; None at the end.
+
+    Raises:
+      RuntimeError: another process could not plan its minibatch, or has ended.
+      ValueError: processes disagree, or have different numbers of minibatches.
+    """
+    session, cut, error = proposal.session, proposal.cut, proposal.error
+    state = READY if cut is not None else FAILED if error is not None else ENDED
+    text = f"{type(error).__name__}: {checks.cut(error)}" if error is not None else ""
+    has_more = agree_to_begin(batched._name, state, proposal.facts, text)
+    if error is not None:
+        raise error
+    if not has_more:
+        return None
+    assert session is not None
+    assert cut is not None
+    with batched._planning:
+        agreement = Agreement(session.programs, batched._name)
+        found, took = arrange_shards(
+            session,
+            cut,
+            proposal.records,
+            batched._results,
+            proposal.devices,
+            agreement.lower,
+            gradient=proposal.gradient,
+        )
+        plan = filled(
+            session,
+            found,
+            took,
+            proposal.records,
+            proposal.arrays,
+            proposal.devices,
+            gradient=proposal.gradient,
+            num_known=proposal.num_known,
+        )
+        batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
+        return plan
+
+
+def proposals(
+    batched: Any, rows: Iterator[list[Any]], gradient: bool, devices: DeviceAxis
+) -> Iterator[Proposal]:
+    """Yields the minibatches of this process, and at last that there are no more, or an error."""
+    number = 0
+    while True:
+        try:
+            row = next(rows, None)
+            if row is None:
+                yield Proposal(devices, gradient)
+                return
+            shared, instances = batched._arguments.split(row)
+            session, _ = batched._session(shared, devices)
+            proposal = Proposal.of(batched, session, instances, gradient, devices)
+        except Exception as error:
+            proposal = Proposal(devices, gradient, error=error)
+        if proposal.error is not None:
+            proposal.error.add_note(f"This happened while minibatch {number} was planned.")
+        yield proposal
+        number += 1
+
+
+def agreed_plans(batched: Any, made: Any) -> Iterator[Plan]:
+    """Yields plans that all processes have agreed on, in the thread that runs them.
+
+    Args:
+      batched: the batched function.
+      made: proposals, which another thread may have made.
+    """
+    try:
+        for proposal in made:
+            plan = agreed_plan(batched, proposal)
+            if plan is None:
+                return
+            yield plan
+    finally:
+        made.close()
+
+
+def check_stacked(batched: Any) -> None:
+    """Raises an error if results are lists, of which other processes do not know the parts."""
+    if batched._out_axes is None:
+        raise ValueError(
+            f"the batched `{batched._name}` returns a list of results, and the mesh has devices of "
+            "several processes; expected results that stack, `out_axes=0`."
+        )
 
 
 def reserve_on_devices(
@@ -117,7 +287,7 @@ def reserve_on_devices(
             batched._results,
             batched._policy,
             batched._options,
-            devices.size,
+            devices.num_own,
             gradient=gradient,
         )
         return {
@@ -128,11 +298,12 @@ def reserve_on_devices(
 
 def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> None:
     """Raises an error if there are fewer instances than devices."""
-    if count < devices.size:
+    if count < devices.num_own:
+        own = f", {devices.num_own} of them of this process" if devices.num_processes > 1 else ""
         raise ValueError(
             f"`{function}` got minibatches of {count} instances of the batched `{name}` for the "
-            f"{devices.size} devices along {devices}; expected at least one for each. Take larger "
-            "minibatches, or a mesh of fewer devices."
+            f"{devices.size} devices along {devices}{own}; expected at least one for each. Take "
+            "larger minibatches, or a mesh of fewer devices."
         )
 
 

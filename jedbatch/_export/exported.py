@@ -261,7 +261,7 @@ class Exported:
             table, refused = lowered_reverse(found.placed, form, variant)
             reverse = reverse if reverse.refused == refused else replace(reverse, refused=refused)
         wholes = [Record(graph, i, None, ()) for i in range(count)]
-        inputs = assemble(found.signature, wholes, [()] * count)
+        inputs = assemble(found.signature.input_rooms, wholes, [()] * count)
         check_rows(_TableRows(variant.kernels), graph, placed, inputs)  # type: ignore[arg-type]
         static = ExportedStatic(self, variant.signature, reverse, form, gradient, (), None, count)
         static = self._statics.setdefault(static, static)

@@ -104,14 +104,10 @@ class Variant:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all but the programs."""
-        signature, reverse = self.signature, self.reverse
+        reverse = self.reverse
         return {
-            **{name: getattr(signature, name) for name in SIZES},
-            "arenas": list(map(kind_to_json, signature.arenas)),
-            "branches": signature.branches,
-            "target": target_to_json(signature.target),
-            "table": digest_of_layout(signature.form),
-            "reverse": None if reverse is None else _reverse_to_json(reverse),
+            **signature_to_json(self.signature),
+            "reverse": None if reverse is None else reverse_to_json(reverse),
             "constants": self.constants,
             "has_prologue": self.has_prologue,
             "gradients": self.gradients,
@@ -127,18 +123,11 @@ class Variant:
         Raises:
           ValueError: tables are made in another way by this version of the package.
         """
-        sizes = {name: tuples(written[name]) for name in SIZES}
-        signature = Signature(
-            kernels=tuple(kernels[t] for t in written["kernels"]),
-            arenas=tuple(map(kind_of, written["arenas"])),
-            target=target_written(written["target"]),
-            branches=_branches(written["branches"]),
-            **sizes,
-        )
+        signature = signature_of(written, [kernels[t] for t in written["kernels"]])
         check_layout(signature.form, written["table"])
         reverse = None
         if written["reverse"] is not None:
-            reverse = _reverse_of(written["reverse"], signature)
+            reverse = reverse_of(written["reverse"], signature)
             check_layout(reverse.form, written["reverse"]["table"])
         return Variant(
             signature,
@@ -164,7 +153,31 @@ def _branches(written: Any) -> tuple[Branch, ...]:
     return tuple(Branch(tuple(opcodes), bool(repeated)) for opcodes, repeated in written)
 
 
-def _reverse_to_json(reverse: ReverseSignature) -> dict[str, Any]:
+def signature_to_json(signature: Signature) -> dict[str, Any]:
+    """Returns a program as JSON, all but its kernels."""
+    return {
+        **{name: getattr(signature, name) for name in SIZES},
+        "arenas": list(map(kind_to_json, signature.arenas)),
+        "branches": signature.branches,
+        "target": target_to_json(signature.target),
+        "table": digest_of_layout(signature.form),
+    }
+
+
+def signature_of(written: Mapping[str, Any], kernels: Sequence[Any]) -> Signature:
+    """Returns what `signature_to_json` wrote, with kernels in the order of the sizes."""
+    sizes = {name: tuples(written[name]) for name in SIZES}
+    return Signature(
+        kernels=tuple(kernels),
+        arenas=tuple(map(kind_of, written["arenas"])),
+        target=target_written(written["target"]),
+        branches=_branches(written["branches"]),
+        **sizes,
+    )
+
+
+def reverse_to_json(reverse: ReverseSignature) -> dict[str, Any]:
+    """Returns the reverse of a program as JSON, all but the program."""
     return {
         **{name: getattr(reverse, name) for name in REVERSE_SIZES},
         "refused": list(map(dataclasses.astuple, reverse.refused)),
@@ -173,7 +186,8 @@ def _reverse_to_json(reverse: ReverseSignature) -> dict[str, Any]:
     }
 
 
-def _reverse_of(written: Mapping[str, Any], forward: Signature) -> ReverseSignature:
+def reverse_of(written: Mapping[str, Any], forward: Signature) -> ReverseSignature:
+    """Returns what `reverse_to_json` wrote."""
     sizes = {name: tuples(written[name]) for name in REVERSE_SIZES}
     return ReverseSignature(
         forward=forward,

@@ -222,9 +222,9 @@ def _checked_key(key: Any) -> Any:
 def _plain_jax() -> Iterator[None]:
     """JAX as learning expects it, whatever the user has configured: on the host, in 32 bits."""
     try:
-        host = jax.devices("cpu")[0]
+        host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX was told to see other devices only
-        host = jax.devices()[0]
+        host = jax.local_devices()[0]
     with (
         jax.default_device(host),
         jax.disable_jit(False),

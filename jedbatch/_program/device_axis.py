@@ -112,12 +112,18 @@ class OnDevices:
         of_shared = jax.tree.map(lambda x: lax.psum(x, self.devices.names), of_shared)
         return of_shared, jax.tree.map(lambda x: x[None], of_inputs)
 
+    def _found_order(self, rows: Array, order: Array) -> Array:
+        """Returns the order of a route whose shards are of several processes."""
+        return _order_of(lax.all_gather(rows, self.devices.names), order)
+
     def _gathered(self, outputs: Sequence[Array], rows: PyTree, order: PyTree) -> Pieces:
         """Returns the pieces of all devices, in the order of the results."""
         pieces: list[list[Array]] = []
         for a, own in enumerate(outputs):
             own_rows, own_order = _route(rows, order, a)
             count, room = len(own), len(own_rows)
+            if self.devices.num_processes > 1 and count:
+                own_order = self._found_order(own_rows, own_order)
             every = lax.all_gather(own, self.devices.names) if count else own
             pieces.append(
                 [
@@ -129,6 +135,12 @@ class OnDevices:
                 ]
             )
         return tuple(pieces)
+
+
+def _order_of(rows: Array, order: Array) -> Array:
+    """Returns the order of a route from the rows of all shards; `order` says how many there are."""
+    positions = jnp.arange(rows.size, dtype=jnp.int32)
+    return jnp.zeros_like(order).at[rows.ravel()].set(positions, mode="drop")
 
 
 def _own(parts: PyTree) -> PyTree:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import (
@@ -30,6 +32,7 @@ from jedbatch._program.lower_vjp import (
     make_reverse_signature,
     reverse_ample,
     reverse_fits,
+    reverse_table,
 )
 from jedbatch._program.placement import Placement, result_bytes
 from jedbatch._program.signature import Signature
@@ -192,6 +195,20 @@ def lowered_for(minibatches: Sequence[Placement], signature: Signature) -> list[
             return []
         several.append(lowered)
     return several
+
+
+def reverse_tables(
+    minibatches: Sequence[Lowered], readers: Sequence[Readers], reverse: ReverseSignature
+) -> list[np.ndarray]:
+    """Returns the tables of minibatches for a reverse program that they fit."""
+    pairs = zip(minibatches, readers, strict=True)
+    return [reverse_table(lowered.placed, own, reverse) for lowered, own in pairs]
+
+
+def with_instructions_for(minibatches: Sequence[Placement], signature: Signature) -> Signature:
+    """Returns a program with room for the instructions that minibatches take, and as many again."""
+    most = max(num_instructions(placed, signature) for placed in minibatches)
+    return replace(signature, num_instructions=max(signature.num_instructions, round_up(2 * most)))
 
 
 def num_instructions(placed: Placement, signature: Signature) -> int:

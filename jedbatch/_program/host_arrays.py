@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,19 @@ from jedbatch._support.types import Array, Dtype
 
 
 def assemble(
-    signature: Signature,
+    rooms: Mapping[Kind, int],
     records: Sequence[Record],
     arrays: Sequence[Sequence[Array]],
     numbers: Sequence[int] | None = None,
 ) -> dict[str, Array]:
-    """The input rows of each arena, up to capacity; `numbers` of the instances, for messages."""
+    """Returns the input rows of each arena, up to capacity.
+
+    Args:
+      rooms: the capacity of each arena (see `Signature.input_rooms`).
+      records: of the instances.
+      arrays: of the instances.
+      numbers: of the instances, for messages.
+    """
     rows: Array
     parts = collections.defaultdict(list)
     numbers = range(len(records)) if numbers is None else numbers
@@ -37,7 +44,7 @@ def assemble(
             rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, instance_arrays, i)
             parts[stored(chunk.type)].append(rows)
     inputs: dict[str, Array] = {}
-    for kind, room in zip(signature.arenas, signature.inputs, strict=True):
+    for kind, room in rooms.items():
         inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)
     return inputs
 

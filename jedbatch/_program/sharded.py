@@ -60,6 +60,42 @@ class DeviceAxis:
         """Where arrays are that all devices have."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @functools.cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The process of each shard, in order.
+
+        Raises:
+          ValueError: devices of a shard belong to several processes, or processes do not follow one
+            another with as many shards each.
+        """
+        places = [self.mesh.axis_names.index(name) for name in self.names]
+        devices = np.moveaxis(self.mesh.devices, places, range(len(places)))
+        rows = devices.reshape(self.size, -1).tolist()
+        owners = [{device.process_index for device in row} for row in rows]
+        if any(len(x) > 1 for x in owners):
+            raise ValueError(
+                f"a mesh has devices of several processes in one place along {self}; expected each "
+                "process to have whole places, since it plans for its own devices alone."
+            )
+        found = tuple(x for (x,) in owners)
+        counts = {found.count(x) for x in found}
+        if found != tuple(sorted(found)) or len(counts) > 1:
+            raise ValueError(
+                f"a mesh has places along {self} of the processes {found}; expected the processes "
+                "one after the other, with equally many places each, as in `jax.make_mesh`."
+            )
+        return found
+
+    @functools.cached_property
+    def num_processes(self) -> int:
+        """The number of processes whose devices these are."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    @functools.cached_property
+    def num_own(self) -> int:
+        """The number of shards of this process."""
+        return self.size // self.num_processes
+
     @property
     def is_typed(self) -> bool:
         """Whether axes of the mesh are explicit, so that types of arrays say how they are cut."""
@@ -80,7 +116,8 @@ class Route(NamedTuple):
     With N rows of results and S shards that return C rows each:
 
     Attributes:
-      order: int32[N], for each row of the results its position among those of all shards.
+      order: int32[N], for each row of the results its position among those of all shards; zeros if
+        these are of several processes, which know of their own alone.
       rows: int32[S, C], for each row that a shard returns the row of the results it is; N if none.
     """
 
@@ -141,6 +178,25 @@ def gathered(devices: DeviceAxis, values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def on_all_processes(devices: DeviceAxis, values: Sequence[Any]) -> list[Any]:
+    """Returns values of which those that only this process knows are constants, alike in all.
+
+    Arrays that a function closes over are on a device of each process.
+    """
+    if devices.num_processes == 1:
+        return list(values)
+    return [
+        np.asarray(x)
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+        else x
+        for x in values
+    ]
+
+
 def _put(sharding: NamedSharding, array: np.ndarray) -> jax.Array:
     with jax.ensure_compile_time_eval():
-        return jax.device_put(array, sharding)
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        if sharding.is_fully_replicated:
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.make_array_from_process_local_data(sharding, array)

@@ -157,6 +157,11 @@ class Signature:
         return tuple(bases), tuple(ends)
 
     @functools.cached_property
+    def input_rooms(self) -> dict[tuple[tuple[int, ...], Dtype], int]:
+        """Capacity of input rows by arena."""
+        return dict(zip(self.arenas, self.inputs, strict=True))
+
+    @functools.cached_property
     def capacity(self) -> Capacity:
         """The sizes of the program."""
         return Capacity(

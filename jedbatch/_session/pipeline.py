@@ -233,7 +233,7 @@ def with_inputs(
     graph, form, lowered, reverse, reverse_table = arranged
     placed = lowered.placed
     programs, signature = session.programs, lowered.signature
-    inputs = assemble(signature, records, arrays, numbers)
+    inputs = assemble(signature.input_rooms, records, arrays, numbers)
     check_rows(session.registry, graph, placed, inputs, numbers)
     ragged_calls = None
     if calls:

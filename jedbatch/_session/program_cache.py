@@ -28,6 +28,7 @@ from jedbatch._program.fit import (
     make_ample_signature,
     make_signature,
     resembles,
+    reverse_tables,
 )
 from jedbatch._program.lower import Lowered, lower, narrowed
 from jedbatch._program.lower_vjp import (
@@ -244,10 +245,7 @@ class ProgramCache:
         signature = make_ample_signature(minibatches, model, forgotten)
         self._types.note_used(signature.kernels)
         self._types.note_made(signature.kernels, times=2)  # so that they stay
-        if signature not in self._signatures:
-            self._signatures.append(signature)
-        self._reserved.add(signature)
-        self._use(signature)
+        self.adopt(signature)
         if leaves is None:
             return signature
         of_minibatch = dict(zip(map(id, minibatches), leaves, strict=True))
@@ -323,7 +321,7 @@ class ProgramCache:
                 reverse = next(fitting, None)
                 if reverse is not None:
                     self.note_used(signature, list(present))
-                    return several, reverse, _reverse_tables(several, readers, reverse)
+                    return several, reverse, reverse_tables(several, readers, reverse)
                 found = found or several
         if not found:
             similar = (s for s in reversed(usable) if resembles(largest, s))
@@ -338,9 +336,24 @@ class ProgramCache:
         self.note_used(found[0].signature, list(present))
         if leaves is None:
             return found, None, []
-        readers, fitting = self._reverses_of_all(found, leaves)
-        reverse = next(fitting, None) or self._make_reverse_of_all(found, readers)
-        return found, reverse, _reverse_tables(found, readers, reverse)
+        return found, *self.reverse_together(found, leaves)
+
+    def reverse_together(
+        self, shards: Sequence[Lowered], leaves: Sequence[Any]
+    ) -> tuple[ReverseSignature, list[Any]]:
+        """Returns the reverse of the program of minibatches, and their tables for it."""
+        readers, fitting = self._reverses_of_all(shards, leaves)
+        reverse = next(fitting, None) or self._make_reverse_of_all(shards, readers)
+        return reverse, reverse_tables(shards, readers, reverse)
+
+    def adopt(self, signature: Signature, reverse: ReverseSignature | None = None) -> None:
+        """Keeps a program made elsewhere, to be used before others, and perhaps its reverse."""
+        if signature not in self._signatures:
+            self._signatures.append(signature)
+        self._reserved.add(signature)
+        self._use(signature)
+        if reverse is not None and reverse not in self._reverses:
+            self._reverses.append(reverse)
 
     def _reverses_of_all(
         self, shards: Sequence[Lowered], leaves: Any
@@ -579,13 +592,6 @@ class ProgramCache:
             if self.environment and isinstance(way, AccessPath)
             else None
         )
-
-
-def _reverse_tables(
-    shards: Sequence[Lowered], readers: Sequence[Readers], reverse: ReverseSignature
-) -> list[Any]:
-    pairs = zip(shards, readers, strict=True)
-    return [reverse_table(lowered.placed, own, reverse) for lowered, own in pairs]
 
 
 def _fits(x: Any, aval: ShapedArray) -> bool:

@@ -26,6 +26,7 @@ from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.device_axis import split_pieces, with_zeros
 from jedbatch._program.differentiable import Differentiable
+from jedbatch._program.host_arrays import assemble
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan, input_name
@@ -35,6 +36,7 @@ from jedbatch._program.sharded import (
     Route,
     gathered,
     most_instances,
+    on_all_processes,
     put_cut,
     put_everywhere,
     stacked_shards,
@@ -42,6 +44,7 @@ from jedbatch._program.sharded import (
 from jedbatch._program.signature import Signature
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._session.degenerate import warn_if_degenerate
+from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import (
@@ -60,6 +63,7 @@ from jedbatch._session.session import Session
 from jedbatch._support.types import Array, Leaf
 
 Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
+Lower = Callable[[Sequence[Placement], Sequence[Any] | None], Any]  # as `lower_together`
 
 
 class ArrangedShards(NamedTuple):
@@ -255,15 +259,40 @@ def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
     return np.where(positions == NO_VALUE, NO_VALUE, values)
 
 
+def check_inputs(
+    session: Session,
+    cut: PlacedShards,
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+) -> None:
+    """Raises the errors that values of inputs lead to, before there is a program for shards."""
+    for own, placed in zip(cut.members, cut.placed, strict=True):
+        rooms = dict(zip(placed.arenas, placed.input_counts, strict=True))
+        numbers = own.tolist()
+        inputs = assemble(
+            rooms, [records[i] for i in numbers], [arrays[i] for i in numbers], numbers
+        )
+        check_rows(session.registry, placed.graph, placed, inputs, numbers)
+
+
 def find_routes(
-    signature: Signature, cut: PlacedShards, records: Sequence[Record], form_of: Form
+    signature: Signature,
+    cut: PlacedShards,
+    records: Sequence[Record],
+    form_of: Form,
+    devices: DeviceAxis,
 ) -> tuple[OutputSpec, tuple[Route, ...]]:
-    """Returns the form of the results of all shards, and from where their rows come."""
+    """Returns the form of the results of all shards, and from where their rows come.
+
+    Those of other processes have as many instances.
+    """
     ptr = np.append(0, np.cumsum([len(r.types) for r in records]))
     rows, form = form_of(records, np.arange(ptr[-1]))
     if form.batch is not None:
         room = cut.forms[0].batch
         assert room is not None
+        if devices.num_processes > 1:
+            return _among_all(form, cut.members, room, devices)
         return form, (Route.of(form.batch, cut.members, room),)
     every = {kind: np.array(x, np.int64) for kind, x in rows.items()}
     owned = [
@@ -282,32 +311,60 @@ def find_routes(
     return form, tuple(routes)
 
 
+def _among_all(
+    form: OutputSpec, members: Sequence[np.ndarray], room: int, devices: DeviceAxis
+) -> tuple[OutputSpec, tuple[Route, ...]]:
+    """Returns the form and the route of the results of all processes, from those of this one."""
+    count = form.batch
+    assert count is not None
+    first = sorted(set(devices.owners)).index(jax.process_index()) * count
+    total = count * devices.num_processes
+    rows = np.full((len(members), room), total, np.int32)
+    for s, own in enumerate(members):
+        rows[s, : len(own)] = first + own
+    (places,) = form.places
+    moved = tuple((kind, start // count * total) for kind, start in places)
+    route = Route(np.zeros(total, np.int32), rows)
+    return OutputSpec(form.structures, (moved,), total), (route,)
+
+
 def arrange_shards(
     session: Session,
+    cut: PlacedShards,
     records: Sequence[Record],
     form_of: Form,
-    policy: Policy,
-    options: Options,
-    num_shards: int,
+    devices: DeviceAxis,
+    lower: Lower | None = None,
     *,
     gradient: bool,
 ) -> tuple[ArrangedShards, list[list[float]]]:
-    """Returns a minibatch in order, and for each shard the seconds of its stages."""
+    """Returns a minibatch in order, and for each shard the seconds of its stages.
+
+    Args:
+      session: that keeps the programs.
+      cut: the shards.
+      records: of the instances.
+      form_of: from records and what their graph returns to the form of their results.
+      devices: over which the minibatch is cut.
+      lower: finds a program for shards, and their tables; None for one that is kept, or a new one.
+      gradient: whether to plan the reverse too.
+    """
     programs = session.programs
-    cut = place_shards(session, records, form_of, policy, options, num_shards, keeps=gradient)
+    lower_together = programs.lower_together if lower is None else lower
+    num_shards = len(cut.members)
     start = time.perf_counter()
     largest = max(cut.placed, key=lambda placed: sum(placed.lanes))
     shown = session.records.lengths.shown
     warn_if_degenerate(largest.graph, session.registry, session.new_in_a_row, shown)
     leaves = cut.leaves() if gradient else None
-    lowered, reverse, tables = programs.lower_together(cut.placed, leaves)
-    form, routes = find_routes(lowered[0].signature, cut, records, form_of)
-    lower = (time.perf_counter() - start) / num_shards
+    lowered, reverse, tables = lower_together(cut.placed, leaves)
+    form, routes = find_routes(lowered[0].signature, cut, records, form_of, devices)
+    seconds = (time.perf_counter() - start) / num_shards
     shards = [
         Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None)
         for s, (own, own_form) in enumerate(zip(lowered, cut.forms, strict=True))
     ]
-    return ArrangedShards(cut.members, shards, form, routes), [[*x, lower] for x in cut.took]
+    return ArrangedShards(cut.members, shards, form, routes), [[*x, seconds] for x in cut.took]
 
 
 def reserve_shards(
@@ -381,10 +438,38 @@ def plan_shards(
     found = session.arranged.use(key()) if num_known == len(records) else None
     took = [[0.0] * (1 + len(STAGES))] * devices.size
     if found is None or not all(programs.use_again(x.lowered) for x in found.shards):
-        found, took = arrange_shards(
-            session, records, form_of, policy, options, devices.size, gradient=gradient
-        )
+        cut = place_shards(session, records, form_of, policy, options, devices.size, keeps=gradient)
+        found, took = arrange_shards(session, cut, records, form_of, devices, gradient=gradient)
         session.arranged[key()] = found  # the policy may have learned
+    return filled(
+        session,
+        found,
+        took,
+        records,
+        arrays,
+        devices,
+        gradient=gradient,
+        seconds=seconds,
+        num_known=num_known,
+    )
+
+
+def filled(
+    session: Session,
+    found: ArrangedShards,
+    took: Sequence[Sequence[float]],
+    records: Sequence[Record],
+    arrays: Sequence[Sequence[Array]],
+    devices: DeviceAxis,
+    *,
+    gradient: bool,
+    seconds: Mapping[str, float] = NO_SECONDS,
+    num_known: int = 0,
+) -> Plan:
+    """Returns the plan of a minibatch in order, with the values of its inputs; see `plan_shards`.
+
+    `took` has the seconds of the stages of each shard.
+    """
     shards: list[Plan] = []
     for own, arranged, times in zip(found.members, found.shards, took, strict=True):
         now = time.perf_counter()
@@ -438,7 +523,7 @@ def run_on_devices(
     signature, devices = static.signature, static.devices
     assert devices is not None
     shared = programs.shared_values(programs.program(signature)[1], leaves, ())
-    shared = gathered(devices, shared)
+    shared = gathered(devices, on_all_processes(devices, shared))
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)
     table = plan.table
