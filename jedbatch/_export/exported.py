@@ -25,7 +25,7 @@ from jedbatch._export.planning import (
     place,
     result_kinds,
 )
-from jedbatch._export.programs import Portable, Variant
+from jedbatch._export.programs import Portable, Variant, default_platform
 from jedbatch._export.trees import ParameterType, filled, leaves_of
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import Operation
@@ -473,13 +473,6 @@ class _TableRows:
 def member_name(number: int, kind: str, name: str) -> str:
     """Returns where a program of a target is in the file."""
     return f"programs/{number}/{kind}/{name}"
-
-
-def default_platform() -> str:
-    """Returns where JAX computes by default, as `jax.export` names it."""
-    device = getattr(jax.config, "jax_default_device", None)
-    platform = getattr(device, "platform", device)
-    return "cpu" if platform == "cpu" else jax.export.default_export_platform()
 
 
 def _type_of(written: Mapping[str, Any]) -> NodeType:

@@ -13,9 +13,9 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._export import archive
 from jedbatch._export.encoding import kind_to_json
-from jedbatch._export.exported import HEURISTICS, Exported, default_platform, member_name
+from jedbatch._export.exported import HEURISTICS, Exported, member_name
 from jedbatch._export.planned_kernels import kernel_to_json
-from jedbatch._export.programs import Variant, programs_of_variant
+from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record

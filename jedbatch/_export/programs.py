@@ -8,7 +8,9 @@ each a call of XLA, which share their arguments:
     save      shared values, input rows, table             -> rows returned, state
     reverse   shared values, tables, state, cotangents     -> cotangents of shared values, of inputs
 
-Programs are read when they are first needed.
+Programs are read when they are first needed. Those for a CPU come in a second form, too, if the
+compiled core is there where they are exported: it moves rows by calls of the core, compiles faster
+and runs faster, and is used where the core is of the same revision.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ import jax.export
 from jedbatch._export.encoding import kind_of, kind_to_json, target_to_json, target_written, tuples
 from jedbatch._export.planned_kernels import PlannedKernel
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.native_calls import calls_in_exports
 from jedbatch._program.alive import Refused
 from jedbatch._program.arenas import zeros
 from jedbatch._program.executors import Fused
@@ -31,6 +34,7 @@ from jedbatch._program.instructions import Branch
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
+from jedbatch._support import native
 from jedbatch._support.types import Array, PyTree
 
 SIZES = ("lanes", "widest", "inputs", "outputs", "num_instructions", "shared_rows", "readings")
@@ -38,7 +42,15 @@ NEEDS_FLATBUFFERS = (
     "JAX writes and reads exported programs with the package flatbuffers, which is not installed; "
     "write `pip install 'jedbatch[export]'`."
 )
+CORE = "-core"  # after the name of a program that calls the compiled core
 REVERSE_SIZES = ("readers", "input_readers", "sums", "sent", "num_instructions", "tells")
+
+
+def default_platform() -> str:
+    """Returns where JAX computes by default, as `jax.export` names it."""
+    device = getattr(jax.config, "jax_default_device", None)
+    platform = getattr(device, "platform", device)
+    return "cpu" if platform == "cpu" else jax.export.default_export_platform()
 
 
 def deserialized(data: bytes) -> Any:
@@ -72,7 +84,8 @@ class Variant:
       constants: numbers of the constants among its shared values, after the leaves.
       has_prologue: whether `pack` does anything.
       gradients: which of the shared values, and of the arenas of inputs, get cotangents.
-      data: of each program by name, as `jax.export` serialized it.
+      data: of each program by name, as `jax.export` serialized it; "NAME-core" calls the core.
+      revision: of that core.
       kernels: by the number of their type; none where it was exported.
     """
 
@@ -82,6 +95,7 @@ class Variant:
     has_prologue: bool
     gradients: tuple[tuple[bool, ...], tuple[bool, ...]]
     data: Mapping[str, bytes]
+    revision: int = native.REVISION
     kernels: tuple[PlannedKernel, ...] = ()
 
     @functools.cached_property
@@ -94,13 +108,20 @@ class Variant:
             self._program(name)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Calls one of the programs."""
+        """Calls one of the programs, in the form that is fastest here."""
+        name = f"{name}{CORE}" if self.calls_core and f"{name}{CORE}" in self.data else name
         return self._program(name).call(*args)
 
     def _program(self, name: str) -> Any:
         if name not in self._programs:
             self._programs[name] = deserialized(self.data[name])
         return self._programs[name]
+
+    @property
+    def calls_core(self) -> bool:
+        """Whether the programs that call the core are those to run here."""
+        here = native.core() is not None and default_platform() == "cpu"
+        return here and f"forward{CORE}" in self.data and self.revision == native.REVISION
 
     def to_json(self) -> dict[str, Any]:
         """Returns all but the programs."""
@@ -112,6 +133,7 @@ class Variant:
             "has_prologue": self.has_prologue,
             "gradients": self.gradients,
             "programs": list(self.data),
+            "revision": self.revision,
         }
 
     @staticmethod
@@ -136,6 +158,7 @@ class Variant:
             written["has_prologue"],
             tuples(written["gradients"]),
             data,
+            written["revision"],
             tuple(kernels),
         )
 
@@ -276,6 +299,13 @@ def programs_of_variant(
     def export(name: str, function: Callable, *args: Any) -> Any:
         made = jax.export.export(jax.jit(function), platforms=tuple(platforms))(*args)
         data[name] = serialized(made)
+        if "cpu" in platforms and name != "pack":
+            with calls_in_exports() as calls:
+                anew = jax.jit(lambda *args: function(*args))  # JAX would take it for the same
+                permitted = list(map(jax.export.DisabledSafetyCheck.custom_call, calls))
+                made = jax.export.export(anew, platforms=["cpu"], disabled_checks=permitted)(*args)
+            if calls:
+                data[f"{name}{CORE}"] = serialized(made)
         return jax.eval_shape(function, *args)
 
     shared, inputs = list(shared), rows(signature.inputs)

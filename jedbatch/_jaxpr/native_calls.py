@@ -3,13 +3,16 @@
 A call starts in less than a microsecond and compiles in no time, where XLA compiles each of its own
 operations by itself, in some 4 ms. Programs have them where the core is there (`_support.native`);
 elsewhere operations of XLA take their place, on other devices, and in exported programs, which
-other processes run. Compiled programs that are stored need this module where they are loaded.
+other processes run, unless `calls_in_exports` says that these have the core. Compiled programs that
+are stored need this module where they are loaded.
 
 Source: `jax.ffi`.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +21,29 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jedbatch._support import native
+
+
+class _Exports(threading.local):
+    """Whether programs that this thread exports have calls."""
+
+    have_calls = False
+
+
+_exports = _Exports()
+
+
+@contextlib.contextmanager
+def calls_in_exports() -> Iterator[list[str]]:
+    """Inside, programs that are exported call the core; gives the names by which XLA knows it.
+
+    They run where the core is of the same revision. No names where there is no core.
+    """
+    core, before = native.core(), _exports.have_calls
+    _exports.have_calls = True
+    try:
+        yield [] if core is None else [target_of(name) for name in core.xla_calls()]
+    finally:
+        _exports.have_calls = before
 
 
 def target_of(name: str) -> str:
@@ -53,8 +79,8 @@ def register_lowering(
 
     def lower_on_cpu(ctx, *operands, **params):
         is_exported = ctx.module_context.lowering_parameters.for_export
-        core = native.core()
-        if core is None or is_exported or not is_wanted(**params):
+        core = native.core() if not is_exported or _exports.have_calls else None
+        if core is None or not is_wanted(**params):
             return otherwise(ctx, *operands, **params)
         _register(core)
         given = attributes(**params)

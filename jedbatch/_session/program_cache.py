@@ -45,13 +45,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.calls import (
-    RegionCalls,
-    Stage,
-    calls_fit,
-    make_row_capacity,
-    run_regions,
-)
+from jedbatch._ragged.calls import RegionCalls, Stage, calls_fit, make_row_capacity, run_regions
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
 from jedbatch._record.environment import AccessPath, Environment
@@ -277,8 +271,8 @@ class ProgramCache:
     ) -> tuple[Lowered, tuple[ReverseSignature, Any]]:
         """Returns a minibatch for a program, and for its reverse: for a pair in use if it fits one.
 
-        Of several programs that a minibatch fits, the smallest may have no reverse with room for it
-        where a larger one has, which was made for a minibatch like this. `leaves` as in `reverse`.
+        Of several programs, the smallest may have no reverse with room where a larger one has.
+        `leaves` as in `reverse`.
         """
         lowered = self.lower(placed, brought)
         others = (
@@ -303,9 +297,8 @@ class ProgramCache:
     ) -> tuple[list[Lowered], ReverseSignature | None, list[Any]]:
         """Returns minibatches for one program, its reverse, and the tables for that.
 
-        Args:
-          shards: the minibatches, which agree in what they return and whether results share rows.
-          leaves: None if there need be no reverse; else those of each, as in `reverse`.
+        They agree in what they return and whether results share rows. `leaves` are those of each,
+        as in `reverse`, or None if there need be no reverse.
         """
         largest = max(shards, key=lambda placed: sum(placed.lanes))
         present = {kernel for placed in shards for kernel in placed.kernels}

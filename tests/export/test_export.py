@@ -15,6 +15,7 @@ from cases.helpers import assert_close, loop, mostly_slow, number
 
 import jedbatch
 from jedbatch import Exported
+from jedbatch._support import native
 
 P = {"w": jnp.linspace(-0.5, 0.5, 32).reshape(8, 4), "e": jnp.sin(jnp.arange(36.0)).reshape(9, 4)}
 LEAF = jedbatch.cell(lambda p, i: p["e"][i], name="leaf")
@@ -133,6 +134,22 @@ def test_in_a_fresh_process(model, tmp_path):
 
 def test_files_are_the_same_every_time(model):
     assert model[1].serialize() == again(model[1]).serialize()
+
+
+def test_where_the_core_is_not(model, monkeypatch):
+    """Programs for a CPU call the compiled core where it is of the same revision, only there."""
+    batched, exported = model
+    graph, want = batched.graph(P, TREES), loop(encode, P, TREES)
+    variant, _ = exported._variant(0, "inference")
+    assert variant.calls_core == (native.core() is not None)
+    for here in (variant.calls_core, False):
+        there = again(exported)
+        assert there._variant(0, "inference")[0].calls_core == here
+        assert_close(there(P, graph), want, rtol=1e-6)
+        monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "REVISION", native.REVISION + 1)
+    assert not variant.calls_core
 
 
 def test_platforms():
