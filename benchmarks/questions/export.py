@@ -8,8 +8,9 @@ first loss of one minibatch (inference), or the first loss and gradient (trainin
 
 Both read parameters and instances from files, and the results are compared. Times are those of
 whole processes, from their start to their end. `cached` is with JAX's persistent compilation cache,
-which earlier processes of the same kind have filled. `run` is the median time of the same minibatch
-afterwards, in the exported model, over that of the batched function.
+which earlier processes of the same kind have filled; `cached / model` compares an exported model
+that comes with such a cache to the model without one. `run` is the median time of the same
+minibatch afterwards, in the exported model, over that of the batched function.
 """
 
 import json
@@ -160,6 +161,7 @@ def main() -> None:
         "model cached s",
         "exported cached s",
         "ratio cached",
+        "cached / model",
         "run",
         "file kB",
     )
@@ -168,7 +170,7 @@ def main() -> None:
             folder = Path(name)
             write_files(folder, bank, hidden, size)
             for kind in ("inference", "training"):
-                cells = []
+                cells, medians = [], []
                 for cache in (None, f"{name}/cache"):
                     if cache is not None:
                         for how in ("model", "exported"):
@@ -180,6 +182,8 @@ def main() -> None:
                         np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4)
                     both = common.Times(times)
                     cells += [f"{both.median(0):.1f}", f"{both.median(1):.1f}", both.ratio(1)]
+                    medians += [both.median(0), both.median(1)]
+                cells.append(f"{medians[3] / medians[0]:.2f}")
                 _, ratio = seconds_of(folder, kind, "run")
                 file = os.path.getsize(folder / f"{kind}.model") / 1e3
                 table.row(kind, hidden, size, *cells, f"{ratio:.2f}", f"{file:.0f}")

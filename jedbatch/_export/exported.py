@@ -48,10 +48,12 @@ from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.indices import check_rows
 from jedbatch._session.outputs import form_of_results
-from jedbatch._session.pipeline import checked_inputs, permit_derivative
+from jedbatch._session.pipeline import checked_inputs
+from jedbatch._support.caches import Memory
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf, PyTree
 
+MAX_STATICS = 512  # forms of results that are kept
 HEURISTICS: dict[str, Policy] = {**FALLBACKS, "depth": depth}
 ONCE = (
     "it was exported with the programs for values and gradients alone. Differentiate the batched "
@@ -88,7 +90,7 @@ class Exported:
         self._compiled: dict[str, int] = {}
         self._variants: dict[tuple[int, str], tuple[Variant, Portable]] = {}
         self._of_signature: dict[int, tuple[Variant, Portable]] = {}
-        self._statics: dict[ExportedStatic, ExportedStatic] = {}
+        self._statics: dict[ExportedStatic, ExportedStatic] = Memory(MAX_STATICS)
         self._constants = [self._constant(*x) for x in header["constants"]]
         self._check_precision()
         if not header["targets"]:
@@ -281,9 +283,9 @@ class Exported:
           values than the function does, tuples of these.
 
         Raises:
-          TypeError: the last argument is no plan.
+          TypeError: the last argument is no plan of this model.
           ValueError: arrays among the shared arguments are missing, or of other shapes or dtypes;
-            or the plan is of another model.
+            or the plan is made without gradients, and is differentiated.
         """
         if not args or not isinstance(args[-1], Plan) or args[-1].static.programs is not self:
             came = checks.shown(args[-1]) if args else "nothing"
@@ -346,12 +348,20 @@ class Exported:
             signature,
             functools.partial(split_outputs, batch=batch),
             functools.partial(joined, signature.arenas, batch=batch),
-            functools.partial(permit_derivative, static),
+            functools.partial(self._permit, static.keeps),
             reverse_of,
             self._refuse_twice,
         )
         with reverse_mode_only(f"the exported `{self.name}`", ONCE):
             return run(*arguments, handed_over(plan.reverse_table))
+
+    def _permit(self, keeps: bool) -> None:
+        if not keeps:
+            raise ValueError(
+                f"the exported `{self.name}` is differentiated with a plan made for inference, "
+                "which does not keep what the reverse reads; make it with "
+                "`exported.plan(graphs, gradient=True)`, and `apply` it."
+            )
 
     def _refuse_twice(self) -> None:
         raise TypeError(f"the exported `{self.name}` is differentiated twice, and {ONCE}.")

@@ -209,6 +209,24 @@ def test_containers_of_the_model():
     assert_close(got, {"state": want, "root": want.sum(1)}, rtol=1e-6)
 
 
+def test_types_of_parameters_will_do():
+    """There need be no parameters yet; 16 bits, and two functions of one name."""
+    first = jedbatch.cell(lambda p, x: jnp.tanh(p["a"] * x), name="f")
+    second = jedbatch.cell(lambda p, x: jnp.tanh(p["b"] * x), name="f")
+    p = {"a": jnp.full(3, 0.5, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    scale = jnp.full(3, 2, jnp.bfloat16)
+    batched = jedbatch.batch(lambda p, x: second(p, first(p, scale * x)))
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p)
+    xs = [np.float32([1, 2, 3]), np.float32([3, 2, 1])]
+    exported = again(batched.export(specs, xs))
+    got = exported(p, batched.graph(specs, xs))
+    want = loop(lambda p, x: jnp.tanh(p["b"] * jnp.tanh(p["a"] * (scale * x))), p, xs)
+    assert_close(got, want, rtol=1e-2)
+    with pytest.raises(ValueError, match="'f', a name of 2 types"):
+        exported.graph(["f"], [[-1]], inputs=[xs])
+    assert len(set(exported.sizes)) == len(exported.sizes)
+
+
 def test_closed_over_arrays_are_part_of_it():
     table, bias = jnp.arange(12.0).reshape(3, 4), np.float32(2.5)
 

@@ -116,7 +116,8 @@ def test_a_process_that_dies_ends_the_others():
     assert dead.status == 3
     assert first.status
     text = first.said.get("error", "") + first.errors
-    assert "has ended or cannot be reached" in text or "another task died" in text, text
+    clear = "has ended or cannot be reached", "another task died", "Connection closed by peer"
+    assert any(x in text for x in clear), text
 
 
 @pytest.mark.slow
