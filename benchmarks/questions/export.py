@@ -6,15 +6,17 @@ first loss of one minibatch (inference), or the first loss and gradient (trainin
     model      imports the model, makes it, records and plans trees, traces, compiles, runs
     exported   loads the exported model and the graphs of the same trees, plans, compiles, runs
 
-Both read parameters and instances from files, and the results are compared. Times are those of
-whole processes, from their start to their end. `cached` is with JAX's persistent compilation cache,
-which earlier processes of the same kind have filled; `cached / model` compares an exported model
-that comes with such a cache to the model without one. `run` is the median time of the same
-minibatch afterwards, in the exported model, over that of the batched function.
+Both read parameters and instances from files, and the results are compared. Times are CPU seconds
+of whole processes, from their start to their end, since others may share the machine. `cached` is
+with JAX's persistent compilation cache, which earlier processes of the same kind have filled;
+`cached / model` compares an exported model that comes with such a cache to the model without one.
+`run` is the median CPU time of the same minibatch afterwards, in the exported model, over that of
+the batched function.
 """
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -29,7 +31,7 @@ import numpy as np
 
 import jedbatch
 
-RUNS = 9  # of the same minibatch, once it is compiled
+RUNS = 15  # of the same minibatch, once it is compiled
 
 
 def numbers_of(params: Any) -> dict[str, Any]:
@@ -92,14 +94,14 @@ def child(folder: Path, kind: str, how: str) -> None:
     times: list[list[float]] = [[], []]
     for i in range(RUNS + 2):
         for run, found in zip(runs, times, strict=True):
-            begin = time.perf_counter()
+            begin = time.process_time()
             jax.block_until_ready(run())
-            found.extend([time.perf_counter() - begin] if i > 1 else [])
+            found.extend([time.process_time() - begin] if i > 1 else [])
     print(statistics.median(times[1]) / statistics.median(times[0]))
 
 
 def seconds_of(folder: Path, kind: str, how: str, cache: str | None = None) -> tuple[float, float]:
-    """(seconds of a process, what it printed)."""
+    """(CPU seconds of a process, what it printed)."""
     env = {name: x for name, x in os.environ.items() if not name.startswith("JAX_COMPILATION")}
     if cache is not None:
         env |= {
@@ -108,7 +110,7 @@ def seconds_of(folder: Path, kind: str, how: str, cache: str | None = None) -> t
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
     command = [sys.executable, "-m", "benchmarks.questions.export"]
-    begin = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*command, "--child", str(folder), kind, how],
         env=env,
@@ -116,7 +118,9 @@ def seconds_of(folder: Path, kind: str, how: str, cache: str | None = None) -> t
         text=True,
         check=True,
     )
-    return time.perf_counter() - begin, float(done.stdout)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, float(done.stdout)
 
 
 def write_files(folder: Path, bank: Any, hidden: int, size: int) -> None:
