@@ -7,6 +7,7 @@ for all of its results, in order, as where a cell takes what another one returne
 
 import collections
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class NodeTypes:
         for t, node_type in enumerate(self.types):
             for name in {node_type.label, node_type.name} - {""}:
                 self._by_name[name].append(t)
+        self._bound: weakref.WeakKeyDictionary[Graph, Graph] = weakref.WeakKeyDictionary()
         self._kinds: dict[Kind, int] = {}
         for node_type in self.types:
             for value_type in (*node_type.operands, *node_type.results):
@@ -77,6 +79,12 @@ class NodeTypes:
         """
         if graph.types is self.types:
             return graph
+        if graph not in self._bound:
+            self._bound[graph] = self._bind(who, graph)
+        return self._bound[graph]
+
+    def _bind(self, who: str, graph: Graph) -> Graph:
+        """Does that for a graph that was not met before."""
         number = np.zeros(max(1, len(graph.types)), np.int32)
         typed = []
         for t in graph.present_types:
@@ -187,12 +195,14 @@ class NodeTypes:
                 f"{arity[n]}. The results of a node are an operand each."
             )
         graph.check()
-        of_inputs = [self._kinds[stored(c.type)] for c in graph.inputs for _ in range(len(c))]
+        counts_of_chunks = list(map(len, graph.inputs))
+        of_chunks = np.array([self._kinds[stored(c.type)] for c in graph.inputs], np.int64)
+        of_inputs = np.repeat(of_chunks, counts_of_chunks)
         of_results = [[self._kinds[stored(t)] for t in x.results] for x in self.types]
         flat = np.array([k for kinds in of_results for k in kinds] or [0], np.int64)
         first = pointers(np.array(list(map(len, of_results)), np.int64))[:-1]
         came_from = flat[first[graph.node_type[graph.value_node]] + graph.value_slot]
-        of_values = np.concatenate([came_from, np.array(of_inputs, np.int64)[::-1]])
+        of_values = np.concatenate([came_from, of_inputs[::-1]])
         for t in graph.present_types:
             nodes = np.flatnonzero(graph.node_type == t)
             for j, expected_type in enumerate(self.types[t].operands):

@@ -190,12 +190,13 @@ def _described(name: str, key: Any, arenas: Any, placed: Placement) -> tuple[str
 def result_kinds(graph: Graph) -> list[tuple[tuple, ...]]:
     """Returns for each instance (shape, dtype) of every output."""
     of_type = [[(t.shape, t.dtype) for t in x.results] for x in graph.types]
-    of_inputs = [(c.type.shape, c.type.dtype) for c in graph.inputs for _ in range(len(c))]
+    ends_of_inputs = np.cumsum([len(chunk) for chunk in graph.inputs])
     nodes, slots = graph.value_node, graph.value_slot
     kinds = []
     for value in graph.outputs.tolist():
         if value < 0:
-            kinds.append(of_inputs[-1 - value])
+            chunk = int(np.searchsorted(ends_of_inputs, -1 - value, side="right"))
+            kinds.append((graph.inputs[chunk].type.shape, graph.inputs[chunk].type.dtype))
         else:
             kinds.append(of_type[graph.node_type[nodes[value]]][slots[value]])
     ends = graph.output_ptr.tolist()
