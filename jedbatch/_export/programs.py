@@ -35,6 +35,7 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
 from jedbatch._support import native
+from jedbatch._support.announce import announced
 from jedbatch._support.types import Array, PyTree
 
 SIZES = ("lanes", "widest", "inputs", "outputs", "num_instructions", "shared_rows", "readings")
@@ -262,6 +263,7 @@ class Portable(Fused):
         )
 
 
+@announced  # what it traces takes no longer than that
 def programs_of_variant(
     fused: Fused, reverse: ReverseSignature | None, shared: Sequence[Any], platforms: Sequence[str]
 ) -> tuple[dict[str, bytes], bool, tuple[tuple[bool, ...], tuple[bool, ...]]]:
