@@ -27,6 +27,7 @@ from jedbatch._batch.on_devices import (
     plan_on_devices,
 )
 from jedbatch._batch.planner import planner
+from jedbatch._batch.streaming import stream
 from jedbatch._batch.warming import warm
 from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._export.exporting import export, graph
@@ -120,6 +121,11 @@ class Batched(Generic[*Given, Result]):
         return self._arguments.axes
 
     @property
+    def _stacks(self) -> bool:
+        """Whether results are stacked, and no list."""
+        return self._out_axes is not None
+
+    @property
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
         return self._compiled_before + num_programs(self._sessions)
@@ -193,7 +199,7 @@ class Batched(Generic[*Given, Result]):
         if recording.recorder is not None:
             join = functools.partial(self._arguments.join, shared)
             calls = [functools.partial(self._fn, *join(x)) for x in instances]
-            return results_inside(self._name, calls, stack=self._out_axes is not None)
+            return results_inside(self._name, calls, stack=self._stacks)
         session, leaves = self._session(shared)
         plan = self._unless_decides(
             session,
@@ -241,12 +247,19 @@ class Batched(Generic[*Given, Result]):
         program = session.mapped_program(record, arrays, instances)
         if program is None:
             return None
-        results = program(leaves, instances.arrays, stack=self._out_axes is not None)
+        results = program(leaves, instances.arrays, stack=self._stacks)
         self.last_rounds = Rounds([program.round(instances.num_rows, time.perf_counter() - start)])
         return results
 
-    def _run_stepwise(self, session: Session, leaves: list[Leaf], instances: list[tuple]) -> Any:
-        """Runs the function where it decides on values."""
+    def _run_stepwise(
+        self,
+        session: Session,
+        leaves: list[Leaf],
+        instances: list[tuple],
+        *,
+        on_host: bool = False,
+    ) -> Any:
+        """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
         arrays = [keyed(i, instance)[1] for i, instance in enumerate(instances)]
         call = Stepwise(
             self._fn,
@@ -254,7 +267,8 @@ class Batched(Generic[*Given, Result]):
             instances,
             self._arguments.join,
             self._policy,
-            self._results,
+            functools.partial(self._results, stacked=False if on_host else None),
+            on_host=on_host,
         )
         with self._planning:
             reached = self._environment.look()
@@ -310,6 +324,7 @@ class Batched(Generic[*Given, Result]):
 
     plans = plans
     planner = planner
+    stream = stream
     warm = warm
     export = export
     graph = graph
@@ -427,8 +442,12 @@ class Batched(Generic[*Given, Result]):
         gradient: bool,
         leaves: Sequence[Leaf] = (),
         read: Callable | None = None,
+        stacked: bool | None = None,
     ) -> Plan:
-        """A plan, which can be differentiated if `gradient` or if the shared leaves are traced."""
+        """A plan, which can be differentiated if `gradient` or if the shared leaves are traced.
+
+        Results are `stacked` as `out_axes` says, unless that is given.
+        """
         with self._planning:
             start = time.perf_counter()
             records, arrays, tracers, num_known, reached = self._record(session, instances, read)
@@ -444,6 +463,7 @@ class Batched(Generic[*Given, Result]):
                 seconds=seconds,
                 num_known=num_known,
                 tracers=tracers,
+                stacked=stacked,
             )
 
     def _record(
@@ -476,10 +496,14 @@ class Batched(Generic[*Given, Result]):
         seconds: Mapping[str, float] = NO_SECONDS,
         num_known: int = 0,
         tracers: Sequence[Leaf] = (),
+        stacked: bool | None = None,
     ) -> Plan:
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
-        again = plan_again(session, records, arrays, policy, num_known, gradient, keeps, seconds)
+        stacked = self._stacks if stacked is None else stacked
+        again = plan_again(
+            session, records, arrays, policy, num_known, gradient, keeps, stacked, seconds
+        )
         if again is not None:
             return again
         graph = Graph.select([(r.whole, r.index) for r in records])
@@ -489,7 +513,7 @@ class Batched(Generic[*Given, Result]):
             graph,
             records,
             arrays,
-            self._results(records, graph.outputs, find_slices(calls, records)),
+            self._results(records, graph.outputs, find_slices(calls, records), stacked=stacked),
             policy,
             self._options,
             gradient=gradient,
@@ -505,9 +529,10 @@ class Batched(Generic[*Given, Result]):
         records: Sequence[InstanceOutput],
         outputs: np.ndarray,
         slices: Sequence[Mapping[int, Slice | TileRun]] = (),
+        stacked: bool | None = None,
     ) -> Returned:
         """(what each arena returns, the form of the result) from what all instances return."""
-        stacked = self._out_axes is not None
+        stacked = self._stacks if stacked is None else stacked
         return form_of_results(self._name, records, outputs, slices, stacked)
 
     def _run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:

@@ -39,7 +39,7 @@ from jedbatch._control_flow.workspace import Workspace
 from jedbatch._jaxpr.configuration import EAGER, configuration
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._program.host_arrays import results_from, rows_of_inputs
+from jedbatch._program.host_arrays import results_from, rows_of_inputs, rows_on_host
 from jedbatch._program.lower import lower
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.returned import joined, rows_wanted, split_outputs
@@ -88,7 +88,7 @@ class Stepwise:
     Attributes:
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
-      fn, session, instances, join, policy, results: what it was made of.
+      fn, session, instances, join, policy, results, on_host: what it was made of.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Stepwise:
         join: Callable,
         policy: Policy,
         results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
+        on_host: bool = False,
     ):
         """Prepares a call.
 
@@ -109,6 +110,7 @@ class Stepwise:
           join: makes the arguments of `fn` from the shared and the mapped ones.
           policy: chooses batches.
           results: from outcomes and references of their leaves to (what each arena returns, form).
+          on_host: whether results are arrays of NumPy; they are a list then.
         """
         self.rounds: list[Round] = []
         self.fn = fn
@@ -117,6 +119,7 @@ class Stepwise:
         self.join = join
         self.policy = policy
         self.results = results
+        self.on_host = on_host
         self.tracers: Sequence[Leaf] = ()
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
@@ -145,6 +148,8 @@ class Stepwise:
             outputs = self._differentiable(moving)(*arguments)
         signature = self._latest.workspace.signature
         assert signature is not None
+        if self.on_host:
+            outputs = rows_on_host(outputs)
         return results_from(self._latest.form, signature, outputs)
 
     @property

@@ -167,6 +167,11 @@ def results_from(
     ]
 
 
+def rows_on_host(outputs: Sequence[Array]) -> list[list[np.ndarray]]:
+    """Returns the rows of each arena one by one, as arrays of NumPy, once they are computed."""
+    return [[rows[i, ...] for i in range(len(rows))] for rows in map(fetched, outputs)]
+
+
 def _on_host(rows: Array) -> Any:
     """Rows where any number of them is taken out without compiling anything, if they are known."""
     return rows if isinstance(rows, Tracer) else fetched(rows)

@@ -1,6 +1,7 @@
 """The arguments of a batched function: those that all instances share, and those of each."""
 
 import enum
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,6 +99,26 @@ class Arguments:
           ValueError, TypeError: they do not fit the axes, or one is no iterable; later, if there
             are more minibatches of one than of another.
         """
+        expected = "minibatches, such as a list of lists of instances or a loader of data"
+        return Minibatches(
+            self, *self._iterables(args, f"{expected}. For a single minibatch write `plan`")
+        )
+
+    def streams(self, args: Sequence[Any]) -> tuple[tuple, Iterator[tuple]]:
+        """Returns (shared arguments, the mapped ones of each instance); these come from iterables.
+
+        Raises:
+          ValueError, TypeError: they do not fit the axes, or one is no iterable; later, if there
+            are more instances of one than of another.
+        """
+        expected = "instances, such as a list, a generator or an open file"
+        shared, iterables = self._iterables(args, f"{expected}. For the rows of arrays, call it")
+        iterators = list(map(iter, iterables))
+        following = functools.partial(self.following, iterators, "instances")
+        return tuple(shared), iter(following, ())
+
+    def _iterables(self, args: Sequence[Any], expected: str) -> tuple[list[Any], list[Any]]:
+        """Returns (shared arguments, the mapped ones, which are iterables)."""
         axes = self._axes_of(args)
         shared = [x for x, axis in zip(args, axes, strict=True) if axis is None]
         iterables = []
@@ -107,11 +128,27 @@ class Arguments:
             if isinstance(x, dict | str | bytes) or not hasattr(x, "__iter__"):
                 raise TypeError(
                     f"argument {position} of the batched `{self.name}` is {checks.shown(x)}; "
-                    "expected an iterable of minibatches, such as a list of lists of instances or "
-                    "a loader of data. For a single minibatch write `plan`."
+                    f"expected an iterable of {expected}."
                 )
             iterables.append(x)
-        return Minibatches(self, shared, iterables)
+        return shared, iterables
+
+    def following(self, iterators: Sequence[Iterator[Any]], what: str) -> tuple:
+        """Returns the next item of each iterator, nothing if all have ended.
+
+        Raises:
+          ValueError: some have ended.
+        """
+        missing = object()
+        mapped = tuple([next(x, missing) for x in iterators])
+        if all(x is missing for x in mapped):
+            return ()
+        if any(x is missing for x in mapped):
+            raise ValueError(
+                f"the mapped arguments of the batched `{self.name}` have different numbers of "
+                f"{what}; expected equally many."
+            )
+        return mapped
 
     def stacked(self, args: Sequence[Any], least: int) -> StackedInstances | None:
         """Returns instances that are the rows of arrays, if all are and there are enough of them.
@@ -186,15 +223,9 @@ class Minibatches(Iterator[list[Any]]):
         self._position = 0
 
     def __next__(self) -> list[Any]:
-        missing = object()
-        mapped = [next(x, missing) for x in self._iterators]
-        if any(x is missing for x in mapped):
-            if all(x is missing for x in mapped):
-                raise StopIteration
-            raise ValueError(
-                f"the mapped arguments of the batched `{self._arguments.name}` have different "
-                "numbers of minibatches; expected equally many."
-            )
+        mapped = self._arguments.following(self._iterators, "minibatches")
+        if not mapped:
+            raise StopIteration
         self._position += 1
         return self._arguments.join(self._shared, mapped)
 

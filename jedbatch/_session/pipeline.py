@@ -163,7 +163,8 @@ def make_plan(
         brought=brought,
     )
     if brought is None and not calls and not tracers:
-        session.arranged[minibatch_key(records, policy, gradient, keeps)] = arranged
+        stacked = returned[1].batch is not None
+        session.arranged[minibatch_key(records, policy, gradient, keeps, stacked)] = arranged
     return with_inputs(
         session,
         arranged,
@@ -186,6 +187,7 @@ def plan_again(
     num_known: int,
     gradient: bool,
     keeps: bool,
+    stacked: bool,
     seconds: Mapping[str, float],
 ) -> Plan | None:
     """Returns a plan for instances that were planned together before, in this order, or None.
@@ -194,7 +196,7 @@ def plan_again(
     """
     if num_known < len(records):
         return None
-    key = minibatch_key(records, policy, gradient, keeps)
+    key = minibatch_key(records, policy, gradient, keeps, stacked)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(arranged.lowered):
         return None
@@ -206,10 +208,10 @@ def plan_again(
 
 
 def minibatch_key(
-    records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool
+    records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool, stacked: bool
 ) -> Hashable:
     """Returns what decides how instances are planned together."""
-    return (*records, Same(policy), version_of(policy), gradient, keeps)
+    return (*records, Same(policy), version_of(policy), gradient, keeps, stacked)
 
 
 def with_inputs(

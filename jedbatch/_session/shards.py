@@ -433,7 +433,7 @@ def plan_shards(
     programs = session.programs
 
     def key() -> Any:
-        return minibatch_key(records, policy, gradient, gradient), devices.size
+        return minibatch_key(records, policy, gradient, gradient, True), devices.size
 
     found = session.arranged.use(key()) if num_known == len(records) else None
     took = [[0.0] * (1 + len(STAGES))] * devices.size

@@ -1,0 +1,166 @@
+"""Streams: results of any number of instances, one by one, in bounded memory.
+
+A thread reads instances, plans minibatches of them and hands these to the device, a few ahead; the
+results of one are read while the next are computed. Planned minibatches run on the device, so the
+thread has them begin as soon as they are planned, and nobody waits for whoever uses the results.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jedbatch import checks
+from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
+from jedbatch._batch.one_by_one import OneByOne, settled
+from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._support.types import PyTree
+
+MAX_BATCH = 1 << 20
+
+
+class Begun(NamedTuple):
+    """A minibatch of a stream that the device computes.
+
+    Attributes:
+      first: the number of its first instance.
+      instances: the mapped arguments of each.
+      fetch: waits for the results; None if the minibatch could not be planned.
+    """
+
+    first: int
+    instances: Sequence[tuple]
+    fetch: Callable[[], list[PyTree]] | None
+
+
+def stream(
+    batched: Any, *args: Any, batch_size: int = 64, ahead: int = 2, ordered: bool = True
+) -> Iterator[Any]:
+    """Yields the result of each of any number of instances, which are read as they are needed.
+
+    Instances are put into minibatches, which a thread plans and has the device compute while
+    others are used. No more of them is held than `ahead` minibatches and the one at hand. The
+    thread ends once the iterator is closed, as where a `for` loop is left, and sees JAX configured
+    as it is where `stream` is called. Functions that decide on values run in it.
+
+    Args:
+      batched: the batched function.
+      *args: as for a call, with an iterable of instances, such as a generator, in place of each
+        sequence of instances.
+      batch_size: instances in a minibatch; the last one has what is left, and compiles nothing
+        that a plan of another minibatch would not.
+      ahead: minibatches that are computed before they are asked for. With 0 they are planned and
+        computed when they are, in the thread of the caller.
+      ordered: whether results come in the order of the instances, by themselves. If not, pairs
+        `(number, result)` come as soon as results are there, with the number of the instance from
+        0 on.
+
+    Returns:
+      An iterator of results, pytrees of arrays of NumPy, which are read-only; random keys are
+      arrays of JAX. They are not stacked, and may differ in shape.
+
+    Raises:
+      TypeError: something is no iterable of instances, or shared arguments are traced.
+      ValueError: there are more instances of one argument than of another.
+
+      Whatever an instance raises, with a note that says its number, after the results of all
+      instances before it. The same goes for what the iterables raise.
+
+    Example:
+      >>> import jax.numpy as jnp, jedbatch
+      >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+      >>> numbers = ((float(n), 1.0) for n in range(5))
+      >>> [float(x) for x in total.stream(2.0, numbers, batch_size=2)]
+      [2.0, 4.0, 6.0, 8.0, 10.0]
+    """
+    checks.whole("stream", "batch_size", batch_size, least=1, most=MAX_BATCH)
+    checks.whole("stream", "ahead", ahead, least=0, most=MAX_AHEAD)
+    checks.flag("stream", "ordered", ordered)
+    shared, rows = batched._arguments.streams(args)
+    one_by_one = OneByOne("stream", batched, shared)
+    source = Source(rows, batch_size)
+
+    def make() -> Any:
+        found = source.minibatch()
+        if found is None:
+            return END
+        first, instances = found
+        try:
+            plan = one_by_one.plan(shared, instances)
+            return Begun(first, instances, one_by_one.start(shared, instances, plan))
+        except Exception:  # in its turn, and once it is known whose it is
+            return Begun(first, instances, None)
+
+    settings, of_thread = ThreadSettings(), ThreadSettings()
+
+    def work() -> Any:
+        return of_thread.run(make)
+
+    def run(instances: Sequence[tuple]) -> list[PyTree]:
+        return settings.run(lambda: one_by_one.run(shared, instances))
+
+    return _results(in_thread(work, ahead) if ahead else in_turn(work), run, ordered)
+
+
+class Source:
+    """Minibatches of what an iterator has.
+
+    An error of the iterator is raised after the minibatch that was begun.
+    """
+
+    def __init__(self, rows: Iterator[tuple], size: int):
+        self._rows = rows
+        self._size = size
+        self._count = 0
+        self._error: Exception | None = None
+
+    def minibatch(self) -> tuple[int, list[tuple]] | None:
+        """Returns (the number of the first, mapped arguments of each); None if there is no more."""
+        found: list[tuple] = []
+        try:
+            if self._error is None:
+                for row in itertools.islice(self._rows, self._size):
+                    found.append(row)  # each, so that an error leaves those before it
+        except Exception as error:
+            self._error = error
+        first, self._count = self._count, self._count + len(found)
+        if not found and self._error is not None:
+            self._error.add_note(f"This happened where instance {first} of a stream was read.")
+            raise self._error
+        return (first, found) if found else None
+
+
+def _results(
+    minibatches: Iterator[Begun], run: Callable[[Sequence[tuple]], list[PyTree]], ordered: bool
+) -> Iterator[Any]:
+    """Yields the results of minibatches, those of some by halves (see `settled`)."""
+    try:
+        for first, instances, fetch in minibatches:
+            for number, result in enumerate(_of_minibatch(instances, fetch, run, first), first):
+                yield result if ordered else (number, result)
+    finally:
+        minibatches.close()  # type: ignore[attr-defined]
+
+
+def _of_minibatch(
+    instances: Sequence[tuple],
+    fetch: Callable[[], list[PyTree]] | None,
+    run: Callable[[Sequence[tuple]], list[PyTree]],
+    first: int,
+) -> Iterator[PyTree]:
+    """Yields the results of a minibatch until one of its instances, from number `first`, fails."""
+    if fetch is not None:
+        try:
+            results = fetch()
+        except Exception:  # found again below
+            fetch = None
+        else:
+            yield from results
+            return
+    for number, (result, error) in enumerate(settled(run, instances), first):
+        if error is not None:
+            error.add_note(
+                f"This happened in instance {number} of a stream, which was run by itself, so "
+                "that it is number 0 elsewhere in this message."
+            )
+            raise error
+        yield result
