@@ -329,9 +329,15 @@ class Batched(Generic[*Given, Result]):
     export = export
     graph = graph
 
-    def _lasting_plan(self, session: Session, instances: list[tuple], gradient: bool) -> Plan:
+    def _lasting_plan(
+        self,
+        session: Session,
+        instances: list[tuple],
+        gradient: bool,
+        stacked: bool | None = None,
+    ) -> Plan:
         """A plan that can be kept, or an error if it needs values of an outer transformation."""
-        plan = self._plan(session, instances, gradient)
+        plan = self._plan(session, instances, gradient, stacked=stacked)
         assert plan.host is not None
         self._refuse_tracers(plan.host.tracers)
         self._refuse_tracers(session.programs.reads_tracers(plan.static.signature))

@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._batch.warming import cut_evenly, one_of_each, reserve
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.host_arrays import results_from, rows_on_host
@@ -108,6 +109,24 @@ class OneByOne:
             return jax.tree.map(_on_host, found) if static.stages else found
 
         return fetch
+
+    def warm(self, shared: tuple, sample: Sequence[tuple], size: int) -> None:
+        """Compiles what minibatches of `size` instances need, with headroom (see `Batched.warm`).
+
+        Args:
+          shared: the shared arguments.
+          sample: the mapped arguments of instances like those to come, at least one.
+          size: instances in a minibatch.
+        """
+        batched = self.batched
+        session, _ = batched._session(shared)
+        minibatches = cut_evenly(sample, size)
+        plans = batched._unless_decides(
+            session,
+            lambda read: reserve(batched, session, minibatches, False, read, stacked=False),
+        )
+        for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+            self.run(shared, minibatch)
 
     def run(self, shared: tuple, instances: Sequence[tuple]) -> list[PyTree]:
         """Returns the results of a minibatch, once they are computed."""

@@ -90,7 +90,7 @@ def warm(
         plans = reserve_on_devices(batched, session, minibatches, gradient, devices)
     else:
         plans = batched._unless_decides(
-            session, lambda read: _reserve(batched, session, minibatches, gradient, read)
+            session, lambda read: reserve(batched, session, minibatches, gradient, read)
         )
     planned = plans[gradient] if plans else None
     check_possible(batched._name, leaves, planned, gradient, calls)
@@ -103,10 +103,24 @@ def warm(
     return max(planned, key=num_lanes) if planned else None
 
 
-def _reserve(
-    batched: Any, session: Session, minibatches: list[list[tuple]], gradient: bool, read: Callable
+def reserve(
+    batched: Any,
+    session: Session,
+    minibatches: list[list[tuple]],
+    gradient: bool,
+    read: Callable,
+    stacked: bool | None = None,
 ) -> dict[bool, list[Plan]]:
-    """Plans of all minibatches after programs were made that do for each, by `gradient`."""
+    """Plans of all minibatches after programs were made that do for each, by `gradient`.
+
+    Args:
+      batched: the batched function.
+      session: that keeps the programs.
+      minibatches: the mapped arguments of each instance of each, as many in each.
+      gradient: whether there will be gradients, too.
+      read: what to call when the function decides on a value.
+      stacked: whether results are stacked, and no list; None as the function has it.
+    """
     with batched._planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
         all_records, all_arrays, *_ = batched._record(session, every, read)
@@ -117,10 +131,10 @@ def _reserve(
             graph = Graph.select([(r.whole, r.index) for r in records])
             calls = find_calls(records, arrays)
             slices = find_slices(calls, records)
-            parts.append((graph, batched._results(records, graph.outputs, slices), calls))
+            parts.append((graph, batched._results(records, graph.outputs, slices, stacked), calls))
         reserve_programs(session, parts, batched._policy, batched._options, gradient=gradient)
         return {
-            wanted: [batched._lasting_plan(session, m, wanted) for m in minibatches]
+            wanted: [batched._lasting_plan(session, m, wanted, stacked) for m in minibatches]
             for wanted in sorted({False, gradient})
         }
 

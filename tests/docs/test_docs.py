@@ -67,9 +67,10 @@ def test_readme_runs():
     assert " rounds: " in printed[2]
     assert "graph     14 nodes of 2 types" in printed[3]
     assert printed[4].startswith("Plan of 2 instances in 1 shards over data (1)")
-    assert printed[5].startswith("FSM over")
-    assert printed[6].startswith("Learned in")
-    assert printed[7].startswith("Layout of 14 nodes")
+    assert printed[5].startswith("2 done, 0 failed, 0 cancelled")
+    assert printed[6].startswith("FSM over")
+    assert printed[7].startswith("Learned in")
+    assert printed[8].startswith("Layout of 14 nodes")
     assert names["again"].policy == names["policy"]
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import jedbatch
 import jedbatch.data
 import jedbatch.models
+import jedbatch.serve
 import jedbatch.testing
 
-MODULES = ("errors", "policies", "ragged", "viz", "models", "data", "testing")
+MODULES = ("errors", "policies", "ragged", "viz", "models", "data", "testing", "serve")
 
 
 def signatures() -> str:
     """Every public name of every public module, a line each."""
     names = ["jedbatch", *(f"jedbatch.{name}" for name in MODULES)]
-    for package in (jedbatch.models, jedbatch.data, jedbatch.testing):
+    for package in (jedbatch.models, jedbatch.data, jedbatch.testing, jedbatch.serve):
         inside = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
         names += [m.name for m in inside if not m.ispkg]
     return "\n".join(line for name in sorted(names) for line in _module(name)) + "\n"

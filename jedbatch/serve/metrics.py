@@ -1,0 +1,158 @@
+"""Metrics of a server: counts since it was made, and latencies of late, as numbers and as text."""
+
+import collections
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW = 8192  # requests whose latencies are kept
+PERCENTILES = (50, 90, 99)
+MOST_SIZES = 32  # bounds of the histogram of batch sizes: powers of two, up to 2**31
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a server has done so far. Requests are counted once they have ended.
+
+    Attributes:
+      queued: requests that wait now.
+      running: requests that are computed now.
+      done: with a result.
+      failed: with an error of their own.
+      cancelled: given up by whoever asked.
+      expired: not done by their deadline.
+      refused: since too many were waiting, or the server was closed.
+      batch_sizes: how many minibatches had so many requests.
+      latency_ms: milliseconds from request to result, by percentile (50, 90, 99), of the last 8192
+        requests with a result; NaN before there is one.
+      latency_seconds: of all requests with a result, added up.
+      compilations: XLA programs built for the function, by the server or others.
+      swaps: how often the shared arguments were replaced.
+    """
+
+    queued: int
+    running: int
+    done: int
+    failed: int
+    cancelled: int
+    expired: int
+    refused: int
+    batch_sizes: Mapping[int, int]
+    latency_ms: Mapping[int, float]
+    latency_seconds: float
+    compilations: int
+    swaps: int
+
+    @property
+    def minibatches(self) -> int:
+        """How many minibatches ran."""
+        return sum(self.batch_sizes.values())
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Requests in a minibatch; NaN before there is one."""
+        count = self.minibatches
+        requests = sum(size * times for size, times in self.batch_sizes.items())
+        return requests / count if count else float("nan")
+
+    def prometheus(self, prefix: str = "jedbatch") -> str:
+        """Returns the metrics in the text format of Prometheus, version 0.0.4.
+
+        Args:
+          prefix: what all names begin with.
+        """
+        return "\n".join(self._lines(prefix)) + "\n"
+
+    def _lines(self, prefix: str) -> Iterator[str]:
+        def head(name: str, kind: str, text: str) -> Iterator[str]:
+            yield f"# HELP {prefix}_{name} {text}"
+            yield f"# TYPE {prefix}_{name} {kind}"
+
+        yield from head("queue_length", "gauge", "Requests that wait.")
+        yield f"{prefix}_queue_length {self.queued}"
+        yield from head("running", "gauge", "Requests that are computed.")
+        yield f"{prefix}_running {self.running}"
+        yield from head("requests_total", "counter", "Requests that have ended, by how they did.")
+        for outcome in ("done", "failed", "cancelled", "expired", "refused"):
+            yield f'{prefix}_requests_total{{outcome="{outcome}"}} {getattr(self, outcome)}'
+        yield from head("batch_size", "histogram", "Requests in a minibatch.")
+        largest = max(self.batch_sizes, default=1)
+        for bound in (1 << k for k in range(MOST_SIZES)):
+            within = sum(n for size, n in self.batch_sizes.items() if size <= bound)
+            yield f'{prefix}_batch_size_bucket{{le="{bound}"}} {within}'
+            if bound >= largest:
+                break
+        yield f'{prefix}_batch_size_bucket{{le="+Inf"}} {self.minibatches}'
+        yield f"{prefix}_batch_size_sum {sum(s * n for s, n in self.batch_sizes.items())}"
+        yield f"{prefix}_batch_size_count {self.minibatches}"
+        yield from head("latency_seconds", "summary", "Seconds from a request to its result.")
+        for percentile, milliseconds in self.latency_ms.items():
+            value = f"{milliseconds / 1e3:.6g}".replace("nan", "NaN")
+            yield f'{prefix}_latency_seconds{{quantile="{percentile / 100:g}"}} {value}'
+        yield f"{prefix}_latency_seconds_sum {self.latency_seconds:.6g}"
+        yield f"{prefix}_latency_seconds_count {self.done}"
+        yield from head("compilations_total", "counter", "XLA programs built.")
+        yield f"{prefix}_compilations_total {self.compilations}"
+        yield from head("swaps_total", "counter", "Replacements of the shared arguments.")
+        yield f"{prefix}_swaps_total {self.swaps}"
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"p{p} {ms:.1f} ms" for p, ms in self.latency_ms.items())
+        return (
+            f"{self.done:,} done, {self.failed:,} failed, {self.cancelled:,} cancelled, "
+            f"{self.expired:,} expired, {self.refused:,} refused; {self.queued:,} queued, "
+            f"{self.running:,} running\n"
+            f"{self.minibatches:,} minibatches of {self.mean_batch_size:.1f} requests; {shown}\n"
+            f"{self.compilations} compilations, {self.swaps} swaps"
+        )
+
+
+class Meter:
+    """Counts what happens; may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._sizes: collections.Counter[int] = collections.Counter()
+        self._seconds = np.zeros(WINDOW)
+        self._sum = 0.0
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Counts requests that ended in some way, or swaps."""
+        with self._lock:
+            self._counts[what] += number
+
+    def minibatch(self, size: int) -> None:
+        """Counts a minibatch."""
+        with self._lock:
+            self._sizes[size] += 1
+
+    def done(self, seconds: float) -> None:
+        """Counts a request with a result, and the time that it took."""
+        with self._lock:
+            self._seconds[self._counts["done"] % WINDOW] = seconds
+            self._counts["done"] += 1
+            self._sum += seconds
+
+    def metrics(self, queued: int, running: int, compilations: int) -> Metrics:
+        """Returns all counts, with some that others know."""
+        with self._lock:
+            counts, sizes = self._counts.copy(), dict(sorted(self._sizes.items()))
+            recent, total = self._seconds[: counts["done"]].copy(), self._sum
+        latencies = np.percentile(recent, PERCENTILES) if len(recent) else [np.nan] * 3
+        return Metrics(
+            queued=queued,
+            running=running,
+            done=counts["done"],
+            failed=counts["failed"],
+            cancelled=counts["cancelled"],
+            expired=counts["expired"],
+            refused=counts["refused"],
+            batch_sizes=sizes,
+            latency_ms={p: 1e3 * float(x) for p, x in zip(PERCENTILES, latencies, strict=True)},
+            latency_seconds=total,
+            compilations=compilations,
+            swaps=counts["swaps"],
+        )

@@ -1,0 +1,201 @@
+"""The worker: the one thread of a server that plans minibatches and has the device compute them.
+
+While a minibatch runs and there is a full one that waits, that is planned and handed to the device,
+which computes one after the other. If there is none, the worker waits for the device, and takes
+what has come by then.
+
+A minibatch is computed with the shared arguments that are current when it is begun. If one of its
+requests fails, it is planned by halves to find those that do; the others are planned again without
+them. What fails only while it is computed is computed by halves.
+"""
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jedbatch._batch.one_by_one import OneByOne, Settled, settled
+from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._support.types import PyTree
+from jedbatch.serve.requests import Request, RequestQueue
+
+SECONDS_AT_EXIT = 5.0  # for what runs when Python ends
+
+Outcomes = list[tuple[Request, Settled]]
+
+
+class Running(NamedTuple):
+    """A minibatch that the device computes.
+
+    Attributes:
+      requests: that it consists of.
+      shared: the shared arguments that it is computed with.
+      fetch: waits for the results.
+    """
+
+    requests: list[Request]
+    shared: tuple
+    fetch: Callable[[], list[PyTree]]
+
+
+class Worker:
+    """Plans and runs minibatches of requests in a thread.
+
+    Attributes:
+      running: how many requests are planned or computed.
+      error: why the thread ended, if it was not told to.
+    """
+
+    def __init__(
+        self,
+        one_by_one: OneByOne,
+        shared: tuple,
+        queue: RequestQueue,
+        deliver: Callable[[Outcomes], None],
+        taken: Callable[[int], None],
+        ended: Callable[[], None],
+    ):
+        """Prepares a thread.
+
+        Args:
+          one_by_one: the function.
+          shared: its shared arguments.
+          queue: of requests.
+          deliver: is given what came of requests.
+          taken: is told how many requests have left the queue for a minibatch.
+          ended: is called at the end of the thread.
+        """
+        self.running = 0
+        self.error: BaseException | None = None
+        self._one_by_one = one_by_one
+        self._shared = shared
+        self._is_placed = False
+        self._swapping = threading.Lock()
+        self._queue = queue
+        self._deliver, self._taken, self._ended = deliver, taken, ended
+        settings = ThreadSettings()
+        self._thread = threading.Thread(
+            target=lambda: settings.run(self._work), name="jedbatch-serve", daemon=True
+        )
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join()
+
+    def adopt(self, shared: tuple) -> None:
+        """Replaces the shared arguments, for minibatches that are begun from now on."""
+        with self._swapping:
+            self._shared, self._is_placed = shared, False
+
+    def _work(self) -> None:
+        atexit.register(self._at_exit)
+        try:
+            self._serve()
+        except BaseException as error:  # of ours: those of instances are results
+            self.error = error
+        finally:
+            atexit.unregister(self._at_exit)
+            self._ended()
+
+    def _serve(self) -> None:
+        running: Running | None = None
+        while True:
+            taken = self._queue.take(idle=running is None)
+            if taken.is_last:
+                if running is not None:
+                    self._finish(running)
+                return
+            begun = self._begin(taken.requests) if taken.requests else None
+            if running is not None:
+                self._finish(running)
+            running = begun
+            for job in taken.jobs:
+                job()
+
+    def _begin(self, requests: list[Request]) -> Running | None:
+        """Plans a minibatch and has the device begin; delivers what fails already."""
+        self.running += len(requests)
+        self._taken(len(requests))
+        shared = self._current()
+        try:
+            return Running(requests, shared, self._started(shared, requests))
+        except Exception:  # found again below
+            pass
+        checked = settled(lambda some: self._plan_alone(shared, some), requests)
+        outcomes = list(zip(requests, checked, strict=True))
+        self._end([(request, found) for request, found in outcomes if found.error is not None])
+        good = [request for request, found in outcomes if found.error is None]
+        if not good:
+            return None
+        try:
+            return Running(good, shared, self._started(shared, good))
+        except Exception:  # of one that decides on values, or of the device
+            self._end(list(zip(good, self._by_halves(shared, good), strict=True)))
+            return None
+
+    def _finish(self, running: Running) -> None:
+        """Delivers the results of a minibatch once they are computed."""
+        requests, shared, fetch = running
+        try:
+            outcomes = [Settled(result, None) for result in fetch()]
+        except Exception:  # found again, by itself
+            outcomes = self._by_halves(shared, requests)
+        self._end(list(zip(requests, outcomes, strict=True)))
+
+    def _end(self, outcomes: Outcomes) -> None:
+        self.running -= len(outcomes)
+        if outcomes:
+            self._deliver(outcomes)
+
+    def _started(self, shared: tuple, requests: Sequence[Request]) -> Callable[[], list[PyTree]]:
+        instances = [request.instance for request in requests]
+        plan = self._one_by_one.plan(shared, instances)
+        return self._one_by_one.start(shared, instances, plan)
+
+    def _plan_alone(self, shared: tuple, requests: Sequence[Request]) -> Sequence[None]:
+        self._one_by_one.plan(shared, [request.instance for request in requests])
+        return [None] * len(requests)
+
+    def _by_halves(self, shared: tuple, requests: Sequence[Request]) -> list[Settled]:
+        def run(some: Sequence[Request]) -> list[PyTree]:
+            return self._one_by_one.run(shared, [request.instance for request in some])
+
+        return list(settled(run, requests))
+
+    def _current(self) -> tuple:
+        """The shared arguments, put on the device the first time."""
+        with self._swapping:
+            shared, is_placed = self._shared, self._is_placed
+        if is_placed:
+            return shared
+        placed = jax.tree.map(
+            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, shared
+        )
+        with self._swapping:
+            if self._shared is shared:  # it may have been replaced meanwhile
+                self._shared, self._is_placed = placed, True
+        return placed
+
+    def warm(self, instances: Sequence[tuple], sizes: Sequence[int]) -> None:
+        """Compiles what minibatches of some sizes need; called in the thread.
+
+        Args:
+          instances: the mapped arguments of a sample.
+          sizes: of minibatches.
+        """
+        shared = self._current()
+        for size in sizes:
+            self._one_by_one.warm(shared, instances, size)
+
+    def _at_exit(self) -> None:
+        """Python must not end while the thread is inside of JAX."""
+        self._queue.clear()
+        self._queue.close()
+        self._thread.join(SECONDS_AT_EXIT)
