@@ -1,7 +1,8 @@
 """Command line: `python -m jedbatch demo` trains a TreeLSTM on trees of every shape.
 
 `show` and `bench` take a function of yours, as module:function or file.py:function, or the name of
-a model of `jedbatch.models`, as `learn` does. `fuzz` compares random programs with the loop over
+a model of `jedbatch.models`, as `learn` does. `serve` answers requests to a function of yours over
+HTTP. `fuzz` compares random programs with the loop over
 single instances. `info` says what is installed.
 """
 
@@ -86,6 +87,32 @@ def command_line() -> argparse.ArgumentParser:
         action="store_false",
         help="leave out gradients, whose programs take longer to compile",
     )
+    serving = command(
+        serve,
+        "answer requests over HTTP, many at a time; needs `pip install 'jedbatch[serve]'`",
+        {
+            "max_batch": (64, "requests in a minibatch at most"),
+            "max_queue": (1024, "requests that may wait"),
+            "max_bytes": (1 << 20, "bytes of a request"),
+        },
+    )
+    add_function(serving)
+    serving.add_argument("--host", default="127.0.0.1", help="(default %(default)s)")
+    serving.add_argument("--port", type=int, default=8000, help="(default %(default)s)")
+    serving.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=0.0,
+        help="milliseconds for which a request waits for others (default %(default)s)",
+    )
+    serving.add_argument(
+        "--deadline-ms", type=float, help="milliseconds in which a request is to be done"
+    )
+    for name, text in (
+        ("decode", "from JSON to an instance"),
+        ("encode", "from a result to JSON"),
+    ):
+        serving.add_argument(f"--{name}", metavar="NAME", help=f"a function of the module, {text}")
     policy = "a saved policy; the model's own by default"
     benching.add_argument("--policy", metavar="FILE", help=policy)
     fuzzing = command(
@@ -113,6 +140,11 @@ def add_command(
     parser.set_defaults(run=run, sizes=tuple(sizes))
     if run is demo:
         parser.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
+    elif run is serve:
+        named = (
+            "a function of one instance, plain or batched, as module:function or file.py:function"
+        )
+        parser.add_argument("model", metavar="function", help=named)
     elif run not in (fuzz, info):
         models = "a model of `jedbatch.models`, such as treelstm"
         if run is not learn:
@@ -138,6 +170,9 @@ def add_command(
 
 def add_function(parser: argparse.ArgumentParser) -> None:
     """Adds what is said of a function of the user's."""
+    of_files = ""
+    if parser.get_default("run") is serve:
+        of_files = "; or a file that `jedbatch.serve.save_params` wrote, FILE.npz"
     for option, kind in (
         ("params", "what all instances share"),
         ("instances", "a sequence of instances"),
@@ -147,7 +182,8 @@ def add_function(parser: argparse.ArgumentParser) -> None:
             action="append",
             metavar="NAME",
             help=f"{kind}, for a function of yours: an attribute of its module, or a function "
-            f"there that makes it (default {option}); repeated where there are more arguments",
+            f"there that makes it (default {option}); repeated where there are more arguments"
+            f"{of_files if option == 'params' else ''}",
         )
 
 
@@ -188,6 +224,13 @@ def commands_for(args: argparse.Namespace) -> ModuleType:
     from jedbatch._commands import models
 
     return models
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Answers requests over HTTP until it is interrupted."""
+    from jedbatch._commands import serving
+
+    serving.run(args)
 
 
 def fuzz(args: argparse.Namespace) -> int:

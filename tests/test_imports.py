@@ -36,7 +36,7 @@ ALLOWED = {
     "_support",
     "_batch": "_export _control_flow _session _learn _ragged _program _kernel _schedule _record "
     "_jaxpr _graph _support",
-    "_commands": "data models policies testing viz",
+    "_commands": "data models policies serve testing viz",
     "policies": "_schedule",
     "ragged": "",
     "viz": "_draw _program _schedule _graph _support",
@@ -190,13 +190,13 @@ def test_marks_of_frames():
     }
 
 
-def test_the_core_needs_neither_flax_nor_optax_nor_tqdm(tmp_path):
+def test_the_core_needs_nothing_that_is_optional(tmp_path):
     code = """if True:
         import sys
-        for name in ("flax", "optax", "tqdm"):
+        for name in ("flax", "optax", "tqdm", "starlette", "uvicorn", "httpx"):
             sys.modules[name] = None
         import jax.numpy as jnp, numpy as np, pytest
-        import jedbatch, jedbatch.data, jedbatch.testing
+        import jedbatch, jedbatch.data, jedbatch.testing, jedbatch.serve
         total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
         assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
         from jedbatch._support.progress import progress_bar
@@ -204,6 +204,8 @@ def test_the_core_needs_neither_flax_nor_optax_nor_tqdm(tmp_path):
         for run in (lambda: __import__("jedbatch.models"), lambda: progress_bar([], "", True)):
             with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.models.'"):
                 run()
+        with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.serve.'"):
+            jedbatch.serve.application(jedbatch.serve.Server(total, 2.0))
     """
     subprocess.run([sys.executable, "-c", code], check=True)
     (tmp_path / "mine.py").write_text("def fn(x): return 2 * x\ninstances = [1.0, 2.0]\n")
@@ -212,6 +214,9 @@ def test_the_core_needs_neither_flax_nor_optax_nor_tqdm(tmp_path):
         assert run.returncode == 1
         assert "pip install 'jedbatch[models]'" in run.stderr
         assert "Traceback" not in run.stderr
+    run = run_without("uvicorn", ["serve", f"{tmp_path / 'mine.py'}:fn"])
+    assert "pip install 'jedbatch[serve]'" in run.stderr
+    assert "Traceback" not in run.stderr
     run = run_without("flax", ["show", f"{tmp_path / 'mine.py'}:fn"])
     assert run.returncode == 0, run.stderr
     assert "Plan of 2 instances" in run.stdout

@@ -7,6 +7,7 @@ Read in this order:
 3. `pictures`: Draws a plan and saves the pictures.
 4. `user_function`: A function of the user's, and what it runs on.
 5. `user_commands`: `show` and `bench` for it.
-6. `models`: The models of `jedbatch.models`: their plans, policies and rates.
-7. `demo`: Trains a TreeLSTM.
+6. `serving`: `serve`: a function of the user's behind HTTP.
+7. `models`: The models of `jedbatch.models`: their plans, policies and rates.
+8. `demo`: Trains a TreeLSTM.
 """

@@ -59,7 +59,7 @@ class UserFunction:
                     "its module holds: see --params and --instances"
                 )
         module, found = attribute_of(args.model)
-        shared_names, mapped_names = _argument_names(args, found)
+        shared_names, mapped_names = argument_names(args, found)
         axes: tuple[int | None, ...] = (None,) * len(shared_names) + (0,) * len(mapped_names)
         if isinstance(found, jedbatch.Batched):
             batched, alone = found, inspect.unwrap(found, stop=_is_no_batched)
@@ -75,8 +75,8 @@ class UserFunction:
                     f"--loop {args.loop} is {checks.shown(alone)}; expected a function of one "
                     "instance"
                 )
-        shared = [_value_of(module, name, "params") for name in shared_names]
-        sequences = [_instances_of(module, name) for name in mapped_names]
+        shared = [value_of(module, name, "params") for name in shared_names]
+        sequences = [instances_of(module, name) for name in mapped_names]
         lengths = dict(zip(mapped_names, map(len, sequences), strict=True))
         if len(set(lengths.values())) != 1:
             raise CommandError(f"there are {lengths} instances; expected as many of each argument")
@@ -106,7 +106,7 @@ def _is_no_batched(fn: Any) -> bool:
     return not isinstance(fn, jedbatch.Batched)
 
 
-def _argument_names(args: argparse.Namespace, found: Any) -> tuple[list[str], list[str]]:
+def argument_names(args: argparse.Namespace, found: Any) -> tuple[list[str], list[str]]:
     """Returns the names of (what all instances share, sequences of instances)."""
     mapped = args.instances or ["instances"]
     axes = found.in_axes if isinstance(found, jedbatch.Batched) else None
@@ -160,7 +160,7 @@ def _attribute(module: ModuleType, name: str, option: str, example: str) -> Any:
         ) from None
 
 
-def _value_of(module: ModuleType, name: str, option: str) -> Any:
+def value_of(module: ModuleType, name: str, option: str) -> Any:
     """Returns an attribute, or what it returns if it is a function."""
     example = "[...]" if option == "instances" else "{...}"
     example = f"{name} = {example}` or `def {name}(): return {example}"
@@ -175,8 +175,8 @@ def _value_of(module: ModuleType, name: str, option: str) -> Any:
     return found()
 
 
-def _instances_of(module: ModuleType, name: str) -> Sequence[Any]:
-    found = _value_of(module, name, "instances")
+def instances_of(module: ModuleType, name: str) -> Sequence[Any]:
+    found = value_of(module, name, "instances")
     sized = hasattr(found, "__len__") and hasattr(found, "__getitem__")
     if not sized or isinstance(found, dict | str | bytes) or not getattr(found, "ndim", 1):
         raise CommandError(

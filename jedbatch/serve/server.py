@@ -259,8 +259,7 @@ class Server:
         Raises:
           ValueError: there is no instance, or what the function raises for one.
         """
-        several = self._num_mapped is not None and self._num_mapped > 1
-        instances = [tuple(x) if several else (x,) for x in sample]
+        instances = [tuple(x) if self.takes_several else (x,) for x in sample]
         if not instances:
             raise ValueError("`warm` got no instance; expected a sample of those to come.")
         await self._do("warm", lambda worker: worker.warm(instances, self._sizes))
@@ -276,6 +275,11 @@ class Server:
     def is_serving(self) -> bool:
         """Whether requests are taken."""
         return self._loop is not None and not self._is_closed
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a request has several arguments, as `in_axes` says."""
+        return self._num_mapped is not None and self._num_mapped > 1
 
     # --- between the event loop and the worker ---
 

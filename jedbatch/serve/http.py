@@ -1,0 +1,204 @@
+"""`application`: a server behind HTTP, as an ASGI application of Starlette.
+
+    POST /predict   an instance as JSON → its result as JSON
+    GET  /metrics   counts and latencies, as text for Prometheus
+    GET  /healthz   whether requests are taken
+
+What is wrong with a request is said by the status, and by `{"error": ...}`:
+
+    400  no JSON                            422  too deep, no instance, or the function refuses it
+    413  too many bytes                     500  anything else
+    503  overloaded, or about to end        504  not done by the deadline
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jedbatch import checks
+from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed
+from jedbatch.serve.forms import NoJsonError, TooDeepError, as_instance, as_json, parsed
+from jedbatch.serve.server import Server
+
+try:
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as _error:  # the rest of `jedbatch.serve` works without
+    MISSING: str | None = _error.name
+else:
+    MISSING = None
+
+MAX_BYTES, MAX_DEPTH = 1 << 20, 256
+OF_INSTANCES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+RETRY_SECONDS = "1"
+logger = logging.getLogger("jedbatch")
+
+
+class _TooLargeError(Exception):
+    """A body has more bytes than are allowed."""
+
+
+def application(
+    server: Server,
+    *,
+    decode: Callable[[Any], Any] = as_instance,
+    encode: Callable[[Any], Any] = as_json,
+    path: str = "/predict",
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    sample: list[Any] | None = None,
+) -> Any:
+    """An ASGI application that answers requests by a server, which it starts and closes.
+
+    It needs Starlette: `pip install "jedbatch[serve]"`. Any ASGI server runs it, such as
+    `uvicorn.run(application(server))`, in one process.
+
+    Args:
+      server: that has not been entered.
+      decode: from JSON to an instance; it checks what comes, and what it raises is said with
+        status 422. By default lists are tuples, and everything else is what it is. Where the
+        function takes several mapped arguments, it returns a tuple of them.
+      encode: from a result to JSON. By default arrays are lists.
+      path: where instances are posted.
+      max_bytes: of a body.
+      max_depth: of arrays and objects in one another.
+      sample: instances for `Server.warm`, before the first request; None does not warm.
+
+    Raises:
+      ModuleNotFoundError: Starlette is not installed.
+      TypeError, ValueError: an argument is not what is expected.
+    """
+    if MISSING is not None:
+        raise ModuleNotFoundError(
+            f"`application` needs {MISSING}, which is not installed; write "
+            "`pip install 'jedbatch[serve]'`. `Server` works without."
+        )
+    checks.of_type("application", server, Server, "a `jedbatch.serve.Server`")
+    for name, function in (("decode", decode), ("encode", encode)):
+        checks.function("application", name, function, "a function of one argument")
+    checks.whole("application", "max_bytes", max_bytes, least=1)
+    checks.whole("application", "max_depth", max_depth, least=1)
+    endpoint = _Endpoint(server, decode, encode, max_bytes, max_depth)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with server:
+            if sample is not None:
+                await server.warm(sample)
+            yield
+
+    async def metrics(_: Any) -> Any:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return PlainTextResponse(server.metrics.prometheus(), headers={"content-type": kind})
+
+    async def health(_: Any) -> Any:
+        if server.is_serving:
+            return JSONResponse({"status": "serving"})
+        return JSONResponse({"status": "closed"}, 503)
+
+    routes = [
+        Route(path, endpoint.predict, methods=["POST"]),
+        Route("/metrics", metrics),
+        Route("/healthz", health),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+class _Endpoint:
+    """Answers what is posted; see `application`."""
+
+    def __init__(
+        self,
+        server: Server,
+        decode: Callable[[Any], Any],
+        encode: Callable[[Any], Any],
+        max_bytes: int,
+        max_depth: int,
+    ):
+        self._server = server
+        self._decode, self._encode = decode, encode
+        self._max_bytes, self._max_depth = max_bytes, max_depth
+
+    async def predict(self, request: "HttpRequest") -> "Response":
+        """The result of the instance in the body of a request, or what is wrong with it."""
+        try:
+            body = await self._body(request)
+            instance = self._instance(parsed(body, self._max_depth))
+        except NoJsonError as error:
+            return _failure(400, error)
+        except _TooLargeError as error:
+            return _failure(413, error)
+        except TooDeepError as error:
+            return _failure(422, error)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        except Exception as error:  # of `decode`
+            return _failure(422, error)
+        answer = asyncio.ensure_future(self._server(*instance))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return Response(status_code=499)  # nobody reads it
+            return self._response(answer)
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+    def _response(self, answer: "asyncio.Future[Any]") -> "Response":
+        try:
+            text = json.dumps(self._encode(answer.result()), allow_nan=False)
+        except (Overloaded, ServerClosed) as error:
+            return _failure(503, error, {"retry-after": RETRY_SECONDS})
+        except DeadlineExceeded as error:
+            return _failure(504, error)
+        except OF_INSTANCES as error:
+            if answer.exception() is not None:
+                return _failure(422, error)
+            logger.exception("a result could not be written as JSON")
+            return _failure(500, error)
+        except Exception as error:
+            logger.exception("an instance failed")
+            return _failure(500, error)
+        return Response(text, media_type="application/json")
+
+    def _instance(self, value: Any) -> tuple:
+        """The mapped arguments of an instance."""
+        found = self._decode(value)
+        if not self._server.takes_several:
+            return (found,)
+        if not isinstance(found, tuple | list):
+            raise TypeError(f"got {checks.shown(found)}; expected a list of the mapped arguments.")
+        return tuple(found)
+
+    async def _body(self, request: "HttpRequest") -> bytes:
+        """The body of a request, of which no more is read than is allowed."""
+        message = f"the body has more than {self._max_bytes:,} bytes; expected less than that."
+        announced = request.headers.get("content-length", "0")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise _TooLargeError(message)
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > self._max_bytes:
+                raise _TooLargeError(message)
+        return b"".join(parts)
+
+
+async def _disconnected(request: "HttpRequest") -> None:
+    """Returns once nobody waits for the response."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _failure(status: int, error: Exception, headers: dict[str, str] | None = None) -> "Response":
+    """A response that says what is wrong."""
+    text = checks.cut(error) or type(error).__name__
+    return JSONResponse({"error": text}, status, headers=headers)

@@ -1,0 +1,110 @@
+"""`python -m jedbatch serve`, as a user runs it."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jedbatch.__main__ import command_line, main
+from jedbatch.serve import save_params
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+from jedbatch._commands.serving import application_of  # noqa: E402
+
+MODEL = """
+import jax.numpy as jnp
+import jedbatch
+
+@jedbatch.cell
+def join(params, left, right):
+    return jnp.tanh(params["w"] * left + right)
+
+def encode(params, tree):
+    if isinstance(tree, float):
+        return params["w"] * tree
+    return join(params, encode(params, tree[0]), encode(params, tree[1]))
+
+def shown(state):
+    return {"sum": float(state.sum())}
+
+params = {"w": jnp.ones(2)}
+instances = [(0.5, (i / 10, 0.25)) for i in range(5)]
+number = 3
+"""
+
+
+def expected(w):
+    return float((np.tanh(w * (w * 0.5) + w * 0.25)).sum())
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    path = tmp_path / "served.py"
+    path.write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield path
+    sys.modules.pop("served", None)
+
+
+def answer_of(*argv):
+    app = application_of(command_line().parse_args(["serve", *argv]))
+
+    async def scenario():
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+        async with app.router.lifespan_context(app), client:
+            return await client.post("/predict", content=b"[0.5, 0.25]")
+
+    return asyncio.run(scenario()).json()
+
+
+def test_a_function_with_params_of_a_file(model):
+    assert np.isclose(sum(answer_of(f"{model}:encode")), expected(np.ones(2)))
+    file = str(model.parent / "trained.npz")
+    save_params({"w": jnp.full(2, 0.5)}, file)
+    got = answer_of(f"{model}:encode", "--params", file, "--encode", "shown", "--max-batch", "4")
+    assert np.isclose(got["sum"], expected(np.full(2, 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["number"], "expected a function of one instance"),
+        (["other"], "has no 'other'"),
+        (["encode", "--encode", "other"], "has no `other`, which --encode names"),
+        (["encode", "--decode", "number"], "expected a function"),
+        (["encode", "--instances", "others"], "has no `others`"),
+        (["encode", "--params", "none.npz"], "No such file"),
+    ],
+)
+def test_what_cannot_be_served(model, capsys, argv, match):
+    name, *options = argv
+    assert main(["serve", f"{model}:{name}", *options]) == 1
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_serves_until_it_is_interrupted(model):
+    command = [sys.executable, "-m", "jedbatch", "serve", f"{model}:encode", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr:
+                if found := re.search(r"running on (http://127\.0\.0\.1:\d+)", line):
+                    break
+            url = found.group(1)
+            with urllib.request.urlopen(f"{url}/predict", b"[0.5, 0.25]", timeout=30) as response:
+                assert np.isclose(sum(json.load(response)), expected(np.ones(2)))
+            with pytest.raises(urllib.error.HTTPError, match="422"):
+                urllib.request.urlopen(f"{url}/predict", b'"word"', timeout=30)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
