@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +116,7 @@ class Meter:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._sizes: collections.Counter[int] = collections.Counter()
-        self._seconds = np.zeros(WINDOW)
+        self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._sum = 0.0
 
     def count(self, what: str, number: int = 1) -> None:
@@ -129,18 +129,18 @@ class Meter:
         with self._lock:
             self._sizes[size] += 1
 
-    def done(self, seconds: float) -> None:
-        """Counts a request with a result, and the time that it took."""
+    def done(self, seconds: Sequence[float]) -> None:
+        """Counts requests with a result, and the time that each took."""
         with self._lock:
-            self._seconds[self._counts["done"] % WINDOW] = seconds
-            self._counts["done"] += 1
-            self._sum += seconds
+            self._sum += sum(seconds)
+            self._recent.extend(seconds)
+            self._counts["done"] += len(seconds)
 
     def metrics(self, queued: int, running: int, compilations: int) -> Metrics:
         """Returns all counts, with some that others know."""
         with self._lock:
             counts, sizes = self._counts.copy(), dict(sorted(self._sizes.items()))
-            recent, total = self._seconds[: counts["done"]].copy(), self._sum
+            recent, total = list(self._recent), self._sum
         latencies = np.percentile(recent, PERCENTILES) if len(recent) else [np.nan] * 3
         return Metrics(
             queued=queued,

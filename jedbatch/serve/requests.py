@@ -11,6 +11,7 @@ the device is idle or not; `max_wait_ms` does so on top.
 
 import asyncio
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -122,7 +123,7 @@ class RequestQueue:
             self._jobs.clear()
             requests: list[Request] = []
             if not jobs and (idle or len(self._waiting) >= self._most):
-                requests = list(self._waiting)[: self._most]
+                requests = list(itertools.islice(self._waiting, self._most))
                 for request in requests:
                     del self._waiting[request]
             is_last = self._closed and not jobs and not requests and not self._waiting

@@ -165,25 +165,8 @@ class Server:
                 f"a server got {len(instance)} mapped arguments; expected {self._num_mapped}, as "
                 f"in_axes={self._batched.in_axes} has it."
             )
-        seconds = self._deadline if deadline_ms is None else _seconds("server", deadline_ms)
-        timeout = asyncio.timeout(seconds)
-        try:
-            async with timeout:
-                return await self._answer(instance)
-        except TimeoutError:
-            if not timeout.expired():
-                raise  # of the function
-        except asyncio.CancelledError:
-            self._meter.count("cancelled")
-            raise
-        self._meter.count("expired")
-        assert seconds is not None
-        raise DeadlineExceeded(
-            f"a request was not done in {1e3 * seconds:g} ms; {len(self._queue)} others wait."
-        )
-
-    async def _answer(self, instance: tuple) -> Any:
         loop = self._running_loop("a request")
+        seconds = self._deadline if deadline_ms is None else _seconds("server", deadline_ms)
         if self._is_closed:
             self._meter.count("refused")
             raise ServerClosed("a request came to a server that is closed.")
@@ -196,16 +179,37 @@ class Server:
                     'later, or write `Server(..., max_queue=)` or `when_full="wait"`.'
                 )
             self._held[request] = None
-        self._open.add(request.future)
+        future = request.future
+        self._open.add(future)
+        timer = loop.call_later(seconds, self._expire, request, seconds) if seconds else None
         try:
-            return await request.future
+            return await future
         except asyncio.CancelledError:
-            self._held.pop(request, None)
-            if self._queue.remove(request):
-                self._fill_queue()
+            self._meter.count("cancelled")
+            self._withdraw(request)
             raise
         finally:
-            self._open.discard(request.future)
+            self._open.discard(future)
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self, request: Request, seconds: float) -> None:
+        """Refuses a request whose deadline has passed."""
+        if request.future.done():
+            return
+        self._meter.count("expired")
+        self._withdraw(request)
+        request.future.set_exception(
+            DeadlineExceeded(
+                f"a request was not done in {1e3 * seconds:g} ms; {len(self._queue)} others wait."
+            )
+        )
+
+    def _withdraw(self, request: Request) -> None:
+        """Takes a request out of the queue, or whatever waits before it."""
+        self._held.pop(request, None)
+        if self._queue.remove(request):
+            self._fill_queue()
 
     # --- the function ---
 
@@ -321,14 +325,16 @@ class Server:
 
     def _deliver(self, outcomes: Outcomes) -> None:
         """Hands results and errors to those who wait for them."""
+        now, seconds = time.perf_counter(), []
         for request, (result, error) in outcomes:
             if request.future.done():
                 continue
             if error is None:
-                self._meter.done(time.perf_counter() - request.arrived)
+                seconds.append(now - request.arrived)
             else:
                 self._meter.count("failed")
             _settle(request.future, result, error)
+        self._meter.done(seconds)
 
     def _make_room(self, size: int) -> None:
         """Counts a minibatch that has left the queue."""

@@ -1,6 +1,6 @@
 """The worker: the one thread of a server that plans minibatches and has the device compute them.
 
-While a minibatch runs and there is a full one that waits, that is planned and handed to the device,
+While a minibatch runs, full ones that wait are planned and handed to the device, a few at most,
 which computes one after the other. If there is none, the worker waits for the device, and takes
 what has come by then.
 
@@ -10,6 +10,7 @@ them. What fails only while it is computed is computed by halves.
 """
 
 import atexit
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve.requests import Request, RequestQueue
 
+AHEAD = 2  # full minibatches that are handed to the device while another one runs
 SECONDS_AT_EXIT = 5.0  # for what runs when Python ends
 
 Outcomes = list[tuple[Request, Settled]]
@@ -105,19 +107,19 @@ class Worker:
             self._ended()
 
     def _serve(self) -> None:
-        running: Running | None = None
+        running: collections.deque[Running] = collections.deque()
         while True:
-            taken = self._queue.take(idle=running is None)
-            if taken.is_last:
-                if running is not None:
-                    self._finish(running)
-                return
-            begun = self._begin(taken.requests) if taken.requests else None
-            if running is not None:
-                self._finish(running)
-            running = begun
+            taken = self._queue.take(idle=not running)
+            if taken.requests and (begun := self._begin(taken.requests)) is not None:
+                running.append(begun)
+            while running and (len(running) > AHEAD or taken.jobs):
+                self._finish(running.popleft())
+            if running and not taken.requests:
+                self._finish(running.popleft())
             for job in taken.jobs:
                 job()
+            if taken.is_last and not running:
+                return
 
     def _begin(self, requests: list[Request]) -> Running | None:
         """Plans a minibatch and has the device begin; delivers what fails already."""
