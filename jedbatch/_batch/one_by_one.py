@@ -8,6 +8,7 @@ Where some instance fails, so does its minibatch. Which one it was is found by h
 minibatch with one that fails takes twice the time, about.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._batch.warming import cut_evenly, one_of_each, reserve
+from jedbatch._control_flow.continuous import GENERATION, Continuous, Give, Joining, Left, Take
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.host_arrays import results_from, rows_on_host
@@ -110,14 +112,49 @@ class OneByOne:
 
         return fetch
 
-    def warm(self, shared: tuple, sample: Sequence[tuple], size: int) -> None:
-        """Compiles what minibatches of `size` instances need, with headroom (see `Batched.warm`).
+    def serve(
+        self, shared: tuple, first: Sequence[Joining], take: Take, give: Give, room: int
+    ) -> list[Joining]:
+        """Runs rounds that instances join, of a function that decides on values.
+
+        Args:
+          shared: the shared arguments.
+          first: instances that begin.
+          take: is asked between rounds who joins.
+          give: is told who leaves.
+          room: how many run at once.
+
+        Returns:
+          Those that are left because a round failed.
+        """
+        batched = self.batched
+        session, leaves = batched._session(shared)
+        call = Continuous(batched._fn, session, batched._arguments.join, batched._policy, room)
+        with batched._planning:
+            reached = batched._environment.look()
+            try:
+                session.records.read(reached)
+                return call.serve(leaves, reached, first, take, give)
+            finally:
+                session.records.nothing_to_read()
+                batched._environment.settle(reached)
+
+    def warm(self, shared: tuple, sample: Sequence[tuple], sizes: Sequence[int]) -> None:
+        """Compiles what minibatches of some sizes need, with headroom (see `Batched.warm`).
 
         Args:
           shared: the shared arguments.
           sample: the mapped arguments of instances like those to come, at least one.
-          size: instances in a minibatch.
+          sizes: instances in a minibatch; of rounds that instances join, the largest counts.
         """
+        for size in sizes:
+            if not self._warm_minibatches(shared, sample, size):
+                for _ in range(2):  # once more, from the beginning by the largest program
+                    self._warm_rounds(shared, sample, max(sizes))
+                return
+
+    def _warm_minibatches(self, shared: tuple, sample: Sequence[tuple], size: int) -> bool:
+        """Does so for one size, unless the function decides on values; returns whether it did."""
         batched = self.batched
         session, _ = batched._session(shared)
         minibatches = cut_evenly(sample, size)
@@ -125,8 +162,27 @@ class OneByOne:
             session,
             lambda read: reserve(batched, session, minibatches, False, read, stacked=False),
         )
-        for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+        for minibatch in one_of_each(minibatches, plans[False]) if plans else ():
             self.run(shared, minibatch)
+        return plans is not None
+
+    def _warm_rounds(self, shared: tuple, sample: Sequence[tuple], room: int) -> None:
+        """Runs rounds that as many instances join as may."""
+        rest = itertools.islice(itertools.cycle(sample), GENERATION * room)
+        coming = (Joining(number, instance) for number, instance in enumerate(rest))
+        errors: list[Exception] = []
+
+        def take(most: int) -> list[Joining]:
+            return list(itertools.islice(coming, most))
+
+        def give(left: Sequence[Left]) -> None:
+            errors.extend(x.error for x in left if x.error is not None)
+
+        failed = self.serve(shared, take(room), take, give, room)
+        if failed:
+            self.run(shared, [x.instance for x in failed])  # which says why
+        if errors:
+            raise errors[0]
 
     def run(self, shared: tuple, instances: Sequence[tuple]) -> list[PyTree]:
         """Returns the results of a minibatch, once they are computed."""

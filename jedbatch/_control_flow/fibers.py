@@ -61,9 +61,10 @@ class Fibers:
         self._parts: dict[int, int] = {}  # how many parts of a fibre are not done
         self._fiber = -1  # whose turn it is
         for i in range(count):
-            self._add(functools.partial(run, i), i)
+            self.add(functools.partial(run, i), i)
 
-    def _add(self, run: Callable[[], None], instance: int) -> int:
+    def add(self, run: Callable[[], None], instance: int) -> int:
+        """Adds a fibre of an instance, whose turn will come; returns its number."""
         fiber = len(self._instance)
         self._instance.append(instance)
         self._fibers[fiber] = made = greenlet.greenlet(run, self._hub)
@@ -119,7 +120,7 @@ class Fibers:
                 errors[i] = error
 
         for i in range(len(parts)):
-            self._whole[self._add(functools.partial(run, i), self._instance[whole])] = whole
+            self._whole[self.add(functools.partial(run, i), self._instance[whole])] = whole
         self._parts[whole] = len(parts)
         if parts:
             self._give_way()

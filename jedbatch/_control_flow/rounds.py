@@ -258,6 +258,7 @@ class Attempt:
         tracers: Sequence[Leaf],
         outside: dict[Hashable, Any],
         saving: bool,
+        size: int | None = None,
     ):
         """Prepares recording.
 
@@ -268,6 +269,7 @@ class Attempt:
           tracers: values of those that were met before.
           outside: values that programs read from outside, by name (see `SharedValue`).
           saving: whether everything is kept that the reverse would read.
+          size: of the workspace, which says whose programs it begins with.
         """
         session = call.session
         self.recorder = Recorder(
@@ -281,6 +283,7 @@ class Attempt:
             call.policy,
             lambda closed_over: session.programs.shared_values(closed_over, leaves, outside),
             saving,
+            size,
         )
         self.returned: dict[Kind, list[int]] = {}
         self.form = OutputSpec((), (), None)

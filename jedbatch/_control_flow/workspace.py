@@ -87,6 +87,7 @@ class Workspace:
         policy: Policy | None,
         shared_of: Callable[[Sequence[int]], Sequence[Any]],
         saving: bool,
+        size: int | None = None,
     ):
         self.programs = programs
         self.recorder = recorder
@@ -95,7 +96,7 @@ class Workspace:
         self.shared_of = shared_of
         self.saving = saving
         self.state: PyTree = None
-        self.size = len(arrays).bit_length()
+        self.size = len(arrays).bit_length() if size is None else size
         self.signature: Signature | None = programs.workspaces.get(self.size)
         if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
@@ -436,15 +437,21 @@ class Workspace:
             rows = np.zeros(len(references) if stacked else round_up(len(references)), np.int32)
             rows[: len(references)] = self.rows(references)
             places.append(rows)
-        executor = self._executor()
-        picked = executor.pick(self.state, tuple(places))
+        picked = self._executor().pick(self.state, tuple(places))
+        self.close()
+        return picked
+
+    def close(self) -> None:
+        """Forgets a program of which little is used, and passes arenas on that nobody reads."""
+        signature = self.signature
+        if signature is None:
+            return
         if len(signature.kernels) > MAX_UNUSED * len(self._lanes):
             self.programs.workspaces.pop(self.size, None)
-        if not self.saving:
+        if not self.saving and self.state is not None:
             shared = self.shared_of(self.programs.program(signature)[1])
-            executor.give_back(shared, self.state)
+            self._executor().give_back(shared, self.state)
             self.state = None
-        return picked
 
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""

@@ -129,6 +129,14 @@ class RequestQueue:
             is_last = self._closed and not jobs and not requests and not self._waiting
             return Taken(requests, jobs, is_last)
 
+    def join(self, most: int) -> list[Request]:
+        """Returns requests that join what runs, some at most; none if there are jobs to do."""
+        with self._changed:
+            requests = [] if self._jobs else list(itertools.islice(self._waiting, max(0, most)))
+            for request in requests:
+                del self._waiting[request]
+            return requests
+
     def _has_work(self) -> bool:
         return bool(self._waiting or self._jobs or self._closed)
 

@@ -109,6 +109,7 @@ class Server:
         self._worker = Worker(
             self._one_by_one,
             self._params,
+            self._sizes[0],
             self._queue,
             deliver=functools.partial(self._post, self._deliver),
             taken=functools.partial(self._post, self._make_room),

@@ -7,6 +7,9 @@ what has come by then.
 A minibatch is computed with the shared arguments that are current when it is begun. If one of its
 requests fails, it is planned by halves to find those that do; the others are planned again without
 them. What fails only while it is computed is computed by halves.
+
+A function that decides on values runs in rounds, and requests that come join the next round (see
+`_control_flow.continuous`); a request whose instance is done has its result while others go on.
 """
 
 import atexit
@@ -19,6 +22,7 @@ import jax
 import numpy as np
 
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
+from jedbatch._control_flow.continuous import Joining, Left
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve.requests import Request, RequestQueue
@@ -55,6 +59,7 @@ class Worker:
         self,
         one_by_one: OneByOne,
         shared: tuple,
+        room: int,
         queue: RequestQueue,
         deliver: Callable[[Outcomes], None],
         taken: Callable[[int], None],
@@ -65,6 +70,7 @@ class Worker:
         Args:
           one_by_one: the function.
           shared: its shared arguments.
+          room: instances that run at once, if the function decides on values.
           queue: of requests.
           deliver: is given what came of requests.
           taken: is told how many requests have left the queue for a minibatch.
@@ -76,6 +82,7 @@ class Worker:
         self._shared = shared
         self._is_placed = False
         self._swapping = threading.Lock()
+        self._room = room
         self._queue = queue
         self._deliver, self._taken, self._ended = deliver, taken, ended
         settings = ThreadSettings()
@@ -127,7 +134,7 @@ class Worker:
         self._taken(len(requests))
         shared = self._current()
         try:
-            return Running(requests, shared, self._started(shared, requests))
+            return self._started(shared, requests)
         except Exception:  # found again below
             pass
         checked = settled(lambda some: self._plan_alone(shared, some), requests)
@@ -137,8 +144,8 @@ class Worker:
         if not good:
             return None
         try:
-            return Running(good, shared, self._started(shared, good))
-        except Exception:  # of one that decides on values, or of the device
+            return self._started(shared, good)
+        except Exception:  # of the device
             self._end(list(zip(good, self._by_halves(shared, good), strict=True)))
             return None
 
@@ -156,10 +163,38 @@ class Worker:
         if outcomes:
             self._deliver(outcomes)
 
-    def _started(self, shared: tuple, requests: Sequence[Request]) -> Callable[[], list[PyTree]]:
+    def _started(self, shared: tuple, requests: list[Request]) -> Running | None:
+        """A minibatch that runs; None if the function decides on values, and all is delivered."""
         instances = [request.instance for request in requests]
         plan = self._one_by_one.plan(shared, instances)
-        return self._one_by_one.start(shared, instances, plan)
+        if plan is None:
+            self._serve_rounds(shared, requests)
+            return None
+        return Running(requests, shared, self._one_by_one.start(shared, instances, plan))
+
+    def _serve_rounds(self, shared: tuple, requests: list[Request]) -> None:
+        """Runs rounds that further requests join, unless there are other shared arguments."""
+        deep: list[Request] = []  # that need a larger stack
+
+        def take(most: int) -> list[Joining]:
+            with self._swapping:
+                is_current = self._shared is shared
+            joining = self._queue.join(most) if is_current else []
+            if joining:
+                self.running += len(joining)
+                self._taken(len(joining))
+            return [Joining(request, request.instance) for request in joining]
+
+        def give(left: Sequence[Left]) -> None:
+            deep.extend(x.token for x in left if isinstance(x.error, RecursionError))
+            settled_now = [x for x in left if not isinstance(x.error, RecursionError)]
+            self._end([(x.token, Settled(x.result, x.error)) for x in settled_now])
+
+        first = [Joining(request, request.instance) for request in requests]
+        failed = self._one_by_one.serve(shared, first, take, give, self._room)
+        rest = [x.token for x in failed] + deep
+        if rest:
+            self._end(list(zip(rest, self._by_halves(shared, rest), strict=True)))
 
     def _plan_alone(self, shared: tuple, requests: Sequence[Request]) -> Sequence[None]:
         self._one_by_one.plan(shared, [request.instance for request in requests])
@@ -193,8 +228,7 @@ class Worker:
           sizes: of minibatches.
         """
         shared = self._current()
-        for size in sizes:
-            self._one_by_one.warm(shared, instances, size)
+        self._one_by_one.warm(shared, instances, sizes)
 
     def _at_exit(self) -> None:
         """Python must not end while the thread is inside of JAX."""

@@ -183,6 +183,51 @@ def test_waiting_for_others():
     assert run(scenario) == {3: 1}
 
 
+def test_requests_join_running_rounds():
+    """Where a function decides on values, short requests are answered while a long one runs."""
+    may_end = threading.Event()
+
+    def fn(w, tree):
+        state = total(w, 1.0 if tree == "long" else tree)
+        while state.sum() > -1 and tree == "long" and not may_end.is_set():
+            state = add(w, state, 0.5)
+        return state
+
+    given = trees(4)
+
+    async def scenario():
+        async with Server(jedbatch.batch(fn), W, max_batch=4) as server:
+            long = asyncio.ensure_future(server("long"))
+            results = [await server(tree) for tree in given]
+            assert not long.done()
+            swapped = asyncio.ensure_future(server.swap(2 * W))
+            late = asyncio.ensure_future(server(given[0]))
+            await asyncio.sleep(0.1)
+            assert not late.done()  # it waits for the new ones, and those for the long one
+            may_end.set()
+            await asyncio.gather(long, swapped)
+            return results, await late
+
+    results, late = run(scenario)
+    assert_close(results, list(map(by_loop, given)), 1e-6)
+    assert_close(late, by_loop(given[0], 2.0), 1e-6)
+
+
+def test_after_warming_rounds_compile_nothing():
+    given = trees(12, seed=2)
+
+    async def scenario():
+        batched = jedbatch.batch(halved)
+        async with Server(batched, W, max_batch=4) as server:
+            await server.warm(given)
+            before = batched.compilations
+            for size in (1, 3, 12):
+                await asyncio.gather(*map(server, given[::-1][:size]))
+            return batched.compilations - before
+
+    assert run(scenario) == 0
+
+
 # --- requests that fail ---
 
 

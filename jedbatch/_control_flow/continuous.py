@@ -1,0 +1,209 @@
+"""Rounds that instances join while they run, and leave as soon as they are done.
+
+A server has no minibatch: instances come one by one, and some take many rounds. So between two
+rounds those that have come begin, and each that is done has its results computed by the next round,
+with what the others wait for:
+
+    instance 0    record ─ if a > 0?   ─ record ─ if b > 0?  ─ record ─ done
+    instance 1    record ─ done        .                     .
+    instance 2             (comes)     record ─ if c > 0?    ─ record ─ done
+                         round 1: a, result of 1      round 2: b, c      round 3: results of 0, 2
+
+What has been computed stays in its row until the last instance has left, since lanes are only ever
+appended (see `_control_flow.workspace`). So after a number of instances no more join; once all have
+left, rounds begin anew.
+
+An instance that fails is told so, and the others go on. If a round fails, those that have not left
+by then are left to the caller, who runs them otherwise.
+
+Source: Yu et al., Orca, 2022, schedule requests for Transformers by iteration and not by request.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import set_current_trace
+
+from jedbatch._control_flow.rounds import Attempt, InstanceResult, Stepwise
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.configuration import EAGER
+from jedbatch._jaxpr.storage import from_stored
+from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._record.cell import pause
+from jedbatch._record.environment import Reached
+from jedbatch._record.trace import begin_recording, ending, trace_of_caller
+from jedbatch._schedule.policy import Policy
+from jedbatch._session.recording import keyed
+from jedbatch._session.session import Session
+from jedbatch._support.guards import GuardFailed
+from jedbatch._support.restored import Restored
+from jedbatch._support.types import Array, Leaf
+
+GENERATION = 8  # times as many instances as run at once join before rounds begin anew
+
+
+class Joining(NamedTuple):
+    """An instance that joins.
+
+    Attributes:
+      token: by which the caller knows it.
+      instance: the mapped arguments.
+    """
+
+    token: Any
+    instance: tuple
+
+
+class Left(NamedTuple):
+    """An instance that leaves.
+
+    Attributes:
+      token: by which the caller knows it.
+      result: a pytree of arrays of NumPy; None if there is an error.
+      error: that it raised, or None.
+    """
+
+    token: Any
+    result: Any
+    error: Exception | None
+
+
+Take = Callable[[int], Sequence[Joining]]  # from how many may join to those that do
+Give = Callable[[Sequence[Left]], None]
+
+
+class Continuous(Stepwise):
+    """A call of a function that decides on values, which instances join while it runs.
+
+    Attributes:
+      open: those that have joined and not left, by number.
+      room: how many run at once at most.
+    """
+
+    def __init__(self, fn: Callable, session: Session, join: Callable, policy: Policy, room: int):
+        super().__init__(fn, session, [], join, policy, _no_results, on_host=True)
+        self.open: dict[int, Joining] = {}
+        self.room = room
+
+    def serve(
+        self,
+        leaves: Sequence[Leaf],
+        reached: Reached,
+        first: Sequence[Joining],
+        take: Take,
+        give: Give,
+    ) -> list[Joining]:
+        """Runs rounds until nobody is there; returns those that are left because a round failed.
+
+        Args:
+          leaves: of the shared arguments, with values.
+          reached: what the function reads besides its arguments.
+          first: instances that begin.
+          take: is asked between rounds who joins.
+          give: is told who leaves.
+        """
+        self._names = reached.names
+        with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
+            outside = self._outside((), reached.arrays)
+            attempt = OpenAttempt(self, leaves, outside)
+            end = ending(attempt.recorder)
+            with Restored(end), Restored(end), set_current_trace(attempt.recorder):
+                begin_recording(attempt.recorder)
+                try:
+                    attempt.serve(first, take, give)
+                except (Exception, GuardFailed):
+                    pass  # which instance it was, the caller finds out
+                else:
+                    attempt.workspace.close()
+        return list(self.open.values())
+
+
+def _no_results(*_: object) -> Any:
+    raise NotImplementedError("results are read round by round")
+
+
+class OpenAttempt(Attempt):
+    """The rounds of a call that instances join.
+
+    Attributes:
+      errors: of instances that failed, by number.
+    """
+
+    def __init__(self, call: Continuous, leaves: Sequence[Leaf], outside: dict[Hashable, Any]):
+        arrays: list[Sequence[Array]] = []
+        super().__init__(call, leaves, arrays, (), outside, saving=False, size=-call.room)
+        self.errors: dict[int, Exception] = {}
+        self._open_call = call
+        self._all_arrays = arrays  # which the workspace has, too
+        self._instances: list[tuple] = []
+        call.instances = self._instances
+
+    def serve(self, first: Sequence[Joining], take: Take, give: Give) -> None:
+        """Lets instances record and computes rounds until nobody is there."""
+        call, fibers = self._open_call, self._fibers
+        self._shared = self.recorder.share()
+        self.recorder.begin(None, ())
+        try:
+            self._admit(first)
+            while call.open:
+                for instance in fibers.turns():
+                    self.workspace.note_turn(instance)
+                if self.recorder.tracers:
+                    raise GuardFailed
+                give(self._next_round())
+                fibers.resume()
+                if len(self._instances) < GENERATION * call.room:
+                    self._admit(take(call.room - len(call.open)))
+        finally:
+            fibers.close()
+            self._shared = ()
+
+    def _admit(self, joining: Sequence[Joining]) -> None:
+        """Has instances begin at the next turn."""
+        for one in joining:
+            number = len(self._instances)
+            self._open_call.open[number] = one
+            self._instances.append(one.instance)
+            self._results.append(None)
+            self._all_arrays.append(())
+            try:
+                self._all_arrays[number] = keyed(0, one.instance)[1]
+            except Exception as error:
+                self.errors[number] = error
+            else:
+                self._fibers.add(functools.partial(self._record, number), number)
+
+    def _record(self, instance: int) -> None:
+        try:
+            super()._record(instance)
+        except Exception as error:
+            self.errors[instance] = error
+
+    @unguarded
+    def _next_round(self) -> list[Left]:
+        """Computes what instances wait for, and the results of those that are done."""
+        still_open = self._open_call.open
+        done = [i for i in still_open if self._results[i] is not None]
+        wanted = list(self._fibers.waiting.values())
+        values = list(
+            dict.fromkeys(wanted + [r for i in done for r in self._results[i].references])
+        )
+        computed: dict[int, np.ndarray] = {}
+        if values:
+            with pause():
+                _, found = self.workspace.compute(np.array(values), read=True)
+            computed = dict(zip(values, found, strict=True))
+        self._known.update(((False, v), computed[v]) for v in wanted)
+        left = [Left(still_open.pop(i).token, self._result(i, computed), None) for i in done]
+        left += [Left(still_open.pop(i).token, None, error) for i, error in self.errors.items()]
+        self.errors.clear()
+        return left
+
+    def _result(self, instance: int, computed: dict[int, np.ndarray]) -> Any:
+        found: InstanceResult = self._results[instance]
+        pairs = zip(found.types, found.references, strict=True)
+        leaves = [from_stored(computed[r], ValueType(*kind)) for kind, r in pairs]
+        return jax.tree.unflatten(found.structure, leaves)
