@@ -66,10 +66,10 @@ def test_instances_join_and_leave(monkeypatch):
     monkeypatch.setattr(
         Workspace, "compute", lambda self, v, read: rounds.append(len(v)) or compute(self, v, read)
     )
-    results, order, _ = served(steps, W, [9, 1, 1, 2, 1], room=2)
+    results, order, _ = served(steps, W, [10, 1, 1, 2, 1], room=2)
     assert order == [1, 2, 3, 4, 0]
-    assert rounds == [1] + [2] * 9  # the long one, and one other at a time
-    for i, n in enumerate([9, 1, 1, 2, 1]):
+    assert rounds == [1] + [2] * 9 + [1]  # the long one, and one other at a time
+    for i, n in enumerate([10, 1, 1, 2, 1]):
         assert_close(results[i], np.asarray(steps(W, n)), 1e-6)
 
 
