@@ -47,9 +47,10 @@ def served(fn, params, instances, room, seed=None):
     return results, order, left
 
 
-@pytest.mark.parametrize(
-    "make", mostly_slow(values.VALUES, "shift_reduce"), ids=lambda f: f.__name__
-)
+SOME = (values.shift_reduce, values.no_u_turn, values.mixed_with_none, values.all_ways_to_read)
+
+
+@pytest.mark.parametrize("make", mostly_slow(SOME, "shift_reduce"), ids=lambda f: f.__name__)
 def test_agrees_with_loop(make):
     fn, params, instances = make(7, seed=1)
     results, _, left = served(fn, params, instances, room=3, seed=0)

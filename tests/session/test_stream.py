@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import values
 from cases.helpers import assert_close, random_tree
 
 import jedbatch
@@ -283,11 +282,3 @@ def test_weights_that_it_closes_over_are_those_of_now():
     for scale in (1.0, 2.0):
         held["w"] = scale * W
         assert_close(list(batched.stream(given)), by_loop(total, given, held["w"]), 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", values.VALUES, ids=lambda f: f.__name__)
-def test_all_decisions(make):
-    fn, params, instances = make(7, seed=1)
-    got = list(jedbatch.batch(fn).stream(params, instances, batch_size=3))
-    assert_close(got, [fn(params, x) for x in instances], 3e-5)
