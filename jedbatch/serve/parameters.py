@@ -1,4 +1,4 @@
-"""Parameters in files: arrays by name in an npz file, which needs no pickle to be read.
+"""Parameters: in npz files, which need no pickle to be read, and others in place of them.
 
 The name of an array is the path to it, joined by slashes: `encoder/kernel`, `layers/0/bias`.
 """
@@ -10,7 +10,10 @@ import jax
 import numpy as np
 
 from jedbatch import checks
+from jedbatch._graph.types import ValueType
+from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._support.files import replacing
+from jedbatch._support.types import Leaf
 
 SEPARATOR = "/"
 
@@ -130,3 +133,25 @@ def _check_name(who: str, path: str | os.PathLike) -> None:
         raise ValueError(
             f"`{who}` got {checks.brief(os.fspath(path))}; expected a name that ends with .npz."
         )
+
+
+def check_same(old: tuple, new: tuple) -> None:
+    """Raises `ValueError` unless arguments have the same structure, shapes and dtypes."""
+    came: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(old)
+    if came != expected:
+        raise ValueError(
+            f"a server got shared arguments of structure {checks.cut(came)}; expected that of "
+            f"those it has, {checks.cut(expected)}. For others make another server."
+        )
+    for (path, x), y in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if _type(x) != _type(y):
+            raise ValueError(
+                f"a server got {_type(x)} at {jax.tree_util.keystr(path)} of its shared arguments; "
+                f"expected {_type(y)}, which it has there. For others make another server."
+            )
+
+
+def _type(leaf: Leaf) -> str:
+    """Returns the type of an array, or what else a leaf is."""
+    return str(ValueType(*array_type(leaf))) if is_array(leaf) else checks.brief(leaf)

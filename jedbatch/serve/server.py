@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
-
 import jedbatch
 from jedbatch import checks
 from jedbatch._batch.one_by_one import OneByOne
-from jedbatch._graph.types import ValueType
-from jedbatch._record.instance_arrays import array_type, is_array
-from jedbatch._support.types import Leaf
 from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed
 from jedbatch.serve.metrics import Meter, Metrics
+from jedbatch.serve.parameters import check_same
 from jedbatch.serve.requests import Request, RequestQueue
 from jedbatch.serve.worker import Outcomes, Worker
 
@@ -383,25 +379,3 @@ def _seconds(who: str, deadline_ms: float | None) -> float | None:
     if deadline_ms is None:
         return None
     return checks.number(who, "deadline_ms", deadline_ms, above=0, most=MAX_MS) / 1e3
-
-
-def check_same(old: tuple, new: tuple) -> None:
-    """Raises `ValueError` unless arguments have the same structure, shapes and dtypes."""
-    came: Any = jax.tree.structure(new)
-    expected: Any = jax.tree.structure(old)
-    if came != expected:
-        raise ValueError(
-            f"a server got shared arguments of structure {checks.cut(came)}; expected that of "
-            f"those it has, {checks.cut(expected)}. For others make another server."
-        )
-    for (path, x), y in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
-        if _type(x) != _type(y):
-            raise ValueError(
-                f"a server got {_type(x)} at {jax.tree_util.keystr(path)} of its shared arguments; "
-                f"expected {_type(y)}, which it has there. For others make another server."
-            )
-
-
-def _type(leaf: Leaf) -> str:
-    """Returns the type of an array, or what else a leaf is."""
-    return str(ValueType(*array_type(leaf))) if is_array(leaf) else checks.brief(leaf)
