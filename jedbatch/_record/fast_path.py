@@ -16,7 +16,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import PyTreeDef
 
-from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell
 from jedbatch._record.closures import reachable_cells
@@ -30,14 +29,17 @@ from jedbatch._support.types import Leaf, PyTree
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
-def fast_path(recorder: RecorderLike) -> Callable:
-    """Returns the recorder of calls of cells: compiled, if its symbols are plain and it can be."""
+def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
+    """(what records calls of cells, what to call when the containers that it knows are let go).
+
+    It is compiled, if its symbols are plain and it can be.
+    """
     in_python, compiled = fast_path_in_python(recorder), core()
     if compiled is None or recorder.result is not Value:
-        return in_python
+        return in_python, _nothing_to_forget
     return compiled.fast_path(
         recorder,
-        (Value, CallSpec, Cell, np.ndarray),
+        (Value, Cell, np.ndarray),
         recorder.known,
         recorder.computed,
         recorder.kept,
@@ -52,6 +54,10 @@ def fast_path(recorder: RecorderLike) -> Callable:
         END,
         in_python,
     )
+
+
+def _nothing_to_forget() -> None:
+    """Does nothing: what is known is in `known`, which others clear."""
 
 
 def fast_path_in_python(recorder: RecorderLike) -> Callable:

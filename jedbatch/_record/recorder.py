@@ -130,7 +130,7 @@ class Recorder(Trace):
         self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
-        self.call_cell = fast_path(self)
+        self.call_cell, self._forget_objects = fast_path(self)
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
@@ -169,6 +169,7 @@ class Recorder(Trace):
 
         `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
         """
+        self._forget_objects()
         for memory in (self.known, self.kept, self.leaves):
             memory.clear()
         self.known.update(self._containers)
@@ -194,6 +195,9 @@ class Recorder(Trace):
     def forget(self) -> None:
         """Lets go of everything symbolic."""
         self.active = False
+        self.call_cell = _refuse_call  # what was there holds this recorder
+        self._forget_objects()
+        self._forget_objects = _do_nothing
         self._instance = self._shared = self._owned = None
         for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
@@ -579,6 +583,17 @@ class Recorder(Trace):
 
 
 # --- small helpers ----------------------------------------------------------------------
+
+
+def _refuse_call(cell: Cell, args: tuple, static: dict) -> PyTree:
+    raise EscapedValueError(
+        f"cell `{cell.name}` is called by something that was recorded before; expected calls while "
+        "a function is recorded. `help(jedbatch.errors.EscapedValueError)` says how values escape."
+    )
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _identity_of_constant(x: Leaf) -> Hashable:

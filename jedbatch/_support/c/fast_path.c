@@ -1,71 +1,113 @@
 /* Recording calls of cells: the twin of `_record/fast_path.py`, which says what is done and why.
  *
+ * A call is looked at once: every argument gives words (what describes it), a token (its place in
+ * the tree of descriptions) and references. The words of a call that was met before in this
+ * recording lead to its call spec at once (see `memo.h`), those of another one by the tree.
+ *
  * A call that this does not know, and arguments that are rarer than symbols, numbers, arrays,
- * states and lists of these, are left to the Python of the same name, once the references that were
- * written are taken back.
+ * states and lists of these, are left to the Python of the same name; nothing is written before it
+ * is known that the call is recorded here, but inputs, which do no harm if nobody reads them.
  *
  * Python code may run wherever objects are made or let go, and may change the dictionaries. So
  * whatever is used after that is held by a reference of its own.
  */
 
-#include "core.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "memo.h"
 
 typedef struct {
     PyObject_HEAD
-    PyObject *recorder, *result, *known, *computed, *kept, *numbers, *arrays, *ndarray, *watched;
-    PyObject *calls;
+    PyObject *recorder, *result, *cell, *known, *computed, *kept, *numbers, *arrays, *ndarray;
+    PyObject *watched, *calls;
     PyObject *call_specs, *references, *input_group, *input_value; /* lists */
     PyObject *end, *python;
     PyObject *attributes; /* of the recorder */
-    /* Descriptors of slots: of `result`, of call specs, and of cells. */
-    PyObject *trace_slot, *index_slot, *type_slot, *id_slot, *results_slot, *tree_slot, *unit_slot;
-    PyObject *closure_slot;
-    descrgetfunc get_slot;
-    descrsetfunc set_slot;
+    PyObject *contents;   /* the descriptor of `cell_contents` */
+    /* Where slots are in objects of these classes, in bytes. */
+    Py_ssize_t trace_at, index_at, type_at, closure_at;
+    Ways ways;
+    KnownObjects objects; /* of this instance */
 } FastPath;
 
 static PyTypeObject *fast_path_type;
-static PyObject *name_contents, *name_results;
+static PyObject *name_closure, *name_contents, *name_results, *name_id, *name_tree, *name_unit;
 static PyObject *name_num_values, *name_shape, *name_dtype, *name_copy, *name_symbol;
 
-/* The value of a slot of an object of the class that has it. */
-static PyObject *
-slot(FastPath *self, PyObject *descriptor, PyObject *x)
+/* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
+ * what it says; and objects, by references of its own, of which the addresses are words or which
+ * the node will read. */
+typedef struct {
+    Words words, held, reads;
+} Call;
+
+enum { VALUE = 1, TOKEN, LIST, TUPLE, CLOSED_OVER };
+
+static PyObject **
+slot(PyObject *x, Py_ssize_t at)
 {
-    return self->get_slot(descriptor, x, (PyObject *)Py_TYPE(x));
+    return (PyObject **)((char *)x + at);
 }
 
-/* A step in the tree of descriptions: takes over `place`. NULL without an error: not known. */
-static PyObject *
-step(PyObject *place, PyObject *token)
+static void
+release(Words *objects)
 {
-    PyObject *next = PyDict_GetItemWithError(place, token);
-    Py_XINCREF(next);
-    Py_DECREF(place);
-    return next;
+    for (Py_ssize_t i = 0; i < objects->count; i++)
+        Py_DECREF((PyObject *)objects->words[i]);
+    free_words(objects);
 }
 
-/* The same with a token that is taken over; NULL if there is none. */
-static PyObject *
-step_with(PyObject *place, PyObject *token)
-{
-    if (token == NULL) {
-        Py_DECREF(place);
-        return NULL;
-    }
-    PyObject *next = step(place, token);
-    Py_DECREF(token);
-    return next;
-}
-
+/* Adds an object that is taken over, even if this fails. */
 static int
-append_taken(PyObject *list, PyObject *item)
+push_taken(Words *objects, PyObject *x)
 {
-    if (item == NULL)
+    if (x == NULL)
         return -1;
-    int failed = PyList_Append(list, item);
-    Py_DECREF(item);
-    return failed;
+    if (push_word(objects, (uintptr_t)x) < 0) {
+        Py_DECREF(x);
+        return -1;
+    }
+    return 0;
+}
+
+/* Adds what describes a part of a call. */
+static int
+describe(Call *call, int kind, uintptr_t word)
+{
+    return push_word(&call->words, (uintptr_t)kind) < 0 ? -1 : push_word(&call->words, word);
+}
+
+/* The same by a token: numbers are equal if their values are, others if they are one. */
+static int
+describe_token(Call *call, PyObject *token)
+{
+    if (PyLong_CheckExact(token)) {
+        int overflow;
+        long value = PyLong_AsLongAndOverflow(token, &overflow);
+        if (!overflow)
+            return describe(call, VALUE, (uintptr_t)value);
+    }
+    if (push_taken(&call->held, Py_NewRef(token)) < 0)
+        return -1;
+    return describe(call, TOKEN, (uintptr_t)token);
+}
+
+/* The token that a pair of words stands for, a new reference. */
+static PyObject *
+token_of(const uintptr_t *pair)
+{
+    switch (pair[0]) {
+    case VALUE:
+        return PyLong_FromLong((long)pair[1]);
+    case TOKEN:
+        return Py_NewRef((PyObject *)pair[1]);
+    case CLOSED_OVER:
+        return PyLong_FromVoidPtr((void *)pair[1]);
+    default:
+        return Py_BuildValue("(On)", pair[0] == LIST ? &PyList_Type : &PyTuple_Type,
+                             (Py_ssize_t)pair[1]);
+    }
 }
 
 /* (types of the values, items) of options that are plain; NULL without an error if some is not. */
@@ -95,202 +137,294 @@ done:
     return token;
 }
 
-/* (token, index) of what is known by its id; an array that was computed becomes an input if it is
- * none yet. A new reference, or NULL: without an error, it is not known. */
-static PyObject *
-find_known(FastPath *self, PyObject *x, PyObject *id)
+/* Each of these looks at something: 1 if it is described, 0 if it is something else, -1 if it is
+ * left to Python, with an error or without. */
+
+static int
+look_at_symbol(FastPath *self, Call *call, PyObject *x)
 {
+    if ((PyObject *)Py_TYPE(x) != self->result || *slot(x, self->trace_at) != self->recorder)
+        return 0;
+    PyObject *kind = *slot(x, self->type_at), *index = *slot(x, self->index_at);
+    if (kind == NULL || index == NULL)
+        return 0;
+    if (describe_token(call, kind) < 0 || push_taken(&call->reads, Py_NewRef(index)) < 0)
+        return -1;
+    return 1;
+}
+
+/* Adds what is known by its id to what is known by its address: 1 if there is such a thing. An
+ * array that was computed becomes an input if it is none yet. */
+static int
+look_up(FastPath *self, PyObject *x)
+{
+    PyObject *id = PyLong_FromVoidPtr(x);
+    if (id == NULL)
+        return -1;
     PyObject *found = PyDict_GetItemWithError(self->known, id);
-    if (found == NULL && !PyErr_Occurred() && PyDict_Contains(self->computed, id) == 1) {
+    if (found == NULL && !PyErr_Occurred() && PyDict_Size(self->computed) > 0 &&
+        PyDict_Contains(self->computed, id) == 1) {
         PyObject *symbol = PyObject_CallMethodObjArgs(self->recorder, name_symbol, x, NULL);
         if (symbol == NULL) {
+            Py_DECREF(id);
             if (PyErr_ExceptionMatches(PyExc_KeyError) || PyErr_ExceptionMatches(PyExc_ValueError))
                 PyErr_Clear(); /* as in Python: the slow path says what is wrong */
-            return NULL;
+            return -1;
         }
         Py_DECREF(symbol);
         found = PyDict_GetItemWithError(self->known, id);
     }
-    return Py_XNewRef(found);
-}
-
-/* Steps over a symbol or something with a token of its own, and notes what it refers to.
- * `*is_referred` is 0 if `x` is neither; then `place` is as it was. */
-static PyObject *
-step_over_reference(FastPath *self, PyObject *place, PyObject *x, int *is_referred)
-{
-    *is_referred = 1;
-    if ((PyObject *)Py_TYPE(x) == self->result) {
-        PyObject *recorder = slot(self, self->trace_slot, x);
-        if (recorder == NULL)
-            goto failed;
-        Py_DECREF(recorder); /* the symbol holds it */
-        if (recorder == self->recorder) {
-            place = step_with(place, slot(self, self->type_slot, x));
-            if (place == NULL)
-                return NULL;
-            PyObject *index = slot(self, self->index_slot, x);
-            if (append_taken(self->references, index) < 0)
-                goto failed;
-            return place;
-        }
-    }
-    PyObject *id = PyLong_FromVoidPtr(x);
-    if (id == NULL)
-        goto failed;
-    PyObject *found = find_known(self, x, id);
+    Py_XINCREF(found);
     Py_DECREF(id);
-    if (found == NULL) {
-        if (PyErr_Occurred())
-            goto failed;
-        *is_referred = 0;
-        return place;
-    }
-    place = step(place, PyTuple_GetItem(found, 0));
-    PyObject *index = PyTuple_GetItem(found, 1);
-    if (place != NULL && index != Py_None && PyList_Append(self->references, index) < 0) {
-        Py_DECREF(found);
-        goto failed;
-    }
+    if (found == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *token = PyTuple_GetItem(found, 0), *index = PyTuple_GetItem(found, 1);
+    int failed = token == NULL || index == NULL;
+    if (!failed)
+        failed = add_known_object(&self->objects, x, token, index == Py_None ? NULL : index, 1);
     Py_DECREF(found);
-    return place;
-failed:
-    Py_DECREF(place);
-    return NULL;
+    return failed ? -1 : 1;
 }
 
-/* Steps over a tuple or list of references. */
-static PyObject *
-step_over_parts(FastPath *self, PyObject *place, PyObject *x)
+static int
+look_at_known(FastPath *self, Call *call, PyObject *x)
 {
-    int is_tuple = PyTuple_CheckExact(x), is_referred;
-    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-    place = step_with(place, Py_BuildValue("(On)", Py_TYPE(x), length));
-    for (Py_ssize_t i = 0; place != NULL && i < length; i++) {
-        PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
-        if (part == NULL) { /* the list has become shorter */
-            Py_DECREF(place);
-            return NULL;
-        }
-        Py_INCREF(part);
-        place = step_over_reference(self, place, part, &is_referred);
-        Py_DECREF(part);
-        if (place != NULL && !is_referred) {
-            Py_DECREF(place);
-            return NULL;
-        }
+    Known *known = find_known_object(&self->objects, x);
+    if (known == NULL) {
+        int found = look_up(self, x);
+        if (found <= 0)
+            return found;
+        known = find_known_object(&self->objects, x);
+        if (known == NULL) /* with a token that is no number and no string */
+            return -1;
     }
-    return place;
+    PyObject *index = Py_XNewRef(known->index);
+    if (describe_token(call, known->token) < 0) {
+        Py_XDECREF(index);
+        return -1;
+    }
+    return index != NULL && push_taken(&call->reads, index) < 0 ? -1 : 1;
 }
 
-/* Steps over an input: takes over `place`, and `found`, (input group, token), which may be NULL. */
-static PyObject *
-step_over_input(FastPath *self, PyObject *place, PyObject *found, PyObject *value)
+/* Looks at a new input: takes over `found`, (input group, token), and `value`; either may be
+ * NULL. */
+static int
+look_at_input(FastPath *self, Call *call, PyObject *found, PyObject *value)
 {
-    PyObject *next = NULL;
-    if (found != NULL && value != NULL)
-        next = step(Py_NewRef(place), PyTuple_GetItem(found, 1));
-    if (next != NULL) {
-        int failed = PyList_Append(self->input_group, PyTuple_GetItem(found, 0)) < 0 ||
-                     PyList_Append(self->input_value, value) < 0;
-        if (!failed) {
-            PyObject *reference = PyLong_FromSsize_t(-PyList_Size(self->input_group));
-            failed = append_taken(self->references, reference) < 0;
-        }
-        if (failed)
-            Py_CLEAR(next);
+    int result = -1;
+    if (found != NULL && value != NULL && describe_token(call, PyTuple_GetItem(found, 1)) == 0 &&
+        PyList_Append(self->input_group, PyTuple_GetItem(found, 0)) == 0 &&
+        PyList_Append(self->input_value, value) == 0) {
+        PyObject *reference = PyLong_FromSsize_t(-PyList_Size(self->input_group));
+        result = push_taken(&call->reads, reference) < 0 ? -1 : 1;
     }
-    Py_DECREF(place);
     Py_XDECREF(found);
-    return next;
+    Py_XDECREF(value);
+    return result;
 }
 
-static PyObject *
-step_over_number(FastPath *self, PyObject *place, PyObject *x)
+static int
+look_at_number(FastPath *self, Call *call, PyObject *x)
 {
+    if (!PyLong_CheckExact(x) && !PyFloat_CheckExact(x))
+        return 0;
     PyObject *found = PyDict_GetItemWithError(self->numbers, (PyObject *)Py_TYPE(x));
-    return step_over_input(self, place, Py_XNewRef(found), x);
+    return look_at_input(self, call, Py_XNewRef(found), Py_NewRef(x));
 }
 
-/* Steps over an array of NumPy; it is copied, since it may change before it is read. */
-static PyObject *
-step_over_array(FastPath *self, PyObject *place, PyObject *x)
+/* An array of NumPy is copied, since it may change before it is read. */
+static int
+look_at_array(FastPath *self, Call *call, PyObject *x)
 {
+    if ((PyObject *)Py_TYPE(x) != self->ndarray)
+        return 0;
     PyObject *shape = PyObject_GetAttr(x, name_shape), *dtype = PyObject_GetAttr(x, name_dtype);
     PyObject *key = shape == NULL || dtype == NULL ? NULL : PyTuple_Pack(2, shape, dtype);
     PyObject *found = key == NULL ? NULL : PyDict_GetItemWithError(self->arrays, key), *copy = NULL;
     Py_XINCREF(found);
     if (found != NULL)
         copy = PyObject_CallMethodObjArgs(x, name_copy, NULL);
-    place = step_over_input(self, place, found, copy);
+    int result = look_at_input(self, call, found, copy);
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     Py_XDECREF(key);
-    Py_XDECREF(copy);
-    return place;
+    return result;
 }
 
-/* Steps over an argument; NULL without an error: it is left to Python. */
-static PyObject *
-step_over(FastPath *self, PyObject *place, PyObject *x)
+/* Looks at a tuple or list of references, which will not change. */
+static int
+look_at_parts(FastPath *self, Call *call, PyObject *x)
 {
-    if (PyLong_CheckExact(x) || PyFloat_CheckExact(x))
-        return step_over_number(self, place, x);
-    int is_referred;
-    place = step_over_reference(self, place, x, &is_referred);
-    if (place == NULL || is_referred)
-        return place;
-    if ((PyObject *)Py_TYPE(x) == self->ndarray)
-        return step_over_array(self, place, x);
-    if (PyTuple_CheckExact(x) || PyList_CheckExact(x)) {
+    int is_tuple = PyTuple_CheckExact(x);
+    if (!is_tuple && !PyList_CheckExact(x))
+        return 0;
+    if (PyDict_Size(self->watched) > 0) {
         PyObject *id = PyLong_FromVoidPtr(x);
         int may_change = id == NULL ? -1 : PyDict_Contains(self->watched, id);
         Py_XDECREF(id);
-        if (may_change == 0)
-            return step_over_parts(self, place, x);
+        if (may_change != 0)
+            return -1;
     }
-    Py_DECREF(place);
-    return NULL;
+    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+    int found = describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0 ? -1 : 1;
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
+        PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
+        if (part == NULL) /* the list has become shorter */
+            return -1;
+        Py_INCREF(part);
+        found = look_at_symbol(self, call, part);
+        found = found == 0 ? look_at_known(self, call, part) : found;
+        Py_DECREF(part);
+    }
+    return found == 1 ? 1 : -1;
 }
 
-/* The way in which a call like this was recorded before; NULL without an error: left to Python. */
-static PyObject *
-find_call_spec(FastPath *self, PyObject *cell, PyObject *args, PyObject *options)
+static int
+look_at(FastPath *self, Call *call, PyObject *x)
 {
-    PyObject *place = step(Py_NewRef(self->calls), cell);
-    if (place != NULL && PyDict_Size(options) > 0)
-        place = step_with(place, options_token(options));
-    if (place == NULL)
+    int found = look_at_symbol(self, call, x);
+    found = found == 0 ? look_at_number(self, call, x) : found;
+    found = found == 0 ? look_at_known(self, call, x) : found;
+    found = found == 0 ? look_at_array(self, call, x) : found;
+    found = found == 0 ? look_at_parts(self, call, x) : found;
+    return found == 1 ? 1 : -1;
+}
+
+/* What a cell of a closure holds, a new reference; NULL without an error if it is not assigned. */
+static PyObject *
+contents_of(FastPath *self, PyObject *cell)
+{
+    if (self->contents == NULL)
+        self->contents = PyObject_GetAttr((PyObject *)Py_TYPE(cell), name_contents);
+    if (self->contents == NULL)
         return NULL;
-    PyObject *closure = slot(self, self->closure_slot, cell);
+    PyTypeObject *kind = Py_TYPE(self->contents);
+    descrgetfunc get = (descrgetfunc)PyType_GetSlot(kind, Py_tp_descr_get);
+    PyObject *x = get == NULL ? PyObject_GetAttr(cell, name_contents)
+                              : get(self->contents, cell, (PyObject *)Py_TYPE(cell));
+    if (x == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
+        PyErr_Clear();
+    return x;
+}
+
+/* Looks at what a function closes over, which is described by ids alone. */
+static int
+look_at_closure(FastPath *self, Call *call, PyObject *cell)
+{
+    PyObject *closure = *slot(cell, self->closure_at);
+    closure = closure == NULL ? PyObject_GetAttr(cell, name_closure) : Py_NewRef(closure);
     Py_ssize_t length = closure == NULL ? -1 : PyTuple_Size(closure);
-    if (length < 0)
-        Py_CLEAR(place);
-    for (Py_ssize_t i = 0; place != NULL && i < length; i++) {
-        PyObject *x = PyObject_GetAttr(PyTuple_GetItem(closure, i), name_contents);
-        if (x == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
-            PyErr_Clear(); /* a name that is not assigned yet */
-        place = step_with(place, x == NULL ? NULL : PyLong_FromVoidPtr(x));
+    int found = length < 0 ? -1 : 1;
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
+        PyObject *x = contents_of(self, PyTuple_GetItem(closure, i));
+        if (x == NULL || describe(call, CLOSED_OVER, (uintptr_t)x) < 0)
+            found = -1;
         Py_XDECREF(x);
     }
     Py_XDECREF(closure);
-    length = PyTuple_Size(args);
-    for (Py_ssize_t i = 0; place != NULL && i < length; i++)
-        place = step_over(self, place, PyTuple_GetItem(args, i));
-    if (place != NULL)
-        place = step(place, self->end);
+    return found;
+}
+
+/* The call spec that the tree of descriptions has for a call, or None; a new reference, or NULL,
+ * without an error if there is none. */
+static PyObject *
+follow(FastPath *self, PyObject *place, const Words *words)
+{
+    Py_INCREF(place);
+    for (Py_ssize_t i = 1; place != NULL && i <= words->count; i += 2) {
+        int is_end = i == words->count;
+        PyObject *token = is_end ? Py_NewRef(self->end) : token_of(&words->words[i]);
+        PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
+        Py_XINCREF(next);
+        Py_XDECREF(token);
+        Py_DECREF(place);
+        place = next;
+    }
     return place;
 }
 
-/* A symbol for a result: `index` is an int, `kind` the id of its type. */
+/* The way of a call that leads to a call spec, in terms of C; NULL with an error. */
+static Way *
+make_way(const Call *call, PyObject *place, PyObject *call_spec)
+{
+    Way *way = new_way(&call->words);
+    if (way == NULL)
+        return NULL;
+    PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
+    way->held = PyTuple_New(1 + call->held.count);
+    way->call_spec = Py_NewRef(call_spec);
+    way->id = PyObject_GetAttr(call_spec, name_id);
+    way->kinds = PyObject_GetAttr(call_spec, name_results);
+    way->unit = PyObject_GetAttr(call_spec, name_unit);
+    way->num_results = way->kinds == NULL ? -1 : PyTuple_Size(way->kinds);
+    if (tree == NULL || way->held == NULL || way->id == NULL || way->unit == NULL ||
+        way->num_results < 0) {
+        Py_XDECREF(tree);
+        free_way(way);
+        return NULL;
+    }
+    way->is_single = tree == Py_None;
+    way->is_flat = way->unit != Py_None;
+    Py_DECREF(tree);
+    PyTuple_SetItem(way->held, 0, Py_NewRef(place));
+    for (Py_ssize_t i = 0; i < call->held.count; i++)
+        PyTuple_SetItem(way->held, 1 + i, Py_NewRef((PyObject *)call->held.words[i]));
+    return way;
+}
+
+/* How a call like this was recorded before; NULL without an error: it is left to Python. */
+static Way *
+find(FastPath *self, Call *call, PyObject *cell, PyObject *args, PyObject *options)
+{
+    PyObject *place = PyDict_GetItemWithError(self->calls, cell), *call_spec = NULL;
+    Way *way = NULL;
+    Py_XINCREF(place);
+    if (place != NULL && PyDict_Size(options) > 0) {
+        PyObject *token = options_token(options);
+        PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
+        Py_XINCREF(next);
+        Py_XDECREF(token);
+        Py_DECREF(place);
+        place = next;
+    }
+    if (place == NULL)
+        return NULL;
+    Py_ssize_t length = PyTuple_Size(args);
+    int found = push_word(&call->words, (uintptr_t)place) < 0 ? -1 : 1;
+    if (found == 1)
+        found = look_at_closure(self, call, cell);
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++)
+        found = look_at(self, call, PyTuple_GetItem(args, i));
+    if (found == 1)
+        way = find_way(&self->ways, &call->words);
+    if (found == 1 && way == NULL) {
+        call_spec = follow(self, place, &call->words);
+        if (call_spec != NULL && call_spec != Py_None)
+            way = make_way(call, place, call_spec);
+        if (way != NULL && add_way(&self->ways, way) < 0) {
+            free_way(way);
+            way = NULL;
+        }
+        if (way != NULL)
+            way = find_way(&self->ways, &call->words);
+    }
+    Py_XDECREF(call_spec);
+    Py_DECREF(place);
+    return way;
+}
+
+/* A symbol for a result: takes over `index`, an int, which may be NULL. */
 static PyObject *
 make_result(FastPath *self, PyObject *index, PyObject *kind)
 {
-    PyObject *x = PyType_GenericAlloc((PyTypeObject *)self->result, 0);
-    if (x != NULL && (self->set_slot(self->trace_slot, x, self->recorder) < 0 ||
-                      self->set_slot(self->index_slot, x, index) < 0 ||
-                      self->set_slot(self->type_slot, x, kind) < 0))
-        Py_CLEAR(x);
+    PyObject *x = index == NULL ? NULL : PyType_GenericAlloc((PyTypeObject *)self->result, 0);
+    if (x == NULL) {
+        Py_XDECREF(index);
+        return NULL;
+    }
+    *slot(x, self->trace_at) = Py_NewRef(self->recorder);
+    *slot(x, self->index_at) = index;
+    *slot(x, self->type_at) = Py_NewRef(kind);
     return x;
 }
 
@@ -302,55 +436,84 @@ make_tuple(FastPath *self, PyObject *first, PyObject *kinds, PyObject *unit)
     PyObject *results = PyTuple_New(length);
     for (Py_ssize_t i = 0; results != NULL && i < length; i++) {
         PyObject *index = i == 0 ? Py_NewRef(first) : PyLong_FromSsize_t(number + i);
-        PyObject *x = index == NULL ? NULL : make_result(self, index, PyTuple_GetItem(kinds, i));
-        Py_XDECREF(index);
+        PyObject *x = make_result(self, index, PyTuple_GetItem(kinds, i));
         if (x == NULL)
             Py_CLEAR(results);
         else
             PyTuple_SetItem(results, i, x);
     }
-    if (results == NULL)
-        return NULL;
-    PyObject *id = PyLong_FromVoidPtr(results), *reference = PyTuple_Pack(2, unit, first);
-    if (id == NULL || reference == NULL || PyDict_SetItem(self->known, id, reference) < 0 ||
-        PyList_Append(self->kept, results) < 0)
+    if (results != NULL && (PyList_Append(self->kept, results) < 0 ||
+                            add_known_object(&self->objects, results, unit, first, 0) < 0))
         Py_CLEAR(results);
-    Py_XDECREF(id);
-    Py_XDECREF(reference);
     return results;
 }
 
-/* Writes the node of a call whose references are written, and returns its results. */
-static PyObject *
-write_node(FastPath *self, PyObject *call_spec)
+/* Shortens a list to what it was, whatever error there is. */
+static void
+take_back(PyObject *list, Py_ssize_t length)
 {
-    PyObject *id = slot(self, self->id_slot, call_spec);
-    PyObject *kinds = slot(self, self->results_slot, call_spec);
-    PyObject *tree = slot(self, self->tree_slot, call_spec);
-    PyObject *unit = slot(self, self->unit_slot, call_spec);
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback); /* the function may catch it and go on */
+    if (PyList_Size(list) > length && PyList_SetSlice(list, length, PyList_Size(list), NULL) < 0)
+        PyErr_Clear();
+    PyErr_Restore(kind, value, traceback);
+}
+
+/* Writes the node of a call, and returns its results. */
+static PyObject *
+write_node(FastPath *self, const Way *way, const Words *reads)
+{
+    PyObject *id = Py_NewRef(way->id), *kinds = Py_NewRef(way->kinds);
+    PyObject *unit = Py_NewRef(way->unit), *call_spec = Py_NewRef(way->call_spec);
+    int is_single = way->is_single, is_flat = way->is_flat;
+    Py_ssize_t num_results = way->num_results;
     PyObject *first = PyDict_GetItemWithError(self->attributes, name_num_values);
     PyObject *next = NULL, *results = NULL;
+    Py_ssize_t num_reads = PyList_Size(self->references), num_nodes = PyList_Size(self->call_specs);
     Py_XINCREF(first);
-    if (id == NULL || kinds == NULL || tree == NULL || unit == NULL || first == NULL)
-        goto done;
-    next = PyLong_FromSsize_t(PyLong_AsSsize_t(first) + PyTuple_Size(kinds));
-    if (next == NULL || PyErr_Occurred() || PyList_Append(self->call_specs, id) < 0 ||
-        PyDict_SetItem(self->attributes, name_num_values, next) < 0)
-        goto done;
-    if (tree == Py_None)
-        results = make_result(self, first, PyTuple_GetItem(kinds, 0));
-    else if (unit == Py_None)
-        results = PyObject_CallMethodObjArgs(self->recorder, name_results, call_spec, first, NULL);
-    else
+    if (first != NULL)
+        next = PyLong_FromSsize_t(PyLong_AsSsize_t(first) + num_results);
+    int failed = next == NULL || PyErr_Occurred();
+    for (Py_ssize_t i = 0; !failed && i < reads->count; i++)
+        failed = PyList_Append(self->references, (PyObject *)reads->words[i]) < 0;
+    if (failed || PyList_Append(self->call_specs, id) < 0 ||
+        PyDict_SetItem(self->attributes, name_num_values, next) < 0) {
+        take_back(self->references, num_reads);
+        take_back(self->call_specs, num_nodes);
+    }
+    else if (is_single)
+        results = make_result(self, Py_NewRef(first), PyTuple_GetItem(kinds, 0));
+    else if (is_flat)
         results = make_tuple(self, first, kinds, unit);
-done:
-    Py_XDECREF(id);
-    Py_XDECREF(kinds);
-    Py_XDECREF(tree);
-    Py_XDECREF(unit);
+    else
+        results = PyObject_CallMethodObjArgs(self->recorder, name_results, call_spec, first, NULL);
+    Py_DECREF(id);
+    Py_DECREF(kinds);
+    Py_DECREF(unit);
+    Py_DECREF(call_spec);
     Py_XDECREF(first);
     Py_XDECREF(next);
     return results;
+}
+
+/* Tells Python about the results that it does not know yet. */
+static int
+publish(FastPath *self)
+{
+    while (self->objects.num_published < self->objects.count) {
+        Known item = self->objects.items[self->objects.num_published++];
+        if (item.is_published)
+            continue;
+        PyObject *id = PyLong_FromVoidPtr(item.x);
+        PyObject *reference = PyTuple_Pack(2, item.token, item.index);
+        int failed = id == NULL || reference == NULL ||
+                     PyDict_SetItem(self->known, id, reference) < 0;
+        Py_XDECREF(id);
+        Py_XDECREF(reference);
+        if (failed)
+            return -1;
+    }
+    return 0;
 }
 
 /* call_cell(cell, args, options): records a call and returns its results. */
@@ -358,35 +521,39 @@ static PyObject *
 call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
 {
     FastPath *self = (FastPath *)object;
-    if (argc != 3 || !PyTuple_Check(argv[1]) || !PyDict_Check(argv[2])) {
+    if (argc != 3 || (PyObject *)Py_TYPE(argv[0]) != self->cell || !PyTuple_Check(argv[1]) ||
+        !PyDict_Check(argv[2])) {
         PyErr_SetString(PyExc_TypeError, "expected a cell, a tuple and a dict");
         return NULL;
     }
-    Py_ssize_t before = PyList_Size(self->references);
-    PyObject *call_spec = find_call_spec(self, argv[0], argv[1], argv[2]);
-    if (call_spec != NULL && call_spec != Py_None) {
-        PyObject *results = write_node(self, call_spec);
-        Py_DECREF(call_spec);
+    Call call;
+    init_words(&call.words);
+    init_words(&call.held);
+    init_words(&call.reads);
+    Way *way = find(self, &call, argv[0], argv[1], argv[2]);
+    PyObject *results = way == NULL ? NULL : write_node(self, way, &call.reads);
+    free_words(&call.words);
+    release(&call.held);
+    release(&call.reads);
+    if (way != NULL || PyErr_Occurred() || publish(self) < 0)
         return results;
-    }
-    Py_XDECREF(call_spec);
-    PyObject *kind, *value, *traceback;
-    PyErr_Fetch(&kind, &value, &traceback); /* the function may catch it and go on */
-    Py_ssize_t now = PyList_Size(self->references); /* inputs that nobody reads do no harm */
-    int failed = now > before && PyList_SetSlice(self->references, before, now, NULL) < 0;
-    if (kind != NULL)
-        PyErr_Restore(kind, value, traceback);
-    if (failed || kind != NULL)
-        return NULL;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
 }
 
+/* forget_objects(): forgets what is known by its address, before the objects are let go. */
+static PyObject *
+forget_objects(PyObject *object, PyObject *nothing)
+{
+    (void)nothing;
+    clear_known_objects(&((FastPath *)object)->objects);
+    return Py_NewRef(Py_None);
+}
+
 #define EACH(visit)                                                                               \
-    visit(recorder) visit(result) visit(known) visit(computed) visit(kept) visit(numbers)         \
-    visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs) visit(references)  \
-    visit(input_group) visit(input_value) visit(end) visit(python) visit(attributes)              \
-    visit(trace_slot) visit(index_slot) visit(type_slot) visit(id_slot) visit(results_slot)       \
-    visit(tree_slot) visit(unit_slot) visit(closure_slot)
+    visit(recorder) visit(result) visit(cell) visit(known) visit(computed) visit(kept)            \
+    visit(numbers) visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs)     \
+    visit(references) visit(input_group) visit(input_value) visit(end) visit(python)              \
+    visit(attributes) visit(contents)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -395,6 +562,12 @@ traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
 #define VISIT(member) Py_VISIT(self->member);
     EACH(VISIT)
+    for (size_t i = 0; i < self->ways.room; i++)
+        if (self->ways.slots[i] != NULL) {
+            Py_VISIT(self->ways.slots[i]->held);
+            Py_VISIT(self->ways.slots[i]->call_spec);
+            Py_VISIT(self->ways.slots[i]->kinds);
+        }
     return 0;
 }
 
@@ -402,6 +575,8 @@ static int
 clear(PyObject *object)
 {
     FastPath *self = (FastPath *)object;
+    free_known_objects(&self->objects);
+    clear_ways(&self->ways);
 #define CLEAR(member) Py_CLEAR(self->member);
     EACH(CLEAR)
     return 0;
@@ -417,39 +592,46 @@ dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Takes the descriptor of a slot of a class; 0 if it is one. */
-static int
-take_slot(FastPath *self, PyObject *class, const char *name, PyObject **descriptor)
+/* Where a slot is in the objects of a class, in bytes: where its descriptor puts an object. -1 with
+ * an error if it has no such slot. */
+static Py_ssize_t
+find_slot(PyObject *class, const char *name)
 {
-    *descriptor = PyObject_GetAttrString(class, name);
-    if (*descriptor == NULL)
-        return -1;
-    descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(*descriptor), Py_tp_descr_get);
-    descrsetfunc set = (descrsetfunc)PyType_GetSlot(Py_TYPE(*descriptor), Py_tp_descr_set);
-    int is_first = self->get_slot == NULL;
-    if (get == NULL || set == NULL || (!is_first && get != self->get_slot)) {
-        PyErr_Format(PyExc_TypeError, "%R has no slot `%s`", class, name);
-        return -1;
+    Py_ssize_t at = -1;
+    PyObject *descriptor = PyObject_GetAttrString(class, name), *mark = PyList_New(0), *x = NULL;
+    PyObject *basic_size = PyObject_GetAttrString(class, "__basicsize__");
+    descrsetfunc set = NULL;
+    if (descriptor != NULL)
+        set = (descrsetfunc)PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_set);
+    if (set != NULL && mark != NULL && basic_size != NULL)
+        x = PyType_GenericAlloc((PyTypeObject *)class, 0);
+    if (x != NULL && set(descriptor, x, mark) == 0) {
+        Py_ssize_t size = PyLong_AsSsize_t(basic_size), step = sizeof(PyObject *);
+        for (Py_ssize_t i = sizeof(PyObject); i + step <= size; i += step)
+            at = *slot(x, i) == mark ? i : at;
     }
-    self->get_slot = get;
-    self->set_slot = set;
-    return 0;
+    if (at < 0 && !PyErr_Occurred())
+        PyErr_Format(PyExc_TypeError, "%R has no slot `%s`", class, name);
+    Py_XDECREF(descriptor);
+    Py_XDECREF(basic_size);
+    Py_XDECREF(mark);
+    Py_XDECREF(x);
+    return at;
 }
 
-/* fast_path(recorder, (class of results, of call specs, of cells, of arrays), known, ..., python):
- * see `FastPath`. */
+/* fast_path(recorder, (class of results, of cells, of arrays), known, ..., python): the methods
+ * `call_cell` and `forget_objects` of a `FastPath`. */
 PyObject *
 make_fast_path(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *call_spec, *cell;
     FastPath *self = (FastPath *)PyType_GenericAlloc(fast_path_type, 0);
     if (self == NULL)
         return NULL;
-    PyObject *object = (PyObject *)self, *method = NULL;
+    PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!OOO)O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
-            &self->result, &call_spec, &cell, &self->ndarray, &PyDict_Type, &self->known,
+            args, "O(O!O!O)O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
+            &self->result, &PyType_Type, &self->cell, &self->ndarray, &PyDict_Type, &self->known,
             &PyDict_Type, &self->computed, &PyList_Type, &self->kept, &PyDict_Type, &self->numbers,
             &PyDict_Type, &self->arrays, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
             &PyList_Type, &self->call_specs, &PyList_Type, &self->references, &PyList_Type,
@@ -462,22 +644,24 @@ make_fast_path(PyObject *module, PyObject *args)
 #define HOLD(member) Py_XINCREF(self->member);
     EACH(HOLD)
     self->attributes = PyObject_GenericGetDict(self->recorder, NULL);
-    if (self->attributes != NULL &&
-        take_slot(self, self->result, "_trace", &self->trace_slot) == 0 &&
-        take_slot(self, self->result, "index", &self->index_slot) == 0 &&
-        take_slot(self, self->result, "type", &self->type_slot) == 0 &&
-        take_slot(self, call_spec, "id", &self->id_slot) == 0 &&
-        take_slot(self, call_spec, "results", &self->results_slot) == 0 &&
-        take_slot(self, call_spec, "tree", &self->tree_slot) == 0 &&
-        take_slot(self, call_spec, "unit", &self->unit_slot) == 0 &&
-        take_slot(self, cell, "closure", &self->closure_slot) == 0)
-        method = PyObject_GetAttrString(object, "call_cell");
+    if (self->attributes != NULL && (self->trace_at = find_slot(self->result, "_trace")) >= 0 &&
+        (self->index_at = find_slot(self->result, "index")) >= 0 &&
+        (self->type_at = find_slot(self->result, "type")) >= 0 &&
+        (self->closure_at = find_slot(self->cell, "closure")) >= 0) {
+        PyObject *call = PyObject_GetAttrString(object, "call_cell");
+        PyObject *forget = PyObject_GetAttrString(object, "forget_objects");
+        if (call != NULL && forget != NULL)
+            methods = PyTuple_Pack(2, call, forget);
+        Py_XDECREF(call);
+        Py_XDECREF(forget);
+    }
     Py_DECREF(object);
-    return method;
+    return methods;
 }
 
 static PyMethodDef methods[] = {
     {"call_cell", (PyCFunction)(void (*)(void))call_cell, METH_FASTCALL, NULL},
+    {"forget_objects", forget_objects, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -496,8 +680,12 @@ init_fast_path(PyObject *module)
 {
     (void)module;
     fast_path_type = (PyTypeObject *)PyType_FromSpec(&spec);
+    name_closure = PyUnicode_InternFromString("closure");
     name_contents = PyUnicode_InternFromString("cell_contents");
     name_results = PyUnicode_InternFromString("results");
+    name_id = PyUnicode_InternFromString("id");
+    name_tree = PyUnicode_InternFromString("tree");
+    name_unit = PyUnicode_InternFromString("unit");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");

@@ -1,0 +1,67 @@
+/* What the fast path of recording knows by the addresses of objects (see `fast_path.c`): ways of
+ * calls that led to a call spec before, and containers and results that have a token.
+ *
+ * Nothing here runs Python code but the release of references, which callers do last.
+ */
+
+#ifndef JEDBATCH_MEMO_H
+#define JEDBATCH_MEMO_H
+
+#include "core.h"
+
+/* Numbers, at first in place. */
+#define FEW_WORDS 48
+
+typedef struct {
+    uintptr_t few[FEW_WORDS], *words;
+    Py_ssize_t count, room;
+} Words;
+
+void init_words(Words *words);
+void free_words(Words *words);
+int push_word(Words *words, uintptr_t word); /* -1 with an error without memory */
+
+/* A way of calls: the words that tell it from others, and the call spec it leads to. `held` keeps
+ * alive what words are the addresses of. */
+typedef struct {
+    uint64_t hash;
+    Py_ssize_t count;
+    PyObject *held, *call_spec, *id, *kinds, *unit;
+    Py_ssize_t num_results;
+    int is_single, is_flat; /* an array; a flat tuple */
+    uintptr_t words[];
+} Way;
+
+typedef struct {
+    Way **slots;
+    size_t count, room;
+} Ways;
+
+Way *find_way(const Ways *ways, const Words *words);
+Way *new_way(const Words *words); /* NULL with an error without memory */
+int add_way(Ways *ways, Way *way); /* takes it over, unless it fails: -1 without memory */
+void free_way(Way *way);
+void clear_ways(Ways *ways);
+
+/* An object that has a token: what it is referred to by, if it is, and whether Python knows. */
+typedef struct {
+    PyObject *x, *token, *index; /* `x` is borrowed: others keep it */
+    int is_published;
+} Known;
+
+typedef struct {
+    Known *items;
+    size_t count, room;
+    uint32_t *slots; /* 1 + the number of an item, by address */
+    size_t num_slots, num_published; /* the items before that one are published */
+} KnownObjects;
+
+Known *find_known_object(const KnownObjects *known, PyObject *x);
+/* Adds one that is not there yet, if its token and index, which may be NULL, are numbers and
+ * strings; -1 with an error without memory. */
+int add_known_object(KnownObjects *known, PyObject *x, PyObject *token, PyObject *index,
+                     int is_published);
+void clear_known_objects(KnownObjects *known);
+void free_known_objects(KnownObjects *known);
+
+#endif
