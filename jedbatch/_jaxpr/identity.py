@@ -133,7 +133,7 @@ def attributes(value: object, above: tuple[int, ...] = ()) -> tuple[Hashable, ..
 def attribute_names(value: object) -> list[str]:
     """Names of what an object has in slots and in its dict."""
     kind: Any = type(value)
-    slots = [name for name in _slot_names(kind) if hasattr(value, name)]
+    slots = [name for name in slot_names(kind) if hasattr(value, name)]
     return [*slots, *getattr(value, "__dict__", ())]
 
 
@@ -214,7 +214,7 @@ def _content(value: Array) -> Hashable:
 
 
 @functools.lru_cache(maxsize=512)
-def _slot_names(kind: type) -> tuple[str, ...]:
+def slot_names(kind: type) -> tuple[str, ...]:
     """Names of the slots of a class, if it was made by `class`, and of those it is derived from."""
     slot = types.MemberDescriptorType
     names = [name for k in kind.__mro__ for name, x in vars(k).items() if type(x) is slot]
@@ -225,5 +225,5 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 def is_all_python(kind: type) -> bool:
     """Returns whether objects of a class have attributes alone, nothing that C code might keep."""
     extra = (kind.__weakrefoffset__ > 0) + (kind.__dictoffset__ > 0)
-    size = object.__basicsize__ + _POINTER * (len(_slot_names(kind)) + extra)
+    size = object.__basicsize__ + _POINTER * (len(slot_names(kind)) + extra)
     return kind.__basicsize__ == size and not kind.__itemsize__

@@ -381,7 +381,8 @@ class Arities:
           The three arrays as they are then, and of the nodes that were changed the numbers,
           int64[n], and the lengths of their lists, int64[n], which are new inputs.
         """
-        present = [t for t in np.unique(node_type).tolist() if t in self.padded]
+        present = np.flatnonzero(np.bincount(node_type)).tolist() if self.padded else []
+        present = [t for t in present if t in self.padded]
         if not present:
             nothing = np.zeros(0, np.int64)
             return node_type, arity, operand, nothing, nothing

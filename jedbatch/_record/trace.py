@@ -6,6 +6,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -271,18 +272,23 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
     everything = len(kept) == len(values) and bool((kept[1:] > kept[:-1]).all())
     items = values if everything else [values[k] for k in kept.tolist()]
     kinds = [registry.groups[g] for g in group[cuts[:-1]].tolist()]
-    stacked: dict[tuple, np.ndarray] = {}
-    if len(set(kinds)) == 1 and kinds[0][0] == "value":  # most models: one conversion for all
-        value_type = registry.value_types[kinds[0][1]]
-        stacked[kinds[0]] = host_rows(items, value_type)
+    chunks: dict[tuple, list[slice]] = {}
+    for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
+        if kind[0] == "value":
+            chunks.setdefault(kind, []).append(slice(a, b))
+    rows: dict[tuple, Iterator[np.ndarray]] = {}
+    for kind, places in chunks.items():  # one conversion for all
+        of_kind = (
+            items if len(places) == len(kinds) else [x for place in places for x in items[place]]
+        )
+        stacked = host_rows(of_kind, registry.value_types[kind[1]])
+        ends = itertools.accumulate([place.stop - place.start for place in places], initial=0)
+        rows[kind] = map(stacked.__getitem__, itertools.starmap(slice, itertools.pairwise(ends)))
     for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
         how, value_id, *where = kind
         value_type = registry.value_types[value_id]
         if how == "value":
-            rows = stacked.get(kind)
-            yield InputRows(
-                value_type, host_rows(items[a:b], value_type) if rows is None else rows[a:b]
-            )
+            yield InputRows(value_type, next(rows[kind]))
             continue
         leaf, row, _ = where
         if row:

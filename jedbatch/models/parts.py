@@ -147,19 +147,18 @@ def tree_scorer(
       score: maps (params, state, label) to a score.
     """
 
+    def visit(params: Params, tree: Instance, scores: list[jax.Array]) -> Any:
+        if len(tree) == 2:
+            state = leaf(params, tree[1])
+        else:
+            _, left, right, *more = tree
+            state = node(params, visit(params, left, scores), visit(params, right, scores), *more)
+        scores.append(score(params, state, tree[0]))
+        return state
+
     def score_all(params: Params, tree: Instance) -> jax.Array:
-        scores = []
-
-        def visit(tree: Instance) -> Any:
-            if len(tree) == 2:
-                state = leaf(params, tree[1])
-            else:
-                _, left, right, *more = tree
-                state = node(params, visit(left), visit(right), *more)
-            scores.append(score(params, state, tree[0]))
-            return state
-
-        visit(tree)
+        scores: list[jax.Array] = []
+        visit(params, tree, scores)
         return total(scores)
 
     return score_all
