@@ -508,7 +508,7 @@ class Batched(Generic[*Given, Result]):
         start = time.perf_counter()
         stacked = self._stacks if stacked is None else stacked
         again = plan_again(
-            session, records, arrays, policy, num_known, gradient, keeps, stacked, seconds
+            session, records, arrays, policy, num_known, gradient, keeps, stacked, seconds, tracers
         )
         if again is not None:
             return again

@@ -219,7 +219,7 @@ class Graph:
         columns, ptr = join(
             [tuple([getattr(g, name) for name in names]) for g in graphs.values()],
             [number[id(g)] for g, _ in parts],
-            [g._bounds[i] for g, i in parts],
+            [g.bounds[i] for g, i in parts],
         )
         node_type, operand_ptr, operand, outputs, *more = columns
         inputs = tuple([chunk for g, i in parts for chunk in g.chunks[i]])
@@ -230,7 +230,7 @@ class Graph:
         return union
 
     @functools.cached_property
-    def _bounds(self) -> list[bytes]:
+    def bounds(self) -> list[bytes]:
         """Where every instance's nodes, operands, inputs, outputs and results begin and end."""
         nodes = self.node_ptr
         columns = nodes, self.operand_ptr[nodes], self.input_ptr, self.output_ptr

@@ -1,7 +1,11 @@
 """`Record`: what recording an instance gave."""
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jedbatch._graph.graph import Graph
 
@@ -20,3 +24,25 @@ class Record:
     index: int
     structure: Any
     types: tuple[tuple, ...]
+
+    @functools.cached_property
+    def form(self) -> Hashable:
+        """Equal for instances whose graphs differ in the values of their inputs alone."""
+        graph, index = self.whole, self.index
+        ends = np.frombuffer(graph.bounds[index], np.int64).reshape(5, 2).tolist()
+        (node, node_end), (read, read_end), (first_input, _), (output, output_end), (result, _) = (
+            ends
+        )
+
+        def from_zero(references: np.ndarray) -> bytes:
+            return (references - np.where(references >= 0, result, -first_input)).tobytes()
+
+        return (
+            graph.node_type[node:node_end].tobytes(),
+            (graph.operand_ptr[node : node_end + 1] - read).tobytes(),
+            from_zero(graph.operand[read:read_end]),
+            from_zero(graph.outputs[output:output_end]),
+            tuple([(chunk.type, len(chunk)) for chunk in graph.chunks[index]]),
+            self.structure,
+            self.types,
+        )

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
-from jedbatch._graph.graph import Graph
+from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.identity import Same
@@ -53,6 +53,7 @@ from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
 from jedbatch._support.types import Array, Leaf
 
+FEW_INSTANCES = 4  # in a minibatch
 STAGES = ("schedule", "layout", "lower")
 NO_SECONDS: Mapping[str, float] = {}
 
@@ -78,6 +79,26 @@ class Arranged(NamedTuple):
         """Bytes of its arrays, about."""
         tables = [x for x in (self.lowered.table, self.reverse_table) if x is not None]
         return 4 * self.graph.nbytes + sum(x.nbytes for x in tables)
+
+    def with_inputs(self, inputs: Sequence[InputRows]) -> "Arranged":
+        """Returns the same for instances whose inputs have other values."""
+        graph, placed = _copied(self.graph, inputs=tuple(inputs)), self.lowered.placed
+        for of_inputs in ("chunks", "nbytes"):
+            graph.__dict__.pop(of_inputs, None)
+        layout = _copied(placed.layout, graph=graph)
+        lowered = _copied(self.lowered, placed=_copied(placed, layout=layout))
+        return self._replace(graph=graph, lowered=lowered)
+
+
+def _copied(x: Any, **changes: Any) -> Any:
+    """Returns an object of a frozen dataclass with other attributes, and with what it has found.
+
+    `dataclasses.replace` takes ten times as long.
+    """
+    copy = object.__new__(type(x))
+    copy.__dict__.update(x.__dict__)
+    copy.__dict__.update(changes)
+    return copy
 
 
 def arrange(
@@ -189,17 +210,22 @@ def plan_again(
     keeps: bool,
     stacked: bool,
     seconds: Mapping[str, float],
+    tracers: Any = (),
 ) -> Plan | None:
     """Returns a plan for instances that were planned together before, in this order, or None.
 
-    All but the values of their inputs is as it was then.
+    Of a few it is enough that such with graphs of the same form were. All but the values of their
+    inputs is as it was then.
     """
-    if num_known < len(records):
+    by_form = are_few(records)
+    if tracers or (num_known < len(records) and not by_form):
         return None
     key = minibatch_key(records, policy, gradient, keeps, stacked)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(arranged.lowered):
         return None
+    if by_form:
+        arranged = arranged.with_inputs([x for r in records for x in r.whole.chunks[r.index]])
     session.note_types()
     clock = [time.perf_counter()] * len(STAGES)
     return with_inputs(
@@ -211,7 +237,17 @@ def minibatch_key(
     records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool, stacked: bool
 ) -> Hashable:
     """Returns what decides how instances are planned together."""
-    return (*records, Same(policy), version_of(policy), gradient, keeps, stacked)
+    parts = [r.form for r in records] if are_few(records) else records
+    return (*parts, Same(policy), version_of(policy), gradient, keeps, stacked)
+
+
+def are_few(records: Sequence[Record]) -> bool:
+    """Returns whether instances are planned together as others with graphs of the same form were.
+
+    To compare forms takes time in proportion to the nodes, and among many instances one will
+    differ.
+    """
+    return len(records) <= FEW_INSTANCES and all(type(r) is Record for r in records)
 
 
 def with_inputs(
