@@ -541,7 +541,7 @@ def _of_all_slots(pairs: list[tuple[Callable, Any]]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=512)
-def _reader_of_slots(kind: type, *names: str) -> Callable | None:
+def _reader_of_slots(kind: Any, *names: str) -> Callable | None:
     """Returns what reads the slots of an object, if these are all; None if there are others."""
     if names != slot_names(kind):
         return None
