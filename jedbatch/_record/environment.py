@@ -393,6 +393,7 @@ class _Walk:
 
     def _visit_attributes(self, thing: _Thing) -> None:
         x = thing.value
+        kind: Any = type(x)
         names = attribute_names(x)
         self._text += names
         if names or hasattr(x, "__dict__"):
@@ -400,7 +401,7 @@ class _Walk:
             if self._add(thing, "attribute", names, attributes[len(names) :]):
                 if len(names) == len(getattr(x, "__dict__", ())):
                     self._plain.append(x)
-                elif not hasattr(x, "__dict__") and (read := _reader_of_slots(type(x), *names)):
+                elif not hasattr(x, "__dict__") and (read := _reader_of_slots(kind, *names)):
                     self._slotted.append((read, x))
                 else:
                     self.guards.append(_Guard.of(_of_attributes, x))
@@ -541,7 +542,7 @@ def _of_all_slots(pairs: list[tuple[Callable, Any]]) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=512)
-def _reader_of_slots(kind: Any, *names: str) -> Callable | None:
+def _reader_of_slots(kind: type, *names: str) -> Callable | None:
     """Returns what reads the slots of an object, if these are all; None if there are others."""
     if names != slot_names(kind):
         return None

@@ -10,6 +10,7 @@ every time (see `Recorder.slow_path`).
 
 import operator
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,13 +30,21 @@ from jedbatch._support.types import Leaf, PyTree
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
+def lists_of_ints(result: type[Value], count: int) -> list[Any]:
+    """Returns what `fast_path` writes ints to, given the class of symbols: as many empty lists."""
+    compiled = core()
+    if compiled is None or result is not Value:
+        return [[] for _ in range(count)]
+    return [compiled.Ints() for _ in range(count)]
+
+
 def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
     """(what records calls of cells, what to call when the containers that it knows are let go).
 
     It is compiled, if its symbols are plain and it can be.
     """
     in_python, compiled = fast_path_in_python(recorder), core()
-    if compiled is None or recorder.result is not Value:
+    if compiled is None or not isinstance(recorder.counter, compiled.Ints):
         return in_python, _nothing_to_forget
     return compiled.fast_path(
         recorder,
@@ -47,9 +56,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
         recorder.registry.arrays,
         recorder.watched,
         recorder.registry.calls,
-        recorder.call_specs,
-        recorder.references,
-        recorder.input_group,
+        (recorder.call_specs, recorder.references, recorder.input_group, recorder.counter),
         recorder.input_value,
         END,
         in_python,
@@ -67,7 +74,7 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
     numbers, arrays = recorder.registry.numbers, recorder.registry.arrays
     watched, result = recorder.watched, recorder.result
     calls, call_specs = recorder.registry.calls, recorder.call_specs
-    references = recorder.references
+    references, counter = recorder.references, recorder.counter
     input_group, input_value = recorder.input_group, recorder.input_value
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
@@ -133,8 +140,8 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
         kinds = call_spec.results
         references.extend(reads)
         call_specs.append(call_spec.id)
-        index = recorder.num_values
-        recorder.num_values = index + len(kinds)
+        index = counter[0]
+        counter[0] = index + len(kinds)
         if call_spec.tree is None:
             return result(recorder, index, kinds[0])
         if call_spec.unit is None:

@@ -46,7 +46,7 @@ from jedbatch._jaxpr.symbolic_dims import as_number, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_operation
-from jedbatch._record.fast_path import Watched, describe_call, fast_path
+from jedbatch._record.fast_path import Watched, describe_call, fast_path, lists_of_ints
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import (
     array_type,
@@ -84,6 +84,7 @@ class Recorder(Trace):
     Attributes:
       result: the class of the results of nodes.
       caller: JAX's trace around the batched function.
+      counter: a list of one number, that of results so far.
       call_specs: the id of the call spec of every node.
       references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
         its first element's.
@@ -115,10 +116,9 @@ class Recorder(Trace):
         self.caching = True
         self.read = read
         self.together = together
-        self.call_specs: list[int] = []
-        self.references: list[int] = []
-        self.num_values = 0
-        self.input_group: list[int] = []
+        ints: list[list[int]] = lists_of_ints(self.result, 4)
+        self.call_specs, self.references, self.input_group, self.counter = ints
+        self.counter.append(0)
         self.input_value: list[Leaf] = []
         self.tracers: list[Leaf] = []
         self._instance: Any = None
@@ -201,6 +201,15 @@ class Recorder(Trace):
         self._instance = self._shared = self._owned = None
         for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
+
+    @property
+    def num_values(self) -> int:
+        """Results so far."""
+        return self.counter[0]
+
+    @num_values.setter
+    def num_values(self, number: int) -> None:
+        self.counter[0] = number
 
     @property
     def written(self) -> tuple[list, ...]:

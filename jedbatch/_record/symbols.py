@@ -34,6 +34,7 @@ class RecorderLike(Protocol):
     grouping: Any
     call_specs: list[int]
     references: list[int]
+    counter: list[int]
     num_values: int
     input_group: list[int]
     input_value: list[Leaf]

@@ -7,6 +7,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 import contextlib
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
+from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._graph.record import Record
@@ -196,8 +198,13 @@ def finish(
     used = inputs_read((operand, result), len(group))
     kept_inputs = np.flatnonzero(used)
     owner = owner_of[kept_inputs]
-    if len(of_lists) or len(np.flatnonzero(np.bincount(group[kept_inputs]))) > 1:
-        kept_inputs = kept_inputs[np.lexsort((kept_inputs, group[kept_inputs], owner))]
+    groups = np.flatnonzero(np.bincount(group[kept_inputs]))
+    if len(of_lists) or len(groups) > 1:
+        number = np.zeros(len(registry.groups), np.int64)
+        number[groups] = np.arange(len(groups))
+        key = owner * len(groups) + number[group[kept_inputs]]
+        _, order = sorted_by(key, len(groups) * (len(node_ptr) - 1))
+        kept_inputs = kept_inputs[order]
         owner = owner_of[kept_inputs]
     place = np.zeros(len(group), np.int64)
     place[kept_inputs] = np.arange(len(kept_inputs))
@@ -244,20 +251,26 @@ def find_operands(
 
     A reference to a tuple stands for all that is in it.
     """
-    call_spec = int64_of(recorded)
+    call_spec, operand = int64_of(recorded), int64_of(references)
     present = np.flatnonzero(np.bincount(call_spec))
     call_specs = [registry.call_specs[c] for c in present.tolist()]
     local = np.zeros(len(registry.call_specs), np.int64)
     local[present] = np.arange(len(present))
+    node_types = np.array([c.node_type for c in call_specs], np.int32)
+    widths = np.array([width for c in call_specs for width in c.widths], np.int64)
+    starts = pointers(np.array([len(c.widths) for c in call_specs], np.int64))
+    compiled = core()
+    if compiled is not None:
+        node_type, arity = np.empty(len(call_spec), np.int32), np.empty(len(call_spec), np.int64)
+        operands = np.empty(len(operand) * int(widths.max(initial=1)), np.int64)
+        given = call_spec, operand, local, node_types, starts, widths
+        count = compiled.find_operands((*given, node_type, arity, operands))
+        return node_type, arity, operands[:count]
     which = local[call_spec]
-    operand = int64_of(references)
-    num_references = np.array([len(c.widths) for c in call_specs], np.int64)
-    if any(width != 1 for c in call_specs for width in c.widths):
-        flat = np.array([width for c in call_specs for width in c.widths], np.int64)
-        starts = pointers(num_references)
-        operand = ranges(operand, flat[ranges(starts[which], num_references[which])])
+    if (widths != 1).any():
+        operand = ranges(operand, widths[ranges(starts[which], np.diff(starts)[which])])
     arity = np.array([sum(c.widths) for c in call_specs], np.int64)[which]
-    return np.array([c.node_type for c in call_specs], np.int32)[which], arity, operand
+    return node_types[which], arity, operand
 
 
 def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
@@ -269,33 +282,38 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
         return
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
     cuts = [0, *change.tolist(), len(kept)]
-    everything = len(kept) == len(values) and bool((kept[1:] > kept[:-1]).all())
-    items = values if everything else [values[k] for k in kept.tolist()]
-    kinds = [registry.groups[g] for g in group[cuts[:-1]].tolist()]
-    chunks: dict[tuple, list[slice]] = {}
-    for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
-        if kind[0] == "value":
-            chunks.setdefault(kind, []).append(slice(a, b))
-    rows: dict[tuple, Iterator[np.ndarray]] = {}
-    for kind, places in chunks.items():  # one conversion for all
-        of_kind = (
-            items if len(places) == len(kinds) else [x for place in places for x in items[place]]
-        )
-        stacked = host_rows(of_kind, registry.value_types[kind[1]])
-        ends = itertools.accumulate([place.stop - place.start for place in places], initial=0)
-        rows[kind] = map(stacked.__getitem__, itertools.starmap(slice, itertools.pairwise(ends)))
-    for kind, a, b in zip(kinds, cuts, cuts[1:], strict=False):
-        how, value_id, *where = kind
+    places, numbers = kept.tolist(), group[cuts[:-1]].tolist()
+    rows: dict[int, Iterator[np.ndarray]] = {}
+    for g in dict.fromkeys(numbers):
+        how, value_id, *_ = registry.groups[g]
+        if how == "value":  # one conversion for all
+            of_group = group == g
+            stacked = host_rows(_items(values, kept[of_group]), registry.value_types[value_id])
+            bounds = pointers(of_group)[cuts].tolist()
+            chunks = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+            rows[g] = map(stacked.__getitem__, chunks)
+    for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
+        how, value_id, *where = registry.groups[g]
         value_type = registry.value_types[value_id]
         if how == "value":
-            yield InputRows(value_type, next(rows[kind]))
+            yield InputRows(value_type, next(rows[g]))
             continue
         leaf, row, _ = where
+        items = [values[k] for k in places[a:b]]
         if row:
-            yield InputRows(value_type, np.array(items[a:b]), leaf)
+            yield InputRows(value_type, np.array(items), leaf)
         else:
-            for item in items[a:b]:
+            for item in items:
                 yield InputRows(value_type, None, leaf, item)
+
+
+def _items(values: list[Any], places: np.ndarray) -> list[Any]:
+    """Returns some of the items of a list."""
+    if len(places) == len(values) and bool((places[1:] > places[:-1]).all()):
+        return values
+    if len(places) < 2:
+        return [values[k] for k in places.tolist()]
+    return list(operator.itemgetter(*places.tolist())(values))
 
 
 def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph.paths import pointers
+from jedbatch._graph.paths import int64_of, pointers
 from jedbatch._record.granularity.inline import Nodes
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
@@ -70,7 +70,7 @@ class NodeArrays:
         sites = recorder.sites or [(0, False)] * len(recorded)
         return _arrays(
             registry,
-            np.array(recorded, np.int64),
+            int64_of(recorded),
             sites,
             pointers(arity),
             operand,

@@ -1,6 +1,8 @@
 /* The module `jedbatch._support.native_core` (see `core.h`). */
 
-#include "core.h"
+#include <string.h>
+
+#include "ints.h"
 
 int
 get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_sizes, void **data,
@@ -43,14 +45,19 @@ release_buffers(Buffers *buffers)
         PyBuffer_Release(&buffers->held[--buffers->count]);
 }
 
-/* copy_ints(numbers, (array,)): writes a list of ints to an array of int64. */
+/* copy_ints(numbers, (array,)): writes a list of ints, or `Ints`, to an array of int64. */
 static PyObject *
 copy_ints(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *numbers, *given;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &numbers, &given))
+    if (!PyArg_ParseTuple(args, "OO", &numbers, &given))
         return NULL;
+    Ints *ints = Py_TYPE(numbers) == ints_type ? (Ints *)numbers : NULL;
+    if (ints == NULL && !PyList_Check(numbers)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of ints");
+        return NULL;
+    }
     static const int item_sizes[1] = {-8};
     Buffers buffers = {0};
     void *data;
@@ -58,9 +65,11 @@ copy_ints(PyObject *module, PyObject *args)
     if (get_buffers(&buffers, given, 1, item_sizes, &data, &length) < 0)
         return NULL;
     int64_t *array = data;
-    if (length != PyList_Size(numbers))
+    if (length != (ints == NULL ? PyList_Size(numbers) : ints->count))
         PyErr_SetString(PyExc_ValueError, "the array is not as long as the list");
-    for (Py_ssize_t i = 0; i < length && !PyErr_Occurred(); i++) {
+    else if (ints != NULL && length > 0)
+        memcpy(array, ints->items, (size_t)length * sizeof(int64_t));
+    for (Py_ssize_t i = 0; ints == NULL && i < length && !PyErr_Occurred(); i++) {
         PyObject *number = PyList_GetItem(numbers, i);
         array[i] = number == NULL ? 0 : PyLong_AsLongLong(number);
     }
@@ -79,6 +88,7 @@ static PyMethodDef functions[] = {
     {"find_chained", find_chained, METH_O, NULL},
     {"find_chains", find_chains, METH_VARARGS, NULL},
     {"find_edges", find_edges, METH_O, NULL},
+    {"find_operands", find_operands, METH_O, NULL},
     {"find_turns", find_turns, METH_O, NULL},
     {"first_reads", first_reads, METH_O, NULL},
     {"induce", induce, METH_O, NULL},
@@ -107,7 +117,7 @@ PyMODINIT_FUNC
 PyInit_native_core(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (init_fast_path(module) < 0 ||
+    if (module != NULL && (init_ints(module) < 0 || init_fast_path(module) < 0 ||
                            PyModule_AddIntConstant(module, "REVISION", REVISION) < 0))
         Py_CLEAR(module);
     return module;

@@ -51,6 +51,7 @@ PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *first_reads(PyObject *module, PyObject *given);
 PyObject *value_rows(PyObject *module, PyObject *args);
 PyObject *operand_rows(PyObject *module, PyObject *args);
+PyObject *find_operands(PyObject *module, PyObject *given);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

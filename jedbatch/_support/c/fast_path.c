@@ -15,16 +15,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ints.h"
 #include "memo.h"
 
 typedef struct {
     PyObject_HEAD
     PyObject *recorder, *result, *cell, *known, *computed, *kept, *numbers, *arrays, *ndarray;
     PyObject *watched, *calls;
-    PyObject *call_specs, *references, *input_group, *input_value; /* lists */
-    PyObject *end, *python;
-    PyObject *attributes; /* of the recorder */
-    PyObject *contents;   /* the descriptor of `cell_contents` */
+    PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
+    PyObject *input_value, *end, *python;
+    PyObject *contents; /* the descriptor of `cell_contents` */
     /* Where slots are in objects of these classes, in bytes. */
     Py_ssize_t trace_at, index_at, type_at, closure_at;
     Ways ways;
@@ -33,11 +33,11 @@ typedef struct {
 
 static PyTypeObject *fast_path_type;
 static PyObject *name_closure, *name_contents, *name_results, *name_id, *name_tree, *name_unit;
-static PyObject *name_num_values, *name_shape, *name_dtype, *name_copy, *name_symbol;
+static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
- * what it says; and objects, by references of its own, of which the addresses are words or which
- * the node will read. */
+ * what it says; objects, by references of its own, of which the addresses are words; and what the
+ * node will read, as numbers. */
 typedef struct {
     Words words, held, reads;
 } Call;
@@ -91,6 +91,15 @@ describe_token(Call *call, PyObject *token)
     if (push_taken(&call->held, Py_NewRef(token)) < 0)
         return -1;
     return describe(call, TOKEN, (uintptr_t)token);
+}
+
+static int
+push_reference(Call *call, PyObject *index)
+{
+    Py_ssize_t reference = PyLong_AsSsize_t(index);
+    if (reference == -1 && PyErr_Occurred())
+        return -1;
+    return push_word(&call->reads, (uintptr_t)reference);
 }
 
 /* The token that a pair of words stands for, a new reference. */
@@ -148,9 +157,7 @@ look_at_symbol(FastPath *self, Call *call, PyObject *x)
     PyObject *kind = *slot(x, self->type_at), *index = *slot(x, self->index_at);
     if (kind == NULL || index == NULL)
         return 0;
-    if (describe_token(call, kind) < 0 || push_taken(&call->reads, Py_NewRef(index)) < 0)
-        return -1;
-    return 1;
+    return describe_token(call, kind) < 0 || push_reference(call, index) < 0 ? -1 : 1;
 }
 
 /* Adds what is known by its id to what is known by its address: 1 if there is such a thing. An
@@ -198,12 +205,9 @@ look_at_known(FastPath *self, Call *call, PyObject *x)
         if (known == NULL) /* with a token that is no number and no string */
             return -1;
     }
-    PyObject *index = Py_XNewRef(known->index);
-    if (describe_token(call, known->token) < 0) {
-        Py_XDECREF(index);
+    if (describe_token(call, known->token) < 0)
         return -1;
-    }
-    return index != NULL && push_taken(&call->reads, index) < 0 ? -1 : 1;
+    return known->index != NULL && push_reference(call, known->index) < 0 ? -1 : 1;
 }
 
 /* Looks at a new input: takes over `found`, (input group, token), and `value`; either may be
@@ -212,11 +216,15 @@ static int
 look_at_input(FastPath *self, Call *call, PyObject *found, PyObject *value)
 {
     int result = -1;
-    if (found != NULL && value != NULL && describe_token(call, PyTuple_GetItem(found, 1)) == 0 &&
-        PyList_Append(self->input_group, PyTuple_GetItem(found, 0)) == 0 &&
-        PyList_Append(self->input_value, value) == 0) {
-        PyObject *reference = PyLong_FromSsize_t(-PyList_Size(self->input_group));
-        result = push_taken(&call->reads, reference) < 0 ? -1 : 1;
+    Ints *groups = (Ints *)self->input_group;
+    if (found != NULL && value != NULL && describe_token(call, PyTuple_GetItem(found, 1)) == 0) {
+        Py_ssize_t group = PyLong_AsSsize_t(PyTuple_GetItem(found, 0));
+        if (!PyErr_Occurred() && append_int(groups, group) == 0) {
+            if (PyList_Append(self->input_value, value) < 0)
+                groups->count--;
+            else
+                result = push_word(&call->reads, (uintptr_t)-groups->count) < 0 ? -1 : 1;
+        }
     }
     Py_XDECREF(found);
     Py_XDECREF(value);
@@ -351,13 +359,15 @@ make_way(const Call *call, PyObject *place, PyObject *call_spec)
     if (way == NULL)
         return NULL;
     PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
+    PyObject *id = PyObject_GetAttr(call_spec, name_id);
+    way->id = id == NULL ? -1 : PyLong_AsLongLong(id);
+    Py_XDECREF(id);
     way->held = PyTuple_New(1 + call->held.count);
     way->call_spec = Py_NewRef(call_spec);
-    way->id = PyObject_GetAttr(call_spec, name_id);
     way->kinds = PyObject_GetAttr(call_spec, name_results);
     way->unit = PyObject_GetAttr(call_spec, name_unit);
     way->num_results = way->kinds == NULL ? -1 : PyTuple_Size(way->kinds);
-    if (tree == NULL || way->held == NULL || way->id == NULL || way->unit == NULL ||
+    if (tree == NULL || way->held == NULL || way->id < 0 || way->unit == NULL ||
         way->num_results < 0) {
         Py_XDECREF(tree);
         free_way(way);
@@ -413,86 +423,89 @@ find(FastPath *self, Call *call, PyObject *cell, PyObject *args, PyObject *optio
     return way;
 }
 
-/* A symbol for a result: takes over `index`, an int, which may be NULL. */
+/* A symbol for result number `number`. */
 static PyObject *
-make_result(FastPath *self, PyObject *index, PyObject *kind)
+make_result(FastPath *self, PyObject *number, PyObject *kind)
 {
-    PyObject *x = index == NULL ? NULL : PyType_GenericAlloc((PyTypeObject *)self->result, 0);
-    if (x == NULL) {
-        Py_XDECREF(index);
+    PyObject *x = number == NULL ? NULL : PyType_GenericAlloc((PyTypeObject *)self->result, 0);
+    if (x == NULL)
         return NULL;
-    }
     *slot(x, self->trace_at) = Py_NewRef(self->recorder);
-    *slot(x, self->index_at) = index;
+    *slot(x, self->index_at) = Py_NewRef(number);
     *slot(x, self->type_at) = Py_NewRef(kind);
     return x;
 }
 
 /* A tuple of results from number `first` on, known as a whole by the token `unit`. */
 static PyObject *
-make_tuple(FastPath *self, PyObject *first, PyObject *kinds, PyObject *unit)
+make_tuple(FastPath *self, int64_t first, PyObject *kinds, PyObject *unit)
 {
-    Py_ssize_t length = PyTuple_Size(kinds), number = PyLong_AsSsize_t(first);
-    PyObject *results = PyTuple_New(length);
+    Py_ssize_t length = PyTuple_Size(kinds);
+    PyObject *results = PyTuple_New(length), *first_number = PyLong_FromLongLong(first);
     for (Py_ssize_t i = 0; results != NULL && i < length; i++) {
-        PyObject *index = i == 0 ? Py_NewRef(first) : PyLong_FromSsize_t(number + i);
-        PyObject *x = make_result(self, index, PyTuple_GetItem(kinds, i));
+        PyObject *number = i > 0 ? PyLong_FromLongLong(first + i) : Py_XNewRef(first_number);
+        PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
+        Py_XDECREF(number);
         if (x == NULL)
             Py_CLEAR(results);
         else
             PyTuple_SetItem(results, i, x);
     }
-    if (results != NULL && (PyList_Append(self->kept, results) < 0 ||
-                            add_known_object(&self->objects, results, unit, first, 0) < 0))
+    if (results != NULL && first_number != NULL &&
+        (PyList_Append(self->kept, results) < 0 ||
+         add_known_object(&self->objects, results, unit, first_number, 0) < 0))
         Py_CLEAR(results);
+    if (first_number == NULL)
+        Py_CLEAR(results);
+    Py_XDECREF(first_number);
     return results;
 }
 
-/* Shortens a list to what it was, whatever error there is. */
-static void
-take_back(PyObject *list, Py_ssize_t length)
+/* Writes the node of a call, whose results begin with number `*first`. */
+static int
+write_node(FastPath *self, const Way *way, const Words *reads, int64_t *first)
 {
-    PyObject *kind, *value, *traceback;
-    PyErr_Fetch(&kind, &value, &traceback); /* the function may catch it and go on */
-    if (PyList_Size(list) > length && PyList_SetSlice(list, length, PyList_Size(list), NULL) < 0)
-        PyErr_Clear();
-    PyErr_Restore(kind, value, traceback);
+    Ints *references = (Ints *)self->references, *counter = (Ints *)self->counter;
+    Py_ssize_t num_reads = references->count;
+    int failed = counter->count != 1;
+    if (failed)
+        PyErr_SetString(PyExc_ValueError, "expected the number of results");
+    for (Py_ssize_t i = 0; !failed && i < reads->count; i++)
+        failed = append_int(references, (int64_t)(intptr_t)reads->words[i]) < 0;
+    failed = failed || append_int((Ints *)self->call_specs, way->id) < 0;
+    if (failed) {
+        references->count = num_reads;
+        return -1;
+    }
+    *first = counter->items[0];
+    counter->items[0] += way->num_results;
+    return 0;
 }
 
-/* Writes the node of a call, and returns its results. */
+/* Records a call as it was recorded before, and returns its results. */
 static PyObject *
-write_node(FastPath *self, const Way *way, const Words *reads)
+record(FastPath *self, const Way *way, const Words *reads)
 {
-    PyObject *id = Py_NewRef(way->id), *kinds = Py_NewRef(way->kinds);
-    PyObject *unit = Py_NewRef(way->unit), *call_spec = Py_NewRef(way->call_spec);
-    int is_single = way->is_single, is_flat = way->is_flat;
-    Py_ssize_t num_results = way->num_results;
-    PyObject *first = PyDict_GetItemWithError(self->attributes, name_num_values);
-    PyObject *next = NULL, *results = NULL;
-    Py_ssize_t num_reads = PyList_Size(self->references), num_nodes = PyList_Size(self->call_specs);
-    Py_XINCREF(first);
-    if (first != NULL)
-        next = PyLong_FromSsize_t(PyLong_AsSsize_t(first) + num_results);
-    int failed = next == NULL || PyErr_Occurred();
-    for (Py_ssize_t i = 0; !failed && i < reads->count; i++)
-        failed = PyList_Append(self->references, (PyObject *)reads->words[i]) < 0;
-    if (failed || PyList_Append(self->call_specs, id) < 0 ||
-        PyDict_SetItem(self->attributes, name_num_values, next) < 0) {
-        take_back(self->references, num_reads);
-        take_back(self->call_specs, num_nodes);
-    }
-    else if (is_single)
-        results = make_result(self, Py_NewRef(first), PyTuple_GetItem(kinds, 0));
-    else if (is_flat)
+    int64_t first;
+    if (write_node(self, way, reads, &first) < 0)
+        return NULL;
+    PyObject *kinds = Py_NewRef(way->kinds), *unit = Py_NewRef(way->unit), *results;
+    PyObject *call_spec = Py_NewRef(way->call_spec);
+    if (way->is_flat && !way->is_single)
         results = make_tuple(self, first, kinds, unit);
-    else
-        results = PyObject_CallMethodObjArgs(self->recorder, name_results, call_spec, first, NULL);
-    Py_DECREF(id);
+    else {
+        PyObject *number = PyLong_FromLongLong(first);
+        if (way->is_single)
+            results = make_result(self, number, PyTuple_GetItem(kinds, 0));
+        else
+            results = number == NULL ? NULL
+                                     : PyObject_CallMethodObjArgs(self->recorder, name_results,
+                                                                  call_spec, number, NULL);
+        Py_XDECREF(number);
+    }
     Py_DECREF(kinds);
     Py_DECREF(unit);
     Py_DECREF(call_spec);
-    Py_XDECREF(first);
-    Py_XDECREF(next);
     return results;
 }
 
@@ -531,10 +544,10 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
     init_words(&call.held);
     init_words(&call.reads);
     Way *way = find(self, &call, argv[0], argv[1], argv[2]);
-    PyObject *results = way == NULL ? NULL : write_node(self, way, &call.reads);
+    PyObject *results = way == NULL ? NULL : record(self, way, &call.reads);
     free_words(&call.words);
+    free_words(&call.reads);
     release(&call.held);
-    release(&call.reads);
     if (way != NULL || PyErr_Occurred() || publish(self) < 0)
         return results;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
@@ -552,8 +565,8 @@ forget_objects(PyObject *object, PyObject *nothing)
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(cell) visit(known) visit(computed) visit(kept)            \
     visit(numbers) visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs)     \
-    visit(references) visit(input_group) visit(input_value) visit(end) visit(python)              \
-    visit(attributes) visit(contents)
+    visit(references) visit(input_group) visit(counter) visit(input_value) visit(end)             \
+    visit(python) visit(contents)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -630,12 +643,13 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O)O!O!O!O!O!O!O!O!O!O!O!OO", &self->recorder, &PyType_Type,
+            args, "O(O!O!O)O!O!O!O!O!O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
             &self->result, &PyType_Type, &self->cell, &self->ndarray, &PyDict_Type, &self->known,
             &PyDict_Type, &self->computed, &PyList_Type, &self->kept, &PyDict_Type, &self->numbers,
             &PyDict_Type, &self->arrays, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
-            &PyList_Type, &self->call_specs, &PyList_Type, &self->references, &PyList_Type,
-            &self->input_group, &PyList_Type, &self->input_value, &self->end, &self->python)) {
+            ints_type, &self->call_specs, ints_type, &self->references, ints_type,
+            &self->input_group, ints_type, &self->counter, &PyList_Type, &self->input_value,
+            &self->end, &self->python)) {
 #define FORGET(member) self->member = NULL; /* borrowed so far */
         EACH(FORGET)
         Py_DECREF(object);
@@ -643,8 +657,7 @@ make_fast_path(PyObject *module, PyObject *args)
     }
 #define HOLD(member) Py_XINCREF(self->member);
     EACH(HOLD)
-    self->attributes = PyObject_GenericGetDict(self->recorder, NULL);
-    if (self->attributes != NULL && (self->trace_at = find_slot(self->result, "_trace")) >= 0 &&
+    if ((self->trace_at = find_slot(self->result, "_trace")) >= 0 &&
         (self->index_at = find_slot(self->result, "index")) >= 0 &&
         (self->type_at = find_slot(self->result, "type")) >= 0 &&
         (self->closure_at = find_slot(self->cell, "closure")) >= 0) {
@@ -690,6 +703,5 @@ init_fast_path(PyObject *module)
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");
     name_copy = PyUnicode_InternFromString("copy");
-    name_num_values = PyUnicode_InternFromString("num_values");
     return fast_path_type == NULL || PyErr_Occurred() ? -1 : 0;
 }

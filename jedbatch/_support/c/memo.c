@@ -90,9 +90,9 @@ new_way(const Words *words)
 void
 free_way(Way *way)
 {
-    PyObject *held[] = {way->held, way->call_spec, way->id, way->kinds, way->unit};
+    PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit};
     free(way);
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < 4; i++)
         Py_XDECREF(held[i]);
 }
 
