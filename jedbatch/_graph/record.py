@@ -29,13 +29,19 @@ class Record:
     def form(self) -> Hashable:
         """Equal for instances whose graphs differ in the values of their inputs alone."""
         graph, index = self.whole, self.index
+        of_results = self.structure, self.types
+        if graph.num_instances == 1:
+            arrays = graph.node_type, graph.operand_ptr, graph.operand, graph.outputs
+            types = tuple([(chunk.type, len(chunk)) for chunk in graph.inputs])
+            return (*(x.tobytes() for x in arrays), types, *of_results)
         ends = np.frombuffer(graph.bounds[index], np.int64).reshape(5, 2).tolist()
         (node, node_end), (read, read_end), (first_input, _), (output, output_end), (result, _) = (
             ends
         )
 
         def from_zero(references: np.ndarray) -> bytes:
-            return (references - np.where(references >= 0, result, -first_input)).tobytes()
+            moved = references - np.where(references >= 0, result, -first_input)
+            return moved.astype(references.dtype).tobytes()
 
         return (
             graph.node_type[node:node_end].tobytes(),
@@ -43,6 +49,5 @@ class Record:
             from_zero(graph.operand[read:read_end]),
             from_zero(graph.outputs[output:output_end]),
             tuple([(chunk.type, len(chunk)) for chunk in graph.chunks[index]]),
-            self.structure,
-            self.types,
+            *of_results,
         )

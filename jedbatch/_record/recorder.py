@@ -574,6 +574,8 @@ class Recorder(Trace):
 
     def output(self, leaf: Leaf) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
+        if type(leaf) is Value and leaf._trace is self:
+            return leaf.index, self._type_of_output(leaf.type)
         leaf = as_number(leaf)
         if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
             raise TypeError(
@@ -587,8 +589,11 @@ class Recorder(Trace):
             symbol = self.input(leaf)
         if isinstance(symbol, Shared):
             symbol = self.shared_value(symbol)
-        value_type = self.registry.value_types[symbol.type]
-        return symbol.index, (value_type.shape, value_type.dtype)
+        return symbol.index, self._type_of_output(symbol.type)
+
+    def _type_of_output(self, kind: int) -> tuple:
+        value_type = self.registry.value_types[kind]
+        return value_type.shape, value_type.dtype
 
 
 # --- small helpers ----------------------------------------------------------------------

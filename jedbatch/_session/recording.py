@@ -101,13 +101,11 @@ class Recording:
         for i, k in enumerate(keys):
             if records[i] is None:
                 records[i] = fresh[i if k is None else first[k]]
-        for i, values_kept in zip(new, keep, strict=True):
-            if not values_kept or keys[i] is None:
-                continue
-            cache.by_key[keys[i]] = records[i]
-            subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
-            if isinstance(keys[i], bytes) and len(instances[i]) == 1 and immutable(subject):
-                cache.by_id[id(subject)] = subject, records[i]
+        kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
+        cache.by_key.add([(keys[i], records[i]) for i in kept])
+        plain = [i for i in kept if isinstance(keys[i], bytes) and len(instances[i]) == 1]
+        subjects = [(instances[i][0], records[i]) for i in plain if immutable(instances[i][0])]
+        cache.by_id.add([(id(known[0]), known) for known in subjects])
         return records, arrays, tracers, len(instances) - len(new)
 
     def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:

@@ -1,7 +1,7 @@
 """Dictionaries that forget: every cache has a bound, in entries or in bytes."""
 
 import collections
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 
@@ -28,11 +28,17 @@ class Memory(collections.OrderedDict):
         self._weights: dict[Hashable, int] = {}
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        if self._weigh is not None:
-            weight = self._weigh(key, value)
-            self.bytes += weight - self._weights.get(key, 0)
-            self._weights[key] = weight
-        super().__setitem__(key, value)
+        self.add([(key, value)])
+
+    def add(self, items: Iterable[tuple[Hashable, Any]]) -> None:
+        """Puts in several keys and values, one after the other."""
+        put, weigh, weights = super().__setitem__, self._weigh, self._weights
+        for key, value in items:
+            if weigh is not None:
+                weight = weigh(key, value)
+                self.bytes += weight - weights.get(key, 0)
+                weights[key] = weight
+            put(key, value)
         while len(self) > self.limit or (
             self.most is not None and self.bytes > self.most and len(self) > 1
         ):
