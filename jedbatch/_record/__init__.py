@@ -29,27 +29,28 @@ Read in this order:
    arguments.
 18. `slow_path`: Recording calls of cells the first time, and those without a short description.
 19. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-20. `recorder`: A recorder of what a function does to symbolic values.
-21. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-22. `thread_settings`: The settings of a thread, for work that goes on in another one.
-23. `deep`: Recursion deeper than Python's limit.
-24. `trace`: Recording a minibatch: every instance of it as a graph.
-25. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+20. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+21. `recorder`: A recorder of what a function does to symbolic values.
+22. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+23. `thread_settings`: The settings of a thread, for work that goes on in another one.
+24. `deep`: Recursion deeper than Python's limit.
+25. `trace`: Recording a minibatch: every instance of it as a graph.
+26. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-26. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-27. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+27. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+28. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-28. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+29. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-29. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+30. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-30. `granularity.fuse`: Finding cells without marks: operations that always run together become
+31. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-31. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+32. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-32. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+33. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-33. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+34. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-34. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+35. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

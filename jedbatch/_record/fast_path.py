@@ -26,6 +26,7 @@ from jedbatch._record.registry import END
 from jedbatch._record.symbols import RecorderLike, Value
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
+from jedbatch.errors import EscapedValueError
 
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
@@ -45,7 +46,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
     """
     in_python, compiled = fast_path_in_python(recorder), core()
     if compiled is None or not isinstance(recorder.counter, compiled.Ints):
-        return in_python, _nothing_to_forget
+        return in_python, nothing_to_forget
     return compiled.fast_path(
         recorder,
         (Value, Cell, np.ndarray),
@@ -63,8 +64,16 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
     )
 
 
-def _nothing_to_forget() -> None:
+def nothing_to_forget() -> None:
     """Does nothing: what is known is in `known`, which others clear."""
+
+
+def refuse_call(cell: Cell, args: tuple, static: dict) -> PyTree:
+    """Raises `EscapedValueError`: this recorder is done."""
+    raise EscapedValueError(
+        f"cell `{cell.name}` is called by something that was recorded before; expected calls while "
+        "a function is recorded. `help(jedbatch.errors.EscapedValueError)` says how values escape."
+    )
 
 
 def fast_path_in_python(recorder: RecorderLike) -> Callable:

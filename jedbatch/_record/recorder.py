@@ -45,14 +45,21 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
+from jedbatch._record.containers import tokens_of_containers
 from jedbatch._record.failures import note_operation
-from jedbatch._record.fast_path import Watched, describe_call, fast_path, lists_of_ints
+from jedbatch._record.fast_path import (
+    Watched,
+    describe_call,
+    fast_path,
+    lists_of_ints,
+    nothing_to_forget,
+    refuse_call,
+)
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import (
     array_type,
     is_array,
     owned_arrays,
-    parts_of,
     replace_arrays,
 )
 from jedbatch._record.lifting import with_operands
@@ -151,17 +158,7 @@ class Recorder(Trace):
         """The shared arguments with symbols for leaves."""
         leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
         self._shared = jax.tree.unflatten(self.registry.structure, leaves)
-        stack = [self._shared]
-        while stack:  # remember the containers: cells get them whole
-            x = stack.pop()
-            leaves, structure = jax.tree.flatten(x)
-            if leaves and not any(isinstance(leaf, Shared) for leaf in leaves):
-                continue  # part of the structure
-            marks = [y.index if isinstance(y, Shared) else typed_or_same(y) for y in leaves]
-            token = self.registry.token(structure, *marks)
-            self._containers[id(x)] = (token, None)
-            if not isinstance(x, Shared) and leaves:
-                stack += parts_of(x)
+        self._containers = tokens_of_containers(self.registry, self._shared)
         return self._shared
 
     def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
@@ -195,9 +192,9 @@ class Recorder(Trace):
     def forget(self) -> None:
         """Lets go of everything symbolic."""
         self.active = False
-        self.call_cell = _refuse_call  # what was there holds this recorder
+        self.call_cell = refuse_call  # what was there holds this recorder
         self._forget_objects()
-        self._forget_objects = _do_nothing
+        self._forget_objects = nothing_to_forget
         self._instance = self._shared = self._owned = None
         for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
@@ -575,7 +572,7 @@ class Recorder(Trace):
     def output(self, leaf: Leaf) -> tuple[int, tuple]:
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
         if type(leaf) is Value and leaf._trace is self:
-            return leaf.index, self._type_of_output(leaf.type)
+            return self._output_of(leaf)
         leaf = as_number(leaf)
         if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
             raise TypeError(
@@ -589,25 +586,11 @@ class Recorder(Trace):
             symbol = self.input(leaf)
         if isinstance(symbol, Shared):
             symbol = self.shared_value(symbol)
-        return symbol.index, self._type_of_output(symbol.type)
+        return self._output_of(symbol)
 
-    def _type_of_output(self, kind: int) -> tuple:
-        value_type = self.registry.value_types[kind]
-        return value_type.shape, value_type.dtype
-
-
-# --- small helpers ----------------------------------------------------------------------
-
-
-def _refuse_call(cell: Cell, args: tuple, static: dict) -> PyTree:
-    raise EscapedValueError(
-        f"cell `{cell.name}` is called by something that was recorded before; expected calls while "
-        "a function is recorded. `help(jedbatch.errors.EscapedValueError)` says how values escape."
-    )
-
-
-def _do_nothing() -> None:
-    pass
+    def _output_of(self, symbol: Value) -> tuple[int, tuple]:
+        value_type = self.registry.value_types[symbol.type]
+        return symbol.index, (value_type.shape, value_type.dtype)
 
 
 def _identity_of_constant(x: Leaf) -> Hashable:

@@ -67,7 +67,7 @@ class Registry:
     """All that has been met while recording for one structure of shared arguments.
 
     Attributes:
-      structure: the pytree structure of the shared arguments.
+      structure, containers: of the shared arguments; see `_record.containers`.
       node_types, value_types, shared, call_specs, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
       avals: the value types as JAX has them.
@@ -90,6 +90,7 @@ class Registry:
     def __init__(self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef):
         self.structure = structure
         self.num_leaves = len(leaf_avals)
+        self.containers: list[tuple[Hashable | None, bool]] | None = None
         self.node_types: list[NodeType] = []
         self.lines: dict[int, str] = {}  # of the user's code, where each type was met first
         self.value_types: list[ValueType] = []
@@ -121,9 +122,8 @@ class Registry:
         self._variants: dict[Hashable, set[Hashable]] = {}
         self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
-        self._number = 0
         self.hidden = Hidden()
-        self.num_varying = 0
+        self._number = self.num_varying = 0
         self.warned: set[type] = set()  # of performance
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)

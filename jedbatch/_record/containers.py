@@ -1,0 +1,55 @@
+"""Containers of shared arguments: cells get them whole, and know them by a token.
+
+What they are is the same whenever something is recorded for one structure of shared arguments.
+"""
+
+from collections.abc import Hashable
+
+import jax
+
+from jedbatch._jaxpr.identity import typed_or_same
+from jedbatch._record.instance_arrays import parts_of
+from jedbatch._record.registry import Registry
+from jedbatch._record.symbols import Shared
+from jedbatch._support.types import PyTree
+
+
+def tokens_of_containers(registry: Registry, shared: PyTree) -> dict[int, tuple[Hashable, None]]:
+    """Returns (token, None) by the id of each container in shared arguments, leaves too.
+
+    Args:
+      registry: where tokens are kept.
+      shared: the arguments, with symbols for leaves.
+    """
+    if registry.containers is None:
+        registry.containers = _find_containers(registry, shared)
+    tokens: dict[int, tuple[Hashable, None]] = {}
+    stack = [shared]
+    for token, has_parts in registry.containers:
+        x = stack.pop()
+        if token is not None:
+            tokens[id(x)] = token, None
+        if has_parts:
+            stack += parts_of(x)
+    return tokens
+
+
+def _find_containers(registry: Registry, shared: PyTree) -> list[tuple[Hashable | None, bool]]:
+    """(a token, whether there are parts) of the arguments and all that they hold.
+
+    There is no token for what is part of the structure. Parts are taken from the last on.
+    """
+    containers: list[tuple[Hashable | None, bool]] = []
+    stack = [shared]
+    while stack:
+        x = stack.pop()
+        leaves, structure = jax.tree.flatten(x)
+        if leaves and not any(isinstance(leaf, Shared) for leaf in leaves):
+            containers.append((None, False))
+            continue
+        marks = [y.index if isinstance(y, Shared) else typed_or_same(y) for y in leaves]
+        has_parts = not isinstance(x, Shared) and bool(leaves)
+        containers.append((registry.token(structure, *marks), has_parts))
+        if has_parts:
+            stack += parts_of(x)
+    return containers
