@@ -6,6 +6,7 @@ are computed component by component. Letters are those of `_graph.graph`; edges 
 makers and readers, int32[...] each, by reader. Most of this has a twin in C (`_support/c/graph.c`).
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -263,6 +264,19 @@ def strong_components(reach: np.ndarray, present: Sequence[int]) -> list[list[in
       reach: bool[T, T], from `reachable_types`.
       present: the types that have nodes.
     """
+    if len(reach) > MANY_TYPES:
+        return _components(reach, present)
+    known = _known_components(reach.tobytes(), len(reach), tuple(present))
+    return [list(group) for group in known]
+
+
+@functools.lru_cache(maxsize=256)
+def _known_components(reach: bytes, num_types: int, present: tuple[int, ...]) -> list[list[int]]:
+    """The same, found once: minibatches of one function mostly have the same."""
+    return _components(np.frombuffer(reach, bool).reshape(num_types, num_types), present)
+
+
+def _components(reach: np.ndarray, present: Sequence[int]) -> list[list[int]]:
     mutual = (reach & reach.T) | np.eye(len(reach), dtype=bool)
     before = (reach & ~mutual).sum(0)
     groups = {tuple(np.flatnonzero(mutual[t]).tolist()) for t in present}

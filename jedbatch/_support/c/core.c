@@ -1,5 +1,6 @@
 /* The module `jedbatch._support.native_core` (see `core.h`). */
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "ints.h"
@@ -77,9 +78,20 @@ copy_ints(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* is_off(): whether the environment says that Python is to run, as in `_support/native.py`. */
+static PyObject *
+is_off(PyObject *module, PyObject *nothing)
+{
+    (void)module;
+    (void)nothing;
+    const char *value = getenv("JEDBATCH_NATIVE");
+    return PyBool_FromLong(value != NULL && strcmp(value, "0") == 0);
+}
+
 static PyMethodDef functions[] = {
     {"copy_ints", copy_ints, METH_VARARGS, NULL},
     {"fast_path", make_fast_path, METH_VARARGS, NULL},
+    {"is_off", is_off, METH_NOARGS, NULL},
     {"is_plain_tree", is_plain_tree, METH_O, NULL},
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
