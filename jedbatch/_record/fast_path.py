@@ -6,6 +6,11 @@ that a cell returned, keyword arguments and a container of shared values by a to
 `registry.calls` is a tree of dictionaries that leads from such a description to a `CallSpec`, the
 way in which a call like this was recorded before. Whatever has no description takes the slow path
 every time (see `Recorder.slow_path`).
+
+The compiled core writes nodes and references to flat lists of ints, and keeps two tables for a
+recording (`_support/c/memo.c`): from descriptions as numbers to call specs, which saves following
+the tree, and from containers and states of the instance at hand, by their addresses, to their
+tokens. `known` has the latter, too, as soon as a call takes the slow path.
 """
 
 import operator
