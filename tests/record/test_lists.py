@@ -174,7 +174,10 @@ def many_queries(w, instance):
     return sum(w["w"] @ (jax.nn.softmax(memory @ q) @ memory) for q in queries)
 
 
-@pytest.mark.parametrize(("fn", "most"), [(decoder, 6), (decoder_with_keys, 20), (many_queries, 8)])
+@pytest.mark.parametrize(
+    ("fn", "most"),
+    [(decoder, 6), pytest.param(decoder_with_keys, 20, marks=pytest.mark.slow), (many_queries, 8)],
+)
 def test_lists_that_are_read_again_and_again(fn, most):
     """Types are as few for any number of times."""
 
