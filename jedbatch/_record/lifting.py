@@ -132,7 +132,10 @@ def _number_of(x: object, computed: Collection[int]) -> Number | None:
         return None
     if isinstance(x, jax.Array) and id(x) not in computed:
         return None
-    shape, dtype, weak = array_type(x)
+    try:
+        shape, dtype, weak = array_type(x)
+    except OverflowError:  # Python alone computes with it, as with a hash
+        return None
     return Number(np.asarray(x, dtype).reshape(shape), weak)
 
 

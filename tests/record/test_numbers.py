@@ -276,3 +276,19 @@ def test_places_in_a_table_by_several_numbers_are_data():
     assert sorted(len(t.operands) for t in rows) == [2, 2, 3]
     with pytest.raises(IndexError, match="index 9 is out of bounds for an axis of length 9"):
         jedbatch.batch(lambda table, k: table[0, k]).plan(table, [9])
+
+
+def test_numbers_too_large_for_jax_in_closures_are_not_computed_with():
+    """A hash by which a wrapper knows what it wraps, as `chex.assert_max_traces` has one."""
+    calls = {}
+
+    def counted(fn, key):
+        def wrapper(w, x):
+            calls[key] = calls.get(key, 0) + 1
+            return fn(w, x)
+
+        return wrapper
+
+    cells = [jedbatch.cell(counted(lambda w, x: jnp.sin(w * x), key)) for key in (1 << 60, -7)]
+    check(lambda w, n: cells[n % 2](w, jnp.full(2, 0.5)), jnp.float32(0.3), list(range(4)))
+    assert calls.keys() == {1 << 60, -7}
