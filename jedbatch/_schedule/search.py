@@ -311,4 +311,5 @@ class _Game:
         return choices
 
 
-beam, optimal = Beam(), Optimal()
+beam = Beam()
+optimal = Optimal()
