@@ -15,7 +15,7 @@ rows may be symbolic dimensions of `jax.export.symbolic_shape`, other sizes may 
 References:
   Vaswani et al., Attention is all you need, NeurIPS 2017, sections 3.2.1 and 3.2.2.
 
-Example:
+Examples:
   >>> import jax, jax.numpy as jnp
   >>> from jedbatch import ragged
   >>> words = jax.random.normal(jax.random.key(0), (5, 8))  # a sentence of five words
@@ -61,7 +61,7 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | No
       ValueError: if shapes do not fit.
       TypeError: if arrays are not of floating point numbers, or `scale` is not a number.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jedbatch import ragged
       >>> q, k = jnp.zeros((3, 2)), jnp.zeros((3, 2))  # no key fits better than another

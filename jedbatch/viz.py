@@ -13,7 +13,7 @@ names, counts and reasons appear where the mouse rests on a mark. Nothing is com
 Small graphs are drawn node by node. Large ones are counted: a mark stands for many nodes and says
 for how many, so that pictures stay small whatever the minibatch.
 
-Example:
+Examples:
   >>> from jedbatch import Graph, schedule, viz
   >>> graph = Graph.from_dag([0, 0, 1, 1], [[], [], [0, 1], [2]], names=["word", "phrase"])
   >>> viz.graph(graph)
@@ -70,7 +70,7 @@ def graph(source: Plan | Graph, instance: int | None = None) -> Picture:
       TypeError: the source is neither a plan nor a graph, or the instance no index.
       ValueError: the plan has lost its graph (see `batches`).
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 1, 1], [[], [0], [0, 1]])
       >>> jedbatch.viz.graph(graph).save("graph.svg")  # doctest: +SKIP
@@ -117,7 +117,7 @@ def batches(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
       ValueError: the schedule is not one of this graph; or the plan has been through `jax.jit`
         or another transformation, which keeps what is needed to run it and no more.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 0, 1], [[], [], [0, 1]])
       >>> jedbatch.viz.batches(graph, jedbatch.schedule(graph))
@@ -147,7 +147,7 @@ def timeline(source: Plan | Graph, schedule: Schedule | None = None) -> Picture:
     Raises:
       TypeError, ValueError: as for `batches`.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 0, 1], [[], [0], [0, 1]])
       >>> picture = jedbatch.viz.timeline(graph, jedbatch.schedule(graph))
@@ -174,7 +174,7 @@ def memory(plan: Plan, arena: str | None = None) -> Picture:
       TypeError: it is no plan.
       ValueError: there is no such arena, or the plan has lost its graph (see `batches`).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> total = jedbatch.batch(lambda weights, x: jnp.tanh(x * weights).sum())
       >>> plan = total.plan(jnp.ones(3), [jnp.ones(3), jnp.zeros(3)])
@@ -213,7 +213,7 @@ def time_split(source: Plan | Sequence[Plan] | Mapping[str, Plan | Times] | Time
       ValueError: there is nothing to draw, a number of seconds is negative or not finite, or a
         plan has lost its records (see `batches`).
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> picture = jedbatch.viz.time_split({
       ...     "before": {"trace": 0.020, "schedule": 0.004},
@@ -235,7 +235,7 @@ def state_machine(fsm: FSM) -> Picture:
     Raises:
       TypeError: it is no state machine.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 1, 1, 0], [[], [], [0], [1]])
       >>> picture = jedbatch.viz.state_machine(jedbatch.learn([graph]))

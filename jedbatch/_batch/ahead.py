@@ -66,7 +66,7 @@ def plans(
         and a mesh or arrays that differ in length, or what `plan` raises.
       RuntimeError: a process that plans ended.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
       >>> minibatches = [[(1.0, 2.0), (3.0,)], [(4.0,), (5.0, 6.0)]]

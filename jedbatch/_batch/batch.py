@@ -190,7 +190,7 @@ def batch(
     Raises:
       ValueError, TypeError: `fn` is no function, or an option makes no sense.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jedbatch
       >>> @jedbatch.cell
       ... def node(params, left, right):

@@ -204,7 +204,7 @@ def calibrate(batched: Batched, *args: PyTree, repeat: int = 15) -> Calibration:
       TypeError: it is no batched function, or arguments are not what it takes.
       ValueError: `repeat` is not positive, or there is nothing to measure.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> square = jedbatch.batch(lambda p, x: p * x * x)
       >>> costs = jedbatch.calibrate(square, jnp.float32(1), [jnp.float32(2)], repeat=2)

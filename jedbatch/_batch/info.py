@@ -15,7 +15,7 @@ def info() -> str:
       Versions, the devices that JAX computes on, and whether minibatches are planned by the
       compiled core or by the Python that it stands for.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> print(jedbatch.info())  # doctest: +ELLIPSIS
       jedbatch ...

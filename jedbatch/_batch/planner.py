@@ -271,7 +271,7 @@ def planner(batched: Any, *args: PyTree, gradient: bool = True) -> Planner:
       TypeError: the function, its options or its arguments cannot be pickled.
       ValueError: instances have arrays that differ in length; or what `plan` raises.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> total = jedbatch.batch(jedbatch.cell(jnp.dot))
       >>> w, minibatches = jnp.ones(2), [[jnp.ones(2), 2 * jnp.ones(2)], [3 * jnp.ones(2)]]

@@ -54,7 +54,7 @@ class Plans(Iterator[Plan]):
           A dict for a checkpoint, of numbers and of what the loader of data calls its state: JSON,
           if that is. Minibatches that were planned ahead are not counted.
 
-        Example:
+        Examples:
           >>> import jax.numpy as jnp, jedbatch
           >>> double, minibatches = jedbatch.batch(lambda w, x: w * x), [[1.0], [2.0], [3.0]]
           >>> plans = double.plans(jnp.ones(()), minibatches)

@@ -65,7 +65,7 @@ def stream(
       Whatever an instance raises, with a note that says its number, after the results of all
       instances before it. The same goes for what the iterables raise.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
       >>> numbers = ((float(n), 1.0) for n in range(5))

@@ -63,7 +63,7 @@ def warm(
       ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
         are traced, there is no instance, or nothing to take gradients with respect to.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
       >>> def total(p, t):

@@ -84,7 +84,7 @@ def export(
         `plan` does.
       ImportError: the package flatbuffers is missing, with which JAX writes programs.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, numpy as np, jedbatch
       >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
       >>> leaf = jedbatch.cell(lambda p, n: p * n, name="leaf")
@@ -169,7 +169,7 @@ def graph(batched: Any, *args: PyTree) -> Graph:
       TypeError: arguments are not what the function takes.
       ValueError: arrays in instances differ in length, or as `plan` does.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> double = jedbatch.batch(jedbatch.cell(lambda p, x: p * x, name="double"))
       >>> print(double.graph(jnp.ones(2), [3.0, 4.0]))

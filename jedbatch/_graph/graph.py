@@ -128,7 +128,7 @@ class Graph:
           ValueError: lengths disagree, an entry is out of range, or an operand does not
             come before its reader.
 
-        Example:
+        Examples:
           >>> from jedbatch import Graph
           >>> graph = Graph.from_dag([0, 0, 1], [[], [], [0, 1]])
           >>> print(graph)

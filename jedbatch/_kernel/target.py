@@ -280,7 +280,7 @@ def compiler_options(target: TargetName | Target | None = None) -> dict[str, str
     Returns:
       Options as `jax.jit(..., compiler_options=...)` takes them; none on a CPU.
 
-    Example:
+    Examples:
       >>> import jax, jedbatch
       >>> step = jax.jit(lambda x: 2 * x, compiler_options=jedbatch.compiler_options())
       >>> float(step(3.0))

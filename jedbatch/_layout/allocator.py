@@ -125,7 +125,7 @@ def allocate(
     Raises:
       ValueError: if a block has a negative size or ends before it begins.
 
-    Example:
+    Examples:
       >>> print(allocate([8, 4, 4], first=[0, 2, 2], last=[1, 3, 3]))
       3 blocks in 8 rows, at 0 0 4
     """

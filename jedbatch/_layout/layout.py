@@ -254,7 +254,7 @@ def layout(
       TypeError: these are no graph and no schedule.
       ValueError: there is no such order, or this is no schedule of the graph.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 0, 1, 1], [[], [], [0], [1]])
       >>> batches = jedbatch.schedule(graph, jedbatch.policies.agenda)

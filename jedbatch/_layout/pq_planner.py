@@ -114,7 +114,7 @@ def arrange(
 ) -> Arrangement:
     """Orders variables in memory so that operands of batches are contiguous and aligned.
 
-    Example:
+    Examples:
       >>> print(arrange(4, [[(0, 1), (3, 2)]]))
       order 0 1 3 2
       batch 0 runs 0 1: no gather

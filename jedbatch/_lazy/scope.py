@@ -101,7 +101,7 @@ class Lazy:
     Raises:
       ValueError, TypeError: an option makes no sense.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jedbatch
       >>> @jedbatch.cell
       ... def node(params, left, right):

@@ -146,7 +146,7 @@ def learn(
       TypeError: `graphs` are no graphs, or an option is of a wrong type.
       ValueError: their types do not agree, or an option makes no sense.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 1, 1, 0], [[], [0], [], [2]])
       >>> fsm = jedbatch.learn(graph)

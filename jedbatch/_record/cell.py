@@ -104,7 +104,7 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       to call, unless Python must know them. If what it closes over changes, weights of a module
       for instance, it is recorded again (see `jedbatch.batch`).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> @jedbatch.cell
       ... def shrink(x, *, times):

@@ -133,7 +133,7 @@ def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: PyTree) -> Se
       ValueError: the graph names a type that is not among `cells`, or it reads arrays of an
         instance that it was recorded of.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, numpy as np, jedbatch
       >>> double = jedbatch.cell(lambda x: 2 * x)
       >>> add = jedbatch.cell(lambda x, y: x + y)

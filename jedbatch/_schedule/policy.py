@@ -53,7 +53,7 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
       NothingReadyError: the policy chose a type with no ready node.
       TypeError: the graph or the policy is none.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> graph = jedbatch.Graph.from_dag([0, 0, 1], [[], [0], [0, 1]])
       >>> len(jedbatch.schedule(graph, jedbatch.policies.agenda))

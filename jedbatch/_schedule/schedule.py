@@ -163,7 +163,7 @@ def lower_bound(graph: Graph, weights: np.ndarray | None = None) -> float:
       TypeError: it is no graph.
       ValueError: the weights are not one positive number for each type.
 
-    Example:
+    Examples:
       >>> import jedbatch
       >>> jedbatch.lower_bound(jedbatch.Graph.from_dag([0, 1, 0], [[], [0], [1]]))
       3

@@ -24,7 +24,7 @@ def as_arrays(records: Iterable[tuple[object, ...]]) -> list[tuple[np.ndarray, .
       TypeError: a record is no tuple.
       ValueError: names the record with a part that is no array, or with a number that does not fit.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import as_arrays
       >>> as_arrays([((3, 1), (0, 0)), ((5,), (2,))])[1]
       (array([5], dtype=int32), array([2], dtype=int32))

@@ -133,7 +133,7 @@ def synthetic_code(num_trees: int, *, seed: int = 0, mean_nodes: float = 59.5) -
     Returns:
       Trees `(kind, *children)`; kinds are numbers below 90.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_code
       >>> kind, parameters, *statements = synthetic_code(1)[0]
       >>> kind

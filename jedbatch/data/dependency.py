@@ -41,7 +41,7 @@ def dependency_tree(words: Sequence[object], heads: Sequence[int]) -> Dependency
     Raises:
       ValueError: if this is no tree.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import dependency_tree
       >>> dependency_tree(["A", "man", "sings"], [2, 3, 0])
       ('sings', ('man', ('A',)))
@@ -177,7 +177,7 @@ def synthetic_pairs(num_pairs: int, *, seed: int = 0, num_words: int = 500) -> l
     Returns:
       Pairs `(left, right, score)` of trees `(word, *children)` of integers.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_pairs
       >>> left, right, score = synthetic_pairs(1)[0]
       >>> 1 <= score <= 5

@@ -101,7 +101,7 @@ def synthetic_molecules(
       Molecules `(atoms, bonds, target)`: kinds of atoms below 8, bonds `(i, j, kind)` with kinds 0
       (single), 1 (double), 2 (triple) and 3 (aromatic), and targets, mostly of -4 to 2.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_molecules
       >>> atoms, bonds, target = synthetic_molecules(1, seed=1, mean_atoms=3)[0]
       >>> len(atoms) > max(j for _, j, _ in bonds)

@@ -58,7 +58,7 @@ def build_lattice(characters: Sequence[str], lexicon: Iterable[str]) -> list[Wor
       TypeError: if characters or words are no strings.
       ValueError: if `characters` holds more than one character in a place.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import build_lattice
       >>> build_lattice("abcab", {"ab", "abc", "cab", "a"})
       [(0, 2, 'ab'), (0, 3, 'abc'), (2, 5, 'cab'), (3, 5, 'ab')]
@@ -218,7 +218,7 @@ def synthetic_lattices(
     Returns:
       Lattices `(characters, words, tags)` of integers.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_lattices
       >>> characters, words, tags = synthetic_lattices(1)[0]
       >>> all(0 <= start < end <= len(characters) for start, end, _ in words)

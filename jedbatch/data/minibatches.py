@@ -54,7 +54,7 @@ def minibatches(
       TypeError: if an argument is of a wrong type.
       ValueError: if a number is too small.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import minibatches
       >>> list(minibatches("abcde", 2, drop_last=False))
       [['a', 'b'], ['c', 'd'], ['e']]

@@ -31,7 +31,7 @@ def synthetic_points(
     Returns:
       Records `(points, label)`; coordinates have three decimals.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_points
       >>> points, label = synthetic_points(1, seed=1, mean_size=3)[0]
       >>> {len(point) for point in points}

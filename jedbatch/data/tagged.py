@@ -75,7 +75,7 @@ def index_tagged(
     Returns:
       Sentences `(words, tags)` of integers, and of tuples of integers for rare words.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import Vocabulary, index_tagged
       >>> words, tags, characters = Vocabulary(), Vocabulary(), Vocabulary()
       >>> sentences = [(("Anna", "and", "Hanna", "and"), ("PER", "O", "PER", "O"))]
@@ -136,7 +136,7 @@ def synthetic_tagged(
     Returns:
       Sentences `(words, tags)`.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_tagged
       >>> words, tags = synthetic_tagged(1, seed=8, mean_length=4)[0]
       >>> len(words) == len(tags)

@@ -70,7 +70,7 @@ def index_translations(
     Raises:
       ValueError: if the numbers `BEGIN` and `END` belong to other words.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import Vocabulary, index_translations
       >>> target = Vocabulary(["<s>", "</s>", "<unknown>"], unknown="<unknown>")
       >>> index_translations([(("it", "works"), ("nó", "chạy"))], Vocabulary(), target)
@@ -115,7 +115,7 @@ def synthetic_translations(
     Returns:
       Pairs `(source, target)`; every target ends with `END`.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import END, synthetic_translations
       >>> source, target = synthetic_translations(1, seed=1, mean_length=4)[0]
       >>> target[-1] == END

@@ -179,7 +179,7 @@ def synthetic_treebank(
     Returns:
       Trees `(label, word)` or `(label, left, right)` of integers.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import synthetic_treebank
       >>> synthetic_treebank(1, seed=1, mean_length=2)
       [(2, (2, 10), (2, 21))]
@@ -234,7 +234,7 @@ def with_kinds(trees: Sequence[Tree], *, seed: int = 0) -> list[Tree]:
     Returns:
       Trees `(label, word)` or `(label, left, right, kind)`, with kinds 0 and 1.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import with_kinds
       >>> with_kinds([(3, (2, 7), (3, 5))])
       [(3, (2, 7), (3, 5), 0)]

@@ -13,7 +13,7 @@ class Vocabulary:
       unknown: if given, the word that stands for all words met after `freeze`. Unless it is among
         `words`, it is put before them.
 
-    Example:
+    Examples:
       >>> from jedbatch.data import Vocabulary
       >>> words = Vocabulary(unknown="<unk>")
       >>> [words[w] for w in "the cat saw the dog".split()]

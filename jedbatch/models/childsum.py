@@ -22,7 +22,7 @@ What depends on the word alone, W x with all four gates, is a type of its own: o
 words of a minibatch. The model is written for one pair, as a recursive function. It comes twice:
 as cells (`plain_cells`), and as plain functions of arrays that are no cells (`plain_functions`).
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_pairs
   >>> from jedbatch.models import childsum

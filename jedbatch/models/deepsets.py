@@ -15,7 +15,7 @@ sets may have besides.
 References:
   Zaheer et al., Deep sets, NeurIPS 2017, sections 3 and A.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import as_arrays, synthetic_points
   >>> from jedbatch.models import deepsets

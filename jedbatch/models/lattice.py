@@ -38,7 +38,7 @@ GRU: `arc`, and `join` once for each number of candidates.
 
 The models are written for one lattice, with Flax modules, and walk it in the same way.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_lattices
   >>> from jedbatch.models import lattice

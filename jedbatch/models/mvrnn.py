@@ -16,7 +16,7 @@ adds them up.
 Words begin with matrices near the identity, d = 1 and small U and V, and W_M near ½ [I, I], the
 mean of two matrices: at first a model adds up vectors as plain recursive networks do.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_treebank
   >>> from jedbatch.models import mvrnn

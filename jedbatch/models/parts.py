@@ -31,7 +31,7 @@ def pure(make: Callable[[nnx.Rngs], nnx.Module]) -> Pure:
     Args:
       make: makes the module, given random number generators; its parameters are its only state.
 
-    Example:
+    Examples:
       >>> import jax
       >>> from flax import nnx
       >>> from jedbatch.models.parts import pure

@@ -22,7 +22,7 @@ differ in their weights; `score`; `plus`, which adds scores up; and where words 
 
 The model is written for one sentence, with Flax modules (`flax_cells`).
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_tagged
   >>> from jedbatch.models import tagger

@@ -19,7 +19,7 @@ References:
   Vaswani et al., Attention is all you need, NeurIPS 2017.
   InsNet, padding-free dynamic batching, https://github.com/chncwang/InsNet.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import as_arrays, synthetic_tagged
   >>> from jedbatch.models import transformer

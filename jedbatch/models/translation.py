@@ -18,7 +18,7 @@ adds scores up.
 
 The model is written for one sentence, with Flax modules (`flax_cells`).
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_translations
   >>> from jedbatch.models import translation

@@ -16,7 +16,7 @@ eight and of two scores, which adds them up.
 The model is written for one tree, as a recursive function. It comes twice: with Flax modules
 (`flax_cells`), and with plain functions of arrays (`plain_cells`).
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_treebank
   >>> from jedbatch.models import tree

@@ -24,7 +24,7 @@ References:
   Kokkinos and Potamianos, Structural attention neural networks for improved sentiment analysis,
   EACL 2017.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_treebank
   >>> from jedbatch.models import treegru

@@ -20,7 +20,7 @@ References:
   Chen et al., ED-Batch: Efficient automatic batching of dynamic neural networks via learned
   finite state machines, ICML 2023.
 
-Example:
+Examples:
   >>> import jax, jedbatch
   >>> from jedbatch.data import synthetic_treebank, with_kinds
   >>> from jedbatch.models import twotypes

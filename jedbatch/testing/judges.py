@@ -186,7 +186,7 @@ def check_against_loop(
       AssertionError: something differs. The message says how the function was run, and the
         instance, the leaf and the largest difference.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jedbatch import testing
       >>> def encode(params, tree):
@@ -340,7 +340,7 @@ def assert_no_recompile() -> Iterator[None]:
     Raises:
       AssertionError: at the end, with the names of what XLA compiled, in any thread.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> from jedbatch import testing
       >>> double = jedbatch.batch(lambda x: 2 * x, 0)
@@ -378,7 +378,7 @@ def assert_merged(plan: Plan) -> None:
     Raises:
       AssertionError: something keeps nodes apart; the message says what to write instead.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> from jedbatch import testing
       >>> double = jedbatch.batch(lambda x: 2 * x, 0)
@@ -452,7 +452,7 @@ def check_plan(plan: Plan) -> None:
       AssertionError: the plan is wrong, which is an error of jedbatch: please report it.
       ValueError: it is one of shards that was flattened.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jedbatch
       >>> from jedbatch import testing
       >>> double = jedbatch.batch(lambda x: 2 * x, 0)
