@@ -13,6 +13,7 @@ import posixpath
 import re
 from pathlib import Path
 
+import latex2mathml.converter
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -61,13 +62,24 @@ def shown(output: dict) -> str:
     return f'<pre class="output"><code>{html.escape(text.rstrip())}</code></pre>'
 
 
+def with_formulas(text: str) -> str:
+    """Markdown with formulas of LaTeX, `$...$` and `$$...$$`, as MathML, which browsers draw."""
+
+    def drawn(match: re.Match) -> str:
+        display = "block" if match[1] else "inline"
+        formula = " ".join((match[1] or match[2]).split())
+        return latex2mathml.converter.convert(formula, display=display)
+
+    return re.sub(r"\$\$(.+?)\$\$|\$([^$]+?)\$", drawn, text, flags=re.DOTALL)
+
+
 def notebook_page(path: Path) -> str:
     """A notebook as Markdown."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(with_formulas(source))
         else:
             parts += [f"```python\n{source}\n```", *map(shown, cell["outputs"])]
     return without_links_to_code("\n\n".join(parts))
