@@ -24,13 +24,13 @@ class Use(NamedTuple):
       nodes: in the order of recording, without stacks.
       stacks: the stacks that they read.
       earlier: the values of earlier uses, with a row for each element, that they read.
-      length: of the list.
+      lengths: of the lists; a use of lists of several lengths is no node.
     """
 
     nodes: list[int]
     stacks: list[int]
     earlier: list[int]
-    length: int
+    lengths: set[int]
 
 
 def find_uses(
@@ -65,8 +65,8 @@ def find_uses(
         makers = {r: listed[r] for r in read if listed[r] not in inside}
         stacks = [m for m in dict.fromkeys(makers.values()) if m in recorded.stacks]
         earlier = [r for r, m in makers.items() if m not in recorded.stacks]
-        length = next(length_of[n] for n in own if n in length_of)
-        uses.append(Use(own, stacks, earlier, length))
+        lengths = {length_of[n] for n in (*own, *makers.values()) if n in length_of}
+        uses.append(Use(own, stacks, earlier, lengths))
     return uses
 
 

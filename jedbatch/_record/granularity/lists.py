@@ -360,7 +360,9 @@ class _Merging(RecordedNodes):
         """Returns the uses of a list as regions; none if one of them cannot be a node."""
         regions = []
         for use in group.uses:
-            region = self._region([*use.stacks, *use.nodes], use, group.nodes[0])
+            members = [*use.stacks, *use.nodes]
+            is_one = len(use.lengths) == 1
+            region = self._region(members, use, group.nodes[0]) if is_one else None
             if region is None:
                 return []
             regions.append(region)
@@ -515,7 +517,7 @@ class _Merging(RecordedNodes):
         values = [*earlier, *(v for n in members for v in self.values(n))]
         slots = {v: k for k, v in enumerate(values)}
         stacks = [n for n in members if n in self.stacks]
-        length = use.length if use else self.lists.length(self.node_type[stacks[0]])
+        length = max(use.lengths) if use else self.lists.length(self.node_type[stacks[0]])
         if use:
             inside = set(use.nodes)
             of_use = (v for n in use.nodes for v in self.values(n))
