@@ -7,7 +7,6 @@ interrupts one leaves the other to do it. What they call may run twice, and half
 """
 
 import gc
-import threading
 from collections.abc import Callable
 
 
@@ -30,29 +29,29 @@ class Collector:
     """The collector of garbage, which rests while anybody in the process wants it to.
 
     The lists and tracers of a large minibatch make it run again and again over objects that are
-    all alive.
+    all alive. There is no lock: what interrupts one who holds it would leave all other threads
+    waiting. Where threads begin and end at the same time, there may be a collection too many.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._users: set[int] = set()
-        self._was_enabled = False
+        self._was_enabled: dict[int, bool] = {}  # by user
 
     def rest(self, user: object) -> None:
         """No collections from now on."""
-        with self._lock:
-            if not self._users:
-                self._was_enabled = gc.isenabled()
-            self._users.add(id(user))
-            gc.disable()
+        self._was_enabled[id(user)] = gc.isenabled() or True in self._was_enabled.values()
+        gc.disable()
 
     def go_on(self, user: object) -> None:
         """Collections as before, unless others want none."""
-        with self._lock:
-            self._users.discard(id(user))
-            if not self._users and self._was_enabled:
-                gc.enable()
-                self._was_enabled = False
+        if not self._was_enabled.get(id(user)):
+            self._was_enabled.pop(id(user), None)
+            return
+        gc.enable()
+        del self._was_enabled[id(user)]
+        if True in self._was_enabled.values():
+            gc.disable()
+        if True not in self._was_enabled.values():  # the others have ended meanwhile
+            gc.enable()
 
 
 collector = Collector()
