@@ -50,7 +50,8 @@ Read in this order:
    as one.
 33. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-34. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+34. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+35. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-35. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+36. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

@@ -158,7 +158,7 @@ def decoder_with_keys(w, instance):
     """What is computed of the list once is read in every step, and counts of what was read are."""
     xs, steps = instance
     memory, state = jnp.stack(xs), w["q"] * xs[0]
-    keys, covered = jnp.tanh(memory @ w["w"]), 0.0
+    keys, covered = jnp.tanh(memory @ w["w"]), jnp.zeros_like(memory[:, 0])
     for _ in range(steps):
         weights = jax.nn.softmax(keys @ state - covered)
         covered = covered + weights
@@ -174,9 +174,28 @@ def many_queries(w, instance):
     return sum(w["w"] @ (jax.nn.softmax(memory @ q) @ memory) for q in queries)
 
 
+def without_those_taken(w, instance):
+    """A mask of the length of the list, a position in it, and what is read of it in each step."""
+    xs, steps = instance
+    memory, state, total = jnp.stack(xs), w["q"], 0.0
+    place, free = np.arange(len(xs)), np.ones(len(xs), bool)
+    for step in range(min(steps, len(xs))):
+        near = jnp.where(free, memory @ state - 0.1 * place, -jnp.inf)
+        taken = (5 * step) % len(xs) if free[(5 * step) % len(xs)] else int(free.argmax())
+        total = total + jax.nn.log_softmax(near)[taken]
+        free = free & (place != taken)
+        state = jnp.tanh(w["w"] @ state + xs[taken])
+    return total
+
+
 @pytest.mark.parametrize(
     ("fn", "most"),
-    [(decoder, 6), pytest.param(decoder_with_keys, 20, marks=pytest.mark.slow), (many_queries, 8)],
+    [
+        (decoder, 6),
+        pytest.param(decoder_with_keys, 20, marks=pytest.mark.slow),
+        (many_queries, 8),
+        (without_those_taken, 20),
+    ],
 )
 def test_lists_that_are_read_again_and_again(fn, most):
     """Types are as few for any number of times."""

@@ -5,12 +5,16 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.arity import LONG
 from jedbatch._record.granularity.fuse import Merged
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.operators import PICK
 from jedbatch._record.registry import CallSpec, Registry
+from jedbatch._support.types import Leaf
 
 
 class Region(NamedTuple):
@@ -20,7 +24,7 @@ class Region(NamedTuple):
       group: equal for regions that read elements of each other.
       nodes: in the order of recording.
       call_spec: how the one is recorded.
-      read: the values it reads, and (value, row) of earlier regions.
+      read: the values it reads, and (value, row) of values of earlier regions or of inputs.
       length: of its lists.
       unstacked: the values it makes whose rows are results; these come first.
       left: the others it makes that are read elsewhere or returned.
@@ -45,6 +49,7 @@ class RecordedNodes:
       stacks: the nodes that stack a list, in order.
       returned: the values that instances return.
       readers: the nodes that read a value, by value.
+      input_kind: the type of each input that is found to have a row for each element of a list.
     """
 
     def __init__(self, registry: Registry, nodes: NodeArrays, stacks: Sequence[int]):
@@ -55,6 +60,7 @@ class RecordedNodes:
         self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
         self.node_type = nodes.node_type.tolist()
         self.returned = {v for v in nodes.outputs if v >= 0}
+        self.input_kind: dict[int, ValueType] = {}
         self.readers: dict[int, list[int]] = {}
         for n, r in zip(nodes.reader.tolist(), self.operand, strict=True):
             if r >= 0:
@@ -80,6 +86,11 @@ class RecordedNodes:
     def kinds(self, node: int) -> Sequence[int]:
         operands = self.registry.node_types[self.node_type[node]].operands
         return self.registry.kinds_of(operands)
+
+    def is_given(self, reference: int) -> bool:
+        """Returns whether an input is an array that is at hand, whose rows can be inputs."""
+        how, kind, *_ = self.registry.groups[self.nodes.input_group[~reference]]
+        return how == "value" and not is_key(self.registry.value_types[kind].dtype)
 
     def leaves(self, value: int, inside: set[int]) -> bool:
         """Returns whether a value of some nodes is read elsewhere or returned."""
@@ -134,36 +145,42 @@ class RecordedNodes:
         unread = self._unread_stacks([unit for unit in order if isinstance(unit, Region)])
         call_specs: list[int] = []
         references: list[int] = []
+        inputs = _Inputs(self.registry, self.nodes)
+        outputs: list[int] = []
         recorded = self.nodes.call_spec.tolist()
-        counts = [(0, 0)]
-        for unit in order:
-            if isinstance(unit, Region):
-                read, left = unit.read, unit.left
-                call_specs.append(unit.call_spec.id)
-                for v in unit.unstacked:
-                    first_row[v] = num_values
-                    num_values += unit.length
-            elif unit in unread:
-                read, left = [], []
-            elif (row := self._picked(unit, place, first_row, unread)) is not None:
-                place[self.start[unit]] = row
-                read, left = [], []
-            else:
-                read, left = list(self.reads(unit)), list(self.values(unit))
-                call_specs.append(recorded[unit])
-            for r in read:
-                if isinstance(r, tuple):
-                    references.append(first_row[r[0]] + r[1])
+        counts: list[tuple[int, ...]] = [(0, 0, 0, 0)]
+        for n, (begin, end) in enumerate(itertools.pairwise(instance_ends)):
+            inputs.begin(n)
+            for unit in order[begin:end]:
+                if isinstance(unit, Region):
+                    read, left = unit.read, unit.left
+                    call_specs.append(unit.call_spec.id)
+                    for v in unit.unstacked:
+                        first_row[v] = num_values
+                        num_values += unit.length
+                elif unit in unread:
+                    read, left = [], []
+                elif (row := self._picked(unit, place, first_row, unread, inputs)) is not None:
+                    place[self.start[unit]] = row
+                    read, left = [], []
                 else:
-                    references.append(place[r] if r >= 0 else r)
-            place.update(zip(left, itertools.count(num_values), strict=False))
-            num_values += len(left)
-            counts.append((len(call_specs), len(references)))
-        ends = zip(instance_ends, self.nodes.ends, strict=True)
-        all_ends: list[tuple[int, ...]] = [(*counts[n], i, o) for n, (_, i, o) in ends]
-        columns = call_specs, references, self.nodes.input_group, self.nodes.input_value
-        outputs = [place[r] if r >= 0 else r for r in self.nodes.outputs]
-        return Merged(columns, outputs, all_ends)
+                    read, left = list(self.reads(unit)), list(self.values(unit))
+                    call_specs.append(recorded[unit])
+                for r in read:
+                    if not isinstance(r, tuple):
+                        references.append(place[r] if r >= 0 else inputs.moved(r))
+                    elif r[0] >= 0:
+                        references.append(first_row[r[0]] + r[1])
+                    else:
+                        references.append(inputs.row(*r, self.input_kind[r[0]]))
+                place.update(zip(left, itertools.count(num_values), strict=False))
+                num_values += len(left)
+            (*_, first), (*_, last) = self.nodes.ends[n : n + 2]
+            returned = self.nodes.outputs[first:last]
+            outputs += [place[r] if r >= 0 else inputs.moved(r) for r in returned]
+            counts.append((len(call_specs), len(references), len(inputs.group), len(outputs)))
+        columns = call_specs, references, inputs.group, inputs.value
+        return Merged(columns, outputs, counts)
 
     def _unread_stacks(self, regions: Sequence[Region]) -> set[int]:
         """Returns the stacks that nobody reads as a whole: regions read their elements."""
@@ -187,7 +204,12 @@ class RecordedNodes:
         return types[self.node_type[node]].results == stack.operands[:1]
 
     def _picked(
-        self, node: int, place: dict[int, int], first_row: dict[int, int], unread: set[int]
+        self,
+        node: int,
+        place: dict[int, int],
+        first_row: dict[int, int],
+        unread: set[int],
+        inputs: "_Inputs",
     ) -> int | None:
         """Returns where the row is that `value[i]` gives, if it is a value by itself."""
         if not self.picks(node):
@@ -198,5 +220,42 @@ class RecordedNodes:
             return first_row[value] + number
         if value >= 0 and self.maker[value] in unread:
             element = self.reads(self.maker[value])[number]
-            return place[element] if element >= 0 else element
+            return place[element] if element >= 0 else inputs.moved(element)
         return None
+
+
+class _Inputs:
+    """The inputs of instances, some of which are given by their rows.
+
+    Attributes:
+      group, value: as a recorder has them.
+    """
+
+    def __init__(self, registry: Registry, nodes: NodeArrays):
+        self.group: list[int] = []
+        self.value: list[Leaf] = []
+        self._registry = registry
+        self._nodes = nodes
+        self._down = 0  # how much later than before inputs of this instance are
+        self._first_row: dict[int, int] = {}
+
+    def begin(self, instance: int) -> None:
+        """Adds the inputs of the next instance."""
+        first, last = (i for _, i, _ in self._nodes.ends[instance : instance + 2])
+        self._down = len(self.group) - first
+        self.group += self._nodes.input_group[first:last]
+        self.value += self._nodes.input_value[first:last]
+
+    def moved(self, reference: int) -> int:
+        """Returns how an input of this instance is referred to now."""
+        return reference - self._down
+
+    def row(self, reference: int, row: int, kind: ValueType) -> int:
+        """Returns how to refer to a row of an input of this instance, of some type."""
+        if reference not in self._first_row:
+            self._first_row[reference] = len(self.group)
+            rows = np.asarray(self._nodes.input_value[~reference])
+            of_row = self._registry.value_type(kind.shape[1:], kind.dtype, kind.weak)
+            self.group += [self._registry.group("value", of_row)] * len(rows)
+            self.value += rows.tolist() if rows.ndim == 1 else list(rows)
+        return -1 - self._first_row[reference] - row

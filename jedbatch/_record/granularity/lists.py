@@ -32,12 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._graph.types import NodeType
 from jedbatch._graph.union_find import UnionFind
-from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.arity import LONG
 from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
+from jedbatch._record.granularity.list_axes import ListAxes, has_extent
 from jedbatch._record.granularity.list_regions import RecordedNodes, Region
 from jedbatch._record.granularity.list_uses import Use, find_uses
 from jedbatch._record.granularity.node_arrays import NodeArrays
@@ -68,6 +68,7 @@ class StackedLists:
 
     Attributes:
       revision: how often stacks that had been met have turned out to be of many lengths.
+      axes: finds the axes of lists.
     """
 
     def __init__(self, registry: Registry):
@@ -81,7 +82,7 @@ class StackedLists:
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec] = {}
         self._templates: dict[Template, set[int]] = {}  # with the lengths they were found with
-        self._axes: dict[Hashable, tuple[int | None, ...]] = {}
+        self.axes = ListAxes(registry)
 
     def merge(
         self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
@@ -92,6 +93,7 @@ class StackedLists:
         if not many:
             return None
         nodes = NodeArrays.of_recorder(self.registry, recorder, outputs, ends)
+        nodes = nodes.without_unread()
         stacks = np.flatnonzero(np.isin(nodes.node_type, many))
         return _Merging(self, nodes, stacks).merged() if len(stacks) else None
 
@@ -104,55 +106,16 @@ class StackedLists:
         for t in range(self._num_seen, len(types)):
             if (axis := _stacked_axis(types[t])) is not None:
                 length = len(types[t].operands)
-                if _has(types[t].operands[0], length):
+                if has_extent(types[t].operands[0], length):
                     roles: list[tuple] = [("element", 0, k) for k in range(length)]
-                    axis = self._axes_of(t, roles, length, (axis,))[0] or 0
+                    rolled = self.axes.of_results(t, roles, length)
+                    axis = rolled[0] or 0 if rolled else axis
                 family = types[t].name, types[t].operands[0], axis
                 was_many = family in self._lengths and self._is_many(family)
                 self._lengths.setdefault(family, set()).add(length)
                 self.revision += self._is_many(family) and not was_many
                 self._family[t], self._length[t], self._axis[t] = family, length, axis
         self._num_seen = len(types)
-
-    def axes(
-        self, node_type: int, axes: Sequence[int | None], length: int
-    ) -> tuple[int | None, ...]:
-        """Returns along which axes results of a type have a row for each element of a list.
-
-        Args:
-          node_type: the id of the type.
-          axes: along which its operands have; None of those that have none.
-          length: of the list.
-        """
-        of = self.registry.node_types[node_type]
-        told = tuple(t.shape.index(length) if _has(t, length) else None for t in of.results)
-        if not any(axis is not None for axis in told):
-            return told
-        shapes = [t.shape for t in of.operands]
-        shapes += [self.registry.shared[s].aval.shape for s in of.shared]
-        if sum(s.count(length) for s in shapes) == sum(axis is not None for axis in axes):
-            return told
-        roles: list[tuple] = [("input", k) for k in range(len(of.shared))]
-        roles += [
-            ("input", len(of.shared) + k) if axis is None else ("rows", k, axis)
-            for k, axis in enumerate(axes)
-        ]
-        return self._axes_of(node_type, roles, length, told)
-
-    def _axes_of(
-        self, node_type: int, roles: list[tuple], length: int, told: tuple[int | None, ...]
-    ) -> tuple[int | None, ...]:
-        """Returns the axes of results, by rolling up the program; as told if it cannot be."""
-        key = node_type, *roles
-        if key not in self._axes:
-            program = operation_of(self.registry.node_types[node_type]).jaxpr
-            try:
-                expressions = Expressions(self.registry.keys.params_key)
-                axes = Roller(expressions, program, roles, length, False).axes()
-                self._axes[key] = tuple(axes)
-            except CannotRollError:
-                self._axes[key] = told
-        return self._axes[key]
 
     def note_uses(self, stacks: Sequence[int], num_uses: int) -> None:
         """Notes how many uses stacks of some types have."""
@@ -270,11 +233,6 @@ def _stacked_axis(node_type: NodeType) -> int | None:
     return None
 
 
-def _has(value_type: ValueType, extent: int) -> bool:
-    """Returns whether a value has an axis of some extent."""
-    return not is_ragged(value_type.shape) and extent in value_type.shape
-
-
 class _Group(NamedTuple):
     """Nodes that values with an axis as long as a list connect.
 
@@ -297,7 +255,7 @@ class _Merging(RecordedNodes):
     Attributes:
       lists: what is known of stacks.
       sorted_stacks: the nodes that stack a list.
-      axis_of: the axis that is as long as a list, by value.
+      axis_of: the axis that is as long as a list, by value or input.
     """
 
     def __init__(self, lists: StackedLists, nodes: NodeArrays, stacks: np.ndarray):
@@ -452,8 +410,7 @@ class _Merging(RecordedNodes):
             if n in self.stacks:
                 axes: Sequence[int | None] = (self.lists.axis(self.node_type[n]),)
             else:
-                read = [self.axis_of.get(r) for r in self.reads(n)]
-                axes = self.lists.axes(self.node_type[n], read, length_of[n])
+                axes = self._axes_of_results(n, length_of[n])
             for v, axis in zip(self.values(n), axes, strict=True):
                 if axis is not None:
                     listed[v], self.axis_of[v] = n, axis
@@ -473,6 +430,22 @@ class _Merging(RecordedNodes):
                 _Group(convex, max(lengths) if is_one else None, stacks, uses.get(root, []))
             )
         return groups
+
+    def _axes_of_results(self, node: int, length: int) -> Sequence[int | None]:
+        """Returns the axes of results that are as long as a list, and notes those of inputs."""
+        reads = self.reads(node)
+        types = self.registry.node_types[self.node_type[node]].operands
+        inputs = [
+            k
+            for k, (r, kind) in enumerate(zip(reads, types, strict=True))
+            if r < 0 and kind.shape[:1] == (length,) and self.is_given(r)
+        ]
+        known = [self.axis_of.get(r) for r in reads]
+        operands, results = self.lists.axes.find(self.node_type[node], known, length, inputs)
+        for k in inputs:
+            if operands[k] is not None:
+                self.axis_of[reads[k]], self.input_kind[reads[k]] = 0, types[k]
+        return results
 
     def _lets_go(self, members: Sequence[int]) -> bool:
         """Returns whether a value with an axis as long as a list is read elsewhere as a whole."""
@@ -514,7 +487,9 @@ class _Merging(RecordedNodes):
     ) -> Region | None:
         """Returns nodes as a region, or those of one use; None if they cannot be one node."""
         earlier = use.earlier if use else []
-        values = [*earlier, *(v for n in members for v in self.values(n))]
+        reads = dict.fromkeys(r for n in members for r in self.reads(n))
+        given = [*earlier, *(r for r in reads if r in self.input_kind)]
+        values = [*given, *(v for n in members for v in self.values(n))]
         slots = {v: k for k, v in enumerate(values)}
         stacks = [n for n in members if n in self.stacks]
         length = max(use.lengths) if use else self.lists.length(self.node_type[stacks[0]])
@@ -529,23 +504,24 @@ class _Merging(RecordedNodes):
         else:
             leaving = self._leaving(members)
             unstacked = self._unstacked(members, leaving)
-            listed = [v for k, v in enumerate(values) if unstacked >> k & 1]
-            left = [v for k, v in enumerate(values) if (leaving & ~unstacked) >> k & 1]
+            made = values[len(given) :]
+            listed = [v for k, v in enumerate(made) if unstacked >> k & 1]
+            left = [v for k, v in enumerate(made) if (leaving & ~unstacked) >> k & 1]
         elements = [r for n in stacks for r in self.reads(n)]
-        rows = [self._row_kind(v) for v in earlier]
+        rows = [self._row_kind(v) for v in given]
         own_types = [self._stack_type(kind, length) for kind in rows]
         own_types += [self.node_type[n] for n in members]
         types = [self.registry.node_types[t] for t in own_types]
         is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
         if not (listed or left) or is_packed or any(r in slots for r in elements):
             return None
-        position = {n: (k + len(earlier)) * length for k, n in enumerate(stacks)}
+        position = {n: (k + len(given)) * length for k, n in enumerate(stacks)}
         once: dict[int, int] = {}
-        read: list[int | tuple[int, int]] = [(v, k) for v in earlier for k in range(length)]
+        read: list[int | tuple[int, int]] = [(v, k) for v in given for k in range(length)]
         read += elements
         kinds = [kind for kind in rows for _ in range(length)]
         kinds += [k for n in stacks for k in self.kinds(n)]
-        written = [-1 - k for k in range(len(earlier) * length)]
+        written = [-1 - k for k in range(len(given) * length)]
         for n in members:
             if n in position:
                 written += [-1 - position[n] - k for k in range(length)]
@@ -565,7 +541,7 @@ class _Merging(RecordedNodes):
             tuple(kinds),
             sum(1 << slots[v] for v in (*listed, *left)),
             sum(1 << slots[v] for v in listed),
-            len(earlier) + len(stacks),
+            len(given) + len(stacks),
             length,
         )
         nodes, read_apart = (use.nodes, use.stacks) if use else (members, [])
@@ -579,7 +555,7 @@ class _Merging(RecordedNodes):
 
     def _row_kind(self, value: int) -> int:
         """Returns the value type of a row of a value."""
-        kind = self.type_of(value)
+        kind = self.type_of(value) if value >= 0 else self.input_kind[value]
         return self.registry.value_type(kind.shape[1:], kind.dtype, kind.weak)
 
     def _stack_type(self, kind: int, length: int) -> int:

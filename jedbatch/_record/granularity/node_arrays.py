@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._graph.paths import int64_of, pointers
+from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._record.granularity.inline import Nodes
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
@@ -59,6 +59,40 @@ class NodeArrays:
         begins = np.zeros(len(self.call_spec) + 1, bool)
         begins[[n for n, _, _ in self.ends]] = True
         return begins[:-1]
+
+    def without_unread(self) -> "NodeArrays":
+        """Returns the nodes that results of instances depend on."""
+        alive = np.zeros(len(self.call_spec), bool)
+        new = self.maker[[r for r in self.outputs if r >= 0]]
+        while len(new):
+            alive[new] = True
+            read = self.operand[ranges(self.ptr[new], self.ptr[new + 1] - self.ptr[new])]
+            makers = np.unique(self.maker[read[read >= 0]])
+            new = makers[~alive[makers]]
+        if alive.all():
+            return self
+        kept = np.flatnonzero(alive)
+        arity, num_results = np.diff(self.ptr)[kept], np.diff(self.start)[kept]
+        start = pointers(num_results)
+        place = np.zeros(int(self.start[-1]), np.int64)
+        place[ranges(self.start[kept], num_results)] = np.arange(start[-1])
+        operand = self.operand[ranges(self.ptr[kept], arity)]
+        made = operand >= 0
+        operand[made] = place[operand[made]]
+        before = pointers(alive)
+        return NodeArrays(
+            self.call_spec[kept],
+            self.node_type[kept],
+            self.site[kept],
+            self.same[kept],
+            pointers(arity),
+            operand,
+            start,
+            self.input_group,
+            self.input_value,
+            [int(place[r]) if r >= 0 else r for r in self.outputs],
+            [(int(before[n]), i, o) for n, i, o in self.ends],
+        )
 
     @staticmethod
     def of_recorder(
