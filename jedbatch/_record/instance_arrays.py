@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import itertools
 import types
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.identity import attribute_names, node_key, snapshot, typed
+from jedbatch._jaxpr.identity import attribute_names, node_key, slot_names, snapshot, typed
 from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
@@ -170,10 +171,11 @@ def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
         if isinstance(x, dict):
             is_known = kind in (dict, collections.OrderedDict)
             try:
+                is_known = is_known or has_attributes_only(x)
                 return (tuple(map(typed, x)), *names), [*x.values(), *extra], not is_known
             except TypeError:
                 return None, [*x.values(), *extra], True
-        is_known = kind is collections.deque or hasattr(kind, "_fields")
+        is_known = kind is collections.deque or hasattr(kind, "_fields") or has_attributes_only(x)
         return (getattr(x, "maxlen", None), *names), [*x, *extra], not is_known
     if isinstance(x, np.ndarray) and x.dtype == object:
         return x.shape, list(x.flat), kind is not np.ndarray
@@ -189,6 +191,40 @@ def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
         return (node_key(structure), *_beside(x, parts, structure)), parts, False
     except TypeError:
         return None, parts, True
+
+
+_ONLY_ATTRIBUTES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_OWN_RULES = (
+    *("__getattribute__", "__reduce__", "__reduce_ex__", "__getstate__"),
+    *("__iter__", "values"),  # by which the items are listed here
+)
+_POINTER = np.dtype(np.intp).itemsize
+
+
+def has_attributes_only(x: object) -> bool:
+    """True of objects of classes of Python, whose state is what their attributes are.
+
+    Of classes derived from tuples, lists, dicts and deques it is that and the items.
+    """
+    kind: Any = type(x)
+    found = _ONLY_ATTRIBUTES.get(kind)
+    if found is None:
+        containers = (tuple, list, dict, collections.deque)
+        base = next((c for c in containers if issubclass(kind, c)), object)
+        rules = [name for name in _OWN_RULES if base is not object or hasattr(base, name)]
+        found = not hasattr(kind, "__getattr__") and all(
+            getattr(kind, name, None) is getattr(base, name, None) for name in rules
+        )
+        if base is object:
+            try:  # fails if there is state that is in no attribute
+                found = found and object.__reduce_ex__(x, 2) is not None
+            except TypeError:
+                found = False
+        else:  # `__dict__`, `__weakref__` and slots are all that is there beside the items
+            most = base.__basicsize__ + (2 + len(slot_names(kind))) * _POINTER
+            found = found and kind is not base and kind.__basicsize__ <= most
+        _ONLY_ATTRIBUTES[kind] = found
+    return found
 
 
 def _dataclass_attributes(x: Leaf) -> list[str]:

@@ -13,7 +13,6 @@ short cut: `marshal` writes them, with their types, at 10 ns a number, and refus
 import collections
 import marshal
 import math
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -27,6 +26,7 @@ from jedbatch._record.instance_arrays import (
     PLAIN_TYPES,
     array_type,
     children_of,
+    has_attributes_only,
     is_array,
 )
 from jedbatch._support.native import core
@@ -132,26 +132,6 @@ def _is_plain_tree(instance: PyTree) -> bool:
                     return False
                 stack.append(part)
     return True
-
-
-_ONLY_ATTRIBUTES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-_OWN_RULES = ("__getattribute__", "__reduce__", "__reduce_ex__", "__getstate__")
-
-
-def has_attributes_only(x: object) -> bool:
-    """True of objects of classes of Python, whose state is what their attributes are."""
-    kind = type(x)
-    found = _ONLY_ATTRIBUTES.get(kind)
-    if found is None:
-        found = not hasattr(kind, "__getattr__") and all(
-            getattr(kind, name) is getattr(object, name) for name in _OWN_RULES
-        )
-        try:  # fails if there is state that is in no attribute
-            found = found and object.__reduce_ex__(x, 2) is not None
-        except TypeError:
-            found = False
-        _ONLY_ATTRIBUTES[kind] = found
-    return found
 
 
 def is_constant(x: object) -> bool:

@@ -1,5 +1,7 @@
 """The keys of what is remembered: what differs in anything that can be seen has another one."""
 
+import collections
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -178,9 +180,52 @@ def test_instances_that_can_be_told_apart(a, b):
     assert keys[0] != keys[1]
 
 
+class Labelled(list):
+    """A tree as in NLTK: a list of subtrees with a label."""
+
+    def __init__(self, label, parts=()):
+        super().__init__(parts)
+        self.label = label
+
+
+class Reordered(list):
+    def __iter__(self):
+        return iter(sorted(super().__iter__()))
+
+
+@pytest.mark.parametrize("kind", [Labelled, collections.UserList, type("Names", (dict,), {})])
+def test_lists_and_dicts_with_attributes_are_remembered(kind):
+    def made(label, *parts):
+        if kind is Labelled:
+            return kind(label, parts)
+        named = kind(dict(enumerate(parts)) if issubclass(kind, dict) else parts)
+        named.label = label
+        return named
+
+    def encode(p, t):
+        if isinstance(t, int):
+            return p * t
+        parts = [t[k] for k in range(len(t))]
+        return jnp.tanh(len(t.label) * p + sum(encode(p, x) for x in parts))
+
+    tree = made("S", made("NP", 1, 2), made("VP", 3))
+    same, other = copy.deepcopy(tree), made("S", made("N", 1, 2), made("VP", 3))
+    key = instance_key(tree)[0]
+    assert key is not None
+    assert key == instance_key(same)[0] != instance_key(other)[0]
+    same[1].label = "V"
+    assert instance_key(same)[0] != key
+    check(encode, P, [tree, same, other])
+
+
 @pytest.mark.parametrize(
     "instance",
-    [Tagged(1.0, [object()]), with_note(Tagged(1.0, 1), object()), Words(object())],
+    [
+        Tagged(1.0, [object()]),
+        with_note(Tagged(1.0, 1), object()),
+        Words(object()),
+        Reordered([2, 1]),
+    ],
 )
 def test_instances_that_may_change_have_no_key(instance):
     assert instance_key(instance)[0] is None
