@@ -30,28 +30,30 @@ Read in this order:
 18. `slow_path`: Recording calls of cells the first time, and those without a short description.
 19. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
 20. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-21. `recorder`: A recorder of what a function does to symbolic values.
-22. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-23. `thread_settings`: The settings of a thread, for work that goes on in another one.
-24. `deep`: Recursion deeper than Python's limit.
-25. `trace`: Recording a minibatch: every instance of it as a graph.
-26. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+21. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+   and exponents.
+22. `recorder`: A recorder of what a function does to symbolic values.
+23. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+24. `thread_settings`: The settings of a thread, for work that goes on in another one.
+25. `deep`: Recursion deeper than Python's limit.
+26. `trace`: Recording a minibatch: every instance of it as a graph.
+27. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-27. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-28. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+28. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+29. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-29. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+30. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-30. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+31. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-31. `granularity.fuse`: Finding cells without marks: operations that always run together become
+32. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-32. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+33. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-33. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+34. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-34. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-35. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+35. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+36. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-36. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+37. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

@@ -16,6 +16,7 @@ from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
 from jedbatch._record.closures import NUMBER, free_values, function_identity, with_free_values
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
+from jedbatch._support.types import Leaf
 
 MAX_OPERATIONS = 10_000  # of which numbers are kept
 
@@ -59,12 +60,15 @@ class Lifting:
     Attributes:
       max_constant: sets of numbers of one operation that are constants.
       num_lifted: numbers that turned out to be operands.
+      loop_steps: the steps of loops of several lengths, as functions, by what they compute.
     """
 
     def __init__(self, max_constant: int):
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
+        self.loop_steps: dict[Hashable, Callable[..., list[Leaf]]] = Memory(MAX_OPERATIONS)
+        self._parameters: dict[Hashable, set[Hashable]] = Memory(MAX_OPERATIONS)
         self._compared: dict[int, None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
@@ -79,6 +83,19 @@ class Lifting:
         numbers_met.add(numbers, self.max_constant)
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
+
+    def differs(self, skeleton: Hashable, number: Hashable) -> bool:
+        """Returns whether more than a few numbers were met as one parameter of an operation.
+
+        Args:
+          skeleton: the operation without it.
+          number: the number that is met now.
+        """
+        met = self._parameters.setdefault(skeleton, set())
+        if len(met) <= self.max_constant:
+            met.add(number)
+            self.num_lifted += len(met) > self.max_constant
+        return len(met) > self.max_constant
 
     def is_new(self, call_spec: int) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers."""

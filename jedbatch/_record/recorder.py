@@ -64,7 +64,6 @@ from jedbatch._record.instance_arrays import (
 )
 from jedbatch._record.lifting import with_operands
 from jedbatch._record.operators import (
-    Slice,
     index_shared,
     index_value,
     known_operation,
@@ -75,6 +74,7 @@ from jedbatch._record.operators import (
 from jedbatch._record.registry import NUMBER_TYPES, CallSpec, Registry
 from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.slow_path import cell_call_spec, slow_path
+from jedbatch._record.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
@@ -272,7 +272,7 @@ class Recorder(Trace):
             self._owned = owned_arrays(self._instance)
         return id(x) in self._owned
 
-    def _is_weight_reached(self, x: Leaf) -> bool:
+    def is_weight_reached(self, x: Leaf) -> bool:
         """True of arrays that the function reaches and that programs read: all but numbers."""
         if id(x) not in self.registry.reached or not isinstance(x, jax.Array):
             return False
@@ -372,9 +372,13 @@ class Recorder(Trace):
 
     def process_primitive(self, primitive, tracers, params, /):
         if primitive.name == "slice" and type(tracers[0]) is not Value:
-            cut = self._row_of_weight(tracers[0], params)
+            cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
                 return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
+        if primitive.name in STATIC:
+            made = with_data(self, primitive, tracers, params)
+            if made is not None:
+                return made if primitive.multiple_results else made[0]
         key = self.registry.keys.primitive_key(primitive, params)
         lifted = self._lifted(key, tracers) if key.numbers else ()
         operation: Hashable = key
@@ -403,16 +407,6 @@ class Recorder(Trace):
         if before[1] == len(self.call_specs) - 1:
             remember_operation(self, operation, tracers, before[0])
         return out if primitive.multiple_results else out[0]
-
-    def _row_of_weight(self, x: Leaf, params: Mapping[str, Any]) -> Slice | None:
-        """A row of a table that the function closes over, whose number may be the instance's."""
-        if params["strides"] is not None or is_ragged(x.shape):
-            return None
-        is_weight = isinstance(x, Tracer) or self._is_weight_reached(x)
-        if not (is_weight and isinstance(self.symbol(x), Shared)):
-            return None
-        cut = Slice.of(x.shape, params)
-        return cut if cut.is_row else None
 
     def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:
         """Positions of the numbers in the bodies of an operation that are operands.
@@ -497,7 +491,7 @@ class Recorder(Trace):
         What `is_ragged` depends on the extent of an array of the instance.
         """
         if self.registry.reached:
-            args = [self.symbol(x) if self._is_weight_reached(x) else x for x in args]
+            args = [self.symbol(x) if self.is_weight_reached(x) else x for x in args]
         if not is_ragged and not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
@@ -579,7 +573,7 @@ class Recorder(Trace):
                 f"the function returned {checks.shown(leaf)}; expected an "
                 "array, a number or a pytree of them."
             )
-        if isinstance(leaf, Tracer) or self._is_weight_reached(leaf):
+        if isinstance(leaf, Tracer) or self.is_weight_reached(leaf):
             symbol = self.symbol(leaf)
         else:
             self.trust(leaf)

@@ -292,3 +292,46 @@ def test_numbers_too_large_for_jax_in_closures_are_not_computed_with():
     cells = [jedbatch.cell(counted(lambda w, x: jnp.sin(w * x), key)) for key in (1 << 60, -7)]
     check(lambda w, n: cells[n % 2](w, jnp.full(2, 0.5)), jnp.float32(0.3), list(range(4)))
     assert calls.keys() == {1 << 60, -7}
+
+
+def some_steps(w, x, rate, n):
+    return jax.lax.fori_loop(0, n, lambda k, y: jnp.sin(y * w + rate * k), x)
+
+
+def last_count(w, x, rate, n):
+    """The number of the step is returned, and what it is made of beside it."""
+    count, y = jax.lax.fori_loop(2, n + 3, lambda k, s: (s[0] + 1, s[1] * w + k), (5, x))
+    return y * count
+
+
+def steps_over_rows(w, x, rate, n):
+    """A scan over rows that are at hand, in reverse, which gives a row for each."""
+    step = lambda y, row: (jnp.tanh(y * row + w), y * rate)  # noqa: E731
+    y, rows = jax.lax.scan(
+        step, x, np.arange(2.0 * n + 2, dtype=np.float32).reshape(-1, 2), reverse=True
+    )
+    return y + rows.sum(0) + rows[0]
+
+
+def over_a_list(w, x, rate, n):
+    """A scan over a list of as many as there are."""
+    rows = jnp.stack([jnp.cos(x * k) for k in range(n + 1)])
+    return jax.lax.scan(lambda y, row: (jnp.tanh(y * w + row), None), x, rows)[0]
+
+
+def power(w, x, rate, n):
+    return (x * w / 10) ** n + rate
+
+
+MOST_TYPES = {some_steps: 2, last_count: 3, steps_over_rows: 5, over_a_list: 5, power: 4}
+
+
+@pytest.mark.parametrize("fn", mostly_slow(MOST_TYPES, "some_steps", "power"))
+def test_numbers_that_jax_keeps_as_parameters(fn):
+    """Loops of any length, whose steps are nodes, and powers of any exponent."""
+    batched = check(lambda w, i: fn(w, *i), W, instances(count=9))
+    for count in (14, 5, 11):
+        batched(W, instances(count=count))
+    assert len(batched.plan(W, instances(count=9)).graph.present_types) <= MOST_TYPES[fn]
+    with jedbatch.testing.assert_no_recompile():
+        batched(W, [(x, rate, (5 * n) % 8) for x, rate, n in instances(count=14)])

@@ -1,0 +1,131 @@
+"""Numbers that JAX keeps as parameters of operations, as data: lengths of loops, and exponents.
+
+`lax.fori_loop(0, n, step, x)` is a scan of n steps, and `x**n` a power whose exponent is constant.
+With an n of the instance either would be another type for each n. As long as few have been met,
+they are, since XLA computes with constants best. Then the steps of such a loop are nodes, which run
+in batches with those of other instances, however many each of them has; and exponents are operands.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
+
+from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._record.operators import Slice
+from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
+from jedbatch._support.types import Leaf
+
+MAX_STEPS = 4096  # longer loops have a type for each length
+STATIC = {"scan": "length", "integer_pow": "y"}
+
+
+def with_data(
+    recorder: RecorderLike, primitive: Any, values: Sequence[Leaf], params: dict[str, Any]
+) -> list[Leaf] | None:
+    """Returns the results of an operation whose static number differs from instance to instance.
+
+    None if the number is to stay a parameter.
+
+    Args:
+      recorder: records the operations that are performed in its place.
+      primitive: one of `STATIC`.
+      values: what it reads.
+      params: its parameters.
+    """
+    symbols = [x for x in values if isinstance(x, Symbol)]
+    if not any(type(x) is Value for x in symbols) or any(is_ragged(x.shape) for x in symbols):
+        return None
+    name = STATIC[primitive.name]
+    number = params[name]
+    if primitive.name == "scan":
+        if not isinstance(number, int) or number > MAX_STEPS:
+            return None
+    elif not jnp.issubdtype(values[0].dtype, jnp.inexact):
+        return None
+    registry = recorder.registry
+    key = registry.keys.primitive_key(primitive, params | {name: None})
+    if not registry.lifting.differs(key.skeleton, number):
+        return None
+    if key not in registry.lifting.loop_steps and primitive.name == "scan":
+        registry.lifting.loop_steps[key] = _step(params["jaxpr"])
+    with set_current_trace(recorder):
+        if primitive.name == "integer_pow":
+            return [lax.pow(values[0], np.int32(number))]
+        return _unrolled(registry.lifting.loop_steps[key], values, params)
+
+
+def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> Slice | None:
+    """Returns a row of a table that the function closes over, whose number may be the instance's.
+
+    None of other parts.
+
+    Args:
+      recorder: records the look-up.
+      x: what a slice is taken of.
+      params: of the slice.
+    """
+    if params["strides"] is not None or is_ragged(x.shape):
+        return None
+    is_weight = isinstance(x, jax.core.Tracer) or recorder.is_weight_reached(x)
+    if not (is_weight and isinstance(recorder.symbol(x), Shared)):
+        return None
+    cut = Slice.of(x.shape, params)
+    return cut if cut.is_row else None
+
+
+def _step(program: ClosedProgram) -> Callable[..., list[Leaf]]:
+    """Returns the body of a scan as a jit-ted function."""
+
+    def scan_step(*values: Leaf) -> list[Leaf]:
+        return jaxpr_as_fun(program)(*values)
+
+    return jax.jit(scan_step)
+
+
+def _unrolled(
+    step: Callable[..., list[Leaf]], values: Sequence[Leaf], params: dict[str, Any]
+) -> list[Leaf]:
+    """Returns the results of a scan whose steps are calls of a function."""
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    program, length = params["jaxpr"], params["length"]
+    consts, carry = values[:num_consts], list(values[num_consts : num_consts + num_carry])
+    lists = [
+        x if isinstance(x, Symbol) else np.asarray(x) for x in values[num_consts + num_carry :]
+    ]
+    counted = _counters(program, num_consts, carry)
+    first = {c: np.asarray(carry[c]) for c in counted}
+    rows: list[Any] = [None] * length
+    for k in range(length):
+        for c, more in counted.items():
+            carry[c] = first[c] + np.asarray(k * more, first[c].dtype)
+        place = length - 1 - k if params["reverse"] else k
+        out = step(*consts, *carry, *(x[place] for x in lists))
+        carry, rows[place] = list(out[:num_carry]), out[num_carry:]
+    for c, more in counted.items():
+        carry[c] = first[c] + np.asarray(length * more, first[c].dtype)
+    of_rows = program.out_avals[num_carry:]
+    if not length:
+        return [*carry, *(np.zeros((0, *x.shape), x.dtype) for x in of_rows)]
+    return [*carry, *(jnp.stack([row[i] for row in rows]) for i in range(len(of_rows)))]
+
+
+def _counters(program: ClosedProgram, num_consts: int, carry: Sequence[Leaf]) -> dict[int, Any]:
+    """Returns by how much carried numbers grow in a step: those that begin with one at hand."""
+    jaxpr = program.jaxpr
+    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"}
+    counted = {}
+    for c, start in enumerate(carry):
+        eqn = made.get(jaxpr.outvars[c])
+        if isinstance(start, jax.core.Tracer) or np.shape(start) or eqn is None:
+            continue
+        by, more = eqn.invars
+        is_whole = jnp.issubdtype(jaxpr.outvars[c].aval.dtype, jnp.integer)
+        if by is jaxpr.invars[num_consts + c] and isinstance(more, Literal) and is_whole:
+            counted[c] = more.val
+    return counted
