@@ -18,6 +18,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import ClosedProgram
 from jedbatch._record.operators import Slice
+from jedbatch._record.shared_operands import MAX_SIZE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf
 
@@ -38,8 +39,7 @@ def with_data(
       values: what it reads.
       params: its parameters.
     """
-    symbols = [x for x in values if isinstance(x, Symbol)]
-    if not any(type(x) is Value for x in symbols) or any(is_ragged(x.shape) for x in symbols):
+    if any(isinstance(x, jax.core.Tracer) and is_ragged(x.shape) for x in values):
         return None
     name = STATIC[primitive.name]
     number = params[name]
@@ -52,12 +52,33 @@ def with_data(
     key = registry.keys.primitive_key(primitive, params | {name: None})
     if not registry.lifting.differs(key.skeleton, number):
         return None
+    read = _with_values(recorder, values, params.get("num_consts", 0))
+    if read is None:
+        return None
     if key not in registry.lifting.loop_steps and primitive.name == "scan":
         registry.lifting.loop_steps[key] = _step(params["jaxpr"])
     with set_current_trace(recorder):
         if primitive.name == "integer_pow":
-            return [lax.pow(values[0], np.int32(number))]
-        return _unrolled(registry.lifting.loop_steps[key], values, params)
+            return [lax.pow(read[0], np.int32(number))]
+        return _unrolled(registry.lifting.loop_steps[key], read, params)
+
+
+def _with_values(
+    recorder: RecorderLike, values: Sequence[Leaf], first: int
+) -> Sequence[Leaf] | None:
+    """Returns what an operation reads, of which something is a value of the instance.
+
+    If all of it is shared, small arrays from `first` on are; None if there are none.
+    """
+    symbols = [recorder.symbol(x) if isinstance(x, jax.core.Tracer) else x for x in values]
+    if any(type(x) is Value for x in symbols):
+        return symbols
+    small = [
+        k for k, x in enumerate(symbols) if k >= first and type(x) is Shared and x.size <= MAX_SIZE
+    ]
+    for k in small:
+        symbols[k] = recorder.shared_value(symbols[k])
+    return symbols if small else None
 
 
 def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> Slice | None:
