@@ -16,7 +16,6 @@ from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
 from jedbatch._record.closures import NUMBER, free_values, function_identity, with_free_values
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Leaf
 
 MAX_OPERATIONS = 10_000  # of which numbers are kept
 
@@ -60,14 +59,12 @@ class Lifting:
     Attributes:
       max_constant: sets of numbers of one operation that are constants.
       num_lifted: numbers that turned out to be operands.
-      loop_steps: the steps of loops of several lengths, as functions, by what they compute.
     """
 
     def __init__(self, max_constant: int):
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self.loop_steps: dict[Hashable, Callable[..., list[Leaf]]] = Memory(MAX_OPERATIONS)
         self._parameters: dict[Hashable, set[Hashable]] = Memory(MAX_OPERATIONS)
         self._compared: dict[int, None] = Memory(MAX_OPERATIONS)
 

@@ -380,33 +380,39 @@ class Recorder(Trace):
             if made is not None:
                 return made if primitive.multiple_results else made[0]
         key = self.registry.keys.primitive_key(primitive, params)
-        lifted = self._lifted(key, tracers) if key.numbers else ()
-        operation: Hashable = key
-        if lifted:
-            constant = (x.key for k, x in enumerate(key.numbers) if k not in lifted)
-            operation = (key.skeleton, lifted, *constant)
-            tracers = [*(self.number(key.numbers[k]) for k in lifted), *tracers]
-        recorded = known_operation(self, operation, tracers)
-        if recorded is not None:
-            out = self.record(recorded)
-            return out if primitive.multiple_results else out[0]
 
         def call(*values):
             out = primitive.bind(*values, **params)
             return out if primitive.multiple_results else [out]
 
         name = params["name"] if primitive.name == "jit" else primitive.name
+        out = self.perform(name, key, call, tracers)
+        return out if primitive.multiple_results else out[0]
+
+    def perform(
+        self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]
+    ) -> list[Leaf]:
+        """Records `call(*args) -> list of arrays`, of which `key` tells what it is."""
+        lifted = self._lifted(key, args) if key.numbers else ()
+        operation: Hashable = key
+        if lifted:
+            constant = (x.key for k, x in enumerate(key.numbers) if k not in lifted)
+            operation = (key.skeleton, lifted, *constant)
+            args = [*(self.number(key.numbers[k]) for k in lifted), *args]
+        recorded = known_operation(self, operation, args)
+        if recorded is not None:
+            return self.record(recorded)
         before = len(self.input_group), len(self.call_specs)
         written = operation if lifted else key.written
         computed = with_operands(call, lifted) if lifted else call
         try:
-            out = self._operation(name, written, computed, tracers, is_ragged=key.is_ragged)
+            out = self._operation(name, written, computed, args, is_ragged=key.is_ragged)
         except Exception as error:
-            note_operation(error, name, tracers)
+            note_operation(error, name, args)
             raise
         if before[1] == len(self.call_specs) - 1:
-            remember_operation(self, operation, tracers, before[0])
-        return out if primitive.multiple_results else out[0]
+            remember_operation(self, operation, args, before[0])
+        return out
 
     def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:
         """Positions of the numbers in the bodies of an operation that are operands.

@@ -52,32 +52,32 @@ def with_data(
     key = registry.keys.primitive_key(primitive, params | {name: None})
     if not registry.lifting.differs(key.skeleton, number):
         return None
-    read = _with_values(recorder, values, params.get("num_consts", 0))
+    first, count = params.get("num_consts", 0), params.get("num_carry", 1)
+    read = _with_values(recorder, values, range(first, first + count))
     if read is None:
         return None
-    if key not in registry.lifting.loop_steps and primitive.name == "scan":
-        registry.lifting.loop_steps[key] = _step(params["jaxpr"])
     with set_current_trace(recorder):
         if primitive.name == "integer_pow":
             return [lax.pow(read[0], np.int32(number))]
-        return _unrolled(registry.lifting.loop_steps[key], read, params)
+        call = jaxpr_as_fun(params["jaxpr"])
+        step = lambda *args: recorder.perform("scan_step", key, call, args)  # noqa: E731
+        return _unrolled(step, read, params)
 
 
 def _with_values(
-    recorder: RecorderLike, values: Sequence[Leaf], first: int
+    recorder: RecorderLike, values: Sequence[Leaf], candidates: range
 ) -> Sequence[Leaf] | None:
     """Returns what an operation reads, of which something is a value of the instance.
 
-    If all of it is shared, small arrays from `first` on are; None if there are none.
+    If nothing is, small arrays among the candidates are made values; None if there are none.
     """
     symbols = [recorder.symbol(x) if isinstance(x, jax.core.Tracer) else x for x in values]
     if any(type(x) is Value for x in symbols):
         return symbols
-    small = [
-        k for k, x in enumerate(symbols) if k >= first and type(x) is Shared and x.size <= MAX_SIZE
-    ]
+    small = [k for k in candidates if np.ndim(symbols[k]) and np.size(symbols[k]) <= MAX_SIZE]
     for k in small:
-        symbols[k] = recorder.shared_value(symbols[k])
+        x = symbols[k]
+        symbols[k] = recorder.shared_value(x) if type(x) is Shared else recorder.input(x)
     return symbols if small else None
 
 
@@ -98,15 +98,6 @@ def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) ->
         return None
     cut = Slice.of(x.shape, params)
     return cut if cut.is_row else None
-
-
-def _step(program: ClosedProgram) -> Callable[..., list[Leaf]]:
-    """Returns the body of a scan as a jit-ted function."""
-
-    def scan_step(*values: Leaf) -> list[Leaf]:
-        return jaxpr_as_fun(program)(*values)
-
-    return jax.jit(scan_step)
 
 
 def _unrolled(
