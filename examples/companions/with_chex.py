@@ -1,7 +1,7 @@
 """Assertions and dataclasses of chex: in cells they run once for each type of node.
 
 `chex.assert_shape` and its like look at shapes alone, so they may stand anywhere in a batched
-function. What looks at values belongs outside, where there are some.
+function. Assertions about values belong outside, where there are values.
 """
 
 import chex

@@ -12,8 +12,8 @@ Read in this order:
 7. `processes`: Planning in processes of its own: `Batched.plans(..., workers=N)`.
 8. `resuming`: `Plans`: plans of one minibatch after the other, from any position on.
 9. `ahead`: Planning ahead: minibatches are planned in a thread while the device computes.
-10. `one_by_one`: Results one by one, on the host: what streams and servers ask of a batched
-    function.
+10. `one_by_one`: Results one by one, on the host, as streams and servers ask a batched function
+    for them.
 11. `streaming`: Streams: results of any number of instances, one by one, in bounded memory.
 12. `batched`: `Batched`: a function of many instances, made of one of one instance.
 13. `batch`: the composition of everything else.

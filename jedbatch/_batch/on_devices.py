@@ -164,7 +164,7 @@ class Proposal:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be the same in all processes, for messages."""
+        """The facts on which all processes must agree, by the name that messages give them."""
         if self.session is None or self.cut is None:
             return {}
         registry, first = self.session.registry, self.records[0]

@@ -1,4 +1,4 @@
-"""Results one by one, on the host: what streams and servers ask of a batched function.
+"""Results one by one, on the host, as streams and servers ask a batched function for them.
 
 Results that are stacked make a program for each number of instances. A list of results does not,
 but to cut it on the device takes a call for each row. So rows are fetched as they are returned, all
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 class Settled(NamedTuple):
-    """What came of an item: a result, or the error that it raised.
+    """The outcome of an item: a result, or the error that it raised.
 
     Attributes:
       result: None if there is an error.
@@ -195,7 +195,7 @@ def _on_host(x: Array) -> Any:
 
 
 def settled(run: Callable[[Sequence[Item]], Sequence[Any]], items: Sequence[Item]) -> Iterator:
-    """Yields what comes of each item, in order: `Settled`.
+    """Yields the outcome of each item, in order: `Settled`.
 
     Args:
       run: from items to their results. It may be called several times for an item.

@@ -9,7 +9,7 @@ with what the others wait for:
     instance 2             (comes)     record ─ if c > 0?    ─ record ─ done
                          round 1: a, result of 1      round 2: b, c      round 3: results of 0, 2
 
-What has been computed stays in its row until the last instance has left, since lanes are only ever
+A computed value stays in its row until the last instance has left, since lanes are only ever
 appended (see `_control_flow.workspace`). So after a number of instances no more join; once all have
 left, rounds begin anew.
 

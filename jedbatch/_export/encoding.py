@@ -1,7 +1,7 @@
 """Value types, sizes and targets as JSON.
 
-What is written is read by later versions, in processes with other versions of JAX. So everything is
-spelled out, field by field, and nothing depends on how Python or JAX would print or pickle it.
+Later versions read these, in processes with other versions of JAX. So everything is spelled out,
+field by field, and nothing depends on how Python or JAX would print or pickle it.
 """
 
 import dataclasses

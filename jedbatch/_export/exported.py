@@ -278,7 +278,7 @@ class Exported:
           inputs: values in place of `plan.inputs`, for instance to differentiate them.
 
         Returns:
-          What the batched function returns for these instances: stacked, or a list. Containers
+          The results of the batched function for these instances: stacked, or a list. Containers
           other than dicts, lists and tuples are dicts or tuples here. If a graph returns other
           values than the function does, tuples of these.
 

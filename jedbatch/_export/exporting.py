@@ -59,8 +59,8 @@ def export(
 ) -> Exported:
     """Exports the function, so that other processes compute it without the model's Python.
 
-    What is exported computes any graph of the node types that the sample has, up to the sizes of
-    its programs, which have room for the largest minibatch of the sample, and headroom. Arrays that
+    The exported programs compute any graph of the node types that the sample has, up to their
+    sizes: they have room for the largest minibatch of the sample, and headroom. Arrays that
     the function closes over are part of it; shared arguments are not.
 
     Args:
@@ -76,7 +76,7 @@ def export(
         its label; and "readers": how many nodes may read one value if there are gradients.
 
     Returns:
-      What was exported: `save` it, or call it as the function, with graphs for instances.
+      The exported function: `save` it, or call it as the function, with graphs for instances.
 
     Raises:
       TypeError: the policy is a function of yours, or as `plan` does.

@@ -1,8 +1,8 @@
-"""`PlannedKernel`: what planning asks of a kernel, without its program.
+"""`PlannedKernel`: a kernel as planning knows it, without its program.
 
 Scheduling, laying out and lowering need the types that nodes read and return, the widths of chunks,
-and which results send cotangents to which operands. All of that is data. What a kernel computes is
-in the programs that were exported.
+and which results send cotangents to which operands. All of that is data. The
+computation itself is in the programs that were exported.
 """
 
 import functools

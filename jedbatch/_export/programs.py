@@ -263,7 +263,7 @@ class Portable(Fused):
         )
 
 
-@announced  # what it traces takes no longer than that
+@announced  # whatever is traced in here is over with it
 def programs_of_variant(
     fused: Fused, reverse: ReverseSignature | None, shared: Sequence[Any], platforms: Sequence[str]
 ) -> tuple[dict[str, bytes], bool, tuple[tuple[bool, ...], tuple[bool, ...]]]:

@@ -25,7 +25,7 @@ MAX_NAMED = 4  # paths in a message
 
 @dataclass(frozen=True)
 class ParameterType:
-    """What is expected of an array among the shared arguments.
+    """The type expected of an array among the shared arguments.
 
     Attributes:
       argument: the number of the argument.

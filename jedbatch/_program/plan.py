@@ -79,7 +79,7 @@ class RaggedSummary(Protocol):
 
 @dataclass(frozen=True)
 class TiledRows:
-    """What the graph does to rows of arrays that differ in length.
+    """Counts of the rows that nodes on tiles run over, in arrays that differ in length.
 
     Attributes:
       size: rows of a tile.

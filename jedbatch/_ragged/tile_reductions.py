@@ -1,8 +1,8 @@
 """Reductions over the rows of arrays, tile by tile.
 
-The sum of the rows of an array is that of the sums of its tiles. What a tile gives are the *parts*
-of a reduction; those of two neighbouring tiles are combined to those of both, until there are those
-of all rows. Rows of the last tile beyond the last row of the array are left out.
+The sum of the rows of an array is that of the sums of its tiles. A tile gives the *parts* of a
+reduction; those of two neighbouring tiles are combined to those of both, until there are those of
+all rows. Rows of the last tile beyond the last row of the array are left out.
 """
 
 from collections.abc import Callable, Sequence

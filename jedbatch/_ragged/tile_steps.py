@@ -8,8 +8,8 @@ each *tile* of `T` rows. Its program is cut into *steps*:
 A step over rows is row-wise (see `_ragged.axis_rules`) and runs once for each tile. It may end in
 reductions over the rows of a tile: rows of the last tile beyond the n-th are left out there, and
 nowhere else, since what they hold reaches nothing but such rows. Results of tiles are combined two
-by two. A step without rows runs once. What is taken of rows in another way, such as a sort or a
-cumulative sum, has no steps.
+by two. A step without rows runs once. Operations across rows that are no such reductions, such as
+a sort or a cumulative sum, have no steps.
 """
 
 import functools
@@ -277,7 +277,7 @@ class _StepFinder:
         outvars = self._results()
         places = sorted(self.placed, key=lambda place: (place[0], place[1] is not None))
         work = {place: self._complete(self.placed[place]) for place in places}
-        inlined: set[Hashable] = set()  # what is done where it is read is no result
+        inlined: set[Hashable] = set()  # computed where it is read, so no result
         for place in [p for p in places if p[1] is None]:
             readers = self._inlined(place, work, outvars)
             if readers is not None:

@@ -27,7 +27,7 @@ ROW_NUMBER = ValueType((), np.dtype(np.int32))  # of the first row of a tile, an
 
 
 class StepOnTiles(NamedTuple):
-    """A step of a node (see `_ragged.tile_steps`). What a node reads and gives is in *slots*.
+    """A step of a node (see `_ragged.tile_steps`). Values are numbered: these are *slots*.
 
     Attributes:
       type: id of the type of its nodes.
@@ -50,7 +50,7 @@ class StepOnTiles(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NodeOnTiles:
-    """What takes the place of a node of a type.
+    """The steps that take the place of a node of a type.
 
     Attributes:
       steps: in order.

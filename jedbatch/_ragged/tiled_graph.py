@@ -7,8 +7,8 @@ With `k` tiles of the rows of an array, a node of it becomes
     BY_TILE     k nodes, one for each tile
     COMBINED    k - 1 nodes, which combine the results of k tiles two by two
 
-and so do inputs. What node t of the second kind reads is a linear function of t, so that graphs are
-made of templates without running Python for every node.
+and so do inputs. Operands of node t of the second kind are linear functions of t, so that graphs
+are made of templates without running Python for every node.
 
 Letters: `M` nodes, `E` operands, `I` inputs, `O` outputs of templates, `S` symbols of instances,
 `B` instances; `N` nodes of the graph.
@@ -170,7 +170,7 @@ def repeat_nodes(
     arity, operand = joined("arity"), of_values("operand")
     operand_begin = pointers(arity)
     combined = kind[maker] == COMBINED
-    if combined.any():  # what they give is that of the last node, of the only tile, or nothing
+    if combined.any():  # they give the result of the last node, of the only tile, or nothing
         nodes_of, parts = maker[combined], result[combined]
         number = num_tiles[nodes_of]
         only, _ = located(operand[operand_begin[nodes_of] + parts])

@@ -1,6 +1,6 @@
 """Containers of shared arguments: cells get them whole, and know them by a token.
 
-What they are is the same whenever something is recorded for one structure of shared arguments.
+A container is the same one in every recording for one structure of shared arguments.
 """
 
 from collections.abc import Hashable

@@ -192,7 +192,7 @@ class Recorder(Trace):
     def forget(self) -> None:
         """Lets go of everything symbolic."""
         self.active = False
-        self.call_cell = refuse_call  # what was there holds this recorder
+        self.call_cell = refuse_call  # the function there holds this recorder
         self._forget_objects()
         self._forget_objects = nothing_to_forget
         self._instance = self._shared = self._owned = None

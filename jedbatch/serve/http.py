@@ -4,7 +4,7 @@
     GET  /metrics   counts and latencies, as text for Prometheus
     GET  /healthz   whether requests are taken
 
-What is wrong with a request is said by the status, and by `{"error": ...}`:
+The status says why a request failed, and `{"error": ...}` in words:
 
     400  no JSON                            422  too deep, no instance, or the function refuses it
     413  too many bytes                     500  anything else

@@ -14,7 +14,7 @@ MOST_SIZES = 32  # bounds of the histogram of batch sizes: powers of two, up to 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a server has done so far. Requests are counted once they have ended.
+    """Counts and latencies of a server so far. Requests are counted once they have ended.
 
     Attributes:
       queued: requests that wait now.

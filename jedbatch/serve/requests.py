@@ -36,7 +36,7 @@ class Request:
 
 
 class Taken(NamedTuple):
-    """What the worker is to do next.
+    """Work that the worker takes from the queue.
 
     Attributes:
       requests: a minibatch, if there is one.
@@ -77,7 +77,7 @@ class RequestQueue:
             if len(self._waiting) >= self._limit:
                 return False
             self._waiting[request] = None
-            if len(self._waiting) in (1, self._most):  # what the worker may wait for
+            if len(self._waiting) in (1, self._most):  # the worker may wait for these
                 self._changed.notify()
             return True
 

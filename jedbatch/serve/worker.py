@@ -6,7 +6,7 @@ what has come by then.
 
 A minibatch is computed with the shared arguments that are current when it is begun. If one of its
 requests fails, it is planned by halves to find those that do; the others are planned again without
-them. What fails only while it is computed is computed by halves.
+them. A minibatch that fails only while it is computed is computed by halves.
 
 A function that decides on values runs in rounds, and requests that come join the next round (see
 `_control_flow.continuous`); a request whose instance is done has its result while others go on.

@@ -26,7 +26,7 @@ def sections(path):
 
 
 def run(code, where):
-    """Runs code and returns its names. What it prints is in `printed`, a list."""
+    """Runs code and returns its names; lines that it prints are in the list `printed`."""
     printed = []
     names = {"__name__": "page", "printed": printed}
     names["print"] = lambda *x: printed.append(" ".join(map(str, x)))

@@ -19,7 +19,7 @@ if not FOLDER.exists():
     pytest.skip("examples are not installed", allow_module_level=True)
 WHERE = {path.stem: str(path) for path in FOLDER.glob("*.py")}
 CODE = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
-COMPARED = {  # what is compared with the loop
+COMPARED = {  # results that are compared with the loop's
     "with_chex": ("result", "gradient"),
     "with_equinox": ("result", "gradient"),
     "with_flax_linen": ("result", "gradient"),

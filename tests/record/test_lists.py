@@ -73,7 +73,7 @@ def rows_put_together(w, xs):
 
 
 def by_number(w, xs):
-    """What comes of a list is read row by row."""
+    """Results of a list are read row by row."""
     hidden = jnp.tanh(jnp.stack(xs) @ w["w"])
     weights = jax.nn.softmax(jnp.stack([row @ w["q"] for row in xs]))
     pairs = [jnp.sin(hidden[i]) * hidden[i - 1] for i in range(len(xs))]
@@ -155,7 +155,7 @@ def decoder(w, instance):
 
 
 def decoder_with_keys(w, instance):
-    """What is computed of the list once is read in every step, and counts of what was read are."""
+    """Keys of the list are computed once and read in every step, as is the sum of the weights."""
     xs, steps = instance
     memory, state = jnp.stack(xs), w["q"] * xs[0]
     keys, covered = jnp.tanh(memory @ w["w"]), jnp.zeros_like(memory[:, 0])

@@ -141,7 +141,7 @@ def test_errors_that_are_not_of_the_instance(caplog):
 
 
 def test_load_and_deadlines():
-    """What is computed waits for us: a request comes too late, and one is too many."""
+    """The computation waits for this test: one request misses its deadline, one is too many."""
     may_go, begun = threading.Event(), threading.Event()
 
     def fn(w, x):

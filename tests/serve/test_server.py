@@ -253,7 +253,7 @@ def test_a_bad_instance_fails_alone(fn):
 
 
 def test_a_word_that_is_not_there_fails_alone():
-    """What planning finds, not recording."""
+    """Planning finds the error, not recording."""
     look = jedbatch.cell(lambda table, word: table[word])
 
     async def scenario():

@@ -24,7 +24,7 @@ SECONDS = 90  # after which processes hang
 
 
 class Process:
-    """What one of several processes printed, and how it ended."""
+    """The output of one of several processes, and its exit status."""
 
     def __init__(self, output, errors, status):
         self.said = {}

@@ -6,8 +6,8 @@ with a list falls into *uses*: operations that depend on each other and on nothi
 list and waits for them outside. Each use becomes a node of its own that reads the elements.
 
 An operation on rows of the list begins a use if it reads something computed besides them, such as
-the state of a decoder. What it reads of the list is of an earlier use: elements, or results that
-have a row for each, such as keys that are computed once.
+the state of a decoder. Elements that it reads, and results with a row for each, such as keys that
+are computed once, belong to an earlier use.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from jedbatch._record.granularity.list_regions import RecordedNodes
 
 
 class Use(NamedTuple):
-    """What is done with a list at one time.
+    """Operations on a list that make up one of its uses.
 
     Attributes:
       nodes: in the order of recording, without stacks.

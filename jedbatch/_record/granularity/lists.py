@@ -7,19 +7,19 @@ an axis as long as the list, become one node that reads the elements. Such nodes
 calls of cells that take lists do (see `_record.arity`).
 
 If another extent, such as that of the elements, happens to equal the length, programs are rolled up
-to see which axis is that of the list. What cannot be rolled up is told by extents, and operations
-that have nothing to do with the list would be merged as well. So what has been found with lists of
-two lengths is a *template*, and lists of all other lengths are taken to be used like this where the
-operations are the same.
+to see which axis is that of the list. Programs that cannot be rolled up are told by extents, and
+operations that have nothing to do with the list would be merged as well. So operations found with
+lists of two lengths are a *template*, and lists of all other lengths are taken to be used like this
+where the operations are the same.
 
-Where rows of what comes of a list are read one by one (`softmax(jnp.stack(scores))[k]`), the node
+Where rows of a list's results are read one by one (`softmax(jnp.stack(scores))[k]`), the node
 has a result for each element, and `value[k]` is one of them.
 
-What is done with a list is one node as long as all instances do it as often; else each use of the
+All uses of a list are one node as long as all instances use it equally often; else each use of the
 list is a node (see `_record.granularity.list_uses`).
 
 A stack is not merged if a value with an axis as long as the list leaves its operations in another
-way, if two lists wait for what comes of each other, or if it meets arrays whose length differs from
+way, if two lists wait for each other's results, or if it meets arrays whose length differs from
 instance to instance, which run packed (see `_ragged`).
 """
 
@@ -64,7 +64,7 @@ class Template(NamedTuple):
 
 
 class StackedLists:
-    """Merges what is done with stacks of many lengths. Belongs to one registry.
+    """Merges operations on stacks of many lengths. Belongs to one registry.
 
     Attributes:
       revision: how often stacks that had been met have turned out to be of many lengths.
