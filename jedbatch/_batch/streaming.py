@@ -77,7 +77,7 @@ def stream(
     checks.flag("stream", "ordered", ordered)
     shared, rows = batched._arguments.streams(args)
     one_by_one = OneByOne("stream", batched, shared)
-    source = Source(rows, batch_size)
+    source = MinibatchSource(rows, batch_size)
 
     def make() -> Any:
         found = source.minibatch()
@@ -101,7 +101,7 @@ def stream(
     return _results(in_thread(work, ahead) if ahead else in_turn(work), run, ordered)
 
 
-class Source:
+class MinibatchSource:
     """Minibatches of what an iterator has.
 
     An error of the iterator is raised after the minibatch that was begun.

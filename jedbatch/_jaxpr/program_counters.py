@@ -55,7 +55,7 @@ SMALL = 128  # lanes that are ranked by a product of matrices
 Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are made of
 
 
-class Step(NamedTuple):
+class BlockStep(NamedTuple):
     """A block, run for some lanes at a time."""
 
     block: BasicBlock
@@ -67,7 +67,7 @@ class Step(NamedTuple):
         return STEP_WORK + self.width * self.block.work
 
 
-class _State(NamedTuple):
+class _LaneState(NamedTuple):
     """The state that a step changes; `B` blocks and `N` lanes."""
 
     registers: Registers
@@ -217,14 +217,14 @@ def _until_last(
 ) -> Registers:
     """Runs lanes until all have come to the last block; `after` is where they are at first."""
     between = program.blocks[1:-1]
-    steps = [Step(block, w) for block in between for w in widths(block, size)]
+    steps = [BlockStep(block, w) for block in between for w in widths(block, size)]
     choose = _chooser(steps, len(between))
     arrived = _Arrived(after - 1, jnp.ones(size, bool), len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
     read = [x for x in registers if any(_touches(block, x) for block in between)]
-    state = _State({x: registers[x] for x in read}, queue, none, count, choose(count))
+    state = _LaneState({x: registers[x] for x in read}, queue, none, count, choose(count))
     bodies = [functools.partial(_step, step, choose, size) for step in steps]
 
     def round_of(values: Any) -> Any:
@@ -240,17 +240,17 @@ def _until_last(
             values = lax.while_loop(is_chosen, run, values)
         return values
 
-    def pack(values: Any) -> _State:
-        return _State(dict(zip(read, values[0], strict=True)), *values[1:])
+    def pack(values: Any) -> _LaneState:
+        return _LaneState(dict(zip(read, values[0], strict=True)), *values[1:])
 
-    def unpack(state: _State) -> Any:
+    def unpack(state: _LaneState) -> Any:
         return [state.registers[x] for x in read], *state[1:]
 
     values = lax.while_loop(lambda values: values[-1] < len(steps), round_of, unpack(state))
     return registers | pack(values).registers
 
 
-def _chooser(steps: Sequence[Step], num_blocks: int) -> Callable[[Array], Array]:
+def _chooser(steps: Sequence[BlockStep], num_blocks: int) -> Callable[[Array], Array]:
     """Returns a function from how many lanes wait at each block to the number of a step."""
     block = np.array([step.block.number - 1 for step in steps])
     width = np.array([step.width for step in steps], np.float32)
@@ -271,7 +271,7 @@ def _chooser(steps: Sequence[Step], num_blocks: int) -> Callable[[Array], Array]
     return choose
 
 
-def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
+def _step(step: BlockStep, choose: Callable, size: int, state: _LaneState) -> _LaneState:
     """Runs a step."""
     block, width = step
     here = block.number - 1
@@ -302,7 +302,7 @@ def _step(step: Step, choose: Callable, size: int, state: _State) -> _State:
     count = state.count.at[here].add(-taken)
     arrived = _Arrived(after - 1, exists, len(state.count))
     queue, count = arrived.put(lanes, state.queue, head, count)
-    return _State(registers, queue, head, count, choose(count))
+    return _LaneState(registers, queue, head, count, choose(count))
 
 
 def _repeated(

@@ -106,7 +106,7 @@ class Chain(NamedTuple):
     num_elements: int
 
 
-class Stack(NamedTuple):
+class StackedElements(NamedTuple):
     """An array that has a row for each element, along an axis."""
 
     id: int
@@ -293,7 +293,7 @@ class Roller:
                 (axis,) = position
                 shape = (*shape[:axis], *shape[axis + 1 :])
                 index = expressions.given(shape, v.aval.dtype, "element", which)
-                self.env[v] = Stack(index, axis)
+                self.env[v] = StackedElements(index, axis)
                 continue
             index = expressions.given(shape, v.aval.dtype, kind, which)
             self.env[v] = Element(index, *position) if position else Single(index)
@@ -341,7 +341,7 @@ class Roller:
 
     def axes(self) -> list[int | None]:
         """Along which axis results have a row for each element; None where they have none."""
-        return [x.axis if isinstance(x, Stack) else None for x in self._values()]
+        return [x.axis if isinstance(x, StackedElements) else None for x in self._values()]
 
     def _values(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
@@ -372,7 +372,7 @@ class Roller:
         chain = self._chain(CHAINS.get(name), values)
         if chain is not None:
             return [chain]
-        if any(isinstance(x, Stack) for x in values):
+        if any(isinstance(x, StackedElements) for x in values):
             return [self._stacked(eqn, values)]
         positions = {x.position for x in values if isinstance(x, Element)}
         if positions and name in ("stack", "concatenate"):
@@ -433,7 +433,7 @@ class Roller:
             return Chain(second.id, op, chained[1], 2)
         return None
 
-    def _stack(self, eqn: Equation, values: Sequence[Any]) -> Stack:
+    def _stack(self, eqn: Equation, values: Sequence[Any]) -> StackedElements:
         """An array of one row for each element."""
         ids = {x.id for x in values}
         places = [x.position if isinstance(x, Element) else None for x in values]
@@ -441,11 +441,11 @@ class Roller:
             raise CannotRollError("an array of some of the elements, or of other things too")
         (index,) = ids
         if eqn.primitive.name == "stack":
-            return Stack(index, eqn.params["axis"])
+            return StackedElements(index, eqn.params["axis"])
         axis = eqn.params["dimension"]
         if self.expressions.all[index].shape[axis] != 1:
             raise CannotRollError("elements are put together along an axis of theirs")
-        return Stack(self._without_axis(index, axis), axis)
+        return StackedElements(self._without_axis(index, axis), axis)
 
     def _without_axis(self, index: int, axis: int) -> int:
         """An expression without an axis along which it has one element, or repeats itself."""
@@ -467,7 +467,7 @@ class Roller:
 
     # --- arrays with a row for each element ---
 
-    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> Stack | Single | Element:
+    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single | Element:
         """The result of an operation on arrays with a row for each element."""
         name, params = eqn.primitive.name, dict(eqn.params)
         if any(isinstance(x, Element) for x in values):
@@ -491,7 +491,7 @@ class Roller:
                 )
             if axis in axes:
                 return self._reduction(reduction, True, index)
-            return Stack(index, axis - sum(a < axis for a in axes))
+            return StackedElements(index, axis - sum(a < axis for a in axes))
         if name == "broadcast_in_dim":
             axes, shape = params["broadcast_dimensions"], list(params["shape"])
             place = axes[axis]
@@ -524,7 +524,7 @@ class Roller:
             params["new_sizes"] = tuple(shape)
         else:
             raise CannotRollError(f"`{name}` of a row for each element")
-        return Stack(self.expressions.primitive(eqn.primitive, params, [index]), place)
+        return StackedElements(self.expressions.primitive(eqn.primitive, params, [index]), place)
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
         """The row of one element."""
@@ -535,23 +535,28 @@ class Roller:
         row = self.expressions.operation(("row", axis), run, [index])[0]
         return Element(row, eqn.params["start_indices"][axis])
 
-    def _elementwise(self, eqn: Equation, values: Sequence[Any]) -> Stack:
+    def _elementwise(self, eqn: Equation, values: Sequence[Any]) -> StackedElements:
         """The result of an operation that computes each element of an array by itself."""
-        axes = {x.axis for x in values if isinstance(x, Stack)}
+        axes = {x.axis for x in values if isinstance(x, StackedElements)}
         if len(axes) != 1:
             raise CannotRollError("rows meet along other axes")
         (axis,) = axes
-        ids = [x.id if isinstance(x, Stack) else self._without_axis(x.id, axis) for x in values]
+        ids = [
+            x.id if isinstance(x, StackedElements) else self._without_axis(x.id, axis)
+            for x in values
+        ]
         function = _known_function(eqn)
         if function is not None:
             run = lambda value: [function(value)]  # noqa: E731
-            return Stack(self.expressions.operation(function, run, ids)[0], axis)
-        return Stack(self.expressions.primitive(eqn.primitive, dict(eqn.params), ids), axis)
+            return StackedElements(self.expressions.operation(function, run, ids)[0], axis)
+        return StackedElements(
+            self.expressions.primitive(eqn.primitive, dict(eqn.params), ids), axis
+        )
 
-    def _product(self, eqn: Equation, left: Any, right: Any) -> Stack | Single:
+    def _product(self, eqn: Equation, left: Any, right: Any) -> StackedElements | Single:
         """The result of a matrix product."""
         contracted, batch = eqn.params["dimension_numbers"]
-        axes = [x.axis if isinstance(x, Stack) else None for x in (left, right)]
+        axes = [x.axis if isinstance(x, StackedElements) else None for x in (left, right)]
 
         def dims(pair: Any, keep: bool) -> Any:
             """Axes without that of the elements, which they may share, or not."""
@@ -578,7 +583,7 @@ class Roller:
         if met is not None:
             return self._reduction("add", True, index)
         if together is not None:
-            return Stack(index, together)
+            return StackedElements(index, together)
         if None not in axes:
             raise CannotRollError("elements meet each other")
         ((side, axis),) = [(k, a) for k, a in enumerate(axes) if a is not None]
@@ -588,11 +593,11 @@ class Roller:
             for n, c, b in zip(ndims, contracted, batch, strict=True)
         ]
         place = len(batch[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
-        return Stack(index, place)
+        return StackedElements(index, place)
 
     def _shape(self, x: Any) -> tuple[int, ...]:
         shape = self.expressions.all[x.id].shape
-        return (*shape, self.length) if isinstance(x, Stack) else shape  # as many axes
+        return (*shape, self.length) if isinstance(x, StackedElements) else shape  # as many axes
 
 
 def _known_function(eqn: Equation) -> Callable | None:

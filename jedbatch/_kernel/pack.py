@@ -230,7 +230,7 @@ def make_table(
 # --- the program that computes it ---
 
 
-class Step(NamedTuple):
+class PackedStep(NamedTuple):
     """Something to run: `run(env)` reads and adds to the values by key."""
 
     reads: Sequence[Any]
@@ -277,7 +277,7 @@ def is_better_packed(products: Sequence[Product]) -> bool:
     return bool(further) or (first.weight_axis == 1 and first.kind.free == ())
 
 
-def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: Bindings) -> None:
+def _run_steps(steps: Sequence[PackedStep], results: Iterable[Any], env: Bindings) -> None:
     """Runs the steps that the results depend on; of two that write a key, the later one."""
     maker = {key: i for i, step in enumerate(steps) for key in step.writes}
     after: dict[int, list[int]] = {}
@@ -291,16 +291,16 @@ def _run_steps(steps: Sequence[Step], results: Iterable[Any], env: Bindings) -> 
         steps[i].run(env)
 
 
-def _equation_step(jaxpr: OpenProgram, eqn: Equation) -> Step:
+def _equation_step(jaxpr: OpenProgram, eqn: Equation) -> PackedStep:
     rule = functools.partial(run_equation, jaxpr)
-    return Step(reads(eqn), eqn.outvars, lambda env: run_equations([eqn], env, rule))
+    return PackedStep(reads(eqn), eqn.outvars, lambda env: run_equations([eqn], env, rule))
 
 
-def _sum_step(v: Atom, terms: Sequence[object]) -> Step:
-    return Step(terms, [v], lambda env: env.update({v: sum_of([env[x] for x in terms])}))
+def _sum_step(v: Atom, terms: Sequence[object]) -> PackedStep:
+    return PackedStep(terms, [v], lambda env: env.update({v: sum_of([env[x] for x in terms])}))
 
 
-def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
+def _group_step(grid: Grid, group: Group, new: set[int]) -> PackedStep:
     """One product. Constants of the columns `new` are added to it.
 
     Its results are pieces of columns, by (column, rectangle).
@@ -340,7 +340,7 @@ def _group_step(grid: Grid, group: Group, new: set[int]) -> Step:
     reads_needed = [grid.rows[r] for x in group for r in x.rows]
     reads_needed += [p.weight for p in grid.products_of((first,))]
     reads_needed += [v for constant_values in constants.values() for v in constant_values]
-    return Step(reads_needed, [(c, x) for x in group for c in x.columns], run)
+    return PackedStep(reads_needed, [(c, x) for x in group for c in x.columns], run)
 
 
 def _stack(values: Sequence[jax.Array]) -> Array:

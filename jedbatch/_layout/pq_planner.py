@@ -263,16 +263,16 @@ class _Form(NamedTuple):
     nodes: dict[int, _Node]  # by name, bottom-up
 
 
-class _State:
+class _PlannerState:
     """The orders permitted by what was admitted so far."""
 
     def __init__(self, tree: PQTree, choices: _Choices):
         self.tree, self.choices = tree, choices
         self.num_dissolved = len(tree.dissolved)  # those whose choices are known to be united
 
-    def copy(self) -> "_State":
+    def copy(self) -> "_PlannerState":
         """An independent copy."""
-        return _State(self.tree.copy(), self.choices.copy())
+        return _PlannerState(self.tree.copy(), self.choices.copy())
 
     def _choice(self, node: int) -> Hashable:
         """Returns the key of a node's choice: P-nodes that lost children choose anew."""
@@ -362,7 +362,7 @@ class _Planner:
 
     def __init__(self, num_variables: int, batches: Sequence[Batch]):
         self.batches = batches
-        self.state = _State(PQTree(num_variables), _Choices())
+        self.state = _PlannerState(PQTree(num_variables), _Choices())
         self.admitted: list[list[int]] = [[] for _ in batches]
         self.dropped: list[Dropped] = []
         self._users: list[dict[int, None]] = [{} for _ in range(num_variables)]  # batches

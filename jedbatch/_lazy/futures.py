@@ -98,7 +98,7 @@ class Outcome:
         return from_stored(self.returned.take(self.row), value_type)
 
 
-class Settled(Trace):
+class SettledTrace(Trace):
     """The trace of futures that are not waiting any more: they have a value, or never will."""
 
     def __init__(self, problem: str | None = None):
@@ -115,8 +115,8 @@ class Settled(Trace):
         self.is_valid()
 
 
-COMPUTED = Settled()
-LOST = Settled(
+COMPUTED = SettledTrace()
+LOST = SettledTrace(
     "a future is used whose lazy scope was left by an exception, or whose computation failed; "
     "nothing of it has been computed. Compute what you need before the exception can happen, for "
     "instance by `jax.block_until_ready(future)` inside of the scope, or repeat the scope."

@@ -34,7 +34,7 @@ from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFut
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.fast_path import Watched
 from jedbatch._record.instance_arrays import array_type, is_array
-from jedbatch._record.operators import Slice
+from jedbatch._record.operators import StaticSlice
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
@@ -231,7 +231,7 @@ class LazyRecorder(Recorder):
         self._reader, x = "slice", tracers[0]
         if not (is_array(x) and isinstance(self.symbol(x), Shared)):
             return super().process_primitive(primitive, tracers, params)
-        cut = Slice.of(x.shape, params)
+        cut = StaticSlice.of(x.shape, params)
         return self._operation("slice", cut.key, cut.call, [x, *cut.starts])[0]
 
     def _operation(

@@ -79,7 +79,7 @@ class Combination:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TileStep:
     """Work that one node does.
 
     Attributes:
@@ -118,14 +118,18 @@ class StepProgram:
 
     invars: tuple[Hashable, ...]
     outvars: tuple[Hashable, ...]
-    steps: tuple[Step | Combination, ...]
+    steps: tuple[TileStep | Combination, ...]
     types: dict[Hashable, TypeOfValue]
     lengths: dict[Hashable, AxisSize]
     constants: dict[Hashable, Any]
     nonempty: tuple[tuple[AxisSize, str], ...]
 
     def run(
-        self, step: Step, shared: Sequence[Array], values: Sequence[Array], rows: TileRows | None
+        self,
+        step: TileStep,
+        shared: Sequence[Array],
+        values: Sequence[Array],
+        rows: TileRows | None,
     ) -> list[Array]:
         """Returns what a step writes."""
         env = {**self.constants, **dict(zip(step.shared, shared, strict=True))}
@@ -289,13 +293,13 @@ class _StepFinder:
         for parts in work.values():
             read_later.update(_free_reads(parts))
         read_later.update(v for cs in self.combinations.values() for c in cs for v in c.parts)
-        steps: list[Step | Combination] = []
+        steps: list[TileStep | Combination] = []
         for place, parts in work.items():
             free = _free_reads(parts)
             written = list(dict.fromkeys(v for part in parts for v in part.writes))
             again = {*self.anywhere, *inlined}
             steps.append(
-                Step(
+                TileStep(
                     place[1],
                     tuple(parts),
                     tuple(v for v in free if v not in self.known),

@@ -15,7 +15,7 @@ from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.tile_reductions import TileRows
-from jedbatch._ragged.tile_steps import Combination, Step, StepProgram, find_steps
+from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import AxisSize
 
@@ -239,7 +239,7 @@ def _combining(step: Combination) -> Callable:
     return call
 
 
-def _running(program: StepProgram, step: Step, size: int) -> Callable:
+def _running(program: StepProgram, step: TileStep, size: int) -> Callable:
     def call(shared: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         count = len(step.reads)
         rows = None

@@ -47,7 +47,7 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
             if number and recorder.locates:
                 row = recorder.input(row_index(item, value.shape[0]))
                 return recorder.node(PICK, PICK, _pick, (), [value, row])
-            part = None if recorder.locates else Part.of(value.shape, item)
+            part = None if recorder.locates else BasicIndex.of(value.shape, item)
             if part is not None and _differs(recorder, value, part):
                 starts = [recorder.input(start) for start in part.starts]
                 return recorder.node(PICK, (PICK, part.form), part.take, (), [value, *starts])
@@ -66,8 +66,8 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
 
 
-class Part(NamedTuple):
-    """A part of an array, with its place as numbers.
+class BasicIndex(NamedTuple):
+    """Numbers and slices that index an array, with the place of the part as numbers.
 
     Attributes:
       form: of each axis its extent in the part; None where the axis is left out, by a number.
@@ -80,7 +80,7 @@ class Part(NamedTuple):
     starts: tuple[int, ...]
 
     @staticmethod
-    def of(shape: tuple[int, ...], item: Any) -> "Part | None":
+    def of(shape: tuple[int, ...], item: Any) -> "BasicIndex | None":
         """Returns the part that numbers and slices give; None if they give another, or are others.
 
         Numbers out of bounds are left to JAX.
@@ -103,7 +103,7 @@ class Part(NamedTuple):
                     starts[axis], form[axis] = start, stop - start
             else:
                 return None
-        return Part(tuple(form), tuple(starts), tuple(starts.values())) if starts else None
+        return BasicIndex(tuple(form), tuple(starts), tuple(starts.values())) if starts else None
 
     def take(self, _: Any, operands: Sequence[Any]) -> PyTree:
         """Returns the part of the first operand whose place the others are."""
@@ -115,7 +115,7 @@ class Part(NamedTuple):
         return jax.lax.squeeze(cut, [k for k, n in enumerate(self.form) if n is None])
 
 
-def _differs(recorder: RecorderLike, value: Value, part: Part) -> bool:
+def _differs(recorder: RecorderLike, value: Value, part: BasicIndex) -> bool:
     """Returns whether the place of a part of some values is data, not part of an operation.
 
     So it is if values differ in the extents that are cut, as those of lists of many lengths do.
@@ -157,7 +157,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     return recorder.record(recorded.call_spec)
 
 
-class Slice(NamedTuple):
+class StaticSlice(NamedTuple):
     """A slice of an array, with its place as numbers.
 
     Attributes:
@@ -173,7 +173,7 @@ class Slice(NamedTuple):
     starts: tuple[int, ...]
 
     @staticmethod
-    def of(shape: Sequence[int], params: Mapping[str, Any]) -> "Slice":
+    def of(shape: Sequence[int], params: Mapping[str, Any]) -> "StaticSlice":
         """Returns JAX's primitive on an array of a shape."""
         starts = params["start_indices"]
         sizes = tuple(b - a for a, b in zip(starts, params["limit_indices"], strict=True))
@@ -187,7 +187,7 @@ class Slice(NamedTuple):
                 where[k] = start
             return [jax.lax.dynamic_slice(x, where, sizes)]
 
-        return Slice(cut, sizes, call, tuple([starts[k] for k in cut]))
+        return StaticSlice(cut, sizes, call, tuple([starts[k] for k in cut]))
 
     @property
     def key(self) -> Hashable:

@@ -17,7 +17,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import ClosedProgram
-from jedbatch._record.operators import Slice
+from jedbatch._record.operators import StaticSlice
 from jedbatch._record.shared_operands import MAX_SIZE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf
@@ -81,7 +81,7 @@ def _with_values(
     return symbols if small else None
 
 
-def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> Slice | None:
+def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> StaticSlice | None:
     """Returns a row of a table that the function closes over, whose number may be the instance's.
 
     None of other parts.
@@ -96,7 +96,7 @@ def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) ->
     is_weight = isinstance(x, jax.core.Tracer) or recorder.is_weight_reached(x)
     if not (is_weight and isinstance(recorder.symbol(x), Shared)):
         return None
-    cut = Slice.of(x.shape, params)
+    cut = StaticSlice.of(x.shape, params)
     return cut if cut.is_row else None
 
 

@@ -58,7 +58,7 @@ class Failure:
 
 
 @dataclass
-class Report:
+class FuzzReport:
     """The outcome of a run.
 
     Attributes:
@@ -89,7 +89,7 @@ class Report:
         failed = sum(f.count for f in self.failures.values())
         return f"{self.programs} programs, {failed} failed, {self.unclear} unclear"
 
-    def add(self, other: "Report") -> None:
+    def add(self, other: "FuzzReport") -> None:
         """Adds what came out of other programs."""
         self.programs += other.programs
         self.unclear += other.unclear
@@ -154,12 +154,12 @@ class Fuzz:
     def __init__(
         self, shrink: float = SHRINK, tell: Callable[[str], None] = print, plans: bool = False
     ):
-        self.report = Report()
+        self.report = FuzzReport()
         self.plans = plans
         self.shrink = shrink
         self.tell = tell
 
-    def run(self, programs: int, seed: int, first: int = 0) -> Report:
+    def run(self, programs: int, seed: int, first: int = 0) -> FuzzReport:
         """Runs so many programs, from a number on."""
         start = time.perf_counter()
         for number in range(first, first + programs):
@@ -232,7 +232,7 @@ def run(
     *,
     first: int = 0,
     jobs: int = 1,
-) -> Report:
+) -> FuzzReport:
     """Runs random programs.
 
     Args:
@@ -250,7 +250,7 @@ def run(
     if jobs == 1:
         return Fuzz(shrink, plans=plans).run(programs, seed, first)
     start = time.perf_counter()
-    total = Report()
+    total = FuzzReport()
     context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=PARTS) as pool:
         end = first + programs
@@ -265,7 +265,7 @@ def run(
     return total
 
 
-def _part(programs: int, seed: int, shrink: float, plans: bool, first: int) -> Report:
+def _part(programs: int, seed: int, shrink: float, plans: bool, first: int) -> FuzzReport:
     """Runs some programs in a process of its own, and prints only what fails."""
 
     def tell(line: str) -> None:

@@ -36,7 +36,7 @@ Statement = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class StatementOperation:
     """An operation that a statement computes.
 
     Attributes:
@@ -54,11 +54,13 @@ class Operation:
     merges: bool = True
 
 
-def _table(result: str, operands: str, *templates: str, **options: Any) -> dict[str, Operation]:
-    return {t: Operation(result, operands, t, **options) for t in templates}
+def _table(
+    result: str, operands: str, *templates: str, **options: Any
+) -> dict[str, StatementOperation]:
+    return {t: StatementOperation(result, operands, t, **options) for t in templates}
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, StatementOperation] = {
     **_table("v", "v", "jnp.tanh({0})", "0.5 * {0}", "{0} - 1", "{0}[::-1]", "jax.nn.softmax({0})"),
     **_table("v", "v", 'jnp.tanh({0} @ params["W"])', "jnp.cumsum({0}) / 4", "jnp.roll({0}, 1)"),
     **_table("v", "v", 'jnp.sin({0}) * params["b"]', "jax.lax.stop_gradient({0})", "jnp.sort({0})"),

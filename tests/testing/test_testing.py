@@ -17,7 +17,7 @@ from jedbatch import testing
 from jedbatch.__main__ import main
 from jedbatch.testing import strategies
 from jedbatch.testing.cases import UnclearError
-from jedbatch.testing.fuzz import Failure, Fuzz, Report, draw, run
+from jedbatch.testing.fuzz import Failure, Fuzz, FuzzReport, draw, run
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 3, jnp.float32)
 node = jedbatch.cell(lambda w, a, b: jnp.tanh(w @ a + b))
@@ -394,7 +394,7 @@ def test_parts_run_in_processes(monkeypatch, capsys):
 def test_reports_add_up():
     small, large = draw(3, 1), draw(3, 0)
     assert len(str(small)) < len(str(large))
-    total, part = Report(), Report(programs=5, unclear=1)
+    total, part = FuzzReport(), FuzzReport(programs=5, unclear=1)
     part.failures["E"] = Failure(large, "E: 1", [3])
     total.add(part)
     part.failures["E"] = Failure(small, "E: 2", [9])

@@ -17,7 +17,7 @@ from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
 
 
-class Region(NamedTuple):
+class ListRegion(NamedTuple):
     """Nodes that become one.
 
     Attributes:
@@ -105,7 +105,7 @@ class RecordedNodes:
         operation, *_ = operation_of(picked).key
         return operation == (PICK, (None, *rows[1:])) and rows[0] <= LONG
 
-    def ordered(self, begin: int, end: int, regions: list[Region]) -> list[int | Region]:
+    def ordered(self, begin: int, end: int, regions: list[ListRegion]) -> list[int | ListRegion]:
         """Returns nodes and regions of an instance, each after what it reads.
 
         Of regions that wait for each other, the last one is left as it was.
@@ -124,7 +124,7 @@ class RecordedNodes:
                 readers.setdefault(m, []).append(unit)
         ready = [unit for unit, makers_of in waits.items() if not makers_of]
         heapq.heapify(ready)
-        order: list[int | Region] = []
+        order: list[int | ListRegion] = []
         while ready:
             unit = heapq.heappop(ready)
             order.append(of.get(unit, unit))
@@ -137,12 +137,12 @@ class RecordedNodes:
         stuck = [r.group for r in regions if waits[r.nodes[-1]]]
         return self.ordered(begin, end, [r for r in regions if r.group != stuck[-1]])
 
-    def written(self, order: Sequence[int | Region], instance_ends: Sequence[int]) -> Merged:
+    def written(self, order: Sequence[int | ListRegion], instance_ends: Sequence[int]) -> Merged:
         """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
         place: dict[int, int] = {}  # of values, by the number that they had
         first_row: dict[int, int] = {}  # the place of the first row of those whose rows are results
         num_values = 0
-        unread = self._unread_stacks([unit for unit in order if isinstance(unit, Region)])
+        unread = self._unread_stacks([unit for unit in order if isinstance(unit, ListRegion)])
         call_specs: list[int] = []
         references: list[int] = []
         inputs = _Inputs(self.registry, self.nodes)
@@ -152,7 +152,7 @@ class RecordedNodes:
         for n, (begin, end) in enumerate(itertools.pairwise(instance_ends)):
             inputs.begin(n)
             for unit in order[begin:end]:
-                if isinstance(unit, Region):
+                if isinstance(unit, ListRegion):
                     read, left = unit.read, unit.left
                     call_specs.append(unit.call_spec.id)
                     for v in unit.unstacked:
@@ -182,7 +182,7 @@ class RecordedNodes:
         columns = call_specs, references, inputs.group, inputs.value
         return Merged(columns, outputs, counts)
 
-    def _unread_stacks(self, regions: Sequence[Region]) -> set[int]:
+    def _unread_stacks(self, regions: Sequence[ListRegion]) -> set[int]:
         """Returns the stacks that nobody reads as a whole: regions read their elements."""
         readers: dict[int, set[int]] = {}
         for region in regions:

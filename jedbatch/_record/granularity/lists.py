@@ -38,7 +38,7 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.arity import LONG
 from jedbatch._record.granularity.fuse import Merged, Pattern, pattern_call
 from jedbatch._record.granularity.list_axes import ListAxes, has_extent
-from jedbatch._record.granularity.list_regions import RecordedNodes, Region
+from jedbatch._record.granularity.list_regions import ListRegion, RecordedNodes
 from jedbatch._record.granularity.list_uses import Use, find_uses
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.recorder import Recorder
@@ -48,7 +48,7 @@ from jedbatch._support.types import Leaf
 STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 
 
-class Template(NamedTuple):
+class ListTemplate(NamedTuple):
     """Operations on lists, whatever their length.
 
     Attributes:
@@ -81,7 +81,7 @@ class StackedLists:
         self._lengths: dict[Hashable, set[int]] = {}
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec] = {}
-        self._templates: dict[Template, set[int]] = {}  # with the lengths they were found with
+        self._templates: dict[ListTemplate, set[int]] = {}  # with the lengths they were found with
         self.axes = ListAxes(registry)
 
     def merge(
@@ -133,12 +133,12 @@ class StackedLists:
         numbers = (self._num_uses.get(self._family[t], {}).values() for t in stacks)
         return any(len(x) > 2 or sum(len(lengths) > 1 for lengths in x) > 1 for x in numbers)
 
-    def note(self, template: Template, length: int) -> None:
+    def note(self, template: ListTemplate, length: int) -> None:
         """Notes that operations were found to be done with a list of some length."""
         self._templates.setdefault(template, set()).add(length)
 
     @property
-    def templates(self) -> list[Template]:
+    def templates(self) -> list[ListTemplate]:
         """The templates that are known, the longest first."""
         known = [t for t, lengths in self._templates.items() if len(lengths) > 1]
         return sorted(known, key=lambda t: -len(t.steps))
@@ -273,22 +273,22 @@ class _Merging(RecordedNodes):
             if group.length is not None:
                 leaving = self._leaving(group.nodes)
                 unstacked = self._unstacked(group.nodes, leaving)
-                template = Template(self._steps(group.nodes), leaving, unstacked)
+                template = ListTemplate(self._steps(group.nodes), leaving, unstacked)
                 self.lists.note(template, group.length)
         templates = self.lists.templates
-        order: list[int | Region] = []
+        order: list[int | ListRegion] = []
         ends = [0]
         for (a, b), groups in zip(instances, by_extents, strict=True):
             regions = self._accepted(a, b, groups, templates)
             order += self.ordered(a, b, regions)
             ends.append(len(order))
-        if not any(isinstance(unit, Region) for unit in order):
+        if not any(isinstance(unit, ListRegion) for unit in order):
             return None
         return self.written(order, ends)
 
     def _accepted(
-        self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[Template]
-    ) -> list[Region]:
+        self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[ListTemplate]
+    ) -> list[ListRegion]:
         """Returns the regions of an instance.
 
         They are those of uses; or else those of templates, or else those by extents.
@@ -314,7 +314,7 @@ class _Merging(RecordedNodes):
                     break
         return regions
 
-    def _of_uses(self, group: _Group) -> list[Region]:
+    def _of_uses(self, group: _Group) -> list[ListRegion]:
         """Returns the uses of a list as regions; none if one of them cannot be a node."""
         regions = []
         for use in group.uses:
@@ -337,7 +337,7 @@ class _Merging(RecordedNodes):
         return leaving
 
     def _steps(self, members: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Returns what some nodes do, as in a `Template`."""
+        """Returns what some nodes do, as in a `ListTemplate`."""
         slots = {v: k for k, v in enumerate(v for n in members for v in self.values(n))}
         return tuple(
             (
@@ -347,7 +347,7 @@ class _Merging(RecordedNodes):
             for n in members
         )
 
-    def _matched(self, template: Template, stack: int, end: int) -> list[int] | None:
+    def _matched(self, template: ListTemplate, stack: int, end: int) -> list[int] | None:
         """Returns the nodes from a stack on that do what a template says, or None.
 
         They are looked for up to the end of the instance.
@@ -484,7 +484,7 @@ class _Merging(RecordedNodes):
 
     def _region(
         self, members: list[int], use: Use | None = None, group: int | None = None
-    ) -> Region | None:
+    ) -> ListRegion | None:
         """Returns nodes as a region, or those of one use; None if they cannot be one node."""
         earlier = use.earlier if use else []
         reads = dict.fromkeys(r for n in members for r in self.reads(n))
@@ -546,7 +546,7 @@ class _Merging(RecordedNodes):
         )
         nodes, read_apart = (use.nodes, use.stacks) if use else (members, [])
         of = nodes[0] if group is None else group
-        return Region(of, nodes, call_spec, read, length, listed, left, read_apart)
+        return ListRegion(of, nodes, call_spec, read, length, listed, left, read_apart)
 
     def _has_rows(self, value: int) -> bool:
         """Returns whether a value can be given as rows, one for each of few elements."""

@@ -34,7 +34,7 @@ MOST_PATTERNS = 4  # in which they read each other, before they are left alone
 CONTROL_FLOW = ("while", "scan", "cond")
 
 
-class Part(NamedTuple):
+class ReadoutPart(NamedTuple):
     """Operations of a read-out that become one node.
 
     Attributes:
@@ -80,7 +80,7 @@ class Readouts:
         self.revision = 0
         self._length: int | None = None  # operations of the read-out, once there were instances
         self._returned: frozenset[int] = frozenset()
-        self._parts: dict[tuple, list[Part]] = {}
+        self._parts: dict[tuple, list[ReadoutPart]] = {}
         self._is_plain: list[bool] = []
         self._is_cell: list[bool] = []
         self._takes_ragged = False
@@ -163,7 +163,7 @@ class Readouts:
 
     def _find_parts(
         self, graph: Graph, types: tuple[int, ...], reads: tuple[int, ...]
-    ) -> list[Part]:
+    ) -> list[ReadoutPart]:
         """Returns the nodes that operations become, of which these are the types and operands."""
         node_types = [graph.types[t] for t in types]
         made = pointers(np.array([len(t.results) for t in node_types])).tolist()
@@ -183,11 +183,11 @@ class Readouts:
             operands = [e for n in part for e in range(read[n], read[n + 1])]
             left = [v for v in values if v in self._returned] or values[-1:]
             if len(part) == 1:
-                parts.append(Part(types[part[0]], tuple(operands), tuple(values)))
+                parts.append(ReadoutPart(types[part[0]], tuple(operands), tuple(values)))
                 continue
             once = {~reads[e]: e for e in operands if reads[e] < 0}
             parts.append(
-                Part(
+                ReadoutPart(
                     self._node_type(
                         [types[n] for n in part], [reads[e] for e in operands], values, left
                     ),
@@ -264,7 +264,9 @@ def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return distinct, which.ravel()
 
 
-def _merged(graph: Graph, ends: Ends, parts: Sequence[Sequence[Part]], which: np.ndarray) -> Graph:
+def _merged(
+    graph: Graph, ends: Ends, parts: Sequence[Sequence[ReadoutPart]], which: np.ndarray
+) -> Graph:
     """Returns a graph whose last nodes are the parts of a pattern, `which` for each instance."""
     num_parts = np.array([len(several) for several in parts])[which]
     kept = np.ones(len(graph.node_type), bool)
