@@ -19,16 +19,17 @@ Read in this order:
 10. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
 11. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-12. `rolling`: Programs of a list of values as programs of lists of any length.
-13. `registers`: Basic blocks, and the registers of values that live between them.
-14. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+12. `list_expressions`: Expressions of programs of lists of any length.
+13. `rolling`: Programs of a list of values as programs of lists of any length.
+14. `registers`: Basic blocks, and the registers of values that live between them.
+15. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-15. `program_counters`: A machine for lanes that are at different places of a program.
-16. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+16. `program_counters`: A machine for lanes that are at different places of a program.
+17. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-17. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+18. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-18. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-19. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+19. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+20. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -12,12 +12,11 @@ element, row-wise operations, reductions and products over their rows, and singl
 results, of one for each element; and numbers that are the length, or one divided by it. All else,
 such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
-is found out by comparing the two (`Expressions.is_of_one`).
+is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
 """
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +32,9 @@ from jedbatch._jaxpr.interpret import (
     inner_programs,
     run_equation,
 )
-from jedbatch._jaxpr.list_reductions import reduced, without_others
+from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
 from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
-from jedbatch._support.types import Array, Dtype
+from jedbatch._support.types import Array
 
 # Elementwise functions with a derivative rule of their own.
 KNOWN_FUNCTIONS = (jax.nn.relu, jax.nn.relu6)
@@ -47,41 +46,11 @@ REDUCTIONS = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
-LENGTHS = ("length", "one by the length")
 CHAINS = {x: x for x in ("add", "mul", "max", "min", "and", "or")} | {"add_any": "add"}
 
 
 class CannotRollError(Exception):
     """A program that is not known to be the same for lists of any length."""
-
-
-@dataclass(frozen=True, eq=False)
-class Expression:
-    """A value that is computed once, or once for each element of the list.
-
-    Attributes:
-      of_element: whether there is one for each element.
-      args: ids of the expressions it reads.
-      shape, dtype: of the value, or of one element's.
-      run: maps the values of `args` to the value; None of what is below.
-      given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
-        ("one by the length",).
-      reduction: (operation, whether elements were rows of an array) if it reduces elements.
-      joins: the operation of a chain whose result it is; None if it is of no such operation.
-      chained: (operation, base, element) if it is an element's part in a chain.
-      repeated: (operand, its axes in the value) of a broadcast.
-    """
-
-    of_element: bool
-    args: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: Dtype
-    run: Callable[..., Any] | None = None
-    given: tuple[Any, ...] | None = None
-    reduction: tuple[str, bool] | None = None
-    joins: str | None = None
-    chained: tuple[str, int, int] | None = None
-    repeated: tuple[int, tuple[int, ...]] | None = None
 
 
 class Single(NamedTuple):
@@ -111,154 +80,6 @@ class StackedElements(NamedTuple):
 
     id: int
     axis: int
-
-
-class Expressions:
-    """The expressions of programs of lists of any length, equal ones once.
-
-    Args:
-      key_of: gives what parameters of operations are told apart by.
-    """
-
-    def __init__(self, key_of: Callable[[Any], Hashable]):
-        self.key_of = key_of
-        self.all: list[Expression] = []
-        self._keys: list[Hashable] = []
-        self._firsts: dict[tuple[int, int], bool] = {}
-        self._ids: dict[Hashable, int] = {}
-        self._made: dict[Hashable, list[int]] = {}
-
-    def add(self, key: Hashable, expression: Expression) -> int:
-        """The id of an expression; `key` says what it does with its arguments."""
-        full = key, expression.args, expression.shape, expression.dtype
-        if full not in self._ids:
-            self.all.append(expression)
-            self._keys.append(key)
-            self._ids[full] = len(self.all) - 1
-        return self._ids[full]
-
-    def given(self, shape: tuple[int, ...], dtype: Dtype, *what: Hashable) -> int:
-        """The id of a value that is not computed."""
-        of_element = what[0] == "element"
-        return self.add(what, Expression(of_element, (), shape, dtype, given=what))
-
-    def operation(
-        self, key: Hashable, run: Callable[..., Any], args: Sequence[int], **facts: Any
-    ) -> list[int]:
-        """The ids of what a function makes of expressions, a list of arrays."""
-        known = self._made.get((key, *args))
-        if known is not None:
-            return known
-        read = [self.all[a] for a in args]
-        made = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in read))
-        of_element = any(x.of_element for x in read)
-        ids = []
-        for k, x in enumerate(made):
-            of_result = lambda *values, k=k: run(*values)[k]  # noqa: E731
-            expression = Expression(of_element, tuple(args), x.shape, x.dtype, of_result, **facts)
-            ids.append(self.add((key, k), expression))
-        self._made[key, *args] = ids
-        return ids
-
-    def primitive(self, primitive: Any, params: dict[str, Any], args: Sequence[int]) -> int:
-        """The id of the result of an operation of JAX."""
-        run = lambda *values: [primitive.bind(*values, **params)]  # noqa: E731
-        facts = {}
-        if primitive.name == "broadcast_in_dim":
-            facts["repeated"] = args[0], tuple(params["broadcast_dimensions"])
-        return self.operation((primitive, self.key_of(params)), run, args, **facts)[0]
-
-    def is_of_one(self, single: int, rolled: int) -> bool:
-        """Returns whether an expression is what another one says of lists of one element.
-
-        Args:
-          single: the id of an expression of the first element, without reductions.
-          rolled: the id of an expression of lists of any length.
-        """
-        pair = single, rolled
-        if pair not in self._firsts:
-            self._firsts[pair] = single == rolled or self._is_of_one(single, rolled)
-        return self._firsts[pair]
-
-    def _is_of_one(self, single: int, rolled: int) -> bool:
-        x, y = self.all[single], self.all[rolled]
-        if y.reduction is not None:
-            element, *base = y.args
-            if not base:
-                return self.is_of_one(single, element)
-            return x.joins == y.reduction[0] and any(
-                self.is_of_one(first, *base) and self.is_of_one(second, element)
-                for first, second in (x.args, x.args[::-1])
-            )
-        if y.given is not None:
-            is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
-            return is_number and x.dtype == y.dtype and x.run is not None and x.run() == 1
-        if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
-            return False
-        return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
-
-    def program(
-        self, results: Sequence[int], inputs: Sequence[int], leaves: int, capacity: int
-    ) -> Callable[..., list[Array]]:
-        """Returns the program of a list of at most so many elements.
-
-        Args:
-          results: ids of what it returns.
-          inputs: the numbers of the inputs, in the order in which they are given.
-          leaves: values that an element consists of.
-          capacity: elements there is room for.
-
-        Returns:
-          A function of the inputs in a list, of the elements' values in a list, one leaf after the
-          other, of whose elements some may be anything, and of the number of elements that exist.
-        """
-
-        def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
-            exists = jnp.arange(capacity) < length
-            stacked = [
-                without_others(jnp.stack(elements[k * capacity : (k + 1) * capacity]), exists)
-                for k in range(leaves)
-            ]
-            by_number = dict(zip(inputs, given, strict=True))
-            values: dict[int, Array] = {}
-            for index in self._read_by(results):
-                x = self.all[index]
-                if x.given is not None:
-                    values[index] = _given(x, by_number, stacked, length)
-                elif x.reduction is not None:
-                    values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
-                else:
-                    axes = [0 if self.all[a].of_element else None for a in x.args]
-                    assert x.run is not None
-                    call = jax.vmap(x.run, axes, axis_size=capacity) if x.of_element else x.run
-                    values[index] = call(*(values[a] for a in x.args))
-            return [values[index] for index in results]
-
-        return run
-
-    def _read_by(self, results: Sequence[int]) -> list[int]:
-        """Returns the ids that some expressions read, in an order in which they can run."""
-        needed: set[int] = set()
-        waiting = list(results)
-        while waiting:
-            index = waiting.pop()
-            if index not in needed:
-                needed.add(index)
-                waiting += self.all[index].args
-        return sorted(needed)  # what is read has been made before
-
-
-def _given(
-    x: Expression, inputs: dict[int, Array], elements: Sequence[Array], length: Array
-) -> Array:
-    """The value of an expression that is not computed."""
-    assert x.given is not None
-    kind, *where = x.given
-    if kind in ("input", "element"):
-        (k,) = where
-        return inputs[k] if kind == "input" else elements[k]
-    number = length.astype(x.dtype)
-    return number if kind == "length" else 1 / number
 
 
 class Roller:

@@ -24,7 +24,8 @@ import numpy as np
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType, ValueType, operation_of
-from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.instance_arrays import flatten
 from jedbatch._support.types import Array

@@ -10,7 +10,8 @@ import pytest
 from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
-from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.keys import Keys
 
 W = jnp.array([[0.3, -0.7], [0.5, 0.2]])

@@ -3,7 +3,8 @@
 from collections.abc import Hashable, Sequence
 
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.rolling import CannotRollError, Expressions, Roller
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.registry import Registry
 
