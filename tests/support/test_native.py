@@ -1,56 +1,25 @@
 """The compiled core against the Python that it stands for, on plans, schedules and paths."""
 
 import dataclasses
-import gc
 import importlib
-import sys
 import types
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.compiled_core import assert_equal, both, columns, compiled
 
 import jedbatch
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
 from jedbatch._layout.node_order import ORDERS
 from jedbatch._record.instance_key import _is_plain_tree
-from jedbatch._record.recorder import Recorder
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import FALLBACKS
 from jedbatch._support import native
 from jedbatch.models.workloads import WORKLOADS
-
-compiled = pytest.mark.skipif(native.core() is None, reason="no compiled core")
-
-
-def both(monkeypatch, make):
-    """Returns the results of a function by the compiled core and by the Python."""
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert native.core() is None
-    in_python = make()
-    monkeypatch.delenv(native.SWITCH)
-    assert native.core() is not None
-    return make(), in_python
-
-
-def assert_equal(a, b):
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(x, y)
-        assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
-
-
-def columns(plan):
-    """All that a plan is made of."""
-    graph, schedule = plan.graph, plan.schedule
-    lowered = (plan.table, *plan.inputs.values())
-    recorded = graph.node_type, graph.operand_ptr, graph.operand, graph.outputs, graph.node_ptr
-    return (*recorded, schedule.batch_type, schedule.node_ptr, schedule.node, *lowered)
 
 
 @compiled
@@ -69,178 +38,6 @@ def test_plans_are_equal(monkeypatch, name):
         return [x for few in minibatches for x in columns(batched.plan(params, few))]
 
     assert_equal(*both(monkeypatch, plans))
-
-
-W = jnp.ones((3, 3))
-
-
-class Number(int):
-    pass
-
-
-@jedbatch.cell
-def combine(params, a, b, *, scale=1):
-    return params["w"] @ a * scale, b + 1.0
-
-
-@jedbatch.cell
-def total(params, states):
-    return sum((h + c for h, c in states), jnp.zeros(3))
-
-
-def every_argument(params, number, vector):
-    """Cells get symbols, numbers, arrays, states, lists of states, parts of them and options."""
-    state = combine(params, vector, number)
-    for step in range(3):
-        state = combine(params, *state, scale=2 + step % 2)
-        state = combine(params, state[0], 0.5 * step)
-        state = combine(params, np.full(3, step, np.float32), state[1])
-    later = combine(params, params["b"], True)
-    return total(params, [state, later, (state[0], later[1])]), total(params, (later,))
-
-
-@compiled
-def test_calls_are_recorded_equally(monkeypatch):
-    params = {"w": W, "b": jnp.ones(3)}
-    rng = np.random.default_rng(0)
-    numbers = rng.normal(size=5).tolist()
-    vectors = list(rng.normal(size=(5, 3)).astype(np.float32))
-
-    def plan():
-        batched = jedbatch.batch(every_argument, in_axes=(None, 0, 0), out_axes=None)
-        first = columns(batched.plan(params, numbers[:2], vectors[:2]))
-        return [*first, *columns(batched.plan(params, numbers[2:], vectors[2:]))]
-
-    assert_equal(*both(monkeypatch, plan))
-
-
-@jedbatch.cell
-def pick(params, *states, which=0):
-    return states[which][0] * 2.0
-
-
-@compiled
-def test_many_descriptions_and_states_are_recorded_equally(monkeypatch):
-    """So many that the tables of the compiled core grow."""
-    params = {"w": W, "b": jnp.ones(3)}
-    x = np.ones(3, np.float32)
-
-    def fn(params, number):
-        states = [combine(params, x, number)]
-        for k in range(200):
-            states.append(combine(params, *states[-1], scale=k % 40))  # descriptions
-        several = [pick(params, *states[:n], which=n // 2) for n in (30, 31, 30)]
-        listed = [pick(params, states[k], list(states[k]), tuple(states[-k])) for k in range(99)]
-        return several + listed
-
-    def plan():
-        batched = jedbatch.batch(fn, out_axes=None)
-        return [y for few in ([1.0, 2.0], [3.0]) for y in columns(batched.plan(params, few))]
-
-    assert_equal(*both(monkeypatch, plan))
-
-
-@compiled
-def test_calls_that_fail_are_recorded_equally(monkeypatch):
-    """The function catches what is raised in between, and goes on."""
-    params = {"w": W, "b": jnp.ones(3)}
-
-    def fn(params, number):
-        h, c = combine(params, np.ones(3, np.float32), number)
-        failed = 0
-        for wrong in (object(), np.ones((2, 2), np.float32), "text", [h, object()], (h, (c, 3j))):
-            for arguments in ((h, wrong), (wrong, c), (h, [c, wrong])):
-                try:
-                    combine(params, *arguments)
-                except (TypeError, ValueError):
-                    failed += 1
-                h, c = combine(params, h, c)
-        assert failed == 14  # a second argument may have any shape
-        return h
-
-    def plan():
-        batched = jedbatch.batch(fn)
-        return [x for few in ([1.0, 2.0], [3.0]) for x in columns(batched.plan(params, few))]
-
-    assert_equal(*both(monkeypatch, plan))
-
-
-@compiled
-def test_threads_record_at_the_same_time():
-    params = {"w": W, "b": jnp.ones(3)}
-    numbers, vectors = [0.5, 2.0, 3.0], list(np.eye(3, dtype=np.float32))
-
-    def plan(_):
-        batched = jedbatch.batch(every_argument, in_axes=(None, 0, 0), out_axes=None)
-        return [columns(batched.plan(params, numbers[:k], vectors[:k])) for k in (1, 2, 3)]
-
-    expected = plan(0)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(plan, range(8)))
-    finally:
-        sys.setswitchinterval(before)
-    for plans in found:
-        for a, b in zip(plans, expected, strict=True):
-            assert_equal(a, b)
-
-
-@pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_recorder_is_let_go_without_the_collector(monkeypatch, switch):
-    monkeypatch.setenv(native.SWITCH, switch)
-    recorders, begin = [], Recorder.begin
-
-    def noted(recorder, *args):
-        recorders.append(weakref.ref(recorder))
-        return begin(recorder, *args)
-
-    monkeypatch.setattr(Recorder, "begin", noted)
-    params = {"w": W, "b": jnp.ones(3)}
-    batched = jedbatch.batch(lambda p, n: combine(p, p["b"], n)[0])
-    batched.plan(params, [1.0, 2.0])
-    recorders.clear()
-    gc.collect()
-    gc.disable()
-    try:
-        batched.plan(params, [3.0, 4.0])
-        assert len(recorders) == 2
-        assert [ref() for ref in recorders] == [None, None]
-    finally:
-        gc.enable()
-
-
-@compiled
-def test_references_that_do_not_fit_the_calls_are_refused():
-    core = native.core()
-    i32, i64 = (lambda *x: np.array(x, np.int32)), (lambda *x: np.array(x, np.int64))
-
-    def find(recorded, references, local=(0,), types=(7,), ptr=(0, 2), widths=(1, 2), room=9):
-        out = np.zeros(len(recorded), np.int32), np.zeros(len(recorded), np.int64)
-        operand = np.zeros(room, np.int64)
-        given = i64(*recorded), i64(*references), i64(*local), i32(*types), i64(*ptr)
-        count = core.find_operands((*given, i64(*widths), *out, operand))
-        return [x.tolist() for x in (*out, operand[:count])]
-
-    assert find([0, 0], [3, 5, -1, 8]) == [[7, 7], [3, 3], [3, 5, 6, -1, 8, 9]]
-    assert find([], []) == [[], [], []]
-    for wrong in (
-        {"references": [3]},
-        {"references": [3, 5, 6]},
-        {"recorded": [1]},
-        {"recorded": [-1]},
-        {"local": (1,)},
-        {"local": (-1,)},
-        {"ptr": (0, 3)},
-        {"ptr": (1, 2)},
-        {"ptr": (0,)},
-        {"widths": (1, -1)},
-        {"widths": (1, 2**40)},
-        {"room": 2},
-    ):
-        with pytest.raises(ValueError, match="do not fit the calls"):
-            find(**{"recorded": [0], "references": [3, 5], **wrong})
 
 
 def random_graph(rng, num_nodes, num_types):
@@ -422,9 +219,14 @@ def nested(depth):
     return tree
 
 
+class Number(int):
+    pass
+
+
 SHARED = (1, 2)
 CIRCLE = [1]
 CIRCLE.append(CIRCLE)
+
 INSTANCES = {
     "a number": 3,
     "an array": np.ones(2),
@@ -547,81 +349,6 @@ def test_arrays_that_do_not_fit_are_refused():
     for wrong in ({"when": (0,)}, {"ptr": (0, 1)}, {"num_types": 0}):
         with pytest.raises(ValueError, match="do not fit"):
             schedule(**wrong)
-
-
-@compiled
-def test_errors_of_cells_and_interrupts_pass_through():
-    class Interrupt(BaseException):
-        pass
-
-    def fn(params, number):
-        h = combine(params, number * jnp.ones(3), number)[0]
-        if number > 2:
-            raise Interrupt
-        return combine(params, h, [number])[0] if number > 1 else h
-
-    params = {"w": W}
-    batched = jedbatch.batch(fn)
-    assert batched(params, [0.5, 1.0]).shape == (2, 3)
-    with pytest.raises(TypeError, match="list"):
-        batched(params, [0.5, 1.5])
-    with pytest.raises(Interrupt):
-        batched(params, [0.5, 2.5])
-    assert batched(params, [0.25, 1.0]).shape == (2, 3)
-
-
-@compiled
-@pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, error):
-    """The function may catch the error and go on."""
-
-    def fn(params, x):
-        h = combine(params, x, x)[0]
-        h = combine(params, h, jnp.full(3, 2.0))[0]  # an input from now on
-        failing.append(True)
-        for computed in (jnp.full(3, 3.0), jnp.full(3, 4.0)):
-            try:
-                h = combine(params, h, computed)[0]
-            except RuntimeError:
-                h = combine(params, h, x)[0]
-        return h
-
-    def symbol(self, x):
-        if failing and x is not None and type(x).__name__ == "ArrayImpl":
-            failing.pop()
-            raise error("no more inputs")
-        return of_recorder(self, x)
-
-    of_recorder, failing = Recorder.symbol, []
-    monkeypatch.setattr(Recorder, "symbol", symbol)
-    x = np.ones(3, np.float32)
-
-    def plan():
-        failing.clear()
-        return columns(jedbatch.batch(fn).plan({"w": W}, [x, 2 * x]))
-
-    assert_equal(*both(monkeypatch, plan))
-
-
-@compiled
-def test_recorders_are_released(monkeypatch):
-    recorders = []
-    init = Recorder.__init__
-
-    def noting(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        recorders.append(weakref.ref(self))
-
-    monkeypatch.setattr(Recorder, "__init__", noting)
-    params = {"w": W, "b": jnp.ones(3)}
-    vector = np.ones(3, np.float32)
-    batched = jedbatch.batch(every_argument, in_axes=(None, 0, 0), out_axes=None)
-    for i in range(3):
-        batched.plan(params, [float(i)], [vector])
-    gc.collect()
-    assert len(recorders) >= 3
-    assert not [r for r in recorders if r() is not None]
-    assert not [x for x in gc.get_objects() if type(x).__name__ == "FastPath"]
 
 
 @pytest.fixture
