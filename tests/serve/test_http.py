@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close
+from cases.totals import W, total
 
 import jedbatch
 from jedbatch.serve import Server, application
@@ -16,17 +17,6 @@ from jedbatch.serve.forms import NoJsonError, TooDeepError, as_instance, as_json
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
-
-W = jnp.linspace(0.5, 1.5, 3)
-
-
-@jedbatch.cell
-def add(w, x, y):
-    return jnp.tanh(w * (x + y))
-
-
-def total(w, tree):
-    return add(w, total(w, tree[0]), total(w, tree[1])) if isinstance(tree, tuple) else w * tree
 
 
 @contextlib.asynccontextmanager

@@ -8,42 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, random_tree
+from cases.helpers import assert_close
+from cases.totals import W, add, halved, total, trees
 
 import jedbatch
 from jedbatch.serve import DeadlineExceeded, Overloaded, Server, ServerClosed
-
-W = jnp.linspace(0.5, 1.5, 3)
-
-
-@jedbatch.cell
-def add(w, x, y):
-    return jnp.tanh(w * (x + y))
-
-
-def total(w, tree):
-    return add(w, total(w, tree[0]), total(w, tree[1])) if isinstance(tree, tuple) else w * tree
-
-
-def halved(w, tree):
-    """As many steps as the value of a tree needs."""
-    state, steps = total(w, tree), 0
-    while jnp.abs(state).max() > 0.3 and steps < 4:
-        state, steps = add(w, state, -0.6 * state), steps + 1
-    return state, steps
 
 
 @functools.cache
 def by_loop(tree, scale=1.0):
     return np.asarray(total(scale * W, tree))
-
-
-def trees(count, seed=0):
-    rng = np.random.default_rng(seed)
-    leaves = functools.partial(rng.choice, [0.25, 0.5, 0.75])
-    return [
-        random_tree(rng, int(rng.integers(1, 7)), lambda: float(leaves())) for _ in range(count)
-    ]
 
 
 def run(scenario):

@@ -4,7 +4,6 @@ import gc
 import queue
 import subprocess
 import sys
-import threading
 import time
 import types
 
@@ -12,19 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.totals import W, assert_no_planning_threads, total
 
 import jedbatch
-
-W = jnp.ones(3)
-
-
-@jedbatch.cell
-def add(w, x, y):
-    return jnp.tanh(w * (x + y))
-
-
-def total(w, tree):
-    return add(w, total(w, tree[0]), total(w, tree[1])) if isinstance(tree, tuple) else w * tree
 
 
 def weighed(w, tree, weight):
@@ -32,18 +21,6 @@ def weighed(w, tree, weight):
 
 
 MINIBATCHES = [[(1.0, 2.0), ((3.0, 4.0), 5.0)], [6.0, (7.0, (8.0, 9.0))], [((1.0, 2.0), 3.0)]]
-
-
-def planning_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("jedbatch-plans")]
-
-
-def assert_no_thread_is_left():
-    for _ in range(100):
-        if not planning_threads():
-            return
-        time.sleep(0.05)
-    raise AssertionError(planning_threads())
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
@@ -57,7 +34,7 @@ def test_plans_are_those_made_one_by_one(ahead):
         np.testing.assert_array_equal(plan.reverse_table, expected.reverse_table)
         loop = jnp.stack([total(W, tree) for tree in minibatch])
         np.testing.assert_allclose(batched.apply(W, plan), loop, rtol=1e-6)
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
 
 def test_minibatches_of_several_arguments():
@@ -89,7 +66,7 @@ def test_no_more_is_read_than_asked_for():
     time.sleep(0.1)
     assert len(taken) == 4  # the one that was asked for and three ahead
     plans.close()
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
     assert len(taken) <= 5
 
 
@@ -104,7 +81,7 @@ def test_errors_come_in_their_turn(ahead):
     notes = "\n".join(caught.value.__notes__)
     assert "instance 1 was recorded" in notes
     assert "minibatch 2 was planned" in notes
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
 
 def test_errors_of_what_is_read():
@@ -169,7 +146,7 @@ def test_closing_does_not_wait():
         assert batched.apply(W, plan).shape == (1, 3)
         break
     data.put(None)
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
     kept = types.SimpleNamespace(plans=batched.plans(W, MINIBATCHES * 20))
     kept.circle = kept
@@ -182,7 +159,7 @@ def test_closing_does_not_wait():
 
     batched.policy = collects
     assert batched(W, MINIBATCHES[1]).shape == (2, 3)
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
 
 def test_training_while_plans_are_made():

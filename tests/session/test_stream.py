@@ -2,42 +2,16 @@
 
 import gc
 import itertools
-import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, random_tree
+from cases.helpers import assert_close
+from cases.totals import W, assert_no_planning_threads, halved, total, trees
 
 import jedbatch
-
-W = jnp.linspace(0.5, 1.5, 3)
-
-
-@jedbatch.cell
-def add(w, x, y):
-    return jnp.tanh(w * (x + y))
-
-
-def total(w, tree):
-    return add(w, total(w, tree[0]), total(w, tree[1])) if isinstance(tree, tuple) else w * tree
-
-
-def halved(w, tree):
-    """As many steps as the value of a tree needs."""
-    state, steps = total(w, tree), 0
-    while jnp.abs(state).max() > 0.3 and steps < 4:
-        state, steps = add(w, state, -0.6 * state), steps + 1
-    return state, steps
-
-
-def trees(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        random_tree(rng, int(rng.integers(1, 9)), lambda: float(rng.random())) for _ in range(count)
-    ]
 
 
 def by_loop(fn, instances, w=W):
@@ -55,14 +29,6 @@ def drained(results):
     raise AssertionError("there is no error")
 
 
-def assert_no_thread_is_left():
-    for _ in range(100):
-        if not [t for t in threading.enumerate() if t.name.startswith("jedbatch-plans")]:
-            return
-        time.sleep(0.05)
-    raise AssertionError(threading.enumerate())
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_results_are_those_of_the_loop(ahead):
     given = trees(37)
@@ -71,7 +37,7 @@ def test_results_are_those_of_the_loop(ahead):
     assert_close(got, by_loop(total, given), 1e-6)
     assert all(type(x) is np.ndarray for x in got)
     assert not list(batched.stream(W, [], ahead=ahead))
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
 
 def test_any_number_of_instances_runs_by_the_same_programs():
@@ -169,7 +135,7 @@ def test_no_more_is_read_than_asked_for():
     time.sleep(0.1)
     assert len(taken) <= 4 * (11 + 2)
     results.close()
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
 
 
 def test_results_do_not_pile_up():
@@ -198,7 +164,7 @@ def test_closing_early_leaves_no_thread(fn):
     results = jedbatch.batch(fn).stream(W, iter(trees(50)), batch_size=4)
     next(results)
     results.close()
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
     assert not list(results)
 
 
@@ -216,7 +182,7 @@ def test_an_instance_that_fails(fn, ahead, bad):
     assert isinstance(error, TypeError)
     assert any(f"in instance {bad} of a stream" in note for note in error.__notes__)
     assert_close(got, jax.tree.map(jnp.asarray, by_loop(fn, given[:bad])), 1e-5)
-    assert_no_thread_is_left()
+    assert_no_planning_threads()
     assert not list(results)
 
 
