@@ -12,11 +12,11 @@ from typing import Any
 
 from jedbatch._export.encoding import buckets_of, buckets_to_json, value_type_of
 from jedbatch._graph.serialize import value_type_to_json
-from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._graph.types import NodeType
+from jedbatch._kernel.facts import KernelFacts
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.operand_lists import Parameter
 from jedbatch._kernel.vjp import CONSTS, MAX_SLOTS, KernelVjp
-from jedbatch._layout.bucketing import Buckets
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,8 @@ class PlannedVjp:
         return CONSTS in self.refused.get(s, ()) or s in self.from_consts
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedKernel:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedKernel(KernelFacts):
     """A kernel as far as planning asks for it; see `Kernel` for its attributes.
 
     Attributes:
@@ -62,26 +62,9 @@ class PlannedKernel:
     """
 
     node_type: NodeType
-    parameters: tuple[Parameter, ...]
-    buckets: Buckets
-    blocks: Buckets
-    loose: tuple[bool, ...]
-    lane_work: int
-    result_bytes: int
-    cotangent_bytes: int
     diverges: bool
     reverse: PlannedVjp | None
     table_rows: Mapping[int, int]
-    transient: bool = False
-    reached: bool = False
-
-    @property
-    def operands(self) -> tuple[ValueType, ...]:
-        return self.node_type.operands
-
-    @property
-    def results(self) -> tuple[ValueType, ...]:
-        return self.node_type.results
 
 
 def kernel_to_json(kernel: Kernel, table_rows: Mapping[int, int], reverse: bool) -> dict[str, Any]:
@@ -121,17 +104,19 @@ def kernel_of(node_type: NodeType, written: Mapping[str, Any]) -> PlannedKernel:
     )
     reverse = written["reverse"]
     return PlannedKernel(
-        node_type,
-        parameters,
-        buckets_of(written["buckets"]),
-        buckets_of(written["blocks"]),
-        tuple(written["loose"]),
-        written["lane_work"],
-        written["result_bytes"],
-        written["cotangent_bytes"],
-        written["diverges"],
-        None if reverse is None else _reverse_of(parameters, reverse),
-        dict(written["table_rows"]),
+        node_type=node_type,
+        operands=node_type.operands,
+        results=node_type.results,
+        parameters=parameters,
+        buckets=buckets_of(written["buckets"]),
+        blocks=buckets_of(written["blocks"]),
+        loose=tuple(written["loose"]),
+        lane_work=written["lane_work"],
+        result_bytes=written["result_bytes"],
+        cotangent_bytes=written["cotangent_bytes"],
+        diverges=written["diverges"],
+        reverse=None if reverse is None else _reverse_of(parameters, reverse),
+        table_rows=dict(written["table_rows"]),
     )
 
 

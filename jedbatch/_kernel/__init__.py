@@ -15,4 +15,5 @@ Read in this order:
 7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
 8. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
 9. `kernel`: The program of a node type for one lane, forwards and backwards.
+10. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
 """

@@ -16,13 +16,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._jaxpr.versions import RULES_OF, consts_of, is_program, without_consts
+from jedbatch._kernel.facts import KernelFacts, facts_of
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.operand_lists import Parameter
-from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
@@ -36,9 +35,9 @@ class NoProgramError(Exception):
     """A minibatch fits none of the programs that this process knows."""
 
 
-@dataclass(frozen=True, eq=False)
-class KernelForm:
-    """A kernel as far as lowering asks for it; see `Kernel` for its attributes.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KernelForm(KernelFacts):
+    """A kernel as far as lowering asks for it.
 
     Attributes:
       identity: of the kernel; None if it has none, or another one has the same.
@@ -46,18 +45,7 @@ class KernelForm:
     """
 
     identity: bytes | None
-    operands: tuple[ValueType, ...]
-    results: tuple[ValueType, ...]
-    parameters: tuple[Parameter, ...]
-    buckets: Buckets
-    blocks: Buckets
-    loose: tuple[bool, ...]
-    lane_work: int
-    result_bytes: int
-    cotangent_bytes: int
     is_leaf: bool | None
-    transient: bool = False
-    reached: bool = False
 
     @property
     def reverse(self) -> "KernelForm":
@@ -264,17 +252,9 @@ class Exporter:
         identities = [self._identities[kernel] for kernel in kernels]
         return {
             kernel: KernelForm(
-                identity if identities.count(identity) == 1 else None,
-                kernel.operands,
-                kernel.results,
-                tuple(kernel.parameters),
-                kernel.buckets,
-                kernel.blocks,
-                kernel.loose,
-                kernel.lane_work,
-                kernel.result_bytes,
-                kernel.cotangent_bytes,
-                kernel.reverse.is_leaf if kernel in has_reverse else None,
+                identity=identity if identities.count(identity) == 1 else None,
+                is_leaf=kernel.reverse.is_leaf if kernel in has_reverse else None,
+                **facts_of(kernel),
             )
             for kernel, identity in zip(kernels, identities, strict=True)
         }
