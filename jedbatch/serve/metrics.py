@@ -70,10 +70,12 @@ class Metrics:
             yield f"# HELP {prefix}_{name} {text}"
             yield f"# TYPE {prefix}_{name} {kind}"
 
-        yield from head("queue_length", "gauge", "Requests that wait.")
-        yield f"{prefix}_queue_length {self.queued}"
-        yield from head("running", "gauge", "Requests that are computed.")
-        yield f"{prefix}_running {self.running}"
+        def number(name: str, kind: str, text: str, value: int) -> Iterator[str]:
+            yield from head(name, kind, text)
+            yield f"{prefix}_{name} {value}"
+
+        yield from number("queue_length", "gauge", "Requests that wait.", self.queued)
+        yield from number("running", "gauge", "Requests that are computed.", self.running)
         yield from head("requests_total", "counter", "Requests that have ended, by how they did.")
         for outcome in ("done", "failed", "cancelled", "expired", "refused"):
             yield f'{prefix}_requests_total{{outcome="{outcome}"}} {getattr(self, outcome)}'
@@ -93,10 +95,10 @@ class Metrics:
             yield f'{prefix}_latency_seconds{{quantile="{percentile / 100:g}"}} {value}'
         yield f"{prefix}_latency_seconds_sum {self.latency_seconds:.6g}"
         yield f"{prefix}_latency_seconds_count {self.done}"
-        yield from head("compilations_total", "counter", "XLA programs built.")
-        yield f"{prefix}_compilations_total {self.compilations}"
-        yield from head("swaps_total", "counter", "Replacements of the shared arguments.")
-        yield f"{prefix}_swaps_total {self.swaps}"
+        text = "XLA programs built."
+        yield from number("compilations_total", "counter", text, self.compilations)
+        text = "Replacements of the shared arguments."
+        yield from number("swaps_total", "counter", text, self.swaps)
 
     def __str__(self) -> str:
         shown = ", ".join(f"p{p} {ms:.1f} ms" for p, ms in self.latency_ms.items())
