@@ -1,6 +1,7 @@
 """`serve`: a function of the user's behind HTTP."""
 
 import argparse
+import gc
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -61,7 +62,19 @@ def application_of(args: argparse.Namespace) -> Any:
             f"{described(module)} has no {' and '.join(mapped_names)}: programs are compiled when "
             "requests need them, not before"
         )
-    return serve.application(server, sample=sample, max_bytes=args.max_bytes, **options)
+    return serve.application(
+        server, sample=sample, max_bytes=args.max_bytes, when_ready=_freeze, **options
+    )
+
+
+def _freeze() -> None:
+    """Takes all objects that are there out of later collections of garbage.
+
+    A full one goes through all that JAX keeps of programs, and takes longer than most requests. The
+    process has no other use than serving, so this command may decide it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _shared(module: ModuleType, name: str) -> Any:

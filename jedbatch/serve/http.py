@@ -53,6 +53,7 @@ def application(
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
     sample: list[Any] | None = None,
+    when_ready: Callable[[], object] | None = None,
 ) -> Any:
     """An ASGI application that answers requests by a server, which it starts and closes.
 
@@ -69,6 +70,7 @@ def application(
       max_bytes: of a body.
       max_depth: of arrays and objects in one another.
       sample: instances for `Server.warm`, before the first request; None does not warm.
+      when_ready: called once, after warming and before the first request, in the event loop.
 
     Raises:
       ModuleNotFoundError: Starlette is not installed.
@@ -82,6 +84,8 @@ def application(
     checks.of_type("application", server, Server, "a `jedbatch.serve.Server`")
     for name, function in (("decode", decode), ("encode", encode)):
         checks.function("application", name, function, "a function of one argument")
+    if when_ready is not None:
+        checks.function("application", "when_ready", when_ready, "a function of no argument")
     checks.whole("application", "max_bytes", max_bytes, least=1)
     checks.whole("application", "max_depth", max_depth, least=1)
     endpoint = _Endpoint(server, decode, encode, max_bytes, max_depth)
@@ -91,6 +95,8 @@ def application(
         async with server:
             if sample is not None:
                 await server.warm(sample)
+            if when_ready is not None:
+                when_ready()
             yield
 
     async def metrics(_: Any) -> Any:

@@ -252,6 +252,10 @@ class Server:
     async def warm(self, sample: Iterable[Any]) -> None:
         """Compiles what minibatches of any size need, so that requests wait for no compilation.
 
+        Afterwards a process that does nothing but serve may call `gc.collect()` and `gc.freeze()`:
+        a full collection of garbage, which goes through all that JAX keeps of programs, takes
+        longer than most requests. A server leaves that to the program that it is a part of.
+
         Args:
           sample: instances like those to come, or tuples where the function takes several mapped
             arguments; those of ten minibatches are plenty. A function that decides on values is

@@ -1,6 +1,7 @@
 """`python -m jedbatch serve`, as a user runs it."""
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from jedbatch.__main__ import command_line, main
-from jedbatch.serve import save_params
+from jedbatch.serve import Server, save_params
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -72,6 +73,24 @@ def test_a_function_with_params_of_a_file(model):
     save_params({"w": jnp.full(2, 0.5)}, file)
     got = answer_of(f"{model}:encode", "--params", file, "--encode", "shown", "--max-batch", "4")
     assert np.isclose(got["sum"], expected(np.full(2, 0.5)))
+
+
+def test_objects_are_frozen_once_programs_are_compiled(model, monkeypatch):
+    """Full collections of garbage would take longer than most requests."""
+    called = []
+    monkeypatch.setattr(gc, "collect", lambda: called.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: called.append("freeze"))
+    monkeypatch.setattr(Server, "warm", noting(Server.warm, called))
+    answer_of(f"{model}:encode")
+    assert called == ["warm", "collect", "freeze"]
+
+
+def noting(warm, called):
+    async def noted(*args):
+        await warm(*args)
+        called.append("warm")
+
+    return noted
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,12 @@ def test_clients_that_go_away():
 
 def test_metrics_and_health():
     server = Server(jedbatch.batch(total), W)
-    app = application(server, sample=[1.0, (1.0, 2.0)])
+    ready = []
+    app = application(
+        server,
+        sample=[1.0, (1.0, 2.0)],
+        when_ready=lambda: ready.append(server.metrics.compilations),
+    )
 
     async def scenario():
         async with client_of(app) as client:
@@ -220,6 +225,7 @@ def test_metrics_and_health():
                 await client.post("/predict", content=body)
             text, health = await client.get("/metrics"), await client.get("/healthz")
             assert server.metrics.compilations == before > 0
+            assert ready == [before]
             assert (await client.get("/predict")).status_code == 405
         late = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
         async with late as client:
@@ -253,6 +259,8 @@ def test_what_makes_no_application():
         application(server, decode=3)
     with pytest.raises(ValueError, match="max_bytes=0"):
         application(server, max_bytes=0)
+    with pytest.raises(TypeError, match="when_ready=3"):
+        application(server, when_ready=3)
 
 
 # --- JSON ---
