@@ -1,9 +1,11 @@
 """Packages import each other in one direction, and so do the modules of each."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -191,14 +193,19 @@ def test_marks_of_frames():
 
 
 def test_the_core_needs_nothing_that_is_optional(tmp_path):
-    code = """if True:
+    served = tmp_path / "mine.py"
+    served.write_text("def fn(x): return 2 * x\ninstances = [1.0, 2.0]\n")
+    code = """
         import sys
-        for name in ("flax", "optax", "tqdm", "starlette", "uvicorn", "httpx"):
+        for name in ("flax", "optax", "tqdm", "starlette", "uvicorn", "httpx", "greenlet"):
             sys.modules[name] = None
         import jax.numpy as jnp, numpy as np, pytest
         import jedbatch, jedbatch.data, jedbatch.testing, jedbatch.serve
         total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
         assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
+        decides = jedbatch.batch(lambda w, x: w if w * x > 1 else x)
+        with pytest.raises(ModuleNotFoundError, match="pip install greenlet"):
+            decides(jnp.ones(()), [1.0, 2.0])
         from jedbatch._support.progress import progress_bar
         assert list(progress_bar(range(2), "rounds", False)) == [0, 1]
         for run in (lambda: __import__("jedbatch.models"), lambda: progress_bar([], "", True)):
@@ -207,41 +214,28 @@ def test_the_core_needs_nothing_that_is_optional(tmp_path):
         with pytest.raises(ModuleNotFoundError, match="pip install 'jedbatch.serve.'"):
             jedbatch.serve.application(jedbatch.serve.Server(total, 2.0))
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
-    (tmp_path / "mine.py").write_text("def fn(x): return 2 * x\ninstances = [1.0, 2.0]\n")
-    for args, name in ((["demo"], "flax"), (["demo"], "optax"), (["learn", "treelstm"], "flax")):
-        run = run_without(name, args)
-        assert run.returncode == 1
-        assert "pip install 'jedbatch[models]'" in run.stderr
-        assert "Traceback" not in run.stderr
-    run = run_without("uvicorn", ["serve", f"{tmp_path / 'mine.py'}:fn"])
-    assert "pip install 'jedbatch[serve]'" in run.stderr
-    assert "Traceback" not in run.stderr
-    run = run_without("flax", ["show", f"{tmp_path / 'mine.py'}:fn"])
-    assert run.returncode == 0, run.stderr
+    shows, serves = ["show", f"{served}:fn"], ["serve", f"{served}:fn"]
+    run, (demo, learn, show) = run_commands(
+        textwrap.dedent(code), ["demo"], ["learn", "treelstm"], shows
+    )
+    assert show == 0, run.stderr
     assert "Plan of 2 instances" in run.stdout
+    assert (demo, learn, run.stderr.count("pip install 'jedbatch[models]'")) == (1, 1, 2)
+    code = "import sys\nfor name in ('optax', 'uvicorn'): sys.modules[name] = None\n"
+    run, returned = run_commands(code, ["demo"], serves)
+    assert returned == [1, 1]
+    assert "pip install 'jedbatch[models]'" in run.stderr
+    assert "pip install 'jedbatch[serve]'" in run.stderr
 
 
-def run_without(name, args):
-    """Runs the command line where a package is not installed."""
-    code = f"import sys; sys.modules[{name!r}] = None; from jedbatch.__main__ import main; "
-    command = [sys.executable, "-c", f"{code} sys.exit(main({args}))"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_only_decisions_on_values_need_greenlet():
-    code = """if True:
-        import sys
-        sys.modules["greenlet"] = None
-        import jax.numpy as jnp, pytest
-        import jedbatch
-        total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
-        assert total(2.0, [(1.0,), (1.0, 2.0)]).tolist() == [2.0, 6.0]
-        decides = jedbatch.batch(lambda w, x: w if w * x > 1 else x)
-        with pytest.raises(ModuleNotFoundError, match="pip install greenlet"):
-            decides(jnp.ones(()), [1.0, 2.0])
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
+def run_commands(code, *commands):
+    """(the process that runs code and then commands, what each of them returned)."""
+    code += "\nfrom jedbatch.__main__ import main"
+    code += f"\nprint([main(args) for args in {list(commands)}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done, json.loads(done.stdout.splitlines()[-1])
 
 
 def attributes_set(function):
