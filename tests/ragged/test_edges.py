@@ -45,9 +45,10 @@ def split(fn):
 def agree(fn, instances, gradient=True, batched=None):
     """Values, and gradients of the weight and the floats of graphs, are those of the loop."""
     batched = batched or jedbatch.batch(fn, out_axes=None)
-    # Compiled, as `jax.numpy` gives integers that overflow other values where it is not.
-    alone = jax.jit(fn)
-    assert_close(batched(WEIGHT, instances), [alone(WEIGHT, g) for g in instances], 2e-5)
+    # Compiled, as `jax.numpy` gives integers that overflow other values where it is not; and as a
+    # whole, which takes less time than each instance by itself.
+    alone = jax.jit(lambda weight, graphs: [fn(weight, graph) for graph in graphs])
+    assert_close(batched(WEIGHT, instances), alone(WEIGHT, instances), 2e-5)
     if not gradient:
         return batched
     floats = [graph[:2] for graph in instances]
@@ -57,10 +58,10 @@ def agree(fn, instances, gradient=True, batched=None):
             whole = [(*pair, *graph[2:]) for pair, graph in zip(floats, instances, strict=True)]
             return number(run(weight, whole))
 
-        return jax.grad(loss, argnums=(0, 1))(jnp.asarray(WEIGHT), floats)
+        return jax.grad(loss, argnums=(0, 1))
 
-    expected = slopes(lambda weight, xs: [alone(weight, x) for x in xs])
-    assert_close(slopes(batched), expected, 2e-4)
+    given = jnp.asarray(WEIGHT), floats
+    assert_close(slopes(batched)(*given), jax.jit(slopes(alone))(*given), 2e-4)
     return batched
 
 
@@ -440,10 +441,12 @@ def test_networks_of_graphs(model, target, monkeypatch):
     def step(params, plan):
         return jax.value_and_grad(lambda p: (batched.apply(p, plan) ** 2).sum())(params)
 
+    @jax.jit
+    @jax.value_and_grad
     def loop(params, instances):
         return (jnp.stack([model(params, graph) for graph in instances]) ** 2).sum()
 
-    assert_close(step(PARAMS, plan), jax.value_and_grad(loop)(PARAMS, seen), 2e-4)
+    assert_close(step(PARAMS, plan), loop(PARAMS, seen), 2e-4)
     step(PARAMS, batched.plan(PARAMS, [seen[0]] * 6))  # the most that there can be
     unseen = [molecules(6, seed) for seed in range(1, 3)]
     plans = [batched.plan(PARAMS, instances) for instances in unseen]
@@ -451,7 +454,7 @@ def test_networks_of_graphs(model, target, monkeypatch):
     with testing.assert_no_recompile():
         found = [step(PARAMS, plan) for plan in plans]
     assert batched.compilations == before
-    expected = [jax.value_and_grad(loop)(PARAMS, instances) for instances in unseen]
+    expected = [loop(PARAMS, instances) for instances in unseen]
     assert_close(found, expected, 2e-4)
 
 
@@ -465,11 +468,11 @@ def test_derivatives_of_second_order():
 
     mine = loss(lambda p: batched(p, instances))
     loop = loss(lambda p: jnp.stack([propagate(p, graph) for graph in instances]))
-    assert_close(jax.hessian(mine)(PARAMS), jax.hessian(loop)(PARAMS), 1e-3)
+    assert_close(jax.hessian(mine)(PARAMS), jax.jit(jax.hessian(loop))(PARAMS), 1e-3)
 
     def twice(f):
         return jax.grad(lambda p: sum(jnp.vdot(g, g) for g in jax.tree.leaves(jax.grad(f)(p))))
 
-    assert_close(twice(mine)(PARAMS), twice(loop)(PARAMS), 1e-3)
+    assert_close(twice(mine)(PARAMS), jax.jit(twice(loop))(PARAMS), 1e-3)
     tangents = jax.tree.map(jnp.ones_like, PARAMS)
     assert_close(jax.jvp(mine, (PARAMS,), (tangents,)), jax.jvp(loop, (PARAMS,), (tangents,)), 2e-4)
