@@ -10,12 +10,15 @@ components; so does much of everything else.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from jedbatch._graph.analysis import MANY_TYPES, MIN_CHAINED_SHARE
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, schedule_of
+from jedbatch._support.native import core
 
 
 def by_component(
@@ -29,11 +32,10 @@ def by_component(
     often as bare graphs. If it is optimal, so is the whole. Bounds add up; those of components run
     by rank are what they cost, at float[T] `weights` for a batch of each type, or one.
     """
-    components = graph.components
-    if all(len(types) == 1 for types in components):
-        batches = by_rank(graph)
-        assert batches is not None
+    batches = _alone_by_rank(graph)
+    if batches is not None:
         return batches if weights is None else replace(batches, bound=cost(batches, weights))
+    components = graph.components
     if len(components) == 1 and len(graph.types) == len(components[0]):
         return solve(graph)
     rank = graph.rank_alone
@@ -72,15 +74,12 @@ def by_rank(graph: Graph) -> Schedule | None:
     There are as many such batches as the lower bound says, so the schedule is optimal. It exists
     for chains and trees, whatever their outputs and reductions, and costs no search.
     """
+    batches = _alone_by_rank(graph)
+    if batches is not None:
+        return batches
     longest = longest_by_type(graph)
     start = pointers(longest)
     num_groups = int(start[-1])
-    if all(len(types) == 1 for types in graph.components):
-        alone = np.array([t for (t,) in graph.components], np.int32)
-        first = np.zeros(len(graph.types), np.int32)
-        first[alone] = pointers(longest[alone])[:-1]
-        when, types = first[graph.node_type] + graph.rank, np.repeat(alone, longest[alone])
-        return schedule_of(types, when, "by rank", bound=num_groups)
     group = start[graph.node_type] + graph.rank
     order = _sorted_groups(graph, group, num_groups)
     if len(order) < num_groups:
@@ -89,6 +88,43 @@ def by_rank(graph: Graph) -> Schedule | None:
     place[order] = np.arange(num_groups, dtype=np.int32)
     types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
     return schedule_of(types[order], place[group], "by rank", bound=num_groups)
+
+
+def _alone_by_rank(graph: Graph) -> Schedule | None:
+    """The same, one type after the other; None if types read each other in a circle."""
+    if core() is not None and len(graph.types) <= MANY_TYPES:
+        return _compiled_by_rank(graph, core())
+    if any(len(types) > 1 for types in graph.components):
+        return None
+    longest = longest_by_type(graph)
+    alone = np.array([t for (t,) in graph.components], np.int32)
+    first = np.zeros(len(graph.types), np.int32)
+    first[alone] = pointers(longest[alone])[:-1]
+    when, types = first[graph.node_type] + graph.rank, np.repeat(alone, longest[alone])
+    return schedule_of(types, when, "by rank", bound=len(types))
+
+
+def _compiled_by_rank(graph: Graph, compiled: Any) -> Schedule | None:
+    """The same, with what is found on the way: edges, relations of types, chains and ranks."""
+    num_nodes, num_types = len(graph.node_type), len(graph.types)
+    read = int64_arrays(graph.operand_ptr)[0], int32_arrays(graph.operand)[0]
+    ptr, batch_ptr = np.empty((2, num_nodes + 1), np.int64)
+    maker, reader = np.empty((2, len(graph.operand)), np.int32)
+    rank, when, node, types = np.empty((4, num_nodes), np.int32)
+    in_chains = np.empty(num_types, bool)
+    reads, reaches = np.empty((2, num_types, num_types), bool)
+    given = *int32_arrays(graph.node_type, graph.results_per_type), *read
+    found = ptr, maker, reader, rank, when, batch_ptr, node, types, in_chains, reads, reaches
+    num_edges, num_batches = compiled.rank_batches(MIN_CHAINED_SHARE, (*given, *found))
+    known = graph.__dict__
+    known["_edges"] = ptr, maker[:num_edges], reader[:num_edges]
+    known["_relations"] = reaches, reads.diagonal()
+    known["makes_chains"] = in_chains
+    if num_batches < 0:
+        return None
+    known["rank"] = rank
+    types = types[:num_batches]
+    return Schedule(types, batch_ptr[: num_batches + 1], node, "by rank", num_batches)
 
 
 def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 5 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 6 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -25,6 +25,10 @@ typedef struct {
 int get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_sizes, void **data,
                 Py_ssize_t *lengths);
 void release_buffers(Buffers *buffers);
+
+/* Writes the edges of a graph (see `find_edges`, whose arrays these are) and returns how many; -1 if
+ * arrays do not fit each other, or with an error without memory. */
+Py_ssize_t write_edges(void *const *data, const Py_ssize_t *lengths);
 
 PyObject *make_fast_path(PyObject *module, PyObject *args);
 int init_fast_path(PyObject *module);
@@ -52,6 +56,11 @@ PyObject *first_reads(PyObject *module, PyObject *given);
 PyObject *value_rows(PyObject *module, PyObject *args);
 PyObject *operand_rows(PyObject *module, PyObject *args);
 PyObject *find_operands(PyObject *module, PyObject *given);
+PyObject *rank_batches(PyObject *module, PyObject *args);
+PyObject *cut_lanes(PyObject *module, PyObject *given);
+PyObject *find_runs(PyObject *module, PyObject *args);
+PyObject *write_table(PyObject *module, PyObject *args);
+PyObject *write_graph(PyObject *module, PyObject *args);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

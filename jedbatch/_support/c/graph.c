@@ -7,27 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core.h"
+#include "checks.h"
 
 enum { MAX_COLUMNS = 4, NUM_PLACES = 11 };
-
-static int
-all_below(const int32_t *numbers, Py_ssize_t count, int64_t end)
-{
-    uint32_t largest = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        largest = (uint32_t)numbers[i] > largest ? (uint32_t)numbers[i] : largest;
-    return count == 0 || (int64_t)largest < end;
-}
-
-static int
-rises(const int64_t *ptr, Py_ssize_t count, int64_t end)
-{
-    int fits = count > 0 && ptr[0] == 0 && ptr[count - 1] == end;
-    for (Py_ssize_t i = 1; fits && i < count; i++)
-        fits = ptr[i - 1] <= ptr[i];
-    return fits;
-}
 
 static PyObject *
 do_not_fit(void)
@@ -171,7 +153,7 @@ count_nodes(PyObject *module, PyObject *given)
     int64_t *value_ptr = data[2], *counts = data[3], value = 0;
     Py_ssize_t num_nodes = lengths[0];
     int fits = lengths[2] == num_nodes + 1 && lengths[3] == lengths[1] &&
-               all_below(node_type, num_nodes, lengths[1]);
+               are_below(node_type, num_nodes, lengths[1]);
     if (fits) {
         memset(counts, 0, lengths[3] * sizeof(int64_t));
         for (Py_ssize_t i = 0; i < num_nodes; i++) {
@@ -198,7 +180,7 @@ largest_by(PyObject *module, PyObject *given)
         return NULL;
     const int32_t *key = data[0], *number = data[1];
     int64_t *largest = data[2];
-    int fits = lengths[0] == lengths[1] && all_below(key, lengths[0], lengths[2]);
+    int fits = lengths[0] == lengths[1] && are_below(key, lengths[0], lengths[2]);
     for (Py_ssize_t i = 0; fits && i < lengths[0]; i++)
         if (number[i] > largest[key[i]])
             largest[key[i]] = number[i];
@@ -283,18 +265,9 @@ renumber_inputs(PyObject *module, PyObject *given)
 
 /* --- edges --- */
 
-/* find_edges((type of nodes, results of types, operand_ptr, operands, ptr, makers, readers)):
- * writes the edges between nodes, once for neighbours that are equal, and returns how many. */
-PyObject *
-find_edges(PyObject *module, PyObject *given)
+Py_ssize_t
+write_edges(void *const *data, const Py_ssize_t *lengths)
 {
-    (void)module;
-    static const int sizes[7] = {4, 4, 8, 4, -8, -4, -4};
-    Buffers buffers = {0};
-    void *data[7];
-    Py_ssize_t lengths[7];
-    if (get_buffers(&buffers, given, 7, sizes, data, lengths) < 0)
-        return NULL;
     const int32_t *node_type = data[0], *num_results = data[1], *operand = data[3];
     const int64_t *operand_ptr = data[2];
     int64_t *ptr = data[4];
@@ -303,8 +276,8 @@ find_edges(PyObject *module, PyObject *given)
     int64_t num_values = 0;
     int fits = lengths[2] == num_nodes + 1 && lengths[4] == num_nodes + 1 &&
                lengths[5] == lengths[3] && lengths[6] == lengths[3] &&
-               rises(operand_ptr, num_nodes + 1, lengths[3]) &&
-               all_below(node_type, num_nodes, lengths[1]);
+               are_pointers(operand_ptr, num_nodes + 1, lengths[3]) &&
+               are_below(node_type, num_nodes, lengths[1]);
     for (Py_ssize_t t = 0; fits && t < lengths[1]; t++)
         fits = num_results[t] >= 0;
     for (Py_ssize_t i = 0; fits && i < num_nodes; i++)
@@ -335,11 +308,28 @@ find_edges(PyObject *module, PyObject *given)
             ptr[i + 1] = num_edges;
         }
     }
+    fits = fits && node_of != NULL;
     free(node_of);
+    return fits ? num_edges : -1;
+}
+
+/* find_edges((type of nodes, results of types, operand_ptr, operands, ptr, makers, readers)):
+ * writes the edges between nodes, once for neighbours that are equal, and returns how many. */
+PyObject *
+find_edges(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[7] = {4, 4, 8, 4, -8, -4, -4};
+    Buffers buffers = {0};
+    void *data[7];
+    Py_ssize_t lengths[7];
+    if (get_buffers(&buffers, given, 7, sizes, data, lengths) < 0)
+        return NULL;
+    Py_ssize_t num_edges = write_edges(data, lengths);
     release_buffers(&buffers);
     if (PyErr_Occurred())
         return NULL;
-    return fits ? PyLong_FromSsize_t(num_edges) : do_not_fit();
+    return num_edges >= 0 ? PyLong_FromSsize_t(num_edges) : do_not_fit();
 }
 
 /* sort_by((key, ptr, places)): writes where the rows of each key begin, and the places of those
@@ -358,7 +348,7 @@ sort_by(PyObject *module, PyObject *given)
     int64_t *ptr = data[1];
     int32_t *place = data[2];
     Py_ssize_t count = lengths[0], num_keys = lengths[1] - 1;
-    int fits = num_keys >= 0 && lengths[2] == count && all_below(key, count, num_keys);
+    int fits = num_keys >= 0 && lengths[2] == count && are_below(key, count, num_keys);
     if (fits) {
         memset(ptr, 0, (num_keys + 1) * sizeof(int64_t));
         for (Py_ssize_t i = 0; i < count; i++)
@@ -392,9 +382,9 @@ take_typed(Typed *x, void *const *data, const Py_ssize_t *lengths, Py_ssize_t nu
     x->num_nodes = lengths[0];
     x->num_edges = lengths[1];
     x->num_types = num_types;
-    int fits = lengths[2] == lengths[1] && all_below(x->node_type, x->num_nodes, num_types) &&
-               all_below(x->maker, x->num_edges, x->num_nodes) &&
-               all_below(x->reader, x->num_edges, x->num_nodes);
+    int fits = lengths[2] == lengths[1] && are_below(x->node_type, x->num_nodes, num_types) &&
+               are_below(x->maker, x->num_edges, x->num_nodes) &&
+               are_below(x->reader, x->num_edges, x->num_nodes);
     return fits ? 0 : -1;
 }
 
@@ -518,8 +508,8 @@ longest_ahead(PyObject *module, PyObject *given)
         return NULL;
     const int32_t *maker = data[0], *reader = data[1];
     int32_t *length = data[2];
-    int fits = lengths[0] == lengths[1] && all_below(maker, lengths[0], lengths[2]) &&
-               all_below(reader, lengths[1], lengths[2]);
+    int fits = lengths[0] == lengths[1] && are_below(maker, lengths[0], lengths[2]) &&
+               are_below(reader, lengths[1], lengths[2]);
     for (Py_ssize_t e = lengths[0] - 1; fits && e >= 0; e--)
         if (length[maker[e]] <= length[reader[e]])
             length[maker[e]] = length[reader[e]] + 1;

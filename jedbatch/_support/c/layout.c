@@ -4,31 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core.h"
+#include "checks.h"
 
 static PyObject *
 do_not_fit(void)
 {
     PyErr_SetString(PyExc_ValueError, "arrays of a layout do not fit each other");
     return NULL;
-}
-
-static int
-rises(const int64_t *ptr, Py_ssize_t count, int64_t end)
-{
-    int fits = count > 0 && ptr[0] == 0 && ptr[count - 1] == end;
-    for (Py_ssize_t i = 1; fits && i < count; i++)
-        fits = ptr[i - 1] <= ptr[i];
-    return fits;
-}
-
-static int
-are_within(const int32_t *numbers, Py_ssize_t count, int64_t end)
-{
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (numbers[i] < 0 || numbers[i] >= end)
-            return 0;
-    return 1;
 }
 
 /* number_lanes((node, node_ptr, start, first, padded, lane_node, lane)): the lanes of batches that
@@ -52,8 +34,8 @@ number_lanes(PyObject *module, PyObject *given)
     Py_ssize_t num_batches = lengths[2], num_nodes = lengths[0];
     int fits = lengths[1] == num_batches + 1 && lengths[3] == num_batches &&
                lengths[4] == num_batches && lengths[6] == num_nodes &&
-               rises(node_ptr, num_batches + 1, num_nodes) &&
-               are_within(node, num_nodes, num_nodes);
+               are_pointers(node_ptr, num_batches + 1, num_nodes) &&
+               are_below(node, num_nodes, num_nodes);
     for (Py_ssize_t b = 0; fits && b < num_batches; b++) {
         int64_t size = node_ptr[b + 1] - node_ptr[b];
         const int32_t *nodes = node + node_ptr[b];
@@ -89,8 +71,8 @@ sort_batches(PyObject *module, PyObject *given)
     const int32_t *key = data[3];
     Py_ssize_t num_nodes = lengths[0], num_batches = lengths[2], num_moving = 0;
     int64_t least = INT32_MAX, most = INT32_MIN, *count = NULL;
-    int fits = lengths[1] == num_batches + 1 && rises(node_ptr, num_batches + 1, num_nodes) &&
-               are_within(node, num_nodes, lengths[3]);
+    int fits = lengths[1] == num_batches + 1 && are_pointers(node_ptr, num_batches + 1, num_nodes) &&
+               are_below(node, num_nodes, lengths[3]);
     for (Py_ssize_t b = 0; fits && b < num_batches; b++)
         for (int64_t i = node_ptr[b]; is_sorted[b] && i < node_ptr[b + 1]; i++) {
             int64_t k = key[node[i]];
@@ -151,9 +133,9 @@ first_reads(PyObject *module, PyObject *given)
     Py_ssize_t num_nodes = lengths[2];
     int is_any = 0;
     int fits = lengths[0] == lengths[1] && lengths[4] == num_nodes && lengths[5] == num_nodes &&
-               are_within(maker, lengths[0], num_nodes) &&
-               are_within(reader, lengths[1], num_nodes) &&
-               are_within(node_type, num_nodes, lengths[3]);
+               are_below(maker, lengths[0], num_nodes) &&
+               are_below(reader, lengths[1], num_nodes) &&
+               are_below(node_type, num_nodes, lengths[3]);
     for (Py_ssize_t e = 0; fits && e < lengths[0]; e++) {
         int32_t a = maker[e], b = reader[e];
         if (!is_chained[node_type[b]] || is_chained[node_type[a]])
@@ -187,9 +169,9 @@ value_rows(PyObject *module, PyObject *args)
     int64_t *row = data[7];
     Py_ssize_t num_nodes = lengths[0], num_batches = lengths[2];
     int fits = most >= 0 && lengths[1] == num_batches + 1 &&
-               rises(node_ptr, num_batches + 1, num_nodes) &&
-               are_within(node, num_nodes, num_nodes) &&
-               are_within(batch_type, num_batches, lengths[3]) &&
+               are_pointers(node_ptr, num_batches + 1, num_nodes) &&
+               are_below(node, num_nodes, num_nodes) &&
+               are_below(batch_type, num_batches, lengths[3]) &&
                lengths[4] == num_nodes + 1 && lengths[5] == num_nodes &&
                lengths[6] == num_batches * most && value_ptr[0] == 0 &&
                value_ptr[num_nodes] <= lengths[7];
@@ -232,7 +214,7 @@ operand_rows(PyObject *module, PyObject *args)
     Py_ssize_t room = num_operands > 0 ? lengths[4] / num_operands : 0;
     int fits = num_operands >= 0 && lengths[4] == room * num_operands &&
                (num_operands == 0 || num_lanes <= room) && lengths[1] > 0 &&
-               are_within(node, num_lanes, lengths[1] - 1);
+               are_below(node, num_lanes, lengths[1] - 1);
     for (Py_ssize_t i = 0; fits && i < num_lanes; i++) {
         int64_t first = operand_ptr[node[i]];
         fits = first >= 0 && first + num_operands <= num_read;

@@ -1,37 +1,31 @@
 /* Recorded calls as nodes: the twin of parts of `_record/trace.py`, which say what is computed. */
 
-#include "core.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "checks.h"
 
 enum { RECORDED, REFERENCES, LOCAL, TYPE, WIDTH_PTR, WIDTH, NODE_TYPE, ARITY, OPERAND, NUM };
 
-/* find_operands((call specs of nodes, references, place of each call spec in what follows, node
- * types, width_ptr, widths, node_type, arity, operand)): writes the types of nodes, the number of
- * their operands, and these: for a reference, as many as its width, from it on. Returns how many
- * there are in all. */
-PyObject *
-find_operands(PyObject *module, PyObject *given)
+/* Writes the types of nodes, the number of their operands, and these: for a reference, as many as
+ * its width, from it on. Returns how many there are in all; -1 if references do not fit. Without
+ * `local`, call specs are where they are. */
+static Py_ssize_t
+expand(void *const *data, const Py_ssize_t *lengths)
 {
-    (void)module;
-    static const int sizes[NUM] = {8, 8, 8, 4, 8, 8, -4, -8, -8};
-    Buffers buffers = {0};
-    void *data[NUM];
-    Py_ssize_t lengths[NUM], at = 0, read = 0;
-    if (get_buffers(&buffers, given, NUM, sizes, data, lengths) < 0)
-        return NULL;
     const int64_t *recorded = data[RECORDED], *reference = data[REFERENCES], *local = data[LOCAL];
     const int64_t *width_ptr = data[WIDTH_PTR], *width = data[WIDTH];
     const int32_t *type = data[TYPE];
     int32_t *node_type = data[NODE_TYPE];
     int64_t *arity = data[ARITY], *operand = data[OPERAND];
-    Py_ssize_t num_specs = lengths[TYPE], num_nodes = lengths[RECORDED];
-    int fits = lengths[WIDTH_PTR] == num_specs + 1 && lengths[NODE_TYPE] == num_nodes &&
-               lengths[ARITY] == num_nodes && width_ptr[0] == 0 &&
-               width_ptr[num_specs] == lengths[WIDTH];
-    for (Py_ssize_t c = 0; fits && c < num_specs; c++)
-        fits = width_ptr[c] <= width_ptr[c + 1];
+    Py_ssize_t num_specs = lengths[TYPE], num_nodes = lengths[RECORDED], at = 0, read = 0;
+    int fits = lengths[NODE_TYPE] == num_nodes && lengths[ARITY] == num_nodes &&
+               are_pointers(width_ptr, lengths[WIDTH_PTR], lengths[WIDTH]) &&
+               lengths[WIDTH_PTR] == num_specs + 1;
     for (Py_ssize_t i = 0; fits && i < num_nodes; i++) {
-        fits = recorded[i] >= 0 && recorded[i] < lengths[LOCAL];
-        int64_t c = fits ? local[recorded[i]] : -1;
+        int64_t c = recorded[i];
+        if (local != NULL)
+            c = c >= 0 && c < lengths[LOCAL] ? local[c] : -1;
         fits = c >= 0 && c < num_specs;
         if (!fits)
             break;
@@ -45,10 +39,167 @@ find_operands(PyObject *module, PyObject *given)
         }
         arity[i] = at - first;
     }
-    fits = fits && read == lengths[REFERENCES];
-    release_buffers(&buffers);
-    if (fits)
-        return PyLong_FromSsize_t(at);
+    return fits && read == lengths[REFERENCES] ? at : -1;
+}
+
+static PyObject *
+do_not_fit(void)
+{
     PyErr_SetString(PyExc_ValueError, "references do not fit the calls");
     return NULL;
+}
+
+/* find_operands((call specs of nodes, references, place of each call spec in what follows, node
+ * types, width_ptr, widths, node_type, arity, operand)): see `expand`. */
+PyObject *
+find_operands(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[NUM] = {8, 8, 8, 4, 8, 8, -4, -8, -8};
+    Buffers buffers = {0};
+    void *data[NUM];
+    Py_ssize_t lengths[NUM];
+    if (get_buffers(&buffers, given, NUM, sizes, data, lengths) < 0)
+        return NULL;
+    Py_ssize_t count = expand(data, lengths);
+    release_buffers(&buffers);
+    return count >= 0 ? PyLong_FromSsize_t(count) : do_not_fit();
+}
+
+/* --- graphs --- */
+
+enum {
+    GROUP = NUM, RESULT, INPUT_PTR, OPERAND_PTR, NARROW_OPERAND, NARROW_RESULT, KEPT, KEPT_PTR, CUTS,
+    NUM_OF_GRAPH
+};
+
+/* The inputs of a recording: the instance of each, its place among those that are read, -1 for
+ * others, an order, and how many there are of each group or instance. */
+typedef struct {
+    int64_t *owner, *place, *order, *counts;
+} Inputs;
+
+/* Sorts some inputs by a key, stably, into `to`. */
+static void
+sort_inputs(const int64_t *from, int64_t *to, Py_ssize_t count, const int64_t *key,
+            int64_t *counts, Py_ssize_t num_keys)
+{
+    memset(counts, 0, (num_keys + 1) * sizeof(int64_t));
+    for (Py_ssize_t i = 0; i < count; i++)
+        counts[key[from[i]] + 1]++;
+    for (Py_ssize_t k = 0; k < num_keys; k++)
+        counts[k + 1] += counts[k];
+    for (Py_ssize_t i = 0; i < count; i++)
+        to[counts[key[from[i]]]++] = from[i];
+}
+
+/* Marks the inputs that references name; 0 if one of them is not there. */
+static int
+mark(const int64_t *reference, Py_ssize_t count, int64_t *place, Py_ssize_t num_inputs)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (reference[i] < -num_inputs)
+            return 0;
+        if (reference[i] < 0)
+            place[-1 - reference[i]] = 0;
+    }
+    return 1;
+}
+
+static void
+narrow(const int64_t *reference, int32_t *to, Py_ssize_t count, const int64_t *place)
+{
+    for (Py_ssize_t i = 0; i < count; i++)
+        to[i] = (int32_t)(reference[i] >= 0 ? reference[i] : -1 - place[-1 - reference[i]]);
+}
+
+/* write_graph(groups, (call specs of nodes, references, None, node types, width_ptr, widths,
+ * node_type, arity, room for operands, groups of inputs, results, input_ptr, operand_ptr, operand,
+ * results, kept, input_ptr of these, cuts)): writes nodes and operands as `find_operands` does;
+ * leaves out inputs that are not read, puts those of an instance in the order of their `groups`,
+ * and writes which are `kept`, in order, and where the instance or the group changes. Returns the
+ * numbers of operands, of inputs and of cuts. */
+PyObject *
+write_graph(PyObject *module, PyObject *args)
+{
+    (void)module;
+    static const int sizes[NUM_OF_GRAPH] = {8, 8, 8,  4,  8,  8,  -4, -8, -8,
+                                            8, 8, 8, -8, -4, -4, -8, -8, -8};
+    PyObject *given;
+    Py_ssize_t num_groups;
+    if (!PyArg_ParseTuple(args, "nO", &num_groups, &given))
+        return NULL;
+    Buffers buffers = {0};
+    void *data[NUM_OF_GRAPH];
+    Py_ssize_t lengths[NUM_OF_GRAPH];
+    if (get_buffers(&buffers, given, NUM_OF_GRAPH, sizes, data, lengths) < 0)
+        return NULL;
+    const int64_t *arity = data[ARITY], *operand = data[OPERAND], *group = data[GROUP];
+    const int64_t *result = data[RESULT], *input_ptr = data[INPUT_PTR];
+    int64_t *operand_ptr = data[OPERAND_PTR], *kept = data[KEPT], *kept_ptr = data[KEPT_PTR];
+    int64_t *cuts = data[CUTS], *memory = NULL;
+    Py_ssize_t num_nodes = lengths[RECORDED], num_inputs = lengths[GROUP], num_kept = 0;
+    Py_ssize_t num_instances = lengths[INPUT_PTR] - 1, num_cuts = 0, count = -1;
+    Inputs x = {0};
+    int fits = lengths[OPERAND_PTR] == num_nodes + 1 && num_groups >= 0 &&
+               lengths[NARROW_OPERAND] == lengths[OPERAND] &&
+               lengths[NARROW_RESULT] == lengths[RESULT] && lengths[KEPT] == num_inputs &&
+               lengths[KEPT_PTR] == num_instances + 1 && lengths[CUTS] == num_inputs &&
+               are_pointers(input_ptr, num_instances + 1, num_inputs);
+    if (fits)
+        count = expand(data, lengths);
+    fits = count >= 0;
+    if (fits) {
+        Py_ssize_t num_keys = num_groups > num_instances ? num_groups : num_instances;
+        if (num_keys > PY_SSIZE_T_MAX / 16 - 3 * num_inputs ||
+            (memory = malloc((3 * num_inputs + num_keys + 2) * sizeof(int64_t))) == NULL)
+            PyErr_NoMemory();
+    }
+    if (memory != NULL) {
+        x.owner = memory;
+        x.place = x.owner + num_inputs;
+        x.order = x.place + num_inputs;
+        x.counts = x.order + num_inputs;
+        operand_ptr[0] = 0;
+        for (Py_ssize_t i = 0; i < num_nodes; i++)
+            operand_ptr[i + 1] = operand_ptr[i] + arity[i];
+        for (Py_ssize_t b = 0; b < num_instances; b++)
+            for (int64_t i = input_ptr[b]; i < input_ptr[b + 1]; i++)
+                x.owner[i] = b;
+        for (Py_ssize_t i = 0; i < num_inputs; i++)
+            x.place[i] = -1;
+        fits = mark(operand, count, x.place, num_inputs) &&
+               mark(result, lengths[RESULT], x.place, num_inputs);
+        int differ = 0;
+        for (Py_ssize_t i = 0; fits && i < num_inputs; i++) {
+            if (x.place[i] < 0)
+                continue;
+            fits = group[i] >= 0 && group[i] < num_groups;
+            kept[num_kept++] = i;
+            differ |= group[i] != group[kept[0]];
+        }
+        if (fits && differ) {
+            sort_inputs(kept, x.order, num_kept, group, x.counts, num_groups);
+            sort_inputs(x.order, kept, num_kept, x.owner, x.counts, num_instances);
+        }
+    }
+    if (memory != NULL && fits) {
+        memset(kept_ptr, 0, (num_instances + 1) * sizeof(int64_t));
+        for (Py_ssize_t i = 0; i < num_kept; i++) {
+            int64_t own = kept[i], last = i > 0 ? kept[i - 1] : 0;
+            x.place[own] = i;
+            kept_ptr[x.owner[own] + 1]++;
+            if (i == 0 || group[own] != group[last] || x.owner[own] != x.owner[last])
+                cuts[num_cuts++] = i;
+        }
+        for (Py_ssize_t b = 0; b < num_instances; b++)
+            kept_ptr[b + 1] += kept_ptr[b];
+        narrow(operand, data[NARROW_OPERAND], count, x.place);
+        narrow(result, data[NARROW_RESULT], lengths[RESULT], x.place);
+    }
+    free(memory);
+    release_buffers(&buffers);
+    if (PyErr_Occurred())
+        return NULL;
+    return fits ? Py_BuildValue("(nnn)", count, num_kept, num_cuts) : do_not_fit();
 }

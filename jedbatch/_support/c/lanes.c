@@ -1,0 +1,285 @@
+/* Lanes, runs and tables of a scheduled graph: the twin of parts of `_layout/layout.py`,
+ * `_program/runs.py` and `_program/lower.py`, which say what is computed. */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "checks.h"
+
+enum { NUM_WIDTHS = 5 };
+
+static PyObject *
+do_not_fit(void)
+{
+    PyErr_SetString(PyExc_ValueError, "arrays of a layout do not fit each other");
+    return NULL;
+}
+
+/* --- lanes --- */
+
+enum {
+    BATCH_TYPE, NODE_PTR, BUCKETS_OF, COVER_PTR, COVERS, WIDTHS, UNITS, NUM_RESULTS, TRIPS, PADDED,
+    START, LANE_PTR, BLOCK, ROWS, WIDEST, NUM_OF_LANES
+};
+
+/* Writes the chunks of each width that cover the nodes of a batch; returns their lanes, or -1. */
+static int64_t
+cover(int64_t size, const int32_t *covers, int64_t num_covers, const int64_t *widths, int64_t unit,
+      int32_t *trips)
+{
+    Py_ssize_t count = 0;
+    while (count < NUM_WIDTHS && widths[count] > 0)
+        count++;
+    if (size <= 0 || count == 0 || unit <= 0)
+        return -1;
+    int64_t widest = widths[count - 1];
+    int64_t full = size >= 2 * widest ? (size - widest) / widest : 0;
+    int64_t row = (size - full * widest + unit - 1) / unit, lanes = 0;
+    if (row >= num_covers)
+        return -1;
+    memcpy(trips, covers + row * NUM_WIDTHS, NUM_WIDTHS * sizeof(int32_t));
+    trips[count - 1] += (int32_t)full;
+    for (Py_ssize_t w = 0; w < count; w++)
+        lanes += trips[w] * widths[w];
+    return lanes;
+}
+
+/* cut_lanes((type of batches, node_ptr, buckets of types, cover_ptr, covers, widths, units, results
+ * of types, trips, padded, start, lane_ptr, block, rows, widest)): cuts batches into chunks, by the
+ * cheapest `covers` of each number of units of lanes, and numbers the lanes of every type. Returns
+ * the lanes of all types. */
+PyObject *
+cut_lanes(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[NUM_OF_LANES] = {4, 8, 4, 8, 4, 8, 8, 4, -4, -8, -8, -8, -8, -8, -8};
+    Buffers buffers = {0};
+    void *data[NUM_OF_LANES];
+    Py_ssize_t lengths[NUM_OF_LANES];
+    if (get_buffers(&buffers, given, NUM_OF_LANES, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *batch_type = data[BATCH_TYPE], *buckets_of = data[BUCKETS_OF];
+    const int32_t *covers = data[COVERS], *num_results = data[NUM_RESULTS];
+    const int64_t *node_ptr = data[NODE_PTR], *cover_ptr = data[COVER_PTR];
+    const int64_t *widths = data[WIDTHS], *units = data[UNITS];
+    int32_t *trips = data[TRIPS];
+    int64_t *padded = data[PADDED], *start = data[START], *lane_ptr = data[LANE_PTR];
+    int64_t *block = data[BLOCK], *rows = data[ROWS], *widest = data[WIDEST];
+    Py_ssize_t num_batches = lengths[BATCH_TYPE], num_types = lengths[BUCKETS_OF];
+    Py_ssize_t num_buckets = lengths[UNITS], most = 0, num_spaces = 0;
+    int fits = lengths[NODE_PTR] == num_batches + 1 && lengths[NUM_RESULTS] == num_types &&
+               lengths[WIDTHS] == num_buckets * NUM_WIDTHS &&
+               lengths[COVER_PTR] == num_buckets + 1 && lengths[COVERS] % NUM_WIDTHS == 0 &&
+               are_pointers(cover_ptr, num_buckets + 1, lengths[COVERS] / NUM_WIDTHS) &&
+               are_below(batch_type, num_batches, num_types) &&
+               lengths[TRIPS] == num_batches * NUM_WIDTHS && lengths[PADDED] == num_batches &&
+               lengths[START] == num_batches && lengths[LANE_PTR] == num_types + 1 &&
+               lengths[WIDEST] == num_types;
+    for (Py_ssize_t t = 0; fits && t < num_types; t++) {
+        fits = num_results[t] >= 0 && buckets_of[t] < num_buckets;
+        most = num_results[t] > most ? num_results[t] : most;
+        num_spaces += fits ? num_results[t] : 0;
+    }
+    fits = fits && lengths[BLOCK] == num_batches * most && lengths[ROWS] == num_spaces;
+    if (fits) {
+        memset(lane_ptr, 0, (num_types + 1) * sizeof(int64_t));
+        memset(widest, 0, num_types * sizeof(int64_t));
+    }
+    for (Py_ssize_t b = 0; fits && b < num_batches; b++) {
+        int32_t t = batch_type[b], k = buckets_of[t];
+        int32_t *chunks = trips + b * NUM_WIDTHS;
+        int64_t lanes = -1;
+        if (k >= 0)
+            lanes = cover(node_ptr[b + 1] - node_ptr[b], covers + cover_ptr[k] * NUM_WIDTHS,
+                          cover_ptr[k + 1] - cover_ptr[k], widths + k * NUM_WIDTHS, units[k],
+                          chunks);
+        fits = lanes >= 0;
+        if (!fits)
+            break;
+        padded[b] = lanes;
+        start[b] = lane_ptr[t + 1];
+        lane_ptr[t + 1] += lanes;
+        for (Py_ssize_t s = 0; s < most; s++)
+            block[b * most + s] = start[b];
+        for (int64_t w = widest[t]; w < NUM_WIDTHS; w++)
+            widest[t] = chunks[w] > 0 ? w + 1 : widest[t];
+    }
+    Py_ssize_t space = 0;
+    for (Py_ssize_t t = 0; fits && t < num_types; t++) {
+        for (int32_t s = 0; s < num_results[t]; s++)
+            rows[space++] = lane_ptr[t + 1];
+        lane_ptr[t + 1] += lane_ptr[t];
+    }
+    int64_t lanes = fits ? lane_ptr[num_types] : 0;
+    release_buffers(&buffers);
+    return fits ? PyLong_FromLongLong(lanes) : do_not_fit();
+}
+
+/* find_runs(reverse, (kind of batches, start, trips, widths, runs)): writes the runs of chunks that
+ * are of one kind and width and follow one another, as (kind * widths + width id, first lane,
+ * chunks), and returns how many there are. */
+PyObject *
+find_runs(PyObject *module, PyObject *args)
+{
+    (void)module;
+    static const int sizes[5] = {8, 8, 4, 8, -8};
+    PyObject *given;
+    int reverse;
+    if (!PyArg_ParseTuple(args, "iO", &reverse, &given))
+        return NULL;
+    Buffers buffers = {0};
+    void *data[5];
+    Py_ssize_t lengths[5], count = 0;
+    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
+        return NULL;
+    const int64_t *kind = data[0], *start = data[1], *widths = data[3];
+    const int32_t *trips = data[2];
+    int64_t *runs = data[4], before = 0, after = 0; /* where the last chunk begins and ends */
+    Py_ssize_t num_batches = lengths[0], num_kinds = lengths[3] / NUM_WIDTHS;
+    int fits = lengths[1] == num_batches && lengths[2] == num_batches * NUM_WIDTHS &&
+               num_kinds > 0 && lengths[4] == 3 * lengths[2];
+    for (Py_ssize_t b = 0; fits && b < num_batches; b++) {
+        fits = kind[b] >= 0;
+        if (!fits)
+            break;
+        int64_t lane = start[b];
+        const int64_t *own = widths + (kind[b] < num_kinds ? kind[b] : num_kinds - 1) * NUM_WIDTHS;
+        for (int w = 0; reverse && w < NUM_WIDTHS; w++)
+            lane += trips[b * NUM_WIDTHS + w] * own[w];
+        for (int i = 0; i < NUM_WIDTHS; i++) {
+            int w = reverse ? i : NUM_WIDTHS - 1 - i;
+            int64_t chunks = trips[b * NUM_WIDTHS + w], size = chunks * own[w];
+            if (chunks == 0)
+                continue;
+            lane -= reverse ? size : 0;
+            int64_t what = kind[b] * NUM_WIDTHS + w, *last = runs + 3 * (count - 1);
+            int follows = count > 0 && last[0] == what &&
+                          (reverse ? before == lane + size : lane == after);
+            if (follows) {
+                last[1] = lane < last[1] ? lane : last[1];
+                last[2] += chunks;
+            }
+            else {
+                runs[3 * count] = what;
+                runs[3 * count + 1] = lane;
+                runs[3 * count + 2] = chunks;
+                count++;
+            }
+            before = lane;
+            after = lane + size;
+            lane += reverse ? 0 : size;
+        }
+    }
+    release_buffers(&buffers);
+    return fits ? PyLong_FromSsize_t(count) : do_not_fit();
+}
+
+/* --- tables --- */
+
+enum {
+    NODE_TYPE, RESULTS_OF_TYPE, VALUE_PTR, OPERAND_PTR, OPERAND, LANE, TYPE_LANES, LANE_NODE,
+    INPUT_ROW, BASE, RUNS, FORM, WIDTH_OF, ROW, OWN_RUNS, TABLE, NUM_OF_TABLE
+};
+enum { TYPE, PLACE, NUM_OPERANDS, OFFSET, ROOM, FORM_COLUMNS };
+
+/* Writes the rows of the operands of one type, lane after lane; beyond the lanes, those of the
+ * first. Returns whether all are there. */
+static int
+write_operands(const int64_t *form, const int32_t *lane_node, int64_t num_lanes,
+               void *const *data, const Py_ssize_t *lengths)
+{
+    const int64_t *operand_ptr = data[OPERAND_PTR], *row = data[ROW];
+    const int32_t *operand = data[OPERAND];
+    int32_t *rows = (int32_t *)data[TABLE] + form[OFFSET];
+    int64_t count = form[NUM_OPERANDS], room = form[ROOM], num_rows = lengths[ROW];
+    int fits = count >= 0 && count <= INT32_MAX && room >= 0 && room <= INT32_MAX &&
+               form[OFFSET] >= 0 && form[OFFSET] <= lengths[TABLE] && num_lanes <= room &&
+               count * room <= lengths[TABLE] - form[OFFSET];
+    for (int64_t i = 0; fits && i < num_lanes; i++) {
+        int64_t first = operand_ptr[lane_node[i]];
+        fits = first >= 0 && first + count <= lengths[OPERAND];
+        for (int64_t k = 0; fits && k < count; k++) {
+            int64_t at = operand[first + k];
+            at += at < 0 ? num_rows : 0;
+            fits = at >= 0 && at < num_rows;
+            rows[k * room + i] = fits ? (int32_t)row[at] : 0;
+        }
+    }
+    for (int64_t k = 0; fits && num_lanes > 0 && k < count; k++)
+        for (int64_t i = num_lanes; i < room; i++)
+            rows[k * room + i] = rows[k * room];
+    return fits;
+}
+
+/* write_table(offset of instructions, (type of nodes, results of types, value_ptr, operand_ptr,
+ * operands, lanes of nodes, lane_ptr, nodes of lanes, rows of inputs, rows at which results of types
+ * begin, runs, form, width of opcodes, row, runs of the program, table)): writes instructions that
+ * run in loops and rows of operands to a table, the row of every value and input, -1 - i for input
+ * i, to `row`, and runs by the opcodes of the program. `form` has for each kernel its type, its
+ * place in the program, its operands, where they begin in the table, and lanes there. */
+PyObject *
+write_table(PyObject *module, PyObject *args)
+{
+    (void)module;
+    static const int sizes[NUM_OF_TABLE] = {4, 4, 8, 8, 4, 8, 8, 4, 8, 8, 8, 8, 8, -8, -8, -4};
+    PyObject *given;
+    Py_ssize_t offset;
+    if (!PyArg_ParseTuple(args, "nO", &offset, &given))
+        return NULL;
+    Buffers buffers = {0};
+    void *data[NUM_OF_TABLE];
+    Py_ssize_t lengths[NUM_OF_TABLE];
+    if (get_buffers(&buffers, given, NUM_OF_TABLE, sizes, data, lengths) < 0)
+        return NULL;
+    const int32_t *node_type = data[NODE_TYPE], *num_results = data[RESULTS_OF_TYPE];
+    const int64_t *value_ptr = data[VALUE_PTR], *lane = data[LANE], *lane_ptr = data[TYPE_LANES];
+    const int64_t *input_row = data[INPUT_ROW], *base = data[BASE], *runs = data[RUNS];
+    const int64_t *form = data[FORM], *width_of = data[WIDTH_OF];
+    const int32_t *lane_node = data[LANE_NODE];
+    int64_t *row = data[ROW], *own_runs = data[OWN_RUNS];
+    int32_t *table = data[TABLE];
+    Py_ssize_t num_nodes = lengths[NODE_TYPE], num_types = lengths[RESULTS_OF_TYPE];
+    Py_ssize_t most = num_types > 0 ? lengths[BASE] / num_types : 0, num_inputs = lengths[INPUT_ROW];
+    Py_ssize_t num_kernels = lengths[FORM] / FORM_COLUMNS, num_runs = lengths[RUNS] / 3;
+    int fits = are_below(node_type, num_nodes, num_types) && lengths[VALUE_PTR] == num_nodes + 1 &&
+               lengths[OPERAND_PTR] == num_nodes + 1 && lengths[LANE] == num_nodes &&
+               lengths[BASE] == most * num_types && lengths[TYPE_LANES] == num_types + 1 &&
+               are_pointers(lane_ptr, num_types + 1, lengths[LANE_NODE]) &&
+               are_below(lane_node, lengths[LANE_NODE], num_nodes) &&
+               lengths[OWN_RUNS] == lengths[RUNS] && offset >= 0 &&
+               offset + lengths[RUNS] <= lengths[TABLE] && value_ptr[0] == 0 &&
+               value_ptr[num_nodes] >= 0 && lengths[ROW] == value_ptr[num_nodes] + num_inputs;
+    for (Py_ssize_t i = 0; fits && i < num_nodes; i++) {
+        int32_t t = node_type[i], count = num_results[t];
+        fits = count >= 0 && count <= most && value_ptr[i] >= 0 &&
+               value_ptr[i] + count <= value_ptr[num_nodes];
+        for (int32_t s = 0; fits && s < count; s++)
+            row[value_ptr[i] + s] = base[t * most + s] + lane[i];
+    }
+    for (Py_ssize_t i = 0; fits && i < num_inputs; i++)
+        row[lengths[ROW] - 1 - i] = input_row[i];
+    for (Py_ssize_t i = 0; fits && i < num_runs; i++) {
+        int64_t k = runs[3 * i] >= 0 ? runs[3 * i] / NUM_WIDTHS : num_kernels;
+        int64_t what = k < num_kernels ? form[k * FORM_COLUMNS + PLACE] * NUM_WIDTHS +
+                                             runs[3 * i] % NUM_WIDTHS
+                                       : -1;
+        fits = what >= 0 && what < lengths[WIDTH_OF];
+        if (!fits)
+            break;
+        own_runs[3 * i] = what;
+        own_runs[3 * i + 1] = runs[3 * i + 1];
+        own_runs[3 * i + 2] = runs[3 * i + 2];
+        table[offset + 3 * i] = (int32_t)what;
+        table[offset + 3 * i + 1] = (int32_t)runs[3 * i + 1];
+        table[offset + 3 * i + 2] = (int32_t)(runs[3 * i + 1] + runs[3 * i + 2] * width_of[what]);
+    }
+    for (Py_ssize_t k = 0; fits && k < num_kernels; k++) {
+        const int64_t *own = form + k * FORM_COLUMNS;
+        fits = own[TYPE] >= 0 && own[TYPE] < num_types;
+        if (fits)
+            fits = write_operands(own, lane_node + lane_ptr[own[TYPE]],
+                                  lane_ptr[own[TYPE] + 1] - lane_ptr[own[TYPE]], data, lengths);
+    }
+    release_buffers(&buffers);
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
+}
