@@ -420,7 +420,7 @@ class Workspace:
         assert self.signature is not None
         read_rows: dict[int, np.ndarray] = {}
         for kind, numbers in wanted.items():
-            rows = np.asarray(outputs[self.signature._arena_ids[kind]])
+            rows = np.asarray(outputs[self.signature.arena_ids[kind]])
             for i, value in enumerate(numbers.tolist()):
                 read_rows[value] = rows[i : i + 1].reshape(kind[0])
         return [read_rows[value] for value in values.tolist()]

@@ -1,9 +1,12 @@
 """The operations of nodes, and how their calls are recorded: records that a `Registry` interns."""
 
 import functools
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ class CallSpec:
         self.tree = tree
         self.unit = unit
         self.parts = parts
+
+
+class CallSpecs(list[CallSpec]):
+    """Call specs by id; there are more and more of them."""
+
+    _columns: tuple[np.ndarray, ...] = ()
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """(int32[C] node types, int64[C + 1] where the widths of each begin, int64[W] widths)."""
+        if not self._columns or len(self._columns[0]) < len(self):
+            ends = [0, *itertools.accumulate(len(spec.widths) for spec in self)]
+            self._columns = (
+                np.array([spec.node_type for spec in self], np.int32),
+                np.array(ends, np.int64),
+                np.array([width for spec in self for width in spec.widths], np.int64),
+            )
+        return self._columns
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
     work,
 )
-from jedbatch._jaxpr.storage import from_stored, row_bytes, stored, to_stored
+from jedbatch._jaxpr.storage import Kind, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
@@ -148,6 +148,11 @@ class Kernel:
     ) -> list[Array]:
         """The results of one lane; `branches` as in `without_lock_step`."""
         return self.evaluate(consts, operands, {}, self._over_lanes(branches))[0]
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """(shape, dtype) of the arenas of its operands and results, each once."""
+        return tuple(dict.fromkeys(map(stored, (*self.operands, *self.results))))
 
     @functools.cached_property
     def diverges(self) -> bool:

@@ -29,7 +29,7 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges
 from jedbatch._layout.allocator import Allocation, allocate
-from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets
+from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets, tables_of
 from jedbatch._layout.explain import explain
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
@@ -93,6 +93,14 @@ class Layout:
         return padded
 
     @functools.cached_property
+    def widest(self) -> Int64[np.ndarray, " T"]:
+        """int64[T], the number of widths that the chunks of each type need."""
+        of_batch = ((self.trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1)
+        widest = np.zeros(len(self.lane_ptr) - 1, np.int64)
+        np.maximum.at(widest, self.schedule.batch_type, of_batch)
+        return widest
+
+    @functools.cached_property
     def values(self) -> tuple[Int32[np.ndarray, " V"], Int64[np.ndarray, " V"]]:
         """(int32[V], int64[V]): the space and the row in which each value is kept."""
         graph = self.graph
@@ -151,6 +159,39 @@ def assign_lanes(
     `buckets_by_type` has the buckets of each type id, or None for a type without nodes. Every value
     has a row of its own.
     """
+    node = ORDERS[order](graph, schedule)
+    counts = graph.results_per_type
+    space = _spaces(counts.tobytes())
+    compiled = core()
+    if compiled is None:
+        trips, padded, start, lane_ptr = _cut_in_python(graph, schedule, buckets_by_type)
+        block = np.repeat(start[:, None], space.shape[1], axis=1)
+        rows = np.repeat(np.diff(lane_ptr), counts)
+        found = {"padded": padded}
+    else:
+        trips = np.empty((len(schedule), NUM_WIDTHS), np.int32)
+        padded, start = np.empty((2, len(schedule)), np.int64)
+        lane_ptr, widest = np.empty(len(counts) + 1, np.int64), np.empty(len(counts), np.int64)
+        block = np.empty((len(schedule), space.shape[1]), np.int64)
+        rows = np.empty(int(counts.sum()), np.int64)
+        types, ptr = *int32_arrays(schedule.batch_type), *int64_arrays(schedule.node_ptr)
+        tables = *tables_of(tuple(buckets_by_type)), counts
+        written = trips, padded, start, lane_ptr, block, rows, widest
+        compiled.cut_lanes((types, ptr, *tables, *written))
+        found = {"padded": padded, "widest": widest}
+    first = start + lane_ptr[schedule.batch_type]
+    lane_node, lane = _number_lanes(node, schedule.node_ptr, start, first, padded)
+    layout = Layout(
+        graph, schedule, order, node, trips, start, lane_ptr, lane_node, lane, space, block, rows
+    )
+    layout.__dict__.update(found)
+    return layout
+
+
+def _cut_in_python(
+    graph: Graph, schedule: Schedule, buckets_by_type: Sequence[Buckets | None]
+) -> tuple[np.ndarray, ...]:
+    """Returns (trips, lanes of each batch with padding, start, lane_ptr); see `Layout`."""
     sizes = np.diff(schedule.node_ptr)
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)
     padded = np.zeros(len(schedule), np.int64)
@@ -166,21 +207,19 @@ def assign_lanes(
     lane_ptr = pointers(total.astype(np.int64))
     start = np.empty(len(schedule), np.int64)
     start[by_type] = begins - lane_ptr[schedule.batch_type[by_type]]
+    return trips, padded, start, lane_ptr
 
-    node = ORDERS[order](graph, schedule)
-    first = start + lane_ptr[schedule.batch_type]
-    lane_node, lane = _number_lanes(node, schedule.node_ptr, start, first, padded)
 
-    counts = [t.num_results for t in graph.types]
-    most = max(counts, default=0)
+@functools.lru_cache(256)
+def _spaces(results_per_type: bytes) -> np.ndarray:
+    """Returns int32[T, R], a space for each result of each type, -1 where there is none."""
+    counts = np.frombuffer(results_per_type, np.int32)
+    most = int(counts.max(initial=0))
     space = np.full((len(counts), most), -1, np.int32)
-    filled = np.arange(most) < np.array(counts, np.int64).reshape(-1, 1)
+    filled = np.arange(most) < counts[:, None]
     space[filled] = np.arange(int(filled.sum()))
-    block = np.repeat(start[:, None], most, axis=1)
-    rows = np.repeat(np.diff(lane_ptr), counts)
-    return Layout(
-        graph, schedule, order, node, trips, start, lane_ptr, lane_node, lane, space, block, rows
-    )
+    space.flags.writeable = False  # of many layouts
+    return space
 
 
 def _number_lanes(

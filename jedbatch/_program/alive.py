@@ -149,7 +149,7 @@ def find_refused(
                 for j in itertools.chain(*positions):
                     read = graph.operand[graph.operand_ptr[nodes] + j]
                     where |= int(np.bitwise_or.reduce(origins[read]))
-                refused.append(Refused(signature.kernels.index(kernel), s, bits, where))
+                refused.append(Refused(signature.places[kernel], s, bits, where))
     return tuple(refused)
 
 
@@ -162,7 +162,7 @@ def find_origins(placed: Placement, signature: Signature) -> np.ndarray:
     """int64[V + I]: what values are differentiated with respect to; see `Refused.origins`."""
     graph, schedule = placed.graph, placed.schedule
     found = np.zeros(graph.num_values + graph.num_inputs, np.int64)
-    arenas = np.array([signature._arena_ids[kind] for kind in placed.arenas], np.int64)
+    arenas = np.array([signature.arena_ids[kind] for kind in placed.arenas], np.int64)
     bits = np.array(list(map(origin_of_inputs, range(len(signature.arenas)))), np.int64)
     found[-1 - np.arange(graph.num_inputs)] = bits[arenas[placed.input_arena]]
     kernels = dict(zip(placed.type_ids, placed.kernels, strict=True))

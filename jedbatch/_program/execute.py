@@ -117,11 +117,11 @@ class Forward:
         signature = self.signature
         arenas = self._arenas()
         for a, (kind, rows) in enumerate(zip(before.arenas, before.inputs, strict=True)):
-            new = signature._arena_ids[kind]
+            new = signature.arena_ids[kind]
             arenas[new] = put(arenas[new], slice_rows(state[0][a], 0, rows), 0)
         saved = list(self.start([x[:0] for x in arenas])[1])
         for k, (kernel, lanes) in enumerate(zip(before.kernels, before.lanes, strict=True)):
-            new = signature.kernels.index(kernel)
+            new = signature.places[kernel]
             for s, t in enumerate(kernel.results):
                 rows = slice_rows(state[0][before.arena(t)], before.bases[k][s], lanes)
                 a = signature.arena(t)

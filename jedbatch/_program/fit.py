@@ -48,12 +48,30 @@ def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) ->
     """
     if placed.target != signature.target or not resembles(placed, signature, most):
         return False
-    if not set(placed.kernels) <= set(signature.kernels):
+    if not all([kernel in signature.places for kernel in placed.kernels]):
         return False
     cut = narrowed(placed, signature)
     if cut is not placed and not is_cut_cheaply(placed.target, placed.cost, cut.cost):
         return False
-    return signature.capacity.holds(cut.need)
+    return _has_room(cut, signature)
+
+
+def _has_room(placed: Placement, signature: Signature) -> bool:
+    """Returns whether a program with the kernels of a minibatch has all sizes of its `need`."""
+    for kernel, lanes, widest in zip(placed.kernels, placed.lanes, placed.widest, strict=True):
+        k = signature.places[kernel]
+        if signature.lanes[k] < lanes or signature.widest[k] < widest:
+            return False
+    arenas = zip(placed.arenas, placed.input_counts, placed.outputs, strict=True)
+    for kind, num_inputs, returned in arenas:
+        a = signature.arena_ids.get(kind)
+        if a is None or signature.inputs[a] < num_inputs or signature.outputs[a] < len(returned):
+            return False
+    shared_rows = signature.shared_rows or ()
+    for kind, rows in zip(placed.arenas, placed.shared_rows, strict=False):
+        if shared_rows[signature.arena_ids[kind]] < rows:
+            return False
+    return placed.target.control != "loops" or len(placed.runs) <= signature.num_instructions
 
 
 def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
@@ -62,17 +80,16 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
     Nor may it need tracers that the minibatch does not bring. It is much too large from `most`
     times as many bytes of results on.
     """
-    if any(kernel.transient and kernel not in placed.kernels for kernel in signature.kernels):
+    if any([kernel not in placed.kernels for kernel in signature.transient]):
         return False
     if (signature.shared_rows is not None) != placed.reuse:
         return False
     mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
-    its = {kind: n for kind, n in zip(signature.arenas, signature.outputs, strict=True) if n}
+    its = signature.returned
     same = mine == its if placed.stacked else mine.keys() <= its.keys()
-    size = result_bytes(signature.kernels, signature.lanes)
-    return same and size <= max(
-        SMALL_RESULT_BYTES, most * result_bytes(placed.kernels, placed.lanes)
-    )
+    if not same or signature.result_bytes <= SMALL_RESULT_BYTES:
+        return same
+    return signature.result_bytes <= most * result_bytes(placed.kernels, placed.lanes)
 
 
 def make_signature(

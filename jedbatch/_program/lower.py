@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class Rows:
 
 def narrowed(placed: Placement, signature: Signature) -> Placement:
     """Returns a minibatch in chunks of the widths that a program has."""
-    place = map(signature.kernels.index, placed.kernels)
-    return placed.narrowed(tuple([signature.widest[k] for k in place]))
+    return placed.narrowed(tuple([signature.widest[signature.places[k]] for k in placed.kernels]))
 
 
 def space_begins(placed: Placement, signature: Signature) -> np.ndarray:
@@ -78,10 +77,10 @@ def space_begins(placed: Placement, signature: Signature) -> np.ndarray:
     layout = placed.layout
     begin = np.zeros(len(layout.rows), np.int64)
     if signature.shared_rows is not None:
-        begin[:] = [signature.inputs[signature._arena_ids[kind]] for kind in placed.arenas]
+        begin[:] = [signature.inputs[signature.arena_ids[kind]] for kind in placed.arenas]
     else:
         for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-            bases = signature.bases[signature.kernels.index(kernel)]
+            bases = signature.bases[signature.places[kernel]]
             begin[layout.space[t, : len(bases)]] = bases
     return begin
 
@@ -174,11 +173,11 @@ def find_all_modes(
 def body_runs(placed: Placement, signature: Signature, modes: Sequence[np.ndarray]) -> np.ndarray:
     """int64[..., 3]: the runs, by the number of the body that runs them; no `modes`, no slices."""
     chunks = placed.chunks
-    body = np.array([signature.first_body[signature.kernels.index(k)] for k in placed.kernels])
+    body = np.array([signature.first_body[signature.places[k]] for k in placed.kernels])
     body = body[chunks.kernel]
     for k, (kernel, kernel_modes) in enumerate(zip(placed.kernels, modes, strict=False)):
         of = np.flatnonzero(chunks.kernel == k)
-        for i, reading in enumerate(signature.readings[signature.kernels.index(kernel)]):
+        for i, reading in enumerate(signature.readings[signature.places[kernel]]):
             body[of[usable(reading, kernel_modes)]] += 1 + i
     opcodes = body * NUM_WIDTHS + chunks.column
     return merge_runs(opcodes, chunks.lane, chunks.width, np.ones_like(opcodes))
@@ -208,7 +207,7 @@ class Lowered:
         found = find_all_modes(placed, signature, rows)
         for kernel, modes in zip(placed.kernels, found, strict=True):
             if signature.target.has_slice_bodies:
-                readings = signature.readings[signature.kernels.index(kernel)]
+                readings = signature.readings[signature.places[kernel]]
                 used = np.zeros(modes.shape[1], bool)
                 for reading in readings:
                     used |= usable(reading, modes)
@@ -247,9 +246,11 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
       rows: of a round; None for a whole minibatch.
     """
     placed = narrowed(placed, signature)
+    if rows is None and core() is not None and signature.is_plain:
+        return _lower_compiled(placed, signature, core())
     rows = Rows.of(placed, signature) if rows is None else rows
     form, first_lane = signature.form, rows.first_lane
-    place = [signature.kernels.index(kernel) for kernel in placed.kernels]
+    place = [signature.places[kernel] for kernel in placed.kernels]
     operands = None
     if any(signature.readings):
         operands = operand_rows(placed, rows)
@@ -279,5 +280,27 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
         for k, results in zip(place, rows.results, strict=True):
             form.view(table, "results", k)[:, : results.shape[1]] = results
     for kind, returned in rows.outputs.items():
-        form.view(table, "outputs", signature._arena_ids[kind])[: len(returned)] = returned
+        form.view(table, "outputs", signature.arena_ids[kind])[: len(returned)] = returned
     return Lowered(signature, placed, table, runs)
+
+
+def _lower_compiled(placed: Placement, signature: Signature, compiled: Any) -> Lowered | None:
+    """Returns the same for a whole minibatch and a plain program (see `Signature.is_plain`)."""
+    graph, layout, runs = placed.graph, placed.layout, np.ascontiguousarray(placed.runs)
+    form, num_results = signature.form, graph.results_per_type
+    if len(runs) > signature.num_instructions:
+        return None
+    table = np.zeros(form.size, np.int32)
+    table[form.offset(("num_instructions",))] = len(runs)
+    row, own_runs = np.empty(graph.num_values + len(placed.input_row), np.int64), np.empty_like(runs)
+    nodes = *int32_arrays(graph.node_type), num_results, graph.value_ptr
+    read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand)
+    lanes = layout.lane, layout.lane_ptr, layout.lane_node, *int64_arrays(placed.input_row)
+    base, columns = signature.lowering(placed.kernels, placed.type_ids, layout.space)
+    own = base, runs, columns, signature.instructions.width_of, row, own_runs, table
+    compiled.write_table(form.offset(("instructions",)), (*nodes, *read, *lanes, *own))
+    for kind, values in zip(placed.arenas, placed.outputs, strict=True):
+        if len(values):
+            returned = form.view(table, "outputs", signature.arena_ids[kind])
+            returned[: len(values)] = row[np.maximum(values, -len(row))]
+    return Lowered(signature, placed, table, own_runs)

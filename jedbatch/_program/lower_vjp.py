@@ -231,7 +231,7 @@ def find_readers(
         is_guess, alive = False, Alive.find(placed, wanted)
 
     position = np.full(len(graph.types), -1)
-    position[list(placed.type_ids)] = [signature.kernels.index(k) for k in placed.kernels]
+    position[list(placed.type_ids)] = [signature.places[k] for k in placed.kernels]
     batches = [position[schedule.batch_type], layout.start, layout.trips]
     steps = np.column_stack(batches)[::-1]
     works = np.array([not kernel.reverse.is_leaf for kernel in signature.kernels], bool)
@@ -311,10 +311,10 @@ def _find_edges(
             positions = np.flatnonzero(outputs != NO_VALUE if wanted is None else wanted[a])
             targets.append(outputs[positions])
             rows.append(positions)
-            arenas.append((signature._arena_ids[kind], len(positions)))
+            arenas.append((signature.arena_ids[kind], len(positions)))
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         nodes = placed.nodes[t]
-        k = signature.kernels.index(kernel)
+        k = signature.places[kernel]
         for p, parameter in enumerate(kernel.parameters):
             if not differentiable(parameter.type):
                 continue
@@ -438,7 +438,7 @@ def reverse_need(placed: Placement, readers: Readers, forward: Signature) -> Cap
     inputs = dict.fromkeys(range(len(forward.arenas)), 0)
     for a, kind in enumerate(placed.arenas):
         inputs_here = np.flatnonzero(placed.input_arena == a)
-        inputs[forward._arena_ids[kind]] = _count(readers.columns, -1 - inputs_here)
+        inputs[forward.arena_ids[kind]] = _count(readers.columns, -1 - inputs_here)
     loops = forward.target.control == "loops"  # other instructions depend on the program
     return Capacity(
         {
@@ -577,7 +577,7 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
             if readers.leads_to is not None:
                 form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
     for a, kind in enumerate(placed.arenas):
-        b = forward._arena_ids[kind]
+        b = forward.arena_ids[kind]
         inputs_here = np.flatnonzero(placed.input_arena == a)
         view = form.view(table, "input_readers", b)
         fill(view, -1 - inputs_here, placed.input_row[inputs_here], b)

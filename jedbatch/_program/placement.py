@@ -37,6 +37,7 @@ SMALL_LANES = 1 << 21  # so few
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
 NO_VALUE = int(np.iinfo(np.int64).min)  # among outputs: a row that is returned for nobody
+NOTHING = np.zeros(0, np.int64)
 CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
 
 
@@ -104,15 +105,17 @@ class Placement:
         graph = layout.graph
         arenas: dict[Kind, int] = {}
         for kernel in kernels:
-            for t in (*kernel.operands, *kernel.results):
-                arenas.setdefault(stored(t), len(arenas))
+            for kind in kernel.kinds:
+                arenas.setdefault(kind, len(arenas))
         kinds = [stored(chunk.type) for chunk in graph.inputs]
         for kind in (*kinds, *returned):
             arenas.setdefault(kind, len(arenas))
         input_arena, input_row = _places_of_inputs(
             [arenas[kind] for kind in kinds], list(map(len, graph.inputs)), len(arenas)
         )
-        outputs = tuple(np.array(returned.get(kind, ()), np.int64) for kind in arenas)
+        outputs = tuple(
+            [np.array(returned[kind], np.int64) if kind in returned else NOTHING for kind in arenas]
+        )
         if keeps:
             reuse = False
         elif reuse is None:
@@ -149,7 +152,7 @@ class Placement:
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
         lanes = self.layout.lanes[list(self.type_ids)].tolist()
-        return tuple(in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True))
+        return tuple([in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True)])
 
     @property
     def shared_rows(self) -> tuple[int, ...]:
@@ -195,10 +198,7 @@ class Placement:
     @functools.cached_property
     def widest(self) -> tuple[int, ...]:
         """Number of widths needed for each kernel."""
-        of_batch = ((self.layout.trips > 0) * np.arange(1, NUM_WIDTHS + 1)).max(axis=1)
-        widest = np.zeros(len(self.graph.types), np.int64)
-        np.maximum.at(widest, self.schedule.batch_type, of_batch)
-        return tuple(widest[list(self.type_ids)].tolist())
+        return tuple(self.layout.widest[list(self.type_ids)].tolist())
 
     @functools.cached_property
     def trips(self) -> np.ndarray:
@@ -338,6 +338,8 @@ def _places_of_inputs(
       counts: inputs in each.
       num_arenas: how many there are.
     """
+    if len(arena) == 1:
+        return np.full(counts[0], arena[0]), np.arange(counts[0])
     first, ends = [], [0] * num_arenas
     for a, count in zip(arena, counts, strict=True):
         first.append(ends[a])

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.storage import stored
+from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
@@ -31,10 +31,13 @@ from jedbatch._program.capacity import Capacity
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
+from jedbatch._support.caches import Memory
 from jedbatch._support.types import Dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
+
+MAX_LOWERINGS = 64  # sets of types that are kept ready to be lowered for a program
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,33 @@ class Signature:
         return self._hash
 
     @functools.cached_property
-    def _arena_ids(self) -> dict[Any, int]:
+    def places(self) -> dict[Kernel, int]:
+        """The place of each kernel."""
+        return {kernel: k for k, kernel in enumerate(self.kernels)}
+
+    @functools.cached_property
+    def transient(self) -> tuple[Kernel, ...]:
+        """The kernels that read a tracer, which will be gone at the next call."""
+        return tuple(kernel for kernel in self.kernels if kernel.transient)
+
+    @functools.cached_property
+    def returned(self) -> dict[Kind, int]:
+        """Rows returned from each arena that returns some."""
+        return {kind: n for kind, n in zip(self.arenas, self.outputs, strict=True) if n}
+
+    @functools.cached_property
+    def result_bytes(self) -> int:
+        """Bytes of the results in all lanes."""
+        return sum(k.result_bytes * n for k, n in zip(self.kernels, self.lanes, strict=True))
+
+    @functools.cached_property
+    def arena_ids(self) -> dict[Kind, int]:
+        """The place of each arena."""
         return {kind: a for a, kind in enumerate(self.arenas)}
 
     def arena(self, value_type: Any) -> int:
         """The arena in which values of a type are rows."""
-        return self._arena_ids[stored(value_type)]
+        return self.arena_ids[stored(value_type)]
 
     @functools.cached_property
     def _rows(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
@@ -211,6 +235,43 @@ class Signature:
             np.repeat(kernels, NUM_WIDTHS),
             self.kernel_widths[kernels].ravel(),
         )
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether instructions are loops, all operands are gathered and every lane has own rows."""
+        loops = self.target.control == "loops"
+        return loops and self.shared_rows is None and not any(self.readings)
+
+    def lowering(
+        self, kernels: tuple[Kernel, ...], type_ids: tuple[int, ...], space: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where the compiled core writes what some kernels read and finds what they return.
+
+        Args:
+          kernels: of this program.
+          type_ids: their types in a graph.
+          space: int32[T, R], of the results of its types (see `Layout`).
+
+        Returns:
+          (int64[T, R], the first row of each result of each type; int64[K, 5], of each kernel its
+          type, its place, its operands, where their rows begin in the table, and lanes there).
+        """
+        key = kernels, type_ids, space.shape
+        found = self._lowerings.get(key)
+        if found is None:
+            base, columns = np.zeros(space.shape, np.int64), []
+            for t, kernel in zip(type_ids, kernels, strict=True):
+                k = self.places[kernel]
+                base[t, : len(self.bases[k])] = self.bases[k]
+                offset, (num_operands, lanes) = self.form.places["operands", k]
+                columns.append((t, k, num_operands, offset, lanes))
+            found = base, np.array(columns, np.int64).reshape(-1, 5)
+            self._lowerings[key] = found
+        return found
+
+    @functools.cached_property
+    def _lowerings(self) -> dict[Any, tuple[np.ndarray, np.ndarray]]:
+        return Memory(MAX_LOWERINGS)
 
     @functools.cached_property
     def form(self) -> TableLayout:

@@ -158,7 +158,7 @@ class Trial:
         trial = Trial(signature, self.symbols, None, known, chunks=self.chunks)
         before = self.signature
         for k, kernel in enumerate(before.kernels):
-            new = signature.kernels.index(kernel)
+            new = signature.places[kernel]
             trial.lanes[new] = self.lanes[k]
             for s, t in enumerate(kernel.results):
                 base = before.bases[k][s]

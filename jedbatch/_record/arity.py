@@ -344,6 +344,8 @@ class Arities:
           node_type: int32[N], the types of nodes before.
           references: int64[...] each, to results, or to inputs as negative numbers.
         """
+        if not self.padded:
+            return
         num_results = np.array([len(t.results) for t in self._node_types], np.int64)
         changed = [
             t

@@ -18,7 +18,7 @@ from jax.core import ShapedArray, Tracer
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
-from jedbatch._graph.operations import Alike, CallSpec, Operation
+from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.interpret import one_by_one
@@ -97,7 +97,7 @@ class Registry:
         self.avals: list[ShapedArray] = []
         self.ragged_types: dict[int, RaggedType] = {}
         self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
-        self.call_specs: list[CallSpec] = []
+        self.call_specs = CallSpecs()
         self.groups: list[tuple] = []
         self.units: list[tuple[int, ...]] = []
         self.calls: dict[Hashable, Any] = {}

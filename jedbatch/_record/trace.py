@@ -180,6 +180,9 @@ def finish(
     """Returns one graph of all instances from the lists of a recorder."""
     node_ptr, _, input_ptr, output_ptr = ends
     recorded, references, input_group, input_value = columns
+    compiled = core()
+    if compiled is not None and not registry.arities.padded:
+        return _finish_compiled(compiled, registry, columns, outputs, ends)
     node_type, arity, operand = find_operands(registry, recorded, references)
     result = int64_of(outputs)
     registry.arities.renumber_results(node_type, (operand, result))
@@ -218,6 +221,44 @@ def finish(
         result.astype(np.int32),
         node_ptr,
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
+        output_ptr,
+    )
+
+
+def _finish_compiled(
+    compiled: Any,
+    registry: Registry,
+    columns: Sequence[list],
+    outputs: list[int],
+    ends: np.ndarray,
+) -> Graph:
+    """Returns the same where no node has lists of several lengths."""
+    node_ptr, _, input_ptr, output_ptr = ends
+    call_spec, reference, group = map(int64_of, columns[:3])
+    result, num_nodes, num_inputs = int64_of(outputs), len(call_spec), len(group)
+    types, starts, widths = registry.call_specs.columns
+    most = len(reference) * int(widths.max(initial=1))
+    node_type, arity = np.empty(num_nodes, np.int32), np.empty(num_nodes, np.int64)
+    operand_ptr, wide = np.empty(num_nodes + 1, np.int64), np.empty(most, np.int64)
+    operand, kept_result = np.empty(most, np.int32), np.empty(len(result), np.int32)
+    kept, cuts = np.empty((2, num_inputs), np.int64)
+    kept_ptr, first_input = np.empty(len(node_ptr), np.int64), np.ascontiguousarray(input_ptr)
+    recorded = call_spec, reference, None, types, starts, widths, node_type, arity, wide
+    written = operand_ptr, operand, kept_result, kept, kept_ptr, cuts
+    num_operands, num_kept, num_cuts = compiled.write_graph(
+        len(registry.groups), (*recorded, group, result, first_input, *written)
+    )
+    kept, operand = kept[:num_kept], operand[:num_operands]
+    bounds = [*cuts[:num_cuts].tolist(), num_kept]
+    return Graph(
+        registry.types,
+        node_type,
+        operand_ptr,
+        operand if 2 * num_operands > most else operand.copy(),
+        tuple(_rows_between(registry, columns[3], kept, group[kept], bounds)),
+        kept_result,
+        node_ptr,
+        kept_ptr,
         output_ptr,
     )
 
@@ -281,16 +322,31 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
     if not len(kept):
         return
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
-    cuts = [0, *change.tolist(), len(kept)]
+    yield from _rows_between(registry, values, kept, group, [0, *change.tolist(), len(kept)])
+
+
+def _rows_between(
+    registry: Registry, values: list[Any], kept: np.ndarray, group: np.ndarray, cuts: list[int]
+) -> Iterator[InputRows]:
+    """Yields the inputs between every two cuts, of one group each, in order.
+
+    Args:
+      registry: of the groups.
+      values: of all inputs.
+      kept: those that are read, in order.
+      group: of these.
+      cuts: where the rows begin, and where the last ones end.
+    """
     places, numbers = kept.tolist(), group[cuts[:-1]].tolist()
+    groups = dict.fromkeys(numbers)
     rows: dict[int, Iterator[np.ndarray]] = {}
-    for g in dict.fromkeys(numbers):
+    for g in groups:
         how, value_id, *_ = registry.groups[g]
         if how == "value":  # one conversion for all
-            of_group = group == g
+            of_group = group == g if len(groups) > 1 else slice(None)
+            ends = pointers(of_group)[cuts].tolist() if len(groups) > 1 else cuts
             stacked = host_rows(_items(values, kept[of_group]), registry.value_types[value_id])
-            bounds = pointers(of_group)[cuts].tolist()
-            chunks = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+            chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
             rows[g] = map(stacked.__getitem__, chunks)
     for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
         how, value_id, *where = registry.groups[g]
