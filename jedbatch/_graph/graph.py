@@ -303,7 +303,7 @@ class Graph:
     @functools.cached_property
     def present_types(self) -> list[int]:
         """The types that have nodes, in order."""
-        return np.flatnonzero(self.nodes_per_type).tolist()
+        return [t for t, count in enumerate(self.nodes_per_type.tolist()) if count]
 
     @functools.cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """The state of JAX in this thread: its configuration, what is being traced, where arrays are."""
 
+import functools
 from typing import Any
 
 import jax
@@ -28,7 +29,13 @@ def without_mesh() -> Any:
 
     Each equation knows the mesh that was set where it was traced, and runs nowhere else.
     """
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return jax.sharding.use_abstract_mesh(_empty_mesh())
+
+
+@functools.cache
+def _empty_mesh() -> jax.sharding.AbstractMesh:
+    """Returns a mesh without axes."""
+    return jax.sharding.AbstractMesh((), ())
 
 
 def finds_faults() -> bool:

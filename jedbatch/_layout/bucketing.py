@@ -90,7 +90,7 @@ class Buckets:
 
 @functools.lru_cache(256)
 def tables_of(buckets_by_type: tuple[Buckets | None, ...]) -> tuple[np.ndarray, ...]:
-    """Returns what says how batches of each type are cut into chunks, as the compiled core reads it.
+    """Returns how batches of each type are cut into chunks, as the compiled core reads it.
 
     Args:
       buckets_by_type: of each type id, or None for a type without nodes.

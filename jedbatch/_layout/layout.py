@@ -82,6 +82,11 @@ class Layout:
         """int64[T], lanes of each type."""
         return np.diff(self.lane_ptr)
 
+    def lanes_of(self, types: Sequence[int]) -> list[int]:
+        """Returns the lanes of some types."""
+        ptr = self.lane_ptr.tolist()
+        return [ptr[t + 1] - ptr[t] for t in types]
+
     @functools.cached_property
     def padded(self) -> Int64[np.ndarray, " S"]:
         """int64[S], lanes of each batch, padding included."""
@@ -161,7 +166,7 @@ def assign_lanes(
     """
     node = ORDERS[order](graph, schedule)
     counts = graph.results_per_type
-    space = _spaces(counts.tobytes())
+    space, num_spaces = _spaces(counts.tobytes())
     compiled = core()
     if compiled is None:
         trips, padded, start, lane_ptr = _cut_in_python(graph, schedule, buckets_by_type)
@@ -173,7 +178,7 @@ def assign_lanes(
         padded, start = np.empty((2, len(schedule)), np.int64)
         lane_ptr, widest = np.empty(len(counts) + 1, np.int64), np.empty(len(counts), np.int64)
         block = np.empty((len(schedule), space.shape[1]), np.int64)
-        rows = np.empty(int(counts.sum()), np.int64)
+        rows = np.empty(num_spaces, np.int64)
         types, ptr = *int32_arrays(schedule.batch_type), *int64_arrays(schedule.node_ptr)
         tables = *tables_of(tuple(buckets_by_type)), counts
         written = trips, padded, start, lane_ptr, block, rows, widest
@@ -211,15 +216,15 @@ def _cut_in_python(
 
 
 @functools.lru_cache(256)
-def _spaces(results_per_type: bytes) -> np.ndarray:
-    """Returns int32[T, R], a space for each result of each type, -1 where there is none."""
+def _spaces(results_per_type: bytes) -> tuple[np.ndarray, int]:
+    """Returns (int32[T, R], a space for each result of each type or -1; how many there are)."""
     counts = np.frombuffer(results_per_type, np.int32)
     most = int(counts.max(initial=0))
     space = np.full((len(counts), most), -1, np.int32)
     filled = np.arange(most) < counts[:, None]
     space[filled] = np.arange(int(filled.sum()))
     space.flags.writeable = False  # of many layouts
-    return space
+    return space, int(counts.sum())
 
 
 def _number_lanes(

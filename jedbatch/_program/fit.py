@@ -48,7 +48,7 @@ def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) ->
     """
     if placed.target != signature.target or not resembles(placed, signature, most):
         return False
-    if not all([kernel in signature.places for kernel in placed.kernels]):
+    if not signature.places.keys() >= set(placed.kernels):
         return False
     cut = narrowed(placed, signature)
     if cut is not placed and not is_cut_cheaply(placed.target, placed.cost, cut.cost):
@@ -80,7 +80,7 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
     Nor may it need tracers that the minibatch does not bring. It is much too large from `most`
     times as many bytes of results on.
     """
-    if any([kernel not in placed.kernels for kernel in signature.transient]):
+    if not signature.transient <= set(placed.kernels):
         return False
     if (signature.shared_rows is not None) != placed.reuse:
         return False

@@ -292,7 +292,10 @@ def _lower_compiled(placed: Placement, signature: Signature, compiled: Any) -> L
         return None
     table = np.zeros(form.size, np.int32)
     table[form.offset(("num_instructions",))] = len(runs)
-    row, own_runs = np.empty(graph.num_values + len(placed.input_row), np.int64), np.empty_like(runs)
+    row, own_runs = (
+        np.empty(graph.num_values + len(placed.input_row), np.int64),
+        np.empty_like(runs),
+    )
     nodes = *int32_arrays(graph.node_type), num_results, graph.value_ptr
     read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand)
     lanes = layout.lane, layout.lane_ptr, layout.lane_node, *int64_arrays(placed.input_row)

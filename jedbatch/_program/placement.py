@@ -119,7 +119,7 @@ class Placement:
         if keeps:
             reuse = False
         elif reuse is None:
-            size = result_bytes(kernels, layout.lanes[list(type_ids)].tolist())
+            size = result_bytes(kernels, layout.lanes_of(type_ids))
             reuse = size > Placement.worth_sharing
         if reuse:
             arena = np.full(layout.space.shape, -1)
@@ -151,7 +151,7 @@ class Placement:
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
-        lanes = self.layout.lanes[list(self.type_ids)].tolist()
+        lanes = self.layout.lanes_of(self.type_ids)
         return tuple([in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True)])
 
     @property
@@ -167,7 +167,8 @@ class Placement:
     @functools.cached_property
     def widths(self) -> Int64[np.ndarray, "K+1 W"]:
         """int64[K + 1, W], the widths of each kernel (see `widths_of`)."""
-        return widths_of(self.kernels, self.target)
+        all_buckets = [*(kernel.buckets for kernel in self.kernels), self.target.sums]
+        return widths_of(tuple(all_buckets))
 
     @functools.cached_property
     def runs(self) -> Int64[np.ndarray, "_ 3"]:
@@ -177,9 +178,10 @@ class Placement:
     @functools.cached_property
     def _kind(self) -> np.ndarray:
         """The kernel of every batch, by its position."""
-        position = np.full(len(self.graph.types), -1)
-        position[list(self.type_ids)] = np.arange(len(self.type_ids))
-        return position[self.schedule.batch_type]
+        position = [-1] * len(self.graph.types)
+        for k, t in enumerate(self.type_ids):
+            position[t] = k
+        return np.array(position, np.int64)[self.schedule.batch_type]
 
     @functools.cached_property
     def chunks(self) -> Chunks:
@@ -198,7 +200,8 @@ class Placement:
     @functools.cached_property
     def widest(self) -> tuple[int, ...]:
         """Number of widths needed for each kernel."""
-        return tuple(self.layout.widest[list(self.type_ids)].tolist())
+        widest = self.layout.widest.tolist()
+        return tuple([widest[t] for t in self.type_ids])
 
     @functools.cached_property
     def trips(self) -> np.ndarray:

@@ -5,21 +5,21 @@ are one *run*, whatever batches they belong to: the long tail of a minibatch of 
 or two a batch, is a single entry of the table and a single loop.
 """
 
-from collections.abc import Sequence
+import functools
 
 import numpy as np
 
 from jedbatch._graph.paths import int32_arrays, int64_arrays
-from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._layout.bucketing import NUM_WIDTHS, Buckets
 from jedbatch._support.native import core
 
 
-def widths_of(kernels: Sequence[Kernel], target: Target) -> np.ndarray:
+@functools.lru_cache(256)
+def widths_of(all_buckets: tuple[Buckets, ...]) -> np.ndarray:
     """int64[K + 1, NUM_WIDTHS]: the widths of each kernel, and those of sums of cotangents."""
-    all_buckets = [*(kernel.buckets for kernel in kernels), target.sums]
-    return np.array([buckets.columns for buckets in all_buckets], np.int64)
+    widths = np.array([buckets.columns for buckets in all_buckets], np.int64)
+    widths.flags.writeable = False  # of many minibatches
+    return widths
 
 
 def cut_batches(

@@ -109,9 +109,9 @@ class Signature:
         return {kernel: k for k, kernel in enumerate(self.kernels)}
 
     @functools.cached_property
-    def transient(self) -> tuple[Kernel, ...]:
+    def transient(self) -> frozenset[Kernel]:
         """The kernels that read a tracer, which will be gone at the next call."""
-        return tuple(kernel for kernel in self.kernels if kernel.transient)
+        return frozenset(kernel for kernel in self.kernels if kernel.transient)
 
     @functools.cached_property
     def returned(self) -> dict[Kind, int]:
@@ -217,7 +217,8 @@ class Signature:
     @functools.cached_property
     def kernel_widths(self) -> Int64[np.ndarray, "kernels+1 W"]:
         """int64[kernels + 1, W], the widths of each kernel, and of sums (see `widths_of`)."""
-        return widths_of(self.kernels, self.target)
+        all_buckets = [*(kernel.buckets for kernel in self.kernels), self.target.sums]
+        return widths_of(tuple(all_buckets))
 
     @functools.cached_property
     def instructions(self) -> InstructionSet:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
@@ -56,6 +57,9 @@ def array_type(x: Leaf) -> tuple[tuple[int, ...], Any, bool]:
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
             "program to compute in 64 bits, or `x.astype(numpy.float32)`."
         )
+    aval = getattr(x, "aval", None)
+    if isinstance(aval, ShapedArray):  # `jax.typeof` adds how the array is sharded
+        return aval.shape, aval.dtype, aval.weak_type
     try:
         aval = jax.typeof(x)
     except OverflowError:

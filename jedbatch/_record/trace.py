@@ -343,9 +343,10 @@ def _rows_between(
     for g in groups:
         how, value_id, *_ = registry.groups[g]
         if how == "value":  # one conversion for all
-            of_group = group == g if len(groups) > 1 else slice(None)
-            ends = pointers(of_group)[cuts].tolist() if len(groups) > 1 else cuts
-            stacked = host_rows(_items(values, kept[of_group]), registry.value_types[value_id])
+            own, ends = kept, cuts
+            if len(groups) > 1:
+                own, ends = kept[group == g], pointers(group == g)[cuts].tolist()
+            stacked = host_rows(_items(values, own), registry.value_types[value_id])
             chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
             rows[g] = map(stacked.__getitem__, chunks)
     for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
