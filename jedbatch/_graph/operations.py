@@ -78,7 +78,9 @@ class CallSpec:
 class CallSpecs(list[CallSpec]):
     """Call specs by id; there are more and more of them."""
 
-    _columns: tuple[np.ndarray, ...] = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns: tuple[np.ndarray, ...] = ()
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -34,6 +35,18 @@ def stored(value_type: ValueType) -> Kind:
         key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), value_type.dtype))
         return (*value_type.shape, *key.shape), key.dtype
     return value_type.shape, np.dtype(value_type.dtype)
+
+
+def kinds_of(types: Iterable[ValueType]) -> list[Kind]:
+    """Returns the kinds of the values of many types, of which few are different objects."""
+    known: dict[int, Kind] = {}
+    kinds = []
+    for value_type in types:
+        kind = known.get(id(value_type))
+        if kind is None:
+            kind = known[id(value_type)] = stored(value_type)
+        kinds.append(kind)
+    return kinds
 
 
 @functools.cache

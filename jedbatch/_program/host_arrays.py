@@ -39,10 +39,14 @@ def assemble(
     rows: Array
     parts = collections.defaultdict(list)
     numbers = range(len(records)) if numbers is None else numbers
+    kinds: dict[int, Kind] = {}  # by the id of the type: of many chunks, few have another one
     for i, record, instance_arrays in zip(numbers, records, arrays, strict=True):
         for chunk in record.whole.chunks[record.index]:
             rows = chunk.rows if chunk.leaf is None else rows_of_inputs(chunk, instance_arrays, i)
-            parts[stored(chunk.type)].append(rows)
+            kind = kinds.get(id(chunk.type))
+            if kind is None:
+                kind = kinds[id(chunk.type)] = stored(chunk.type)
+            parts[kind].append(rows)
     inputs: dict[str, Array] = {}
     for kind, room in rooms.items():
         inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)

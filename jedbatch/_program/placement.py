@@ -12,7 +12,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import ranges
-from jedbatch._jaxpr.storage import Kind, row_bytes, stored
+from jedbatch._jaxpr.storage import Kind, kinds_of, row_bytes, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.access import (
@@ -107,7 +107,7 @@ class Placement:
         for kernel in kernels:
             for kind in kernel.kinds:
                 arenas.setdefault(kind, len(arenas))
-        kinds = [stored(chunk.type) for chunk in graph.inputs]
+        kinds = kinds_of([chunk.type for chunk in graph.inputs])
         for kind in (*kinds, *returned):
             arenas.setdefault(kind, len(arenas))
         input_arena, input_row = _places_of_inputs(

@@ -112,34 +112,33 @@ rank_batches(PyObject *module, PyObject *args)
                lengths[REACHES] == lengths[READS];
     Py_ssize_t num_edges = fits ? write_edges(data, lengths) : -1;
     fits = num_edges >= 0;
-    for (Py_ssize_t e = 0; fits && e < num_edges; e++)
-        fits = maker[e] < reader[e];
     if (fits && take_memory(&found, num_types, num_nodes) == 0) {
         uint8_t *num_readers = found.known, *num_makers = found.known + num_nodes;
         memset(reads, 0, lengths[READS]);
         for (Py_ssize_t i = 0; i < num_nodes; i++)
             found.counts[node_type[i]]++;
-        for (Py_ssize_t e = 0; e < num_edges; e++) {
-            int32_t from = node_type[maker[e]], to = node_type[reader[e]];
+        memset(rank, 0, num_nodes * sizeof(int32_t));
+        for (Py_ssize_t e = 0; fits && e < num_edges; e++) {
+            int32_t a = maker[e], b = reader[e], from = node_type[a], to = node_type[b];
+            fits = a < b;
             reads[from * num_types + to] = 1;
             if (from == to) {
-                num_readers[maker[e]] += num_readers[maker[e]] < 2;
-                num_makers[reader[e]] += num_makers[reader[e]] < 2;
+                num_readers[a] += num_readers[a] < 2;
+                num_makers[b] += num_makers[b] < 2;
+                rank[b] = rank[a] >= rank[b] ? rank[a] + 1 : rank[b];
             }
         }
-        memset(rank, 0, num_nodes * sizeof(int32_t));
-        for (Py_ssize_t e = 0; e < num_edges; e++) {
-            int32_t a = maker[e], b = reader[e], t = node_type[a];
-            if (t != node_type[b])
-                continue;
-            rank[b] = rank[a] >= rank[b] ? rank[a] + 1 : rank[b];
-            found.edges[t]++;
-            found.links[t] += num_readers[a] == 1 && num_makers[b] == 1;
+        for (Py_ssize_t e = 0; fits && e < num_edges; e++) {
+            int32_t t = node_type[maker[e]];
+            if (t == node_type[reader[e]]) {
+                found.edges[t]++;
+                found.links[t] += num_readers[maker[e]] == 1 && num_makers[reader[e]] == 1;
+            }
         }
         for (Py_ssize_t t = 0; t < num_types; t++)
             in_chains[t] = found.edges[t] > 0 && found.links[t] >= share * found.edges[t];
         memcpy(data[REACHES], reads, lengths[READS]);
-        num_alone = order_types(&found, data[REACHES], num_types);
+        num_alone = fits ? order_types(&found, data[REACHES], num_types) : -1;
     }
     if (num_alone >= 0) {
         for (Py_ssize_t i = 0; i < num_nodes; i++) {
