@@ -1,9 +1,11 @@
 """Facts about a kernel: all that lowering reads of one, without its program."""
 
+import functools
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.operand_lists import Parameter
 from jedbatch._layout.bucketing import Buckets
@@ -24,6 +26,11 @@ class KernelFacts:
     cotangent_bytes: int
     transient: bool = False
     reached: bool = False
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """(shape, dtype) of the rows it reads and writes, each once."""
+        return tuple(dict.fromkeys(map(stored, (*self.operands, *self.results))))
 
 
 def facts_of(kernel: Kernel) -> dict[str, Any]:
