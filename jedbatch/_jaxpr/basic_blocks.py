@@ -6,8 +6,10 @@ and then names the block that comes next. `scan` becomes a loop over blocks wher
 and calls (`jit`, `checkpoint`, functions with derivatives of their own) are gone through.
 
 What all lanes do alike stays inside of a block as it is: loops whose number of trips is the same
-for all lanes and whose bodies are not cut, and branches with little work. Values that are the same
-for all lanes are computed once, before the lanes start.
+for all lanes and whose bodies are not cut. So do branches with little work, and loops whose body has
+little work beside that of the loop around it, in lock step: a lane that waits there loses less than
+it costs to put it down and to take it up again. Values that are the same for all lanes are computed
+once, before the lanes start.
 
 Blocks assign the carry of a loop; arrays that a `scan` goes along are read and written row by row.
 The test of a loop is done twice, before it and at the end of its body, so that the body of an
@@ -47,6 +49,7 @@ from jedbatch._jaxpr.versions import (
 from jedbatch._support.types import Array
 
 LIGHT = 4000  # floating-point operations of all branches of a `cond` that stays inside of a block
+LIGHTER = 16  # times the work of a loop's body that the loop around it does beside, for it to stay
 
 # Calls whose body is gone through, by the names of the parameter that has it.
 _CALLS = {
@@ -85,9 +88,15 @@ def cut(jaxpr: OpenProgram, consts: Sequence[Array], args: Sequence[Value]) -> B
     return BlockProgram(tuple(blocks), operands, tuple(results), tuple(registers))
 
 
-def is_cut(eqn: Equation, varies: Sequence[bool]) -> bool:
-    """Returns whether an operation is cut, if some operands differ from lane to lane."""
-    return _analysis(eqn, varies)[1]
+def is_cut(eqn: Equation, varies: Sequence[bool], around: int = 0) -> bool:
+    """Returns whether an operation is cut.
+
+    Args:
+      eqn: the operation.
+      varies: which operands differ from lane to lane.
+      around: work of the body of the loop that it is in; 0 if it is in none.
+    """
+    return _analysis(eqn, varies, around)[1]
 
 
 def is_nest(eqn: Equation) -> bool:
@@ -101,7 +110,7 @@ def is_nest(eqn: Equation) -> bool:
         return True
     if eqn.primitive.name == "while":
         body = without_consts(eqn.params["body_jaxpr"])
-        return any(is_cut(x, [True] * len(x.invars)) for x in body.eqns)
+        return any(is_cut(x, [True] * len(x.invars), _work_of(body)) for x in body.eqns)
     return any(is_nest(x) for program in inner_programs(eqn) for x in program.eqns)
 
 
@@ -110,6 +119,7 @@ class _Cutter:
 
     def __init__(self) -> None:
         self.blocks = [BasicBlock()]
+        self._around = 0  # work of the body of the innermost loop around
 
     def walk(self, jaxpr: OpenProgram, consts: Sequence[Value], args: Sequence[Value]) -> list:
         """Appends what a program does; returns its results."""
@@ -137,7 +147,7 @@ class _Cutter:
 
     def _equation(self, jaxpr: OpenProgram, eqn: Equation, values: list[Value]) -> list[Value]:
         varies = [isinstance(x, Slot) for x in values]
-        if is_cut(eqn, varies):
+        if is_cut(eqn, varies, self._around):
             name = eqn.primitive.name
             if name in _CALLS:
                 inner = eqn.params[_CALLS[name]]
@@ -188,7 +198,7 @@ class _Cutter:
         goes_on = test()
         before = len(self.blocks) - 1
         first = self._start()
-        outs = self.walk(without_consts(body), consts_of(body), [*of_body, *carry])
+        outs = self._body(body, [*of_body, *carry])
         self._assign(slots, [outs[i] for i in moves])
         goes_on_again = test()
         last = len(self.blocks) - 1
@@ -196,6 +206,13 @@ class _Cutter:
         for number, which in ((before, goes_on), (last, goes_on_again)):
             self.blocks[number].targets, self.blocks[number].which = (after, first), which
         return carry
+
+    def _body(self, program: Any, args: Sequence[Value]) -> list[Value]:
+        """Appends the body of a loop; returns its results."""
+        around, self._around = self._around, _work_of(program)
+        outs = self.walk(without_consts(program), consts_of(program), args)
+        self._around = around
+        return outs
 
     def _cond(self, eqn: Equation, values: list[Value]) -> list[Value]:
         index, operands = values[0], values[1:]
@@ -227,7 +244,7 @@ class _Cutter:
         self._go(len(self.blocks))
         first = self._start()
         rows = [self._row(x, index) for x in arrays]
-        outs = self.walk(without_consts(body), consts_of(body), [*consts, *carry, *rows])
+        outs = self._body(body, [*consts, *carry, *rows])
         stacked = [Slot(v.aval.shape, v.aval.dtype) for v in eqn.outvars[num_carried:]]
         at, *rows = self._copied([index, *outs[num_carried:]])
         accesses = zip(stacked, rows, strict=True)
@@ -277,28 +294,33 @@ def _moving(body: OpenProgram, num_consts: int, num_carried: int | None = None) 
 # --- what is cut ---
 
 
-def _analysis(eqn: Equation, varies: Sequence[bool]) -> tuple[list[bool], bool]:
-    """Returns (which results differ from lane to lane, whether the operation is cut)."""
+def _analysis(eqn: Equation, varies: Sequence[bool], around: int) -> tuple[list[bool], bool]:
+    """Returns (which results differ from lane to lane, whether the operation is cut).
+
+    `around` is the work of the body of the loop that it is in.
+    """
     name = eqn.primitive.name
     differs = any(varies)
     everywhere = [differs] * len(eqn.outvars)
     if not any_performs([eqn], "while", "cond") or eqn.effects:
         return everywhere, False
     if name in _CALLS:
-        return _of_program(eqn.params[_CALLS[name]], varies)
+        return _of_program(eqn.params[_CALLS[name]], varies, around)
     if name == "while":
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body = varies[:num_cond], varies[num_cond : num_cond + num_body]
         body = eqn.params["body_jaxpr"]
         carried, cuts = _of_carry(body, of_body, list(varies[num_cond + num_body :]), [])
-        (decides, *_), in_cond = _of_program(eqn.params["cond_jaxpr"], [*of_cond, *carried])
+        cond = eqn.params["cond_jaxpr"]
+        (decides, *_), in_cond = _of_program(cond, [*of_cond, *carried], _work_of(body))
         if not (decides or in_cond or cuts):
             return carried, False
         for i in _moving(without_consts(body), num_body):
             carried[i] = True
-        return carried, True
+        own = work(eqn)
+        return carried, own * LIGHTER > around - own
     if name == "cond":
-        found = [_of_program(x, varies[1:]) for x in eqn.params["branches"]]
+        found = [_of_program(x, varies[1:], around) for x in eqn.params["branches"]]
         cuts = any(cuts for _, cuts in found)
         total = sum(work(e) for x in inner_programs(eqn) for e in x.eqns)
         if cuts or (varies[0] and total >= LIGHT):
@@ -309,7 +331,8 @@ def _analysis(eqn: Equation, varies: Sequence[bool]) -> tuple[list[bool], bool]:
         consts, rows = varies[:num_consts], list(varies[num_consts + num_carried :])
         carried = list(varies[num_consts : num_consts + num_carried])
         carried, cuts = _of_carry(eqn.params["jaxpr"], consts, carried, rows)
-        outs, _ = _of_program(eqn.params["jaxpr"], [*consts, *carried, *rows])
+        body = eqn.params["jaxpr"]
+        outs, _ = _of_program(body, [*consts, *carried, *rows], _work_of(body))
         if not cuts:
             return outs, False
         for i in _moving(without_consts(eqn.params["jaxpr"]), num_consts, num_carried):
@@ -318,14 +341,21 @@ def _analysis(eqn: Equation, varies: Sequence[bool]) -> tuple[list[bool], bool]:
     return everywhere, False
 
 
-def _of_program(program: Any, varies: Sequence[bool]) -> tuple[list[bool], bool]:
-    """Returns (which results differ from lane to lane, whether something is cut)."""
+def _work_of(program: Any) -> int:
+    return sum(map(work, without_consts(program).eqns))
+
+
+def _of_program(program: Any, varies: Sequence[bool], around: int) -> tuple[list[bool], bool]:
+    """Returns (which results differ from lane to lane, whether something is cut).
+
+    `around` is the work of the body of the innermost loop that the program is, or is in.
+    """
     jaxpr = without_consts(program)
     differing = set(itertools.compress(jaxpr.invars, varies))
     cuts = False
     for eqn in jaxpr.eqns:
         given = [isinstance(x, Var) and x in differing for x in eqn.invars]
-        found, is_one = _analysis(eqn, given)
+        found, is_one = _analysis(eqn, given, around)
         cuts = cuts or is_one
         differing.update(itertools.compress(eqn.outvars, found))
     return [isinstance(x, Var) and x in differing for x in jaxpr.outvars], cuts
@@ -336,7 +366,7 @@ def _of_carry(
 ) -> tuple[list[bool], bool]:
     """Returns (which carried values differ at some time, whether something in the body is cut)."""
     while True:
-        outs, cuts = _of_program(body, [*consts, *carried, *rows])
+        outs, cuts = _of_program(body, [*consts, *carried, *rows], _work_of(body))
         after = [a or b for a, b in zip(carried, outs, strict=False)]
         if after == carried:
             return carried, cuts
