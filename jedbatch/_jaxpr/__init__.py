@@ -21,15 +21,17 @@ Read in this order:
    more.
 12. `list_expressions`: Expressions of programs of lists of any length.
 13. `rolling`: Programs of a list of values as programs of lists of any length.
-14. `registers`: Basic blocks, and the registers of values that live between them.
-15. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+14. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+   instance.
+15. `registers`: Basic blocks, and the registers of values that live between them.
+16. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-16. `program_counters`: A machine for lanes that are at different places of a program.
-17. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+17. `program_counters`: A machine for lanes that are at different places of a program.
+18. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-18. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+19. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-19. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-20. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+20. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+21. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

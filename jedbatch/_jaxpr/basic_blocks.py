@@ -6,10 +6,10 @@ and then names the block that comes next. `scan` becomes a loop over blocks wher
 and calls (`jit`, `checkpoint`, functions with derivatives of their own) are gone through.
 
 What all lanes do alike stays inside of a block as it is: loops whose number of trips is the same
-for all lanes and whose bodies are not cut. So do branches with little work, and loops whose body has
-little work beside that of the loop around it, in lock step: a lane that waits there loses less than
-it costs to put it down and to take it up again. Values that are the same for all lanes are computed
-once, before the lanes start.
+for all lanes and whose bodies are not cut. So do branches with little work, and loops whose body
+has little work beside that of the loop around it, in lock step: a lane that waits there loses less
+than it costs to put it down and to take it up again. Values that are the same for all lanes are
+computed once, before the lanes start.
 
 Blocks assign the carry of a loop; arrays that a `scan` goes along are read and written row by row.
 The test of a loop is done twice, before it and at the end of its body, so that the body of an
@@ -39,6 +39,7 @@ from jedbatch._jaxpr.registers import (
     merged,
     same,
 )
+from jedbatch._jaxpr.single_instances import ends_alone
 from jedbatch._jaxpr.versions import (
     Equation,
     OpenProgram,
@@ -183,7 +184,7 @@ class _Cutter:
 
     def _while(self, eqn: Equation, values: list[Value]) -> list[Value]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        cond, body = ends_alone(eqn.params["cond_jaxpr"]), eqn.params["body_jaxpr"]
         of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
         carry = values[num_cond + num_body :]
         moves = _moving(without_consts(body), num_body)

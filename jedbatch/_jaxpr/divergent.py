@@ -27,6 +27,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.interpret import has_gradient, reads, shape_of, used_variables, work
 from jedbatch._jaxpr.program_counters import pays, run_lanes
+from jedbatch._jaxpr.single_instances import ends_alone
 from jedbatch._jaxpr.versions import (
     Equation,
     OpenProgram,
@@ -44,6 +45,10 @@ LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where noth
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
 BRANCH_WORK = 1e6  # floating-point operations that all branches do for all lanes, to be kept apart
 BLOCK = 32  # lanes of a branch that run together
+
+# Of these JAX expects that the same results differ from lane to lane whether differentiated or not;
+# here all results of a loop do.
+RULES_OF_REVERSE = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def without_lock_step(
@@ -76,6 +81,8 @@ def _without_lock_step(
         name = eqn.primitive.name
         if name in _RULES and not eqn.effects and (name != "cond" or branches != "both"):
             eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches)))
+        elif name in RULES_OF_REVERSE and branches != "forward":
+            eqns.append(eqn)
         else:
             params = {name: through(x) for name, x in eqn.params.items()}
             eqns.append(eqn.replace(params=params))
@@ -192,7 +199,8 @@ def _nest(
 
 def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Callable:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond, body = (_function(eqn.params[name], mode) for name in ("cond_jaxpr", "body_jaxpr"))
+    cond = _function(ends_alone(eqn.params["cond_jaxpr"]), mode)
+    body = _function(eqn.params["body_jaxpr"], mode)
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
 

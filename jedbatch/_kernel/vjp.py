@@ -37,6 +37,7 @@ from jedbatch._jaxpr.interpret import (
     shape_of,
     used_variables,
 )
+from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
@@ -172,9 +173,9 @@ class KernelVjp:
         if self.is_guarded:  # the program leaves out cotangents that are not alive
             closed = guarded(backward, self._backward_consts, given)
             self._backward, self._backward_consts = closed.jaxpr, closed.consts
+        programs = map(may_differ, (self._forward, self._backward))
         self._over_lanes = [
-            without_lock_step(x, kernel.control_flow) if kernel.diverges else x
-            for x in (self._forward, self._backward)
+            without_lock_step(x, kernel.control_flow) if kernel.diverges else x for x in programs
         ]
 
     @classmethod

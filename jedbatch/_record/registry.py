@@ -22,6 +22,7 @@ from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.interpret import one_by_one
+from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
     extents_in,
@@ -438,7 +439,7 @@ class Registry:
                     "callback or a reference); expected a pure function, since batches pad and "
                     "reorder calls. Return the value and look at it outside."
                 )
-            return self._closed(name, one_by_one(jaxpr), trees[-1])
+            return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1])
 
     def _traced_alone(self, name: str, traced: Callable) -> Any:
         """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""

@@ -4,9 +4,9 @@ Where the instances are the rows of arrays, they differ in values alone. A funct
 decide on values does the same for each of them: so one is recorded, and its graph, mapped over the
 rows, is one XLA program. Neither are arrays cut into rows, nor is anything planned.
 
-Long graphs are left to plans, which compile a cell once for all of its nodes, and so are programs
-with calls of Python. Loops that values decide on run as in plans, without lock step (see
-`_jaxpr.divergent`); where lock step is asked for, they are left to plans.
+Long graphs are left to plans, which compile a cell once for all of its nodes. Loops that values
+decide on run as in plans, without lock step (see `_jaxpr.divergent`); where lock step is asked for,
+they are left to plans, and so are calls of Python.
 """
 
 import functools
@@ -21,7 +21,8 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import calls_python, cares_for_padding
+from jedbatch._jaxpr.divergent import BranchesName
+from jedbatch._jaxpr.interpret import cares_for_padding
 from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
@@ -52,7 +53,8 @@ class MappedProgram:
         self._types = self._graph.present_types
         shared = [self._graph.types[t].shared for t in self._types]
         self._compute, self._closed_over = programs.registry.prologue(shared)
-        self._jitted = announced(jax.jit(self._run))
+        self._jitted = announced(jax.jit(functools.partial(self._run, branches="forward")))
+        self._differentiable = announced(jax.jit(functools.partial(self._run, branches="both")))
 
     def takes(self, arrays: Sequence[Array]) -> bool:
         """Returns whether rows of arrays are to be mapped; those with numbers at fault are not."""
@@ -66,9 +68,10 @@ class MappedProgram:
         programs = {t: operation_of(self._graph.types[t]).jaxpr.jaxpr for t in self._types}
         size = sum(len(programs[t].eqns) for t in self._graph.node_type.tolist())
         in_lock_step = self._programs.control_flow == "lockstep"
-        refused = cares_for_padding if in_lock_step else calls_python
+        if size > MAX_EQUATIONS or not in_lock_step:
+            return size <= MAX_EQUATIONS
         equations = (eqn for program in programs.values() for eqn in program.eqns)
-        return size <= MAX_EQUATIONS and not any(map(refused, equations))
+        return not any(map(cares_for_padding, equations))
 
     @functools.cached_property
     def _looked_up(self) -> set[tuple[int, int]]:
@@ -93,7 +96,9 @@ class MappedProgram:
           stack: whether along a new first axis.
         """
         shared = self._programs.shared_values(self._closed_over, leaves, ())
-        results = self._jitted(shared, *handed_over(list(arrays)))
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((shared, arrays)))
+        run = self._differentiable if traced else self._jitted
+        results = run(shared, *handed_over(list(arrays)))
         if stack:
             return jax.tree.unflatten(self.record.structure, results)
         rows = zip(*map(unstacked, results), strict=True)
@@ -108,16 +113,18 @@ class MappedProgram:
         batches = len(self._graph.node_type)
         return Round(0, batches * rows, batches, batches * rows, ran, seconds)
 
-    def _run(self, shared: Sequence[Array], *arrays: Array) -> list[Array]:
+    def _run(self, shared: Sequence[Array], *arrays: Array, branches: BranchesName) -> list[Array]:
         self._programs.count("mapped")
         announce(f"compiling a program for {len(arrays[0])} rows of arrays")
         kernels = [self._programs.kernel(t) for t in self._types]
         pairs = zip(kernels, self._compute(shared), strict=True)
         consts = [kernel.prologue(values) for kernel, values in pairs]
         by_type = dict(zip(self._types, zip(kernels, consts, strict=True), strict=True))
-        return jax.vmap(lambda *rows: self._one(by_type, rows))(*arrays)
+        return jax.vmap(lambda *rows: self._one(by_type, rows, branches))(*arrays)
 
-    def _one(self, by_type: dict[int, tuple[Any, Any]], rows: Sequence[Array]) -> list[Array]:
+    def _one(
+        self, by_type: dict[int, tuple[Any, Any]], rows: Sequence[Array], branches: BranchesName
+    ) -> list[Array]:
         """Returns the results of one instance; `by_type` has kernels and their consts."""
         graph = self._graph
         mine = [rows[place] for place in self.places]
@@ -130,7 +137,7 @@ class MappedProgram:
         for n, t in enumerate(graph.node_type.tolist()):
             kernel, consts = by_type[t]
             operands = read(graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]])
-            values += kernel.forward(consts, kernel.arguments(operands), "both")
+            values += kernel.forward(consts, kernel.arguments(operands), branches)
         kinds = [ValueType(*kind[:2]) for kind in self.record.types]
         return list(map(from_stored, read(graph.outputs), kinds))
 

@@ -57,7 +57,7 @@ def assert_same(ours, theirs, rtol=1e-5, atol=1e-6):
         if jnp.issubdtype(x.dtype, jnp.inexact):
             wide = jnp.promote_types(x.dtype, jnp.float32)
             x, y = x.astype(wide), y.astype(wide)
-            allowed = atol * max(1, np.abs(y).max())  # what sums of terms that cancel are rounded by
+            allowed = atol * max(1, np.abs(y).max())  # by sums of terms that cancel
             np.testing.assert_allclose(x, y, rtol=rtol, atol=allowed)
         else:
             np.testing.assert_array_equal(x, y)

@@ -1,0 +1,62 @@
+"""Operations of Equinox that know of `vmap`, as what they do for a single instance.
+
+The loops of Equinox, in which Diffrax, Lineax and Optimistix run, are written for lock step: a loop
+goes on until `unvmap_any` says that all instances are done, and `nonbatchable` values, such as the
+number of steps, are an error where they differ between instances. Lanes that do not wait for each
+other leave when they themselves are done, with a number of steps of their own. A program of one
+instance, mapped by the rules of JAX, is right for such lanes too: there, `unvmap_any` of a scalar
+is that scalar, and `nonbatchable` is nothing at all.
+
+Errors are the exception: whether to raise one, `unvmap_any` decides for all lanes that run, as a
+branch with a call of Python that each lane took for itself would be run for every lane.
+
+Equinox is not imported: its primitives are known by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jedbatch._jaxpr.interpret import performs, shape_of
+from jedbatch._jaxpr.versions import is_program, with_equations, without_consts
+from jedbatch._support.types import Array
+
+_SAME: dict[str, Callable] = {"nonbatchable": lambda x: x}
+_ALONE: dict[str, Callable] = {**_SAME, "unvmap_any": jnp.any, "unvmap_all": jnp.all}
+
+
+def may_differ(program: Any) -> Any:
+    """Returns a program in which no value need be the same for all lanes, however deep inside."""
+    return _with(program, _SAME)
+
+
+def ends_alone(condition: Any) -> Any:
+    """Returns the condition of a loop as what the lane by itself says."""
+    return _with(condition, _ALONE)
+
+
+def _with(program: Any, functions: dict[str, Callable]) -> Any:
+    if not performs(program, *functions):
+        return program
+
+    def through(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(through, x))
+        return _with(x, functions) if is_program(x) else x
+
+    eqns = []
+    for eqn in without_consts(program).eqns:
+        if (fn := functions.get(eqn.primitive.name)) is not None:
+            eqns.append(_as(eqn, fn))
+        else:
+            eqns.append(eqn.replace(params={name: through(x) for name, x in eqn.params.items()}))
+    return with_equations(program, eqns)
+
+
+def _as(eqn: Any, fn: Callable[[Array], Array]) -> Any:
+    """Returns an operation on one value as a call of a function."""
+    (operand,) = eqn.invars
+    (called,) = jax.make_jaxpr(jax.jit(fn))(shape_of(operand)).eqns
+    return eqn.replace(primitive=called.primitive, params=called.params)
