@@ -20,12 +20,15 @@ if not FOLDER.exists():
 WHERE = {path.stem: str(path) for path in FOLDER.glob("*.py")}
 CODE = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
 COMPARED = {  # results that are compared with the loop's
+    "with_blackjax": ("draws", "steps"),
     "with_chex": ("result", "gradient"),
+    "with_diffrax": ("result", "steps", "gradient"),
     "with_equinox": ("result", "gradient"),
     "with_flax_linen": ("result", "gradient"),
     "with_flax_nnx": ("before", "losses", "after"),
     "with_haiku": ("result", "gradient"),
     "with_jaxtyping": ("result", "gradient", "pooled"),
+    "with_lineax": ("result", "gradient"),
     "with_optax": ("losses", "params"),
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries

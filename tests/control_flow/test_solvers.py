@@ -1,0 +1,129 @@
+"""Loops of other libraries, written for lock step, on lanes that do not wait for each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases.helpers import assert_close, compilations, loop
+from jax import lax
+
+import jedbatch
+
+eqxi = pytest.importorskip("equinox.internal")
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
+PARAMS = {"w": W}
+INSTANCES = [(RNG.normal(size=4).astype(np.float32), np.float32(e)) for e in range(9)]
+
+
+def checkpointed(params, instance):
+    """As many steps as the instance says, and the number of them."""
+    x, end = instance
+
+    def step(carry):
+        n, x = carry
+        return n + 1, jnp.tanh(x @ params["w"]) + 0.1
+
+    def goes_on(carry):
+        return carry[0] < end
+
+    start = jnp.float32(0), x
+    n, x = eqxi.while_loop(goes_on, step, start, max_steps=10, kind="checkpointed", checkpoints=3)
+    return x, n
+
+
+@pytest.mark.parametrize("mode", [pytest.param("lanes", marks=pytest.mark.slow), "lockstep"])
+def test_checkpointed_loops_are_the_loops(mode):
+    batched = jedbatch.batch(checkpointed, control_flow=mode)
+    assert_close(batched(PARAMS, INSTANCES), loop(jax.jit(checkpointed), PARAMS, INSTANCES), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [False, True])
+def test_gradients_of_checkpointed_loops_are_the_loops(rows):
+    if rows:
+        given = tuple(map(jnp.stack, zip(*INSTANCES, strict=True)))
+        of_rows = lambda p, x, end: checkpointed(p, (x, end))  # noqa: E731
+        batched = jedbatch.batch(of_rows, in_axes=(None, 0, 0))
+    else:
+        given, batched = (INSTANCES,), jedbatch.batch(checkpointed)
+    ours = jax.grad(lambda p: jnp.square(batched(p, *given)[0]).sum())(PARAMS)
+    alone = jax.jit(jax.grad(lambda p, x: jnp.square(checkpointed(p, x)[0]).sum()))
+    theirs = jax.tree.map(lambda *xs: sum(xs), *[alone(PARAMS, x) for x in INSTANCES])
+    assert_close(ours, theirs, 1e-4)
+
+
+def test_lanes_leave_a_loop_of_equinox_by_themselves():
+    """Few steps are run for lanes that are done."""
+    seen = []
+
+    def counted(x):
+        seen.append(x.size)
+        return x
+
+    def fn(end):
+        def step(n):
+            return jax.pure_callback(counted, n, n, vmap_method="broadcast_all") + 1
+
+        return eqxi.while_loop(lambda n: n < end, step, jnp.float32(0), max_steps=64, kind="lax")
+
+    ends = jnp.where(jnp.arange(64) % 32 == 7, 60.0, 2.0)
+    results = jedbatch.batch(fn, 0, control_flow="lanes")(ends)
+    np.testing.assert_array_equal(results, ends)
+    steps = sum(seen)
+    assert steps < 64 * 60 / 2  # which is what lock step runs, halved
+
+
+def test_an_error_of_an_instance_is_raised_and_no_other():
+    eqx = pytest.importorskip("equinox")
+
+    def root(params, x):
+        return jnp.sqrt(eqx.error_if(x, x < 0, "below zero")) @ params["w"]
+
+    batched = jedbatch.batch(root)
+    xs = [np.full(4, n, np.float32) for n in range(9)]
+    assert_close(batched(PARAMS, xs), loop(root, PARAMS, xs), 1e-5)
+    with pytest.raises(Exception, match="below zero"):
+        jax.block_until_ready(batched(PARAMS, [*xs[:8], -xs[8]]))
+
+
+def conjugate_gradients(params, system):
+    matrix, vector = system
+    return jax.scipy.sparse.linalg.cg(lambda x: matrix @ x + 0.1 * x, vector, tol=1e-5)[0]
+
+
+def descent(params, system):
+    """Steps of Optax until the gradient is small, and how many."""
+    matrix, vector = system
+    optimizer = optax.adam(0.1)
+
+    def gradient(x):
+        return matrix @ x - vector
+
+    def step(carry):
+        x, state, n = carry
+        updates, state = optimizer.update(gradient(x), state, x)
+        return optax.apply_updates(x, updates), state, n + 1
+
+    def goes_on(carry):
+        return (jnp.linalg.norm(gradient(carry[0])) > 0.1) & (carry[2] < 200)
+
+    start = jnp.zeros(4), optimizer.init(jnp.zeros(4)), 0
+    x, _, n = lax.while_loop(goes_on, step, start)
+    return x, n
+
+
+@pytest.mark.parametrize("fn", [conjugate_gradients, descent], ids=lambda fn: fn.__name__)
+def test_solvers_of_any_number_of_instances_compile_once(fn):
+    systems = []
+    for condition in np.geomspace(1, 20, 12):
+        basis, _ = np.linalg.qr(RNG.normal(size=(4, 4)))
+        matrix = (basis * np.geomspace(1, condition, 4)) @ basis.T
+        systems.append((matrix.astype(np.float32), RNG.normal(size=4).astype(np.float32)))
+    batched = jedbatch.batch(fn, out_axes=None)
+    run = jax.jit(fn)
+    assert_close(batched(PARAMS, systems), [run(PARAMS, x) for x in systems], 1e-3)
+    with compilations() as compiled:
+        batched(PARAMS, systems[:7])
+    assert not compiled
