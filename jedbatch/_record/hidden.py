@@ -10,10 +10,11 @@ from their programs.
 
 import types
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.identity import Same, attribute_names
@@ -23,6 +24,7 @@ from jedbatch._support.types import Leaf
 from jedbatch.errors import RetracedCellWarning
 
 MANY_TRACES = 256  # of one cell, before we warn
+MAX_ELEMENTS = 4096  # of arrays of whole numbers that tracing makes
 MAX_VALUES = 10_000  # things looked at in what a cell closes over
 _WHOLE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, dict, jax.Array)
 
@@ -39,10 +41,31 @@ def by_class(key: Hashable) -> Hashable:
     return key
 
 
-def shows_arrays(key: Hashable, program: ClosedProgram) -> bool:
-    """Returns whether an identity shows all arrays among the constants of a program."""
-    consts = {id(c) for c in program.consts if isinstance(c, jax.Array)}
-    return not consts or consts <= {id(x.value) for x in _parts(key) if isinstance(x, Same)}
+def shows_arrays(key: Hashable, program: ClosedProgram, again: Callable[[], ClosedProgram]) -> bool:
+    """Returns whether an identity shows all arrays among the constants of a program.
+
+    Whole numbers that tracing itself makes, such as tables of messages, need not be shown: traced
+    `again`, the program has other arrays with the same numbers in their place.
+    """
+    shown = {id(x.value) for x in _parts(key) if isinstance(x, Same)}
+    consts = list(program.consts)
+    places = [k for k, c in enumerate(consts) if isinstance(c, jax.Array) and id(c) not in shown]
+    if not all(_may_be_made(consts[k]) for k in places):
+        return False
+    others = list(again().consts) if places else consts
+    return len(others) == len(consts) and all(_is_equal(consts[k], others[k]) for k in places)
+
+
+def _may_be_made(array: jax.Array) -> bool:
+    """Returns whether an array has few whole numbers or booleans, as no weights have."""
+    return array.dtype.kind in "biu" and array.size <= MAX_ELEMENTS
+
+
+def _is_equal(array: jax.Array, other: object) -> bool:
+    """Returns whether another array has the same numbers."""
+    if array is other or not isinstance(other, jax.Array) or array.dtype != other.dtype:
+        return False
+    return np.array_equal(np.asarray(array), np.asarray(other))
 
 
 def shows_shared(key: Hashable, indices: Iterable[int]) -> bool:
@@ -104,7 +127,13 @@ class Hidden:
         self._traces: dict[Hashable, int] = {}  # of cells
 
     def note(
-        self, call: CallSpec, name: str, key: Hashable, program: ClosedProgram, reads: Iterable[int]
+        self,
+        call: CallSpec,
+        name: str,
+        key: Hashable,
+        program: ClosedProgram,
+        reads: Iterable[int],
+        again: Callable[[], ClosedProgram],
     ) -> bool:
         """Returns whether a call must be traced the next time, too; warns once if it often was.
 
@@ -114,8 +143,9 @@ class Hidden:
           key: the identity of the cell.
           program: what it computes.
           reads: the shared values that it found.
+          again: traces the cell once more.
         """
-        if not shows_arrays(key, program):
+        if not shows_arrays(key, program, again):
             self.arrays.add(call.id)
         if not shows_shared(key, reads):
             self.shared.add(call.id)

@@ -224,7 +224,10 @@ class Registry:
                 self.unit(results) if flat else None,
             )
             found = itertools.filterfalse(self.is_reached, extra)
-            if user_code and self.hidden.note(call_spec, name, key, jaxpr, found):
+            again = functools.partial(self._trace, name, call, shared, operands, alone)
+            if user_code and self.hidden.note(
+                call_spec, name, key, jaxpr, found, lambda: again()[0]
+            ):
                 del call_specs[full]
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)
