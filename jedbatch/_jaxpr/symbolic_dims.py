@@ -274,7 +274,17 @@ class Extent(Base):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what `isinstance` asks for
-        return type(self) if _asker(sys._getframe(1))[1] in OURS else int
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__", "").endswith("numpy.indexing"):
+            return jax.Array
+        return type(self) if _asker(frame)[1] in OURS else int
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the number it stands for, for `jax.lax.fori_loop`; numbers have none."""
+        if _asker(sys._getframe(1))[1] not in OURS:
+            raise AttributeError("'int' object has no attribute 'dtype'")
+        return jax.dtypes.canonicalize_dtype(int)
 
     # What follows from a bound above is checked; that there is a row at all is not.
     __eq__ = _deciding(Base.__eq__, lambda found: not found)
@@ -323,6 +333,9 @@ class Extent(Base):
         if questions is not None:
             _note_hash(questions, sys._getframe(1))
         return Base.__hash__(self)
+
+
+EXTENTS = frozenset({Base, Extent})  # the types of extents
 
 
 def _note_hash(questions: Questions, frame: Any) -> None:

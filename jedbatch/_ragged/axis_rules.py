@@ -10,7 +10,7 @@ import jax
 
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inner_programs, names_in
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr.versions import Equation, scan_parts, without_consts
+from jedbatch._jaxpr.versions import Equation, without_consts
 
 REDUCTIONS = names_in(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
@@ -39,6 +39,8 @@ def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
     ragged = [(i, a) for i, v in enumerate(eqn.invars) for a in ragged_axes(v.aval.shape)]
     if name == "scan" and (ragged or symbols_in(params["length"])):
         return _scanned_axes(eqn, ragged)
+    if name in ("while", "cond") and (ragged or symbols_in(params)):
+        return _axes_inside(eqn, ragged)
     if name in ELEMENTWISE_OPERATIONS or name in SOURCES:
         return []
     if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
@@ -59,10 +61,20 @@ def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
 
 
 def _scanned_axes(eqn: Equation, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the axes that a loop runs along."""
-    first = sum(scan_parts(eqn))
-    if symbols_in(eqn.params["jaxpr"]) or any(i < first or a for i, a in ragged):
-        raise CannotMergeError("`scan` over arrays that have another ragged axis too")
+    """Returns the axes that a loop runs along, and all others that its program may mix."""
+    if symbols_in(eqn.params["jaxpr"]):
+        return _axes_inside(eqn, ragged)
+    return ragged or [(0, 0)]
+
+
+def _axes_inside(eqn: Equation, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the ragged axes of a loop or branch, whose programs may take rows together.
+
+    Raises `CannotMergeError` if an operation in them is not known.
+    """
+    for program in inner_programs(eqn):
+        for inner in program.eqns:
+            mixed_axes(inner)
     return ragged or [(0, 0)]
 
 
@@ -114,6 +126,10 @@ def _slice(eqn, params, i, a):
 
 def _dynamic_slice(eqn, params, i, a):
     return i == 0 and params["slice_sizes"][a] != eqn.invars[0].aval.shape[a]
+
+
+def _dynamic_update_slice(eqn, params, i, a):
+    return i > 1 or eqn.invars[0].aval.shape[a] != eqn.invars[1].aval.shape[a]
 
 
 def _gather(eqn, params, i, a):
@@ -170,6 +186,7 @@ _RULES = {
     "top_k": lambda eqn, params, i, a: a == params.get("axis", eqn.invars[0].aval.ndim - 1),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),

@@ -32,6 +32,7 @@ from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
+TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 
 
@@ -196,13 +197,26 @@ def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | N
         return straight
     model = None if model and model.slots else model
     most = int(calls.longest.max())
-    reach = model.longest if model else target.shortest
-    while reach < LENGTH_HEADROOM * most and not (model and most <= reach):
-        reach *= 2
-    steps = (reach // target.shortest).bit_length()
-    lengths = tuple(target.shortest << i for i in range(steps))
+    tables = calls.region.packed.phased.has_table_loops
+    if model and most <= model.longest:
+        lengths = model.lengths
+    else:
+        headroom = TABLE_HEADROOM if tables else LENGTH_HEADROOM
+        lengths = row_lengths(target.shortest, headroom * most, 4 if tables else 1)
     rows = _rows_for(calls, target.blocks.widths[-1], model)
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
+
+
+def row_lengths(shortest: int, longest: float, steps: int) -> tuple[int, ...]:
+    """Returns capacities for the rows of an instance, ascending, the last for `longest` at least.
+
+    There are so many between a power of two and the next, all of them multiples of `shortest`.
+    """
+    lengths = [shortest]
+    while lengths[-1] < longest:
+        octave = shortest << ((lengths[-1] // shortest).bit_length() - 1)
+        lengths.append(lengths[-1] + max(shortest, octave // steps))
+    return tuple(lengths)
 
 
 def _straight_capacity(

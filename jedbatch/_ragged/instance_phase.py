@@ -33,6 +33,17 @@ from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
 from jedbatch._support.types import Array
 
+LANES = "jedbatch_lanes"  # the name of the axis of instances that run together
+# These compute values in padding, which may be too large, or zero.
+MAKE_MORE = CUMULATIVE_OPERATIONS | {
+    "conv_general_dilated",
+    "scan",
+    "while",
+    "cond",
+    "pad",
+    "concatenate",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class InstanceGroup:
@@ -140,12 +151,7 @@ class InstancePhase:
     def __init__(self, phase: Phase):
         self.phase = phase
         self._tiles = find_tiles(phase)
-        # These compute values in padding, which may be too large, or zero.
-        self._makes_more = any(
-            eqn.primitive.name in CUMULATIVE_OPERATIONS
-            or eqn.primitive.name in ("conv_general_dilated", "scan", "pad", "concatenate")
-            for eqn in phase.equations
-        )
+        self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
             for variables in (phase.shared, phase.reads, phase.writes)
@@ -180,7 +186,7 @@ class InstancePhase:
 
         def made(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
-            return self._lanes(group, shared, blocks)
+            return self._lanes(group, shared, blocks, differentiable=False)
 
         if batch.capacity.slots:
             parts = zip(*map(made, InstanceGroup.all(batch)), strict=True)
@@ -207,7 +213,8 @@ class InstancePhase:
 
             def forward(some_shared, some_blocks):
                 all_shared = with_replaced(shared, moving_shared, some_shared)
-                outs = self._lanes(group, all_shared, with_replaced(blocks, moving, some_blocks))
+                all_blocks = with_replaced(blocks, moving, some_blocks)
+                outs = self._lanes(group, all_shared, all_blocks, differentiable=True)
                 return [outs[i] for i in returned]
 
             _, pull_back = jax.vjp(
@@ -306,18 +313,25 @@ class InstancePhase:
         return state
 
     def _lanes(
-        self, group: InstanceGroup, shared: Sequence[Any], blocks: Sequence[Any]
+        self,
+        group: InstanceGroup,
+        shared: Sequence[Any],
+        blocks: Sequence[Any],
+        differentiable: bool,
     ) -> list[Array]:
         """Returns the variables that the phase writes for the instances of a group."""
-        lane = functools.partial(self._lane, group)
-        return jax.vmap(lane, in_axes=(0, None, 0))(dict(group.lengths), shared, blocks)
+        lane = functools.partial(self._lane, group, differentiable)
+        lanes = jax.vmap(lane, in_axes=(0, None, 0), axis_name=LANES)
+        return lanes(dict(group.lengths), shared, blocks)
 
-    def _lane(self, group: InstanceGroup, lengths, shared, blocks) -> list[Array]:
+    def _lane(
+        self, group: InstanceGroup, differentiable: bool, lengths, shared, blocks
+    ) -> list[Array]:
         """Returns the variables that the phase writes for one instance."""
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.capacity)
         guarded = group.batch.capacity.guarded or self._makes_more
-        padded = Padded(sizes, lengths, guarded, group.tiles, group.offset)
+        padded = Padded(sizes, lengths, guarded, group.tiles, group.offset, differentiable, LANES)
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):
             axis = ragged_axis(v)

@@ -157,10 +157,10 @@ class PackedProgram:
 
         try:
             jax.eval_shape(slope, list(shared), operands, table)
-        except NotImplementedError:
-            if not any_performs(self.phased.jaxpr.eqns, "scatter-mul"):
+        except (NotImplementedError, ValueError):  # of products and such loops JAX has no gradient
+            if not any_performs(self.phased.jaxpr.eqns, "scatter-mul", "while"):
                 raise
-            jax.eval_shape(run, list(shared), operands, table)  # of products JAX has no gradient
+            jax.eval_shape(run, list(shared), operands, table)
 
     def run(
         self,

@@ -7,6 +7,7 @@ a maximum -inf, a sort puts them last.
 A user's code never sees the capacity: it asks for n by `x.shape[0]`, and gets the instance's own.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jedbatch._ragged.axis_rules import (
     mixed_axes,
 )
 from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
+from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._ragged.row_rules import bind_rows, look_up
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -43,6 +45,13 @@ class Padded:
         -inf and a sum 0, and 0 / 0 where nothing is would make NaN of gradients.
       tiles: the axes of variables along which only a tile is there (see `_ragged.tiling`), of so
         many rows from `offset` on.
+      differentiable: whether loops must have a gradient in reverse mode. Nothing has to be finite
+        in padding otherwise.
+      lanes: the name of the axis of instances that run together; None if this one runs alone.
+      alive: whether the instance takes the step of the loop that the equations are in; None if
+        they are in no loop.
+      chain: ids of equations that write nothing if it does not (see `_ragged.padded_loops`).
+      known: the extents that variables hold as numbers.
     """
 
     def __init__(
@@ -52,9 +61,22 @@ class Padded:
         guarded: bool,
         tiles: Axes | None = None,
         offset: Any = 0,
+        differentiable: bool = True,
+        lanes: str | None = None,
     ):
-        self.sizes, self.lengths, self.guarded = sizes, lengths, guarded
+        self.sizes, self.lengths = sizes, lengths
+        self.guarded = guarded and differentiable
         self.tiles, self.offset = tiles or {}, offset
+        self.differentiable, self.lanes = differentiable, lanes
+        self.alive: Any = None
+        self.chain: frozenset[int] = frozenset()
+        self.known: Known = {}
+
+    def within(self, alive: Any, chain: frozenset[int], known: Known) -> "Padded":
+        """Returns the same for the equations of a loop or branch."""
+        inner = copy.copy(self)
+        inner.alive, inner.chain, inner.known = alive, chain, known
+        return inner
 
     def size(self, extent: AxisSize) -> int:
         """Returns the capacity for an extent."""
@@ -81,11 +103,16 @@ class Padded:
     def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation."""
         name = eqn.primitive.name
+        note_extent(eqn, self.known)
         if name == "dim_as_value":
             return [self.length(eqn.params["dim"]).astype(eqn.outvars[0].aval.dtype)]
         if is_look_up(eqn):
             return [self._look_up(eqn, values)]
+        if runs_inside(eqn):
+            return LOOPS[name](self, eqn, values)
         mixed = mixed_axes(eqn)
+        if id(eqn) in self.chain:
+            return _RULES[name](self, eqn, values, mixed)
         if not mixed:
             if eqn.outvars[0] in self.tiles:
                 return self._tile(eqn, values)
@@ -115,7 +142,7 @@ class Padded:
 
     def _guard(self, x: Array, shape: Sequence[AxisSize]) -> Array:
         """Returns an operand with ones wherever the result is padding."""
-        if not jnp.issubdtype(x.dtype, jnp.inexact) or jnp.ndim(x) != len(shape):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.ndim(x) != len(shape):
             return x
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
@@ -187,11 +214,32 @@ class Padded:
             starts[axis] = jnp.zeros_like(starts[axis])
         return [lax.dynamic_slice(x, starts, substituted(tuple(sizes), self.size))]
 
+    def _dynamic_update_slice(self, eqn, values, mixed):
+        x, update, *starts = map(jnp.asarray, values)
+        shape, rows = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        starts = [
+            jnp.clip(s, 0, jnp.maximum(self.length(a) - self.length(b), 0)).astype(jnp.int32)
+            for s, a, b in zip(starts, shape, rows, strict=True)
+        ]
+        inside: Any = True if id(eqn) not in self.chain else self.alive
+        ragged = [a for a in ragged_axes(rows) if rows[a] != shape[a]]
+        for axis in ragged:  # so many rows that they may not fit in from their start on
+            steps = lax.iota(jnp.int32, x.shape[axis]) - starts[axis]
+            update = self._take(update, steps, axis)
+            there = (steps >= 0) & (steps < self.length(rows[axis]))
+            inside &= lax.expand_dims(there, [a for a in range(x.ndim) if a != axis])
+            starts[axis] = jnp.int32(0)
+        if inside is not True:
+            before = lax.dynamic_slice(x, starts, update.shape)
+            update = jnp.where(inside, update, before)
+        return [lax.dynamic_update_slice(x, update, starts)]
+
     def _gather(self, eqn, values, mixed):
         (x, indices), params = values, eqn.params
         numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
         if any(i == 1 for i, _ in mixed):
             raise CannotMergeError("`gather` by indices of ragged length")
+        indices = _as_int32(indices)
         exact = params["mode"] == Mode.PROMISE_IN_BOUNDS
         there: Any = True
         for _, axis in mixed:
@@ -207,8 +255,13 @@ class Padded:
         sizes = substituted(params["slice_sizes"], self.size)
         out = lax.gather(x, indices, numbers, sizes, mode="clip")
         if there is not True and params["mode"] != Mode.CLIP:
+            rows = eqn.invars[1].aval.shape[:-1]
+            for axis in ragged_axes(rows):  # what padding of the indices leads to is finite
+                there |= ~self.exists(rows, axis)
             batch = [a for a in range(out.ndim) if a not in numbers.offset_dims]
-            there = lax.broadcast_in_dim(there, out.shape, batch)
+            there = lax.broadcast_in_dim(
+                jnp.broadcast_to(there, indices.shape[:-1]), out.shape, batch
+            )
             other = lax.stop_gradient(out) if exact else jnp.asarray(fill_value_of(eqn), out.dtype)
             out = jnp.where(there, out, other)
         return [out]
@@ -220,13 +273,15 @@ class Padded:
         return inside, jnp.clip(positions, 0, jnp.maximum(last, 0))
 
     def _scatter(self, eqn, values, mixed):
-        (x, indices, updates), params = values, dict(eqn.params)
+        (x, indices, updates), params = map(jnp.asarray, values), dict(eqn.params)
         shapes, name = [v.aval.shape for v in eqn.invars], eqn.primitive.name
         clips = params["mode"] == Mode.CLIP
         if clips and not clips_well(eqn):
             raise CannotMergeError(f"`{name}` to the nearest rows")
-        indices = indices.astype(jnp.int32)
+        indices = _as_int32(indices)
         written: Any = jnp.ones(indices.shape[:-1], bool)
+        if id(eqn) in self.chain:
+            written &= self.alive
         for axis in ragged_axes(shapes[1]):
             written &= self.exists(shapes[1][:-1], axis)
         numbers = params["dimension_numbers"]
@@ -297,11 +352,23 @@ class Padded:
         return bind_rows(eqn, [x, *values[1:]], self.size)
 
     def _reshape(self, eqn, values, mixed):
+        (x,) = values
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        leading = [all(d == 1 for d in s[: ragged_axes(s)[0]]) for s in (before, after)]
-        if len(ragged_axes(before)) != 1 or len(ragged_axes(after)) != 1 or not all(leading):
-            raise CannotMergeError("`reshape` that merges rows into an axis before them")
-        return bind_rows(eqn, values, self.size)
+        if eqn.params.get("dimensions") is not None:
+            raise CannotMergeError("`reshape` that permutes ragged axes")
+        if not any(set(ragged_axes(s)) - {_first_axis(s)} for s in (before, after)):
+            return bind_rows(eqn, values, self.size)
+        # Where each entry is among those that exist, and where such an entry is in the padding.
+        sizes = substituted(after, self.size)
+        place = jnp.zeros(sizes, jnp.int32)
+        for axis, extent in enumerate(after):
+            place = place * self.length(extent) + lax.broadcasted_iota(jnp.int32, sizes, axis)
+        flat, stride = jnp.zeros(sizes, jnp.int32), 1
+        for extent, size in zip(reversed(before), reversed(x.shape), strict=True):
+            count = jnp.maximum(self.length(extent), 1)
+            flat += stride * lax.rem(place, count)
+            place, stride = lax.div(place, count), stride * size
+        return [jnp.take(x.reshape(-1), flat, axis=0, mode="clip")]
 
     def _random_bits(self, eqn, values, mixed):
         return bind_rows(eqn, values, self.size)  # those of the rows that exist come first
@@ -335,6 +402,7 @@ _RULES: dict[str, Callable] = {
     "concatenate": Padded._concatenate,
     "slice": Padded._slice,
     "dynamic_slice": Padded._dynamic_slice,
+    "dynamic_update_slice": Padded._dynamic_update_slice,
     "gather": Padded._gather,
     **dict.fromkeys(SCATTERS, Padded._scatter),
     "dot_general": Padded._dot,
@@ -344,6 +412,16 @@ _RULES: dict[str, Callable] = {
     "scan": Padded._scan,
     "random_bits": Padded._random_bits,
 }
+
+
+def _first_axis(shape: Sequence[AxisSize]) -> int:
+    """Returns the first axis of a shape that is not of one entry."""
+    return next((a for a, d in enumerate(shape) if type(d) is not int or d != 1), 0)
+
+
+def _as_int32(indices: Array) -> Array:
+    """Returns indices of a type that holds all places."""
+    return indices.astype(jnp.int32) if indices.dtype != jnp.int32 else indices
 
 
 def identity_of(name: str, dtype: Dtype) -> Array:

@@ -29,10 +29,17 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import body_of, inlined, reads, used_variables
+from jedbatch._jaxpr.interpret import body_of, inlined, inner_programs, reads, used_variables
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
-from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram
+from jedbatch._jaxpr.versions import (
+    Atom,
+    ClosedProgram,
+    Equation,
+    OpenProgram,
+    with_equations,
+    without_consts,
+)
 from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
 from jedbatch._ragged.indexing import find_indexing
 from jedbatch._support.types import AxisSize
@@ -44,6 +51,8 @@ EXTREMES = {
     "argmin": "the place of a minimum",
 }
 BY_INDEX = "by index"  # a kind of phase
+# The programs of loops and branches, by the names of parameters.
+INSIDE = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "cond": ["branches"]}
 SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
@@ -126,6 +135,15 @@ class PhasedProgram:
         return symbols_in((*extents, *(eqn.params for eqn in equations)))
 
     @functools.cached_property
+    def has_table_loops(self) -> bool:
+        """Whether it has loops whose steps work on ragged arrays, as those over tables do."""
+        return any(
+            eqn.primitive.name in INSIDE and any(map(symbols_in, inner_programs(eqn)))
+            for phase in self.phases
+            for eqn in phase.equations
+        )
+
+    @functools.cached_property
     def all_extents(self) -> list[AxisSize]:
         """The ragged extents of values, each once."""
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
@@ -141,8 +159,24 @@ def extents_of(variable: Atom) -> list[AxisSize]:
 
 
 def flattened(closed: ClosedProgram) -> Any:
-    """Returns a program without calls, but for elementwise functions with derivative rules."""
-    return inlined(closed, _body)
+    """Returns a program without calls, but for elementwise functions with derivative rules.
+
+    So are the programs of loops and branches in it.
+    """
+    closed = inlined(closed, _body)
+    equations = [_flattened_inside(eqn) for eqn in without_consts(closed).eqns]
+    return with_equations(closed, equations)
+
+
+def _flattened_inside(eqn: Equation) -> Any:
+    if eqn.primitive.name not in INSIDE or not (_is_ragged(eqn) or symbols_in(eqn.params)):
+        return eqn
+    params = dict(eqn.params)
+    for name in INSIDE[eqn.primitive.name]:
+        program = params[name]
+        inner = isinstance(program, tuple)
+        params[name] = tuple(map(flattened, program)) if inner else flattened(program)
+    return eqn.replace(params=params)
 
 
 _called = body_of("jit", "remat2", "checkpoint", "closed_call")
@@ -193,6 +227,10 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
     finder = _PhaseFinder(jaxpr, num_shared)
     for eqn in equations:
         finder.place(eqn)
+    if finder.keeps_tables():
+        finder = _PhaseFinder(jaxpr, num_shared, joined=True)
+        for eqn in equations:
+            finder.place(eqn)
     extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
     symbols = symbols_in((*extents, *(eqn.params for eqn in equations)))
     for extent in dict.fromkeys(extents):
@@ -233,10 +271,18 @@ class _PhaseFinder:
       equations: of every phase.
       where: for each variable, the phase that computes it; -1 for operands.
       rematerialized: equations that are computed again wherever they are read, by result.
+
+    Args:
+      jaxpr: the program.
+      num_shared: how many of its arguments are shared.
+      joined: whether what comes after a loop that gives a table is all in the phase of that loop,
+        which reads the table, for it cannot be kept, and takes long to compute.
     """
 
-    def __init__(self, jaxpr: OpenProgram, num_shared: int):
+    def __init__(self, jaxpr: OpenProgram, num_shared: int, joined: bool = False):
         self.jaxpr = jaxpr
+        self.joined = joined
+        self.table_phase: int | None = None  # the first in which a loop gives a table
         self.before: list[Any] = []
         self.known = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
         self.kinds: list[Any] = []
@@ -264,7 +310,9 @@ class _PhaseFinder:
         keys = any(is_key(v.aval.dtype) for v in eqn.outvars)  # have no rows to be kept in
         cheap = free or keys or (eqn.primitive.name in VIEWS and not shares)
         mixed = mixed_axes(eqn)  # complains of what is not known
-        if pairs or (cheap and not mixed and not self._returned.intersection(eqn.outvars)):
+        table = pairs and eqn.primitive.name in INSIDE  # of a loop
+        cheap = cheap and not mixed and not self._returned.intersection(eqn.outvars)
+        if (pairs and not table) or cheap:
             self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
         relates = any(map(_relates, new_reads))
@@ -274,10 +322,14 @@ class _PhaseFinder:
         else:
             kinds = [None] if mixed else self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
+        if table and self.table_phase is None:
+            if self.joined:
+                after, kinds = len(self.kinds) - 1, [None]
+            self.table_phase = self._first(after, kinds)
         if mixed and not relates and after in self._relating:
             after += 1  # so that rows of what relates rows can be computed a few at a time
-        phase = self._first(after, kinds)
-        if relates:
+        phase = self._place_for(after, kinds)
+        if relates or table:
             self._relating.add(phase)
         self.equations[phase].append(eqn)
         self.where.update((v, phase) for v in eqn.outvars)
@@ -298,6 +350,19 @@ class _PhaseFinder:
         if len(extents) != 1 or any(map(_relates, variables)):
             return [None]
         return [extents[0]] if shares else [extents[0], None]
+
+    def _place_for(self, after: int, kinds: Sequence[object]) -> int:
+        """Returns the phase for an equation that can be in phases of these kinds."""
+        if not self.joined or self.table_phase is None:
+            return self._first(after, kinds)
+        for phase in range(max(after, 0), self.table_phase):
+            if self.kinds[phase] in kinds:
+                return phase
+        return self.table_phase
+
+    def keeps_tables(self) -> bool:
+        """Returns whether a value with two ragged axes is read in a later phase than its own."""
+        return any(_relates(v) for phase in self.phases() for v in phase.writes)
 
     def _first(self, after: int, kinds: Sequence[object]) -> int:
         """Returns the phase `after` or the first behind it of these kinds, which may be new."""

@@ -1,0 +1,365 @@
+"""Loops and branches on padded arrays, of as many steps as each instance needs.
+
+Dynamic programs fill tables over pairs of rows: the chart of a parser [n, n, k], the alignments of
+two sequences [n, m]. They do so in loops, `lax.fori_loop` and `lax.scan`, whose number of steps
+depends on lengths too, around operations that read and write a few entries of a table.
+
+A table is padded as rows are: entries behind the last row or column hold anything. Every equation
+of a body has a rule by which its results are right where they exist, whatever padding holds (see
+`_ragged.padded_rules`); so a body whose equations are run by those rules is right as well, and so
+is a loop, if an instance whose steps are over keeps what it has:
+
+    fori_loop(1, n, body, table)        n = 3      1  2  ·  ·
+                                        n = 5      1  2  3  4       together 4 steps
+
+Without a gradient, instances that run together take as many steps as the longest of them needs.
+What a body writes into a table at some indices, it then writes nowhere for an instance that is
+done: the table stays in its place, and nothing is selected. For a gradient the loop becomes a
+`scan` of as many steps as there is room for. Steps that are none begin from the first state then,
+which a step was meant for: a derivative that is not finite would reach weights as `0 * inf`.
+
+A `lax.fori_loop` up to a length is a `while` to JAX, which has no gradient; with lengths for
+numbers it would be a `scan`, which has one. So it has one here.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from jedbatch._jaxpr.interpret import Bindings, run_equations, value_of
+from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, symbols_in
+from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
+from jedbatch._ragged.axis_rules import SCATTERS
+from jedbatch._support.types import Array, AxisSize
+
+Known = dict[Any, AxisSize]  # the extents that variables hold as numbers
+
+
+class PaddedRules(Protocol):
+    """What loops need of `Padded`; see there."""
+
+    differentiable: bool
+    lanes: str | None
+    alive: Any
+    known: Known
+
+    def size(self, extent: AxisSize) -> int: ...
+
+    def length(self, extent: AxisSize) -> jax.Array: ...
+
+    def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]: ...
+
+    def within(self, alive: Any, chain: frozenset[int], known: Known) -> "PaddedRules": ...
+
+
+class CountedLoop(NamedTuple):
+    """A `while` that counts.
+
+    Attributes:
+      counter: number of the carried value that begins at the first index and grows by one.
+      limit: position among the operands of the equation of the index that it stops before.
+    """
+
+    counter: int
+    limit: int
+
+
+def find_count(eqn: Equation) -> CountedLoop | None:
+    """Returns how a `while` counts; None if it stops for another reason."""
+    condition, body = (without_consts(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    num_before, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name != "lt":
+        return None
+    (compare,) = condition.eqns
+    if condition.outvars != compare.outvars or any(isinstance(v, Literal) for v in compare.invars):
+        return None
+    counter, limit = map(condition.invars.index, compare.invars)
+    if counter < num_before:
+        return None
+    counter -= num_before
+    carried, results = body.invars[num_consts:], body.outvars
+    steps = [e for e in body.eqns if results[counter] in e.outvars]
+    counts = (
+        len(steps) == 1
+        and steps[0].primitive.name == "add"
+        and steps[0].invars[0] is carried[counter]
+        and isinstance(steps[0].invars[1], Literal)
+        and steps[0].invars[1].val == 1
+    )
+    if not counts:
+        return None
+    if limit < num_before:
+        return CountedLoop(counter, limit)
+    limit -= num_before
+    if results[limit] is not carried[limit]:
+        return None
+    return CountedLoop(counter, num_before + num_consts + limit)
+
+
+def find_chain(body: Any, inputs: Sequence[Var], outputs: Sequence[Any]) -> list[set[int]]:
+    """Returns for each carried value the ids of the equations that write into it, if all do.
+
+    Those that write at some indices, and loops around such; the set is empty of a value that is
+    computed otherwise.
+    """
+    maker = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+    chains = []
+    for begin, out in zip(inputs, outputs, strict=True):
+        chain: set[int] = set()
+        while isinstance(out, Var) and out is not begin:
+            eqn = maker.get(out)
+            source = None if eqn is None else _written(eqn, out)
+            if source is None:
+                break
+            chain.add(id(eqn))
+            out = source
+        chains.append(chain if out is begin else set())
+    return chains
+
+
+def _written(eqn: Equation, out: Var) -> Any:
+    """Returns the operand that an equation writes into to give a result; None if it does not."""
+    name = eqn.primitive.name
+    if name == "dynamic_update_slice":
+        return eqn.invars[0]
+    if name in SCATTERS and eqn.params["dimension_numbers"].scatter_dims_to_operand_dims:
+        return eqn.invars[0]
+    if name == "while" and find_count(eqn):
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return eqn.invars[first + eqn.outvars.index(out)]
+    if name == "scan" and is_table_loop(eqn):
+        first, count = scan_parts(eqn)
+        k = eqn.outvars.index(out)
+        return eqn.invars[first + k] if k < count else None
+    return None
+
+
+def is_table_loop(eqn: Equation) -> bool:
+    """Returns whether the program of a loop has ragged arrays, or asks for a length."""
+    return eqn.primitive.name == "scan" and bool(symbols_in(eqn.params["jaxpr"]))
+
+
+def _inner(
+    rules: PaddedRules,
+    program: Any,
+    args: Sequence[Any],
+    alive: Any,
+    chain: frozenset[int] = frozenset(),
+    atoms: Sequence[Any] = (),
+) -> list[Array]:
+    """Returns the results of a program on padded arguments.
+
+    Args:
+      rules: of the equation that it belongs to.
+      program: to run.
+      args: its arguments.
+      alive: whether the instance takes this step, or branch.
+      chain: ids of equations that write nothing for an instance that does not.
+      atoms: for the first arguments, the variables outside that they are.
+    """
+    jaxpr = without_consts(program)
+    known: Known = {}
+    for inside, outside in zip(jaxpr.invars, atoms, strict=False):
+        extent = extent_of(outside, rules.known)
+        if extent is not None:
+            known[inside] = extent
+    env: Bindings = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    run_equations(jaxpr.eqns, env, rules.within(alive, chain, known).run)
+    return [value_of(x, env) for x in jaxpr.outvars]
+
+
+def extent_of(atom: Any, known: Known) -> AxisSize | None:
+    """Returns the extent that a variable, or a literal, holds as a number; None if it is none."""
+    if isinstance(atom, Literal):
+        return int(atom.val) if jnp.issubdtype(jnp.result_type(atom.val), jnp.integer) else None
+    return known.get(atom)
+
+
+def note_extent(eqn: Equation, known: Known) -> None:
+    """Notes that the result of an equation is an extent, or a sum of extents."""
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    if name == "dim_as_value":
+        known[out] = eqn.params["dim"]
+    elif name in ("convert_element_type", "copy", "add", "sub"):
+        if out.aval.shape or not jnp.issubdtype(out.aval.dtype, jnp.integer):
+            return
+        values: list[Any] = [extent_of(v, known) for v in eqn.invars]
+        if all(x is not None for x in values):
+            a, *rest = values
+            known[out] = a if not rest else a + rest[0] if name == "add" else a - rest[0]
+
+
+def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[Array]:
+    """Returns the results of a `while`."""
+    params = eqn.params
+    num_before = params["cond_nconsts"]
+    first = num_before + params["body_nconsts"]
+    before, consts, init = values[:num_before], values[num_before:first], values[first:]
+    count = find_count(eqn)
+    body = params["body_jaxpr"]
+    atoms = list(eqn.invars[num_before:first])
+    if count is None:
+
+        def condition(carry: Any) -> Array:
+            (more,) = _inner(rules, params["cond_jaxpr"], [*before, *carry], rules.alive)
+            return more if rules.alive is None else more & rules.alive
+
+        def step(carry: Any) -> Any:
+            return _inner(rules, body, [*consts, *carry], rules.alive, atoms=atoms)
+
+        return list(lax.while_loop(condition, step, list(init)))
+    begin, limit = init[count.counter], values[count.limit]
+    steps = jnp.maximum(limit - begin, 0)
+    begin_of, limit_of = (
+        extent_of(eqn.invars[k], rules.known) for k in (first + count.counter, count.limit)
+    )
+    bound = None
+    if begin_of is not None and limit_of is not None:
+        span = limit_of - begin_of
+        bound = max(0, rules.size(span)) if _has_room(span) else None
+    inner_jaxpr = without_consts(body)
+    chains = find_chain(inner_jaxpr, inner_jaxpr.invars[len(consts) :], inner_jaxpr.outvars)
+
+    def run_step(k: Any, alive: Any, carry: list[Any], chain: frozenset[int]) -> list[Array]:
+        return _inner(rules, body, [*consts, *carry], alive, chain, atoms)
+
+    carry, _ = _run_steps(rules, run_step, list(init), steps, bound, chains, ([], lambda k: k))
+    return carry
+
+
+def _has_room(span: AxisSize) -> bool:
+    return not symbols_in(span) or grows(span)
+
+
+def run_scan(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[Array]:
+    """Returns the results of a `scan` whose body has ragged arrays."""
+    params, body = eqn.params, eqn.params["jaxpr"]
+    cuts = tuple(itertools.accumulate(scan_parts(eqn)))
+    consts, init, xs = values[: cuts[0]], values[cuts[0] : cuts[1]], values[cuts[1] :]
+    length, room = rules.length(params["length"]), rules.size(params["length"])
+    inner_jaxpr = without_consts(body)
+    num_carried = len(init)
+    chains = find_chain(
+        inner_jaxpr,
+        inner_jaxpr.invars[cuts[0] : cuts[1]],
+        inner_jaxpr.outvars[:num_carried],
+    )
+    atoms = list(eqn.invars[: cuts[0]])
+
+    def place(k: Any) -> Any:
+        return length - 1 - k if params["reverse"] else k
+
+    def run_step(k: Any, alive: Any, carry: list[Any], chain: frozenset[int]) -> list[Array]:
+        at = jnp.clip(place(jnp.where(alive, k, 0)), 0, max(0, room - 1))
+        rows = [lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in xs]
+        return _inner(rules, body, [*consts, *carry, *rows], alive, chain, atoms)
+
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (room, *(d if type(d) is int else rules.size(d) for d in v.aval.shape[1:])),
+            v.aval.dtype,
+        )
+        for v in eqn.outvars[num_carried:]
+    ]
+    if room == 0:
+        return [*init, *(jnp.zeros(s.shape, s.dtype) for s in shapes)]
+    carry, ys = _run_steps(rules, run_step, list(init), length, room, chains, (shapes, place))
+    return [*carry, *ys]
+
+
+def _run_steps(
+    rules: PaddedRules,
+    run_step: Callable,
+    init: list[Any],
+    steps: Any,
+    bound: int | None,
+    chains: list[set[int]],
+    written: tuple[list[jax.ShapeDtypeStruct], Callable],
+) -> tuple[list[Array], list[Array]]:
+    """Returns (what is carried, what is written) after so many steps of each instance.
+
+    Args:
+      rules: of the equation.
+      run_step: from (number, whether the instance takes it, carried values, chain) to results.
+      init: carried values.
+      steps: int32[], of the instance.
+      bound: how many there can be at most; None if that is not known.
+      chains: see `find_chain`.
+      written: (shapes of the results of all steps, where step k writes them).
+    """
+    shapes, place = written
+    if rules.alive is not None:
+        steps = jnp.where(rules.alive, steps, 0)
+    if rules.differentiable and bound is not None:
+
+        def safe_step(carry: list[Any], k: Any) -> Any:
+            alive = k < steps
+            safe = [jnp.where(alive, x, y) for x, y in zip(carry, init, strict=True)]
+            new = run_step(k, alive, safe, frozenset())
+            kept = [jnp.where(alive, x, y) for x, y in zip(new, carry, strict=False)]
+            return kept, new[len(carry) :]
+
+        carry, ys = lax.scan(safe_step, init, jnp.arange(bound, dtype=jnp.int32))
+        if shapes:
+            at = jnp.clip(place(jnp.arange(bound)), 0, max(0, bound - 1))
+            ys = [y[at] for y in ys]  # a loop from the end: step k is that of another row
+        return list(carry), list(ys)
+    chain = frozenset(itertools.chain(*chains))
+    longest = steps if rules.lanes is None else lax.pmax(steps, rules.lanes)
+    buffers = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+    def step(state: Any) -> Any:
+        k, carry, buffers = state
+        alive = k < steps
+        new = run_step(k, alive, carry, chain)
+        kept = [
+            x if links else jnp.where(alive, x, y)
+            for x, y, links in zip(new, carry, chains, strict=False)
+        ]
+        if buffers:
+            at = jnp.where(alive, place(k), len(buffers[0]))
+            rows = new[len(carry) :]
+            buffers = [b.at[at].set(x, mode="drop") for b, x in zip(buffers, rows, strict=True)]
+        return k + 1, kept, buffers
+
+    _, carry, buffers = lax.while_loop(
+        lambda state: state[0] < longest, step, (jnp.zeros_like(longest), init, buffers)
+    )
+    return carry, buffers
+
+
+def run_cond(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[Array]:
+    """Returns the results of a `cond` or `switch`."""
+    index, *operands = values
+    branches = eqn.params["branches"]
+    which = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
+    atoms = list(eqn.invars[1:])
+
+    def branch(k: int) -> Callable:
+        def run(*xs: Any) -> list[Array]:
+            alive = which == k if rules.alive is None else (which == k) & rules.alive
+            return _inner(rules, branches[k], xs, alive, atoms=atoms)
+
+        return run
+
+    return list(lax.switch(which, [branch(k) for k in range(len(branches))], *operands))
+
+
+LOOPS: dict[str, Callable] = {"while": run_while, "scan": run_scan, "cond": run_cond}
+
+
+def runs_inside(eqn: Equation) -> bool:
+    """Returns whether an equation is a loop or branch whose programs are run by padded rules."""
+    if eqn.primitive.name not in LOOPS:
+        return False
+    variables = (*eqn.invars, *eqn.outvars)
+    ragged = any(is_ragged(v.aval.shape) for v in variables)
+    if eqn.primitive.name == "scan":
+        return is_table_loop(eqn)
+    return ragged or bool(symbols_in(eqn.params))
