@@ -1,0 +1,305 @@
+"""Loops that fill tables over pairs of rows: dynamic programs of sentences of any length.
+
+The judges are the function itself, run on padded arrays equation by equation and on arrays of the
+right size; the loop over instances; and, for grammars, all trees of a sentence written out.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close
+from jax import export, lax
+
+import jedbatch
+from benchmarks.rivals import inside
+from jedbatch._jaxpr.interpret import value_of
+from jedbatch._jaxpr.symbolic_dims import extent_at, make_symbol
+from jedbatch._ragged.calls import row_lengths
+from jedbatch._ragged.padded_loops import find_chain, find_count
+from jedbatch._ragged.padded_rules import Padded
+from jedbatch._ragged.phases import find_phases, flattened
+
+SCOPE = export.SymbolicScope()
+N, M = make_symbol("n", SCOPE), make_symbol("m", SCOPE)
+EXIST, ROOM = {"n": 3, "m": 4}, {"n": 5, "m": 6}
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, Y = map(jnp.asarray, (random(ROOM["n"], 2), random(ROOM["m"], 2, seed=1)))
+
+# --- what a user writes, of x [n, 2] and y [m, 2] ---
+
+
+def scores(x, y):
+    return x @ y.T
+
+
+def by_widths(x, y):
+    """The best split of every span, by width; one loop in another, table in place."""
+    n = x.shape[0]
+
+    def width(w, table):
+        def start(i, table):
+            split = lambda m, best: jnp.maximum(best, table[i, m] + table[m, i + w])  # noqa: E731
+            return table.at[i, i + w].set(1 + lax.fori_loop(i, i + w, split, -9.0))
+
+        return lax.fori_loop(0, n - w, start, table)
+
+    return lax.fori_loop(1, n, width, scores(x, x))
+
+
+def diagonals(x, y):
+    n, i = x.shape[0], jnp.arange(x.shape[0])
+
+    def width(table, w):
+        moved = jnp.take(table, i + w, axis=1, mode="clip")
+        found = jnp.where(i + w < n, (jnp.tanh(table) * moved).sum(1), 0)
+        return table.at[i, i + w].add(found, mode="drop"), found.max()
+
+    return lax.scan(width, scores(x, x), jnp.arange(n))
+
+
+def alignment(x, y):
+    """Edit distance and its like: rows of the table one by one, and entries of each."""
+    first = jnp.cumsum(jnp.ones(y.shape[0] + 1))
+
+    def row(above, costs):
+        def entry(left, others):
+            up, corner, cost = others
+            value = jnp.minimum(jnp.minimum(up, left) + 1, corner + cost)
+            return value, value
+
+        _, rest = lax.scan(entry, above[0] + 1, (above[1:], above[:-1], costs))
+        return jnp.concatenate([above[:1] + 1, rest]), rest.sum()
+
+    return lax.scan(row, first, jnp.square(scores(x, y)))
+
+
+def from_the_end(x, y):
+    def row(below, costs):
+        return jnp.tanh(costs + below), below.max()
+
+    return lax.scan(row, jnp.zeros(y.shape[0]), scores(x, y), reverse=True)
+
+
+def shortest_paths(x, y):
+    def through(k, d):
+        return jnp.minimum(d, d[:, k][:, None] + d[k][None])
+
+    return lax.fori_loop(0, x.shape[0], through, jnp.square(x[:, None] - x[None]).sum(-1))
+
+
+def pasted(x, y):
+    def paste(k, table):
+        table = lax.dynamic_update_slice(table, y[None, :, 0] * k, (k, 1))
+        return lax.dynamic_update_slice(table, jnp.ones((1, 1)), (k, 0))
+
+    return lax.fori_loop(0, x.shape[0], paste, jnp.zeros((x.shape[0], y.shape[0] + 1)))
+
+
+def settled(x, y):
+    """Steps until values are small, and a branch."""
+
+    def step(state):
+        k, d = state
+        return k + 1, lax.cond(k % 2 == 0, lambda d: 0.5 * d, lambda d: d - 0.1 * d.T, d)
+
+    return lax.while_loop(lambda state: jnp.abs(state[1]).max() > 0.3, step, (0, scores(x, x)))
+
+
+def cells(x, y):
+    """All entries in one loop of n·m steps, and the table as one row."""
+    n, m = x.shape[0], y.shape[0]
+
+    def entry(k, table):
+        i, j = k // m, k % m
+        before = jnp.where(j > 0, table[i, j - 1], table[i - 1, m - 1] * (i > 0))
+        return table.at[i, j].set(jnp.tanh(before + x[i, 0] * y[j, 0]))
+
+    return lax.fori_loop(0, n * m, entry, jnp.zeros((n, m))).reshape(-1)
+
+
+TABLES = {
+    f.__name__: f
+    for f in (by_widths, diagonals, alignment, from_the_end, shortest_paths, pasted, settled, cells)
+}
+NO_GRADIENT = {"by_widths", "settled"}  # of loops that are a `while` for numbers too
+
+
+def traced(fn):
+    shapes = [jax.ShapeDtypeStruct((n, 2), jnp.float32) for n in (N, M)]
+    return flattened(jax.make_jaxpr(fn)(*shapes))
+
+
+def on_padded(fn, differentiable, x, y):
+    """What a function gives for the first rows of arrays, by the rules of padding."""
+    closed = traced(fn)
+    lengths = {s: jnp.int32(n) for s, n in EXIST.items()}
+    rules = Padded(ROOM, lengths, True, differentiable=differentiable)
+    env = dict(zip(closed.jaxpr.invars, (x, y), strict=True))
+    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        values = [value_of(v, env) for v in eqn.invars]
+        env.update(zip(eqn.outvars, rules.run(eqn, values), strict=True))
+    results = []
+    for v in closed.jaxpr.outvars:
+        part = value_of(v, env)
+        for axis, extent in enumerate(v.aval.shape):
+            size = extent if type(extent) is int else extent_at(extent, EXIST)
+            part = lax.slice_in_dim(part, 0, size, axis=axis)
+        results.append(part)
+    return results
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_padding_changes_nothing(name, differentiable):
+    fn = TABLES[name]
+    found = jax.jit(lambda x, y: on_padded(fn, differentiable, x, y))(X, Y)
+    expected = jax.jit(fn)(X[: EXIST["n"]], Y[: EXIST["m"]])
+    assert_close(found, jax.tree.leaves(expected), 1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(TABLES.keys() - NO_GRADIENT))
+def test_gradients_of_what_exists(name):
+    """No gradient comes from padding, and none reaches it."""
+    fn, n, m = TABLES[name], EXIST["n"], EXIST["m"]
+
+    def total(results):
+        return sum(jnp.sin(r).sum() for r in jax.tree.leaves(results) if r.dtype == np.float32)
+
+    found = jax.jit(jax.grad(lambda x, y: total(on_padded(fn, True, x, y)), (0, 1)))(X, Y)
+    expected = jax.jit(jax.grad(lambda x, y: total(fn(x, y)), (0, 1)))(X[:n], Y[:m])
+    assert_close([found[0][:n], found[1][:m]], list(expected), 1e-4)
+    assert not any(x.any() for x in (found[0][n:], found[1][m:]))
+
+
+def test_counted_loops_and_tables_in_place():
+    """A table that is written at indices is neither copied nor selected in a loop."""
+    loops = [e for e in traced(by_widths).jaxpr.eqns if e.primitive.name == "while"]
+    (outer,) = loops
+    assert find_count(outer) is not None
+    body = outer.params["body_jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    carried = body.invars[outer.params["body_nconsts"] :]
+    chains = find_chain(body, carried, body.outvars)
+    assert [bool(chain) for chain in chains] == [False, False, True]
+    (settling,) = [e for e in traced(settled).jaxpr.eqns if e.primitive.name == "while"]
+    assert find_count(settling) is None
+
+
+def test_lengths_of_programs():
+    assert row_lengths(8, 50, 1) == (8, 16, 32, 64)
+    assert row_lengths(8, 75, 4) == (8, 16, 24, 32, 40, 48, 56, 64, 80)
+
+
+def test_what_reads_a_table_is_computed_with_it():
+    """A loop that fills a table runs once, whatever reads the table."""
+
+    def fn(x, y):
+        table = by_widths(x, y)
+        hidden = jnp.tanh(x @ jnp.eye(2) * table[0, -1])
+        return (table @ hidden).sum()
+
+    program = find_phases(traced(fn), 0)
+    loops = [e for phase in program.phases for e in phase.equations if e.primitive.name == "while"]
+    assert len(loops) == 1
+    assert not find_phases(traced(lambda x, y: jnp.tanh(scores(x, y)).sum()), 0).has_table_loops
+
+
+# --- whole minibatches ---
+
+K, VOCABULARY = 2, 5
+
+
+def sentences(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, n).astype(np.int32) for n in lengths]
+
+
+@functools.cache
+def grammar():
+    return inside.parameters(VOCABULARY, K)
+
+
+def all_trees(params, words):
+    """The logarithm of the sum over all trees of a sentence, each with its probability."""
+    p = {k: np.asarray(v, np.float64) for k, v in params.items()}
+    rules = np.exp(p["rules"]) / np.exp(p["rules"]).sum((1, 2), keepdims=True)
+    emissions = VOCABULARY * np.exp(p["words"]) / np.exp(p["words"]).sum(1, keepdims=True)
+    root = np.exp(p["root"]) / np.exp(p["root"]).sum()
+
+    def derivations(a, span):
+        if len(span) == 1:
+            yield emissions[a, span[0]]
+            return
+        for cut in range(1, len(span)):
+            for b, c in itertools.product(range(K), repeat=2):
+                left = list(derivations(b, span[:cut]))
+                right = list(derivations(c, span[cut:]))
+                yield from (rules[a, b, c] * x * y for x in left for y in right)
+
+    return np.log(sum(root[a] * x for a in range(K) for x in derivations(a, list(words))))
+
+
+def test_the_inside_algorithm():
+    """All trees of every sentence, gradients of the loop, and nothing compiled for new lengths."""
+    batched = jedbatch.batch(inside.log_likelihood)
+    few = sentences([3, 1, 3, 2])
+    plan = batched.plan(grammar(), few)
+    assert plan.ragged_rows is not None
+    assert plan.host.apart is None
+    slope = jax.jit(jax.value_and_grad(lambda p, plan: (batched.apply(p, plan) ** 2).sum()))
+    value, found = slope(grammar(), plan)
+    expected = np.array([all_trees(grammar(), words) for words in few])
+    np.testing.assert_allclose(value, (expected**2).sum(), 1e-5)
+    alone = jax.jit(jax.grad(lambda p: sum(inside.log_likelihood(p, w) ** 2 for w in few)))
+    assert_close(found, alone(grammar()), 1e-4)
+    before = batched.compilations
+    unseen = sentences([6, 5, 3, 1], seed=1)
+    slope(grammar(), batched.plan(grammar(), unseen))
+    assert batched.compilations == before
+    assert slope._cache_size() == 1
+
+
+def test_two_lengths():
+    """Edit distance, as everyone knows it."""
+
+    def distance(pair):
+        a, b = pair
+
+        def row(above, x):
+            def entry(left, others):
+                up, corner, y = others
+                value = jnp.minimum(jnp.minimum(up, left) + 1, corner + (x != y))
+                return value, value
+
+            _, rest = lax.scan(entry, above[0] + 1, (above[1:], above[:-1], b))
+            return jnp.concatenate([above[:1] + 1, rest]), None
+
+        return lax.scan(row, jnp.arange(b.shape[0] + 1), a)[0][-1]
+
+    @functools.cache
+    def recursive(a, b):
+        if not (a and b):
+            return len(a) + len(b)
+        replaced = recursive(a[1:], b[1:]) + (a[0] != b[0])
+        return min(recursive(a[1:], b) + 1, recursive(a, b[1:]) + 1, replaced)
+
+    batched = jedbatch.batch(distance, in_axes=0)
+    for seed, lengths in enumerate(
+        [[(5, 3), (2, 6), (7, 7), (0, 2)], [(6, 1), (4, 4), (3, 8), (0, 0)]]
+    ):
+        pairs = [tuple(sentences(pair, seed + k)) for k, pair in enumerate(lengths)]
+        before = batched.compilations
+        expected = [recursive(tuple(a.tolist()), tuple(b.tolist())) for a, b in pairs]
+        assert batched(pairs).tolist() == expected
+        assert batched.plan(pairs).host.apart is None
+    assert batched.compilations == before
