@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,9 +133,11 @@ def results_from(
 
     def cut_out(place: Slice) -> Array:
         rows = on_host(place.stage, place.result)
-        rows = rows[place.start : place.start + place.shape[place.axis]]
+        sizes = [place.shape[axis] for axis in place.axes]
+        rows = rows[place.start : place.start + math.prod(sizes)]
         xp = np if isinstance(rows, np.ndarray) else jnp
-        return jnp.asarray(xp.moveaxis(rows, 0, place.axis))
+        entries = rows.reshape(*sizes, *rows.shape[1:])
+        return jnp.asarray(xp.moveaxis(entries, range(len(sizes)), place.axes))
 
     def put_together(run: TileRun, batch: int | None) -> Array:
         first, axis = run.first // (batch or 1), run.axis + (batch is not None)

@@ -15,15 +15,15 @@ class Slice:
     Attributes:
       stage, result: whose rows.
       start: the first of them.
-      shape: what they make up, the ragged axis at its place.
-      axis: that place.
+      shape: what they make up, the ragged axes at their places.
+      axes: those places; several of a table, which has a row for each of its entries.
     """
 
     stage: int
     result: int
     start: int
     shape: tuple[int, ...]
-    axis: int
+    axes: tuple[int, ...]
 
 
 @dataclass(frozen=True)

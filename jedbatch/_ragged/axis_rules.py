@@ -180,6 +180,7 @@ _RULES = {
     "transpose": lambda *_: False,
     "dot_general": _dot,
     "concatenate": lambda eqn, params, i, a: a == params["dimension"],
+    "tile": lambda eqn, params, i, a: params["reps"][a] != 1,
     "split": lambda eqn, params, i, a: a == params["axis"],
     "rev": lambda eqn, params, i, a: a in params["dimensions"],
     "sort": lambda eqn, params, i, a: a == params["dimension"],

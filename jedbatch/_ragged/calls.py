@@ -171,12 +171,14 @@ def find_slices(
             for position, call, result in records[i].ragged:  # type: ignore[attr-defined]
                 if call != c:
                     continue
-                shape = region_calls.region.results[result].shape
-                (axis,) = ragged_axes(shape)
-                e = region_calls.region.packed.extents.index(shape[axis])
+                region = region_calls.region
+                (extent,) = (d for d in region.results[result].shape if is_ragged((d,)))
+                e = region.packed.extents.index(extent)
+                shape = region.shapes[result]
                 symbol_values = {s: int(x[k]) for s, x in region_calls.lengths.items()}
                 concrete = tuple(max(0, n) for n in shape_at(shape, symbol_values))
-                slices[i][position] = Slice(stage, result, int(starts[e][k]), concrete, axis)
+                start = int(starts[e][k])
+                slices[i][position] = Slice(stage, result, start, concrete, ragged_axes(shape))
     return slices
 
 

@@ -305,7 +305,9 @@ def _run_steps(
             kept = [jnp.where(alive, x, y) for x, y in zip(new, carry, strict=False)]
             return kept, new[len(carry) :]
 
-        carry, ys = lax.scan(jax.checkpoint(safe_step, prevent_cse=False), init, jnp.arange(bound, dtype=jnp.int32))
+        carry, ys = lax.scan(
+            jax.checkpoint(safe_step, prevent_cse=False), init, jnp.arange(bound, dtype=jnp.int32)
+        )
         if shapes:
             at = jnp.clip(place(jnp.arange(bound)), 0, max(0, bound - 1))
             ys = [y[at] for y in ys]  # a loop from the end: step k is that of another row

@@ -193,6 +193,15 @@ class Padded:
             begin = begin + self.length(v.aval.shape[axis])
         return [joined]
 
+    def _repeat(self, eqn, values, mixed):
+        (x,), reps = values, list(eqn.params["reps"])
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        for _, axis in mixed:
+            places = lax.iota(jnp.int32, self.size(after[axis]))
+            x = self._take(x, places % jnp.maximum(self.length(before[axis]), 1), axis)
+            reps[axis] = 1
+        return [jnp.tile(x, reps)]
+
     def _slice(self, eqn, values, mixed):
         (x,), params, out = values, eqn.params, eqn.outvars[0].aval.shape
         starts, limits = list(params["start_indices"]), list(params["limit_indices"])
@@ -400,6 +409,7 @@ _RULES: dict[str, Callable] = {
     "sort": Padded._sort,
     "rev": Padded._reverse,
     "concatenate": Padded._concatenate,
+    "tile": Padded._repeat,
     "slice": Padded._slice,
     "dynamic_slice": Padded._dynamic_slice,
     "dynamic_update_slice": Padded._dynamic_update_slice,

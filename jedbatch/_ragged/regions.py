@@ -17,11 +17,13 @@ one and m for the other: parts that differ in the names of symbols only are call
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._graph.graph import Graph, InputRows
@@ -30,12 +32,13 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
 from jedbatch._record.registry import Registry
+from jedbatch._support.types import AxisSize
 
 
 class Region:
@@ -44,19 +47,28 @@ class Region:
     Attributes:
       id: position among the regions of a session.
       shared: ids of the shared values it reads, its first arguments.
-      operands, results: value types of a call.
+      operands, results: value types of a call. A table is a result with a row for every entry.
+      shapes: of the results, as the function has them.
       packed: the program.
       order: for each symbol of the program, its number among those of a call.
     """
 
     def __init__(
-        self, id: int, shared: Sequence[int], operands, results, packed: PackedProgram, order
+        self,
+        id: int,
+        shared: Sequence[int],
+        operands,
+        results,
+        shapes,
+        packed: PackedProgram,
+        order,
     ):
         self.id = id
         self.order: tuple[int, ...] = tuple(order)
         self.shared = tuple(shared)
         self.operands: tuple[ValueType, ...] = tuple(operands)
         self.results: tuple[ValueType, ...] = tuple(results)
+        self.shapes: tuple[tuple[AxisSize, ...], ...] = tuple(shapes)
         self.packed = packed
 
     @property
@@ -202,18 +214,18 @@ class Regions:
         return {k: x for k, x in numbers if self._numbers[subgraph.key, k] is not None}
 
     def region(self, key: Hashable, symbols: Sequence[str], make: Callable[[], tuple]) -> Region:
-        """Returns the region of a key; `make()` gives its (shared, operands, program).
+        """Returns the region of a key; `make()` gives its (shared, operands, program, shapes).
 
         `symbols` are those of the call, in the order of their numbers.
         """
         region = self._ids.get(key)
         if region is None:
-            shared, operands, closed = make()
+            shared, operands, closed, shapes = make()
             packed = PackedProgram(find_phases(closed, len(shared)))
             packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
             order = map(list(symbols).index, packed.phased.symbols)
-            region = Region(len(self.regions), shared, operands, results, packed, order)
+            region = Region(len(self.regions), shared, operands, results, shapes, packed, order)
             self._ids[key] = region
             self.regions.append(region)
         return region
@@ -479,22 +491,34 @@ class Cut:
                     operation = operation_of(node_type)
                     closed = operation.jaxpr
                     results_made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
-                return [
+                results = [
                     read[r] if isinstance(r, int) else results_made[r[0]][r[1]]
                     for r in subgraph.returned
                 ]
+                shapes[:] = [x.shape for x in results]
+                return list(map(_entries_as_rows, results))
 
+            shapes: list[tuple[AxisSize, ...]] = []
             avals = [registry.shared[s].aval for s in shared]
             operand_types = [kinds[k] for k in moving]
             operands = [
                 jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak) for t in operand_types
             ]
-            return shared, operand_types, jax.make_jaxpr(compute)(avals, operands)
+            return shared, operand_types, jax.make_jaxpr(compute)(avals, operands), shapes
 
         constants_key = tuple((k, x.tobytes()) for k, x in constants.items())
         region = self.regions.region((subgraph.key, constants_key), subgraph.symbols, make)
         leaves = tuple(self.leaf_of[subgraph.symbols[k]][0] for k in region.order)
         return Call(region, tuple(sources[k] for k in moving), leaves)
+
+
+def _entries_as_rows(x: jax.Array) -> jax.Array:
+    """Returns a table [..., n, ..., m, ...] as rows [n·m, ...]; any other array as it is."""
+    axes = ragged_axes(x.shape)
+    if len(axes) < 2:
+        return x
+    x = jnp.moveaxis(x, axes, range(len(axes)))
+    return x.reshape(math.prod(x.shape[: len(axes)]), *x.shape[len(axes) :])
 
 
 def _single(chunk: InputRows, k: int) -> InputRows:

@@ -411,15 +411,11 @@ APART = {  # what comes, and a word of the reason
     ),
     "own derivative": (lambda p, x: straight_through(x @ p["w"]).sum(0), "derivative of its own"),
     "padding": (lambda p, x: jnp.pad(x, ((x.shape[0], 0), (0, 0))).sum(0), "`pad`"),
-    "merged": (lambda p, x: jnp.tanh(x.T).reshape(-1)[:4] * p["b"], "`reshape`"),
-    "branch": (
-        lambda p, x: lax.cond(p["b"][0] > 0, lambda: 1.0 * x.shape[0], lambda: 2.0) * x.sum(0),
-        "`cond`",
-    ),
+    "spectrum": (lambda p, x: jnp.abs(jnp.fft.fft(x, axis=0)).sum(0) * p["b"], "`fft`"),
 }
 
 
-@pytest.mark.parametrize("what", mostly_slow(APART, "up to a maximum", "branch"))
+@pytest.mark.parametrize("what", mostly_slow(APART, "up to a maximum", "spectrum"))
 def test_what_is_kept_apart(what):
     fn, reason = APART[what]
     instances = [x for x, *_ in made([3, 2, 5])]

@@ -48,6 +48,9 @@ ACROSS_ROWS = {
     "flat": lambda x: 2 * x.reshape(-1),
     "joined with others": lambda x: lax.concatenate([W[:2], x, W[:1]], 0),
     "padded": lambda x: lax.pad(x, jnp.float32(7), [(1, 2, 0), (0, 0, 0)]),
+    "repeated": lambda x: jnp.tile(x, (2, 3)),
+    "columns one after the other": lambda x: 2 * x.T.reshape(-1),
+    "branch": lambda x: lax.cond(x[0, 0] > 0, lambda: 1.0 * x.shape[0], lambda: 2.0) * x[::2],
     "loop": lambda x: lax.scan(lambda c, row: (jnp.sin(c + row),) * 2, jnp.zeros(4), x)[1],
 }
 BY_INDEX = {
