@@ -16,8 +16,10 @@ too (see `_ragged.indexing`).
 A phase is a longest run of one kind of work. Between phases values have at most one ragged axis,
 and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
 of one instance, exist inside of a phase only, for a few instances at a time; a phase that needs
-them again computes them again. What depends on extents alone (positions, causal masks, divisors) is
-computed wherever it is read, and so are values that are others in another shape.
+them again computes them again. A loop that fills a table of them is not run again: whatever reads
+the table is computed in the phase of the loop (see `_ragged.padded_loops`). What depends on extents
+alone (positions, causal masks, divisors) is computed wherever it is read, and so are values that
+are others in another shape.
 
 Source: InsNet (padding-free batching of operators); the phases are ours.
 """
