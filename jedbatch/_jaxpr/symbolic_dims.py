@@ -57,6 +57,8 @@ CHECKS = re.compile(
     r"definitely_equal|\w*_rule|\w*mismatch\w*|_try_broadcast_shapes|reshape|_differ"
 )
 DECISIONS = re.compile("array_equal|array_equiv")  # these give another result if they are not
+# These ask whether there are fewer rows than are taken. Whoever runs an instance asks again.
+SUPPOSES_ENOUGH = re.compile(r"_top_k\w*")
 SYMBOL = re.compile(r"\b(?:n\d*|[mkl])\b")
 SUM = re.compile(r"[\w*^]+( \+ [\w*^]+)*( - \d+)?")  # of products of symbols
 (_plain,) = symbolic_shape("n")
@@ -228,6 +230,8 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
         try:
             answer = compare(left, right)
         except Exception:  # of JAX, that it cannot know; the function may catch it
+            if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
+                return False
             _ask(self, other, sys._getframe(1))
             raise
         if unsound(answer) and not (symmetric and _known_to_differ(self, other)):

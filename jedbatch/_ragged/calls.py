@@ -310,6 +310,15 @@ def _refuse_empty(
         fails = (extent_at(table, lengths) <= 0) & (extent_at(rows, lengths) > 0)
         none |= fails
         conditions.append((table, "rows by index", fails))
+    for extent, k in phased.taken:
+        fewer = np.flatnonzero(extent_at(extent, lengths) < extent_at(k, lengths))
+        if len(fewer):
+            n = int(np.broadcast_to(extent_at(extent, lengths), none.shape)[fewer[0]])
+            raise ValueError(
+                f"`top_k` takes the largest {k} of {n} rows in instance {places[fewer[0]][0]}; "
+                f"expected {extent} to be {k} at least. Leave such instances out, or write "
+                "`jnp.sort(x)[..., ::-1][..., :k]`, which gives as many as there are."
+            )
     conditions += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
     for extent, operation, fails in conditions:
         empty = np.flatnonzero(none & fails)

@@ -161,6 +161,12 @@ class Padded:
         name, (x, *initial_values) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
             x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
+        if name == "top_k":  # of instances that have fewer rows there are none
+            lacking = [self.size(eqn.params["k"]) - x.shape[a] for a in axes]
+            config = [
+                (0, max(0, lacking[axes.index(a)]) if a in axes else 0, 0) for a in range(x.ndim)
+            ]
+            x = lax.pad(x, jnp.asarray(identity_of(name, x.dtype), x.dtype), config)
         return bind_rows(eqn, [x, *initial_values], self.size)
 
     def _sort(self, eqn, values, mixed):

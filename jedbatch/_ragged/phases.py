@@ -25,7 +25,7 @@ Source: InsNet (padding-free batching of operators); the phases are ours.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,7 @@ class PhasedProgram:
       symbols: whose values differ from instance to instance.
       nonempty: extents that must not be 0, each with the operation that says so.
       looked_up: (extent, how many rows are looked up by index) of arrays that must have a row then.
+      taken: (extent, k) of arrays of which the k largest are taken.
     """
 
     jaxpr: OpenProgram
@@ -112,6 +113,7 @@ class PhasedProgram:
     symbols: tuple[str, ...]
     nonempty: tuple[tuple[Any, str], ...]
     looked_up: tuple[tuple[Any, Any], ...]
+    taken: tuple[tuple[Any, Any], ...]
 
     @property
     def operands(self) -> list[Any]:
@@ -247,6 +249,7 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         tuple(sorted(symbols)),
         tuple(nonempty_extents(equations)),
         tuple(_looked_up(equations)),
+        tuple(dict.fromkeys(_taken(equations))),
     )
 
 
@@ -472,6 +475,15 @@ def _looked_up(equations: Sequence[Equation]) -> list[tuple[Any, Any]]:
             table, indices = (v.aval.shape for v in eqn.invars)
             found.append((table[indexing.axis], indices[indexing.batch]))
     return list(dict.fromkeys(found))
+
+
+def _taken(equations: Sequence[Equation]) -> Iterator[tuple[Any, Any]]:
+    """Yields (extent, k) of the arrays of which the k largest are taken, also in loops."""
+    for eqn in equations:
+        for program in inner_programs(eqn):
+            yield from _taken(program.eqns)
+        if eqn.primitive.name == "top_k":
+            yield from ((eqn.invars[i].aval.shape[a], eqn.params["k"]) for i, a in mixed_axes(eqn))
 
 
 def _starts(equations: Sequence[Equation]) -> bool:

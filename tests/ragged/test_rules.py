@@ -48,6 +48,7 @@ ACROSS_ROWS = {
     "flat": lambda x: 2 * x.reshape(-1),
     "joined with others": lambda x: lax.concatenate([W[:2], x, W[:1]], 0),
     "padded": lambda x: lax.pad(x, jnp.float32(7), [(1, 2, 0), (0, 0, 0)]),
+    "largest": lambda x: lax.top_k(x.T, 2)[0].T,
     "repeated": lambda x: jnp.tile(x, (2, 3)),
     "columns one after the other": lambda x: 2 * x.T.reshape(-1),
     "branch": lambda x: lax.cond(x[0, 0] > 0, lambda: 1.0 * x.shape[0], lambda: 2.0) * x[::2],

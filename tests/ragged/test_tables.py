@@ -303,3 +303,27 @@ def test_two_lengths():
         assert batched(pairs).tolist() == expected
         assert batched.plan(pairs).host.apart is None
     assert batched.compilations == before
+
+
+def test_neighbours_and_returned_tables():
+    """Nearest rows, tables of pairs as results, and rows that are too few."""
+
+    def fn(params, x):
+        apart = jnp.square(x[:, None] - x[None]).sum(-1) @ jnp.tril(jnp.ones((x.shape[0],) * 2))
+        nearest = lax.top_k(-apart, 2)[1]
+        return apart * params, x[nearest].sum(1), apart[0, x.shape[0] - 1]
+
+    batched, one = jedbatch.batch(fn, out_axes=None), jax.jit(fn)
+    points = [random(n, 2, seed=n) for n in (3, 5, 2)]
+    expected = [one(2.0, x) for x in points]
+    assert_close(batched(2.0, points), expected, 1e-5)
+    assert batched.plan(2.0, points).host.apart is None
+
+    def total(run):
+        return lambda p: sum(jnp.sin(table).sum() for table, *_ in run(p))
+
+    found = jax.grad(total(lambda p: batched(p, points)))(2.0)
+    alone = jax.grad(total(lambda p: [one(p, x) for x in points]))(2.0)
+    np.testing.assert_allclose(found, alone, 1e-4)
+    with pytest.raises(ValueError, match=r"`top_k` takes the largest 2 of 1 rows in instance 1"):
+        batched.plan(2.0, [points[0], random(1, 2)])
