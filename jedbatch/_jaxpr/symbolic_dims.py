@@ -42,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
+from jax.extend.core import set_current_trace
 
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
@@ -426,6 +427,14 @@ def symbol_of(extent: AxisSize, name: str) -> AxisSize:
 def as_number(x: object) -> AxisSize:
     """An extent as a value to compute with; anything else as it is."""
     return x.__jax_array__() if isinstance(x, Base) else x
+
+
+def as_numbers(values: Sequence[Any], trace: Any) -> Sequence[Any]:
+    """Operands of an operation, the extents among them as values of a trace of JAX."""
+    if not EXTENTS.intersection(map(type, values)):
+        return values
+    with set_current_trace(trace):
+        return list(map(as_number, values))
 
 
 def is_ragged(shape: Sequence[AxisSize]) -> bool:

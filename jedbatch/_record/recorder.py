@@ -42,7 +42,7 @@ from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
-from jedbatch._jaxpr.symbolic_dims import EXTENTS, as_number, is_ragged
+from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
 from jedbatch._record.containers import tokens_of_containers
@@ -375,9 +375,7 @@ class Recorder(Trace):
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
                 return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
-        if EXTENTS.intersection(map(type, tracers)):
-            with set_current_trace(self):
-                tracers = list(map(as_number, tracers))
+        tracers = as_numbers(tracers, self)
         if primitive.name in STATIC:
             made = with_data(self, primitive, tracers, params)
             if made is not None:
