@@ -3,6 +3,7 @@
 - Notebooks, with the outputs that they are stored with.
 - The answers, the companions, the benchmarks and the changes.
 - Sections of the README, where a page has `<!-- README: heading -->`.
+- Parts of scripts, where a page has `<!-- code: file heading -->`.
 - `llms.txt`, which lists the pages.
 """
 
@@ -108,6 +109,12 @@ def readme_section(heading: str) -> str:
     return dict(zip(sections[1::2], sections[2::2], strict=True))[heading].strip()
 
 
+def part_of_script(path: str, heading: str) -> str:
+    """The code of a script below a line `# --- heading ---`, up to the next one."""
+    parts = re.split(r"^# --- (.*) ---\n", (ROOT / path).read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[heading].strip()
+
+
 def on_files(files, config):
     """Adds what is made of files outside of `docs`."""
 
@@ -131,11 +138,15 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Puts in sections of the README."""
+    """Puts in sections of the README and parts of scripts."""
 
     def section(match: re.Match) -> str:
         return relinked(readme_section(match[1]), "", page.file.src_uri)
 
+    def code(match: re.Match) -> str:
+        return f"```python\n{part_of_script(match[1], match[2])}\n```"
+
+    markdown = re.sub(r"<!-- code: (\S+) (.*?) -->", code, markdown)
     return re.sub(r"<!-- README: (.*?) -->", section, markdown)
 
 
