@@ -43,11 +43,15 @@ class Side(NamedTuple):
       prepare: host work, a function of the parameters and the minibatch.
       run: a function of the parameters and what was prepared; returns what all sides return.
       few: minibatches to run it on, where it takes long; None for all.
+      scale: what its seconds are multiplied by, where it runs a part of the instances.
+      part: of what the others return, that part.
     """
 
     prepare: Callable[[Any, Any], Any]
     run: Callable[[Any, Any], Any]
     few: int | None = None
+    scale: float = 1.0
+    part: Callable[[Any], Any] = lambda results: results
 
 
 class Application(NamedTuple):
@@ -99,36 +103,36 @@ def measure(application: Application, lines: dict[str, int], turns: int) -> dict
     """
     params, minibatches, _, make, rtol = application
     sides = make()
-    firsts, results = {}, {}
+    firsts, results, ready = {}, {}, {}
     for name, side in sides.items():
-        cpu = time.process_time()
-        run = lambda s=side: s.run(params, s.prepare(params, minibatches[0]))
-        seconds, results[name] = timed(run)
-        firsts[name] = seconds, time.process_time() - cpu
-    expected, *others = results.values()
-    for name, got in zip(list(sides)[1:], others, strict=True):
-        assert_close(got, expected, rtol, what=name)
+        wall, cpu = time.perf_counter(), time.process_time()
+        ready[name] = side.prepare(params, minibatches[0])
+        results[name] = jax.block_until_ready(side.run(params, ready[name]))
+        took = time.perf_counter() - wall, time.process_time() - cpu
+        firsts[name] = [side.scale * seconds for seconds in took]
+    expected = next(iter(results.values()))
+    for name, got in results.items():
+        assert_close(got, sides[name].part(expected), rtol, what=name)
 
     late: dict[str, int] = dict.fromkeys(sides, 0)
     unseen: dict[str, list[float]] = {name: [] for name in sides}
     for i, minibatch in enumerate(minibatches[1:], 1):
         for name, side in sides.items():
-            if side.few is not None and i > side.few + WARM - 1:
+            if side.few is not None and not WARM <= i < WARM + side.few:
                 continue
             with compilations() as compiled:
                 run = lambda s=side, m=minibatch: s.run(params, s.prepare(params, m))
                 seconds, _ = timed(run)
             if i >= WARM:
-                late[name] += len(compiled)
-                unseen[name].append(seconds)
+                late[name] += round(side.scale * len(compiled))
+                unseen[name].append(side.scale * seconds)
 
     prepared: dict[str, list[float]] = {name: [] for name in sides}
-    ready = {name: side.prepare(params, minibatches[0]) for name, side in sides.items()}
     for turn in range(turns + 1):
         for name, side in sides.items():
             if side.few is None or turn <= max(side.few, 3):
                 seconds, _ = timed(functools.partial(side.run, params, ready[name]))
-                prepared[name] += [seconds] if turn else []
+                prepared[name] += [side.scale * seconds] if turn else []
     return {
         name: Found(
             *firsts[name],
@@ -225,7 +229,7 @@ def draw(found: dict[str, Found], path: Path, illustrate: Callable[[Any], None])
         label = "from instances to results" if name == "unseen" else "of what is prepared"
         right.plot(times, range(len(names)), mark, label=label, alpha=0.8)
     right.set_xscale("log")
-    right.set_yticks(range(len(names)), names)
+    right.set_yticks(range(len(names)), [name.replace("`", "") for name in names])
     right.set_ylim(len(names) - 0.5, -0.5)
     right.set_xlabel("milliseconds for a minibatch")
     right.grid(axis="x", which="both", alpha=0.3)
