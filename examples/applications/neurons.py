@@ -33,7 +33,7 @@ def relax(gate, alpha, beta):
 
 
 def ratio(x):
-    """x / (1 - exp(-x)), also at 0."""
+    """Returns x / (1 - exp(-x)), also at 0."""
     near = jnp.abs(x) < 1e-4
     return jnp.where(near, 1 + x / 2, x / -jnp.expm1(-jnp.where(near, 1.0, x)))
 
