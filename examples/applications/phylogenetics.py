@@ -176,7 +176,7 @@ def gene_trees(rng, count, taxa, sites):
 
 def make(quick):
     rng = np.random.default_rng(0)
-    count, taxa, sites = (3, (2, 3), (7, 8)) if quick else (100, (4, 24), (100, 1000))
+    count, taxa, sites = (6, (2, 4), (7, 8)) if quick else (100, (4, 24), (100, 1000))
     minibatches = [gene_trees(rng, count, taxa, sites) for _ in range(4 if quick else 10)]
     normal = lambda size: jnp.asarray(0.3 * rng.normal(size=size), jnp.float32)
     params = {"rates": normal(6), "frequencies": normal(4)}
@@ -184,7 +184,7 @@ def make(quick):
 
     def sides():
         batched = jedbatch.batch(log_likelihood)
-        plan = lambda params, trees: batched.plan(spectrum(params), trees)
+        plan = lambda params, trees: batched.plan(jax.eval_shape(spectrum, params), trees)
         pad = functools.partial(padded, widths=widths, most=sites[1])
         few = max(1, count // 50)
         first = lambda found: (found[0][:few], None)
