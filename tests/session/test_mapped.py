@@ -268,3 +268,30 @@ def test_what_was_warmed_compiles_nothing(stacked):
     slope = jax.grad(lambda p: weighted_sum(floats(batched(p, half))))
     slope(PARAMS)
     assert batched.compilations == before
+
+
+@jedbatch.cell
+def scaled(weights, x):
+    return weights["w"] * x + weights["b"]
+
+
+@pytest.mark.slow
+def test_rows_of_differentiated_arrays_are_not_compiled_one_by_one():
+    """A gradient for each instance: of weights of its own, beside a structure."""
+    count = 60
+    weights = {name: jnp.linspace(0, 1, count * 2).reshape(count, 2) for name in ("w", "b")}
+    depths = [i % 4 for i in range(count)]
+
+    def repeated(weights, depth):
+        x = weights["b"]
+        for _ in range(depth):
+            x = scaled(weights, x)
+        return x.sum()
+
+    run = jedbatch.batch(repeated, in_axes=0)
+    with compilations() as compiled:
+        gradient = jax.grad(lambda weights: run(weights, depths).sum())(weights)
+    assert len(compiled) < count, compiled
+    rows = [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(count)]
+    each = [jax.grad(repeated)(row, depth) for row, depth in zip(rows, depths, strict=True)]
+    assert_close(gradient, jax.tree.map(lambda *x: jnp.stack(x), *each), 1e-5)
