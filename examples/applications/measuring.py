@@ -130,7 +130,7 @@ def measure(application: Application, lines: dict[str, int], turns: int) -> dict
     prepared: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name, side in sides.items():
-            if side.few is None or turn <= max(side.few, 3):
+            if side.few is None or turn <= side.few:
                 seconds, _ = timed(functools.partial(side.run, params, ready[name]))
                 prepared[name] += [side.scale * seconds] if turn else []
     return {
