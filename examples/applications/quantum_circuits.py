@@ -21,21 +21,31 @@ import jedbatch
 # --- gates ---
 
 
-def one_qubit(state, qubit, matrix):
-    """Mixes amplitude i with that whose bit is flipped, by a matrix complex[2, 2]."""
+@jax.custom_vjp
+def flipped(state, index):
+    """`state[index]` for a permutation that is its own inverse: so is its gradient, no scatter."""
+    return state[index]
+
+
+flipped.defvjp(lambda state, index: (state[index], index), lambda index, g: (g[index], None))
+
+
+def one_qubit(state, qubit, a, b, c, d):
+    """Mixes amplitude i with that whose bit is flipped, by the matrix [[a, b], [c, d]]."""
     index = jnp.arange(len(state))
-    bit = index >> qubit & 1
-    return matrix[bit, bit] * state + matrix[bit, 1 - bit] * state[index ^ (1 << qubit)]
+    bit = (index >> qubit & 1).astype(bool)
+    other = flipped(state, index ^ (1 << qubit))
+    return jnp.where(bit, d, a) * state + jnp.where(bit, c, b) * other
 
 
 def rx(state, qubit, angle):
-    c, s = jnp.cos(angle / 2), jnp.sin(angle / 2)
-    return one_qubit(state, qubit, jnp.array([[c, -1j * s], [-1j * s, c]]))
+    c, s = jnp.cos(angle / 2), -1j * jnp.sin(angle / 2)
+    return one_qubit(state, qubit, c, s, s, c)
 
 
 def ry(state, qubit, angle):
     c, s = jnp.cos(angle / 2), jnp.sin(angle / 2)
-    return one_qubit(state, qubit, jnp.array([[c, -s], [s, c]]))
+    return one_qubit(state, qubit, c, -s, s, c)
 
 
 def rz(state, qubit, angle):
@@ -44,12 +54,12 @@ def rz(state, qubit, angle):
 
 
 def hadamard(state, qubit):
-    return one_qubit(state, qubit, jnp.array([[1.0, 1.0], [1.0, -1.0]]) / np.sqrt(2))
+    return one_qubit(state, qubit, 1.0, 1.0, 1.0, -1.0) / np.sqrt(2)
 
 
 def cx(state, control, target):
     index = jnp.arange(len(state))
-    return state[index ^ ((index >> control & 1) << target)]
+    return flipped(state, index ^ ((index >> control & 1) << target))
 
 
 def cz(state, first, second):
