@@ -79,7 +79,8 @@ def _without_lock_step(
     eqns = []
     for eqn in equations:
         name = eqn.primitive.name
-        if name in _RULES and not eqn.effects and (name != "cond" or branches != "both"):
+        values_decide = name in _RULES and not _by_platform(eqn)
+        if values_decide and not eqn.effects and (name != "cond" or branches != "both"):
             eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches)))
         elif name in RULES_OF_REVERSE and branches != "forward":
             eqns.append(eqn)
@@ -92,12 +93,17 @@ def _without_lock_step(
 def diverges(program: Any) -> bool:
     """Returns whether values decide what a program does, in it or somewhere inside."""
     for eqn in without_consts(program).eqns:
-        if eqn.primitive.name in _RULES:
+        if eqn.primitive.name in _RULES and not _by_platform(eqn):
             return True
         values = [x for p in eqn.params.values() for x in (p if type(p) in (tuple, list) else [p])]
         if any(diverges(x) for x in values if is_program(x)):
             return True
     return False
+
+
+def _by_platform(eqn: Equation) -> bool:
+    """Returns whether a branch is chosen for the platform, as in `jnp.diag`, and not by a value."""
+    return eqn.params.get("branches_platforms") is not None
 
 
 def _ruled(eqn: Equation, rule: Callable) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.helpers import check
 from jax import lax
 
 import jedbatch
@@ -322,3 +323,18 @@ def test_what_prints_in_a_branch_still_does(capfd):
     np.testing.assert_array_equal(jax.jit(over_lanes(fn, x))(x), x)
     jax.effects_barrier()
     assert "seen 1.0" in capfd.readouterr().out
+
+
+def test_branches_for_platforms_are_no_decisions():
+    """`jnp.diag` has a `cond` whose branch depends on the platform alone."""
+
+    @jedbatch.cell
+    def scaled(params, x):
+        return x @ jnp.diag(params @ x)
+
+    def twice(params, x):
+        return scaled(params, scaled(params, x))
+
+    xs = [rng.normal(size=4).astype(np.float32) for _ in range(3)]
+    batched = check(twice, EXPERTS[0], xs, rtol=1e-4)
+    assert "without lock step" not in str(batched.plan(EXPERTS[0], xs))
