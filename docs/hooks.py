@@ -24,6 +24,7 @@ PAGES = {  # of files that have a page in the site, or are described on one
     "notebooks/README.md": "notebooks/index.md",
     "examples/answers.md": "answers.md",
     "examples/companions": "companions.md",
+    "docs/applications/index.md": "applications/index.md",
     "benchmarks/README.md": "benchmarks/index.md",
     "jedbatch/errors.py": "api/errors.md",
     "jedbatch/models/transformer.py": "api/models.md",

@@ -200,6 +200,34 @@ def table(found: dict[str, Found]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def summary() -> str:
+    """The rivals of all applications, in Markdown, from the tables of their pages."""
+    header = ["application", "rival", "× unseen", "× prepared", "late", "lines, rival's"]
+    rows = [header, ["---"] * 2 + ["---:"] * 4]
+    navigation = (PAGES.parents[1] / "mkdocs.yml").read_text()
+    for name in re.findall(r"applications/(\w+)\.md", navigation):
+        if name == "index":
+            continue
+        page = (PAGES / f"{name}.md").read_text()
+        title = page.split("\n")[0].removeprefix("# ")
+        made = page.split("<!-- measured -->")[1].split("<!-- end -->")[0]
+        sides = [line[2:-2].split(" | ") for line in made.split("\n") if line.startswith("| ")][2:]
+        *_, late, lines = sides[0]
+        for side, _, _, unseen, _, prepared, _, of_rival in sides[1:]:
+            if not side.startswith("jedbatch"):
+                ratios = [f"{float(x):,.2f}" if float(x) < 100 else f"{float(x):,.0f}"
+                          for x in (unseen, prepared)]  # fmt: skip
+                rows.append([f"[{title}]({name}.md)", side, *ratios, late, f"{lines}, {of_rival}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def put_in(page: Path, mark: str, text: str) -> None:
+    """Puts a text into a page, between a comment that is the mark and one that ends it."""
+    before, rest = page.read_text().split(f"<!-- {mark} -->", 1)
+    _, after = rest.split("<!-- end -->", 1)
+    page.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- end -->{after}")
+
+
 def machine() -> str:
     """The machine and the versions, in one line."""
     info = Path("/proc/cpuinfo")
@@ -274,11 +302,8 @@ def main(
     if options.write and not options.quick:
         name = Path(script).stem
         draw(found, PAGES / f"{name}.svg", illustrate)
-        page = PAGES / f"{name}.md"
-        before, rest = page.read_text().split("<!-- measured -->", 1)
-        _, after = rest.split("<!-- end -->", 1)
-        made = f"<!-- measured -->\n{text}\n\n{machine()}.\n<!-- end -->"
-        page.write_text(before + made + after)
+        put_in(PAGES / f"{name}.md", "measured", f"{text}\n\n{machine()}.")
+        put_in(PAGES / "index.md", "summary", summary())
 
 
 def planned(batched: jedbatch.Batched, kind: Callable = lambda fn: fn, **options: Any) -> Side:

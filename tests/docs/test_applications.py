@@ -95,3 +95,8 @@ def test_pages_show_what_was_measured(name):
         assert path == f"examples/applications/{name}.py"
         assert heading in parts
     assert (measuring.PAGES / f"{name}.svg").exists()
+
+
+def test_summary_is_that_of_the_pages():
+    index = (measuring.PAGES / "index.md").read_text()
+    assert f"<!-- summary -->\n{measuring.summary()}\n<!-- end -->" in index
