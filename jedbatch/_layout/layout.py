@@ -82,11 +82,6 @@ class Layout:
         """int64[T], lanes of each type."""
         return np.diff(self.lane_ptr)
 
-    def lanes_of(self, types: Sequence[int]) -> list[int]:
-        """Returns the lanes of some types."""
-        ptr = self.lane_ptr.tolist()
-        return [ptr[t + 1] - ptr[t] for t in types]
-
     @functools.cached_property
     def padded(self) -> Int64[np.ndarray, " S"]:
         """int64[S], lanes of each batch, padding included."""
@@ -154,6 +149,12 @@ class Layout:
             Allocation(first[blocks_here], int(self.rows[s])).check(
                 blocks.size[blocks_here], blocks.batch[blocks_here], blocks.last[blocks_here]
             )
+
+
+def lanes_of(layout: Layout, types: Sequence[int]) -> list[int]:
+    """Returns the lanes of some types, as many as `layout.lanes` has for each."""
+    ptr = layout.lane_ptr.tolist()
+    return [ptr[t + 1] - ptr[t] for t in types]
 
 
 def assign_lanes(

@@ -19,7 +19,7 @@ from jedbatch._layout.access import (
     MIN_IMPROVED_SHARE,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
-from jedbatch._layout.layout import Layout, share_rows
+from jedbatch._layout.layout import Layout, lanes_of, share_rows
 from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._program.widths import LATER_DEVIATIONS, choose_widths, cost
@@ -119,7 +119,7 @@ class Placement:
         if keeps:
             reuse = False
         elif reuse is None:
-            size = result_bytes(kernels, layout.lanes_of(type_ids))
+            size = result_bytes(kernels, lanes_of(layout, type_ids))
             reuse = size > Placement.worth_sharing
         if reuse:
             arena = np.full(layout.space.shape, -1)
@@ -151,7 +151,7 @@ class Placement:
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
-        lanes = self.layout.lanes_of(self.type_ids)
+        lanes = lanes_of(self.layout, self.type_ids)
         return tuple([in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True)])
 
     @property
