@@ -55,7 +55,7 @@ class Side(NamedTuple):
 
 
 class Application(NamedTuple):
-    """What is compared.
+    """A problem, and the sides that are compared.
 
     Attributes:
       params: shared by all instances.
@@ -73,7 +73,7 @@ class Application(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was measured of a side, in seconds, and its lines of code."""
+    """The times of a side, in seconds, and its lines of code."""
 
     first: float
     first_cpu: float

@@ -41,7 +41,7 @@ Known = dict[Any, AxisSize]  # the extents that variables hold as numbers
 
 
 class PaddedRules(Protocol):
-    """What loops need of `Padded`; see there."""
+    """The part of `Padded` that loops need; see there."""
 
     differentiable: bool
     lanes: str | None

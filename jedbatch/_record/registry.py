@@ -224,10 +224,8 @@ class Registry:
                 self.unit(results) if flat else None,
             )
             found = itertools.filterfalse(self.is_reached, extra)
-            again = functools.partial(self._trace, name, call, shared, operands, alone)
-            if user_code and self.hidden.note(
-                call_spec, name, key, jaxpr, found, lambda: again()[0]
-            ):
+            again = lambda: self._trace(name, call, shared, operands, alone)[0]  # noqa: E731
+            if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
                 del call_specs[full]
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)

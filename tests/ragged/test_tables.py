@@ -139,7 +139,7 @@ def traced(fn):
 
 
 def on_padded(fn, differentiable, x, y):
-    """What a function gives for the first rows of arrays, by the rules of padding."""
+    """Returns the results for the first rows of arrays, by the rules of padding."""
     closed = traced(fn)
     lengths = {s: jnp.int32(n) for s, n in EXIST.items()}
     rules = Padded(ROOM, lengths, True, differentiable=differentiable)
