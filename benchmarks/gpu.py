@@ -310,7 +310,7 @@ def unrolled(plan: jedbatch.Plan) -> Callable[[Any, Any], jax.Array]:
         total = 0.0
         for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
             if len(outputs):
-                total += arenas[signature._arena_ids[kind]][row[outputs]].sum()
+                total += arenas[signature.arena_ids[kind]][row[outputs]].sum()
         return total
 
     return loss
