@@ -7,7 +7,7 @@ in batches with those of other instances, however many each of them has; and exp
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._jaxpr.versions import ClosedProgram
 from jedbatch._record.operators import StaticSlice
 from jedbatch._record.shared_operands import MAX_SIZE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
@@ -108,36 +108,44 @@ def _unrolled(
     program, length = params["jaxpr"], params["length"]
     consts, carry = values[:num_consts], list(values[num_consts : num_consts + num_carry])
     lists = [
-        x if isinstance(x, Symbol) else np.asarray(x) for x in values[num_consts + num_carry :]
+        x if isinstance(x, Symbol) or is_key(x.dtype) else np.asarray(x)
+        for x in values[num_consts + num_carry :]
     ]
-    counted = _counters(program, num_consts, carry)
-    first = {c: np.asarray(carry[c]) for c in counted}
+    counters = {c: _Counter(np.asarray(carry[c]), by) for c, by in _counted(params, carry).items()}
     rows: list[Any] = [None] * length
     for k in range(length):
-        for c, more in counted.items():
-            carry[c] = first[c] + np.asarray(k * more, first[c].dtype)
+        carry = [counters[c].after(k) if c in counters else x for c, x in enumerate(carry)]
         place = length - 1 - k if params["reverse"] else k
         out = step(*consts, *carry, *(x[place] for x in lists))
         carry, rows[place] = list(out[:num_carry]), out[num_carry:]
-    for c, more in counted.items():
-        carry[c] = first[c] + np.asarray(length * more, first[c].dtype)
+    carry = [counters[c].after(length) if c in counters else x for c, x in enumerate(carry)]
     of_rows = program.out_avals[num_carry:]
     if not length:
-        return [*carry, *(np.zeros((0, *x.shape), x.dtype) for x in of_rows)]
+        return [*carry, *(lax.full((0, *x.shape), 0, x.dtype) for x in of_rows)]
     return [*carry, *(jnp.stack([row[i] for row in rows]) for i in range(len(of_rows)))]
 
 
-def _counters(program: ClosedProgram, num_consts: int, carry: Sequence[Leaf]) -> dict[int, Any]:
-    """Returns by how much carried numbers grow in a step: those that begin with one at hand."""
-    jaxpr = program.jaxpr
+class _Counter(NamedTuple):
+    """A whole number that grows by the same in every step."""
+
+    first: np.ndarray
+    by: int
+
+    def after(self, steps: int) -> np.ndarray:
+        """Returns what it is after so many steps; as in XLA, it wraps around."""
+        return (self.first.astype(np.int64) + steps * self.by).astype(self.first.dtype)
+
+
+def _counted(params: dict[str, Any], carry: Sequence[Leaf]) -> dict[int, int]:
+    """Returns by how much carried numbers grow in a step of a scan, of those that are at hand."""
+    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"}
     counted = {}
-    for c, start in enumerate(carry):
-        eqn = made.get(jaxpr.outvars[c])
-        if isinstance(start, jax.core.Tracer) or np.shape(start) or eqn is None:
+    for c, (start, v) in enumerate(zip(carry, jaxpr.outvars, strict=False)):
+        if isinstance(start, jax.core.Tracer) or isinstance(v, Literal) or v not in made:
             continue
-        by, more = eqn.invars
-        is_whole = jnp.issubdtype(jaxpr.outvars[c].aval.dtype, jnp.integer)
-        if by is jaxpr.invars[num_consts + c] and isinstance(more, Literal) and is_whole:
-            counted[c] = more.val
+        x, more = made[v].invars
+        is_whole = not np.shape(start) and jnp.issubdtype(v.aval.dtype, jnp.integer)
+        if is_whole and x is jaxpr.invars[first + c] and isinstance(more, Literal):
+            counted[c] = int(more.val)
     return counted

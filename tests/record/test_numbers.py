@@ -314,6 +314,19 @@ def steps_over_rows(w, x, rate, n):
     return y + rows.sum(0) + rows[0]
 
 
+def odd_carries(w, x, rate, n):
+    """A constant, a number that wraps around, random keys in a scan, and none at all in the end."""
+
+    def body(c, key):
+        y, flag, byte = c
+        y = jnp.tanh(y * w + byte * flag) + jax.random.uniform(key, (2,))
+        return (y, 0.5, byte + jnp.uint8(100)), key
+
+    keys = jax.random.split(jax.random.key(3), 9)[: n % 7]
+    (y, flag, byte), read = jax.lax.scan(body, (x, 0.0, jnp.uint8(7)), keys)
+    return y * flag + byte + len(read)
+
+
 def over_a_list(w, x, rate, n):
     """A scan over a list of as many as there are."""
     rows = jnp.stack([jnp.cos(x * k) for k in range(n + 1)])
@@ -324,10 +337,17 @@ def power(w, x, rate, n):
     return (x * w / 10) ** n + rate * w**n
 
 
-MOST_TYPES = {some_steps: 5, last_count: 3, steps_over_rows: 5, over_a_list: 5, power: 6}
+MOST_TYPES = {
+    some_steps: 5,
+    last_count: 3,
+    odd_carries: 4,
+    steps_over_rows: 5,
+    over_a_list: 5,
+    power: 6,
+}
 
 
-@pytest.mark.parametrize("fn", mostly_slow(MOST_TYPES, "some_steps"))
+@pytest.mark.parametrize("fn", mostly_slow(MOST_TYPES, "some_steps", "odd_carries"))
 def test_numbers_that_jax_keeps_as_parameters(fn):
     """Loops of any length, whose steps are nodes, and powers of any exponent."""
     batched = check(lambda w, i: fn(w, *i), W, instances(count=9))
