@@ -65,7 +65,6 @@ class Lifting:
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self._parameters: dict[Hashable, set[Hashable]] = Memory(MAX_OPERATIONS)
         self._compared: dict[int, None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
@@ -80,19 +79,6 @@ class Lifting:
         numbers_met.add(numbers, self.max_constant)
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
-
-    def differs(self, skeleton: Hashable, number: Hashable) -> bool:
-        """Returns whether more than a few numbers were met as one parameter of an operation.
-
-        Args:
-          skeleton: the operation without it.
-          number: the number that is met now.
-        """
-        met = self._parameters.setdefault(skeleton, set())
-        if len(met) <= self.max_constant:
-            met.add(number)
-            self.num_lifted += len(met) > self.max_constant
-        return len(met) > self.max_constant
 
     def is_new(self, call_spec: int) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers."""

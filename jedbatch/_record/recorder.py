@@ -390,9 +390,7 @@ class Recorder(Trace):
         out = self.perform(name, key, call, tracers)
         return out if primitive.multiple_results else out[0]
 
-    def perform(
-        self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]
-    ) -> list[Leaf]:
+    def perform(self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]) -> list:
         """Records `call(*args) -> list of arrays`, of which `key` tells what it is."""
         lifted = self._lifted(key, args) if key.numbers else ()
         operation: Hashable = key
@@ -471,7 +469,8 @@ class Recorder(Trace):
         key = ("custom", *(function_identity(part, ways) for part in functions))
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
-            self.registry.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
+            what = f"`{name}`, which has a derivative rule,"
+            self.registry.variants.warn_if_many(code, key, what)
         out = self._operation(name, key, noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
             with pause():

@@ -8,7 +8,6 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 import functools
 import gc
 import itertools
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -44,14 +43,14 @@ from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, owned, prologue
+from jedbatch._record.variants import VariantsMet
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Dtype
-from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
-MANY_VARIANTS = 32  # variants of one cell, or closed-over arrays, before we warn
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 MANY_CONSTANTS = 10_000  # kept
 CONSTANT_BYTES = 1 << 26
@@ -76,7 +75,7 @@ class Registry:
       calls: call specs by the description of a call (see `fast_path`).
       numbers, arrays: (input group, token) by kind of number, and by shape and dtype of an array.
       constants: results of operations on concrete values.
-      num_varying: operations on shared values that turned out to depend on the instance.
+      variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
       hidden: calls of cells that read what neither arguments nor closures show.
       arities: the calls of cells that differ in the length of lists.
@@ -120,12 +119,12 @@ class Registry:
         self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
-        self._variants: dict[Hashable, set[Hashable]] = {}
         self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
         self.hidden = Hidden()
-        self._number = self.num_varying = 0
+        self._number = 0
         self.warned: set[type] = set()  # of performance
+        self.variants = VariantsMet(self.warned)
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
         self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))
@@ -135,7 +134,7 @@ class Registry:
     @property
     def size(self) -> int:
         """The number of entries of everything recorded."""
-        num_known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self._variants)
+        num_known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self.variants)
         return num_known + len(self.operations) + len(self.operators) + len(self.chains)
 
     @property
@@ -521,7 +520,7 @@ class Registry:
         key = ("array", Same(array))
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(jax.typeof(array), array=array))
-            self.warn_if_many("arrays", key, "an operation reads")
+            self.variants.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
     def outer(self, name: Hashable, aval: Any) -> int:
@@ -530,7 +529,7 @@ class Registry:
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(aval, tracer=name))
             if isinstance(name, AccessPath):
-                self.warn_if_many("arrays", key, "an operation reads")
+                self.variants.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
     def _share(self, value: SharedValue) -> int:
@@ -570,33 +569,7 @@ class Registry:
         """
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
-        return self.are_many("numbers", operation, args, numbers, MAX_CONSTANT_NUMBERS) or (
-            bool(arrays) and self.are_many("arrays", operation, args, arrays, MAX_CONSTANT_ARRAYS)
+        of, variants = (operation, args), self.variants
+        return variants.are_many(("numbers", *of), numbers, MAX_CONSTANT_NUMBERS) or (
+            bool(arrays) and variants.are_many(("arrays", *of), arrays, MAX_CONSTANT_ARRAYS)
         )
-
-    def are_many(
-        self, what: str, operation: Hashable, args: tuple[int, ...], values: tuple, most: int
-    ) -> bool:
-        """Returns whether more constants have been met with an operation than are compiled."""
-        met = self._variants.setdefault((what, operation, args), set())
-        if len(met) <= most:
-            met.add(values)
-            self.num_varying += len(met) > most
-        return len(met) > most
-
-    def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
-        """Warns once something has been met in many variants."""
-        variants = self._variants.setdefault(of, set())
-        if len(variants) == MANY_VARIANTS or variant in variants:
-            return
-        variants.add(variant)
-        if len(variants) == MANY_VARIANTS:
-            warnings.warn(
-                f"{what} has been met with {len(variants)} different closures, each of which makes "
-                "node types of its own that are compiled and batched by themselves. Pass what "
-                "changes as a positional argument, and arrays as part of the instance; "
-                "`help(jedbatch.errors.RecompilationWarning)` says more.",
-                RecompilationWarning,
-                stacklevel=2,
-            )
-            self.warned.add(RecompilationWarning)

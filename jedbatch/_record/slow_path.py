@@ -168,7 +168,7 @@ def cell_call_spec(
         raise
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and call_spec.node_type >= num_types:
-        recorder.registry.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+        recorder.registry.variants.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
     if recorder.grouping is None:
         is_operand = [slot == "value" for slot in slots]
         recorder.registry.arities.note(

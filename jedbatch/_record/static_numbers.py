@@ -18,6 +18,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.operators import StaticSlice
+from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.shared_operands import MAX_SIZE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf
@@ -50,7 +51,7 @@ def with_data(
         return None
     registry = recorder.registry
     key = registry.keys.primitive_key(primitive, params | {name: None})
-    if not registry.lifting.differs(key.skeleton, number):
+    if not registry.variants.are_many(("parameter", key.skeleton), number, MAX_CONSTANT_NUMBERS):
         return None
     first, count = params.get("num_consts", 0), params.get("num_carry", 1)
     read = _with_values(recorder, values, range(first, first + count))

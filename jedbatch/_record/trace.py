@@ -81,7 +81,7 @@ def trace(
         """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
         operands = registry.shared_operands.revision
-        return registry.lifting.num_lifted, registry.num_varying, operands, revision
+        return registry.lifting.num_lifted, registry.variants.num_varying, operands, revision
 
     while True:
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
