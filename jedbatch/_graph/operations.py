@@ -80,17 +80,19 @@ class CallSpecs(list[CallSpec]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._columns: tuple[np.ndarray, ...] = ()
+        self._columns = np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64)
 
     @property
-    def columns(self) -> tuple[np.ndarray, ...]:
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(int32[C] node types, int64[C + 1] where the widths of each begin, int64[W] widths)."""
-        if not self._columns or len(self._columns[0]) < len(self):
-            ends = [0, *itertools.accumulate(len(spec.widths) for spec in self)]
+        types, ptr, widths = self._columns
+        if len(types) < len(self):
+            new = self[len(types) :]
+            ends = itertools.accumulate((len(spec.widths) for spec in new), initial=len(widths))
             self._columns = (
-                np.array([spec.node_type for spec in self], np.int32),
-                np.array(ends, np.int64),
-                np.array([width for spec in self for width in spec.widths], np.int64),
+                np.append(types, np.array([spec.node_type for spec in new], np.int32)),
+                np.append(ptr[:-1], np.array(list(ends), np.int64)),
+                np.append(widths, np.array([w for spec in new for w in spec.widths], np.int64)),
             )
         return self._columns
 

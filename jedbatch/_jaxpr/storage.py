@@ -37,6 +37,11 @@ def stored(value_type: ValueType) -> Kind:
     return value_type.shape, np.dtype(value_type.dtype)
 
 
+def distinct_kinds(types: Iterable[ValueType]) -> tuple[Kind, ...]:
+    """Returns the kinds of the values of some types, each once."""
+    return tuple(dict.fromkeys(map(stored, types)))
+
+
 def kinds_of(types: Iterable[ValueType]) -> list[Kind]:
     """Returns the kinds of the values of many types, of which few are different objects."""
     known: dict[int, Kind] = {}

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.storage import Kind, distinct_kinds
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.operand_lists import Parameter
 from jedbatch._layout.bucketing import Buckets
@@ -30,7 +30,7 @@ class KernelFacts:
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """(shape, dtype) of the rows it reads and writes, each once."""
-        return tuple(dict.fromkeys(map(stored, (*self.operands, *self.results))))
+        return distinct_kinds((*self.operands, *self.results))
 
 
 def facts_of(kernel: Kernel) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
     work,
 )
-from jedbatch._jaxpr.storage import Kind, from_stored, row_bytes, stored, to_stored
+from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
@@ -152,7 +152,7 @@ class Kernel:
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """(shape, dtype) of the arenas of its operands and results, each once."""
-        return tuple(dict.fromkeys(map(stored, (*self.operands, *self.results))))
+        return distinct_kinds((*self.operands, *self.results))
 
     @functools.cached_property
     def diverges(self) -> bool:
