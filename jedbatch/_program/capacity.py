@@ -7,9 +7,11 @@ instead of starting anew makes sizes settle after a few minibatches.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from jedbatch._kernel.kernel import Kernel
 
 Program = TypeVar("Program")
 Used = TypeVar("Used")
@@ -117,3 +119,8 @@ def find_or_grow(
     used = use(program)
     assert used is not None
     return used
+
+
+def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:
+    """Returns the bytes of all results of so many lanes of each kernel."""
+    return sum(kernel.result_bytes * n for kernel, n in zip(kernels, lanes, strict=True))

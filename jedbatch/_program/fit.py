@@ -16,7 +16,7 @@ from jedbatch._layout.access import (
     Reading,
     choose_reading,
 )
-from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, round_up
+from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, result_bytes, round_up
 from jedbatch._program.lower import (
     Lowered,
     Rows,
@@ -34,7 +34,7 @@ from jedbatch._program.lower_vjp import (
     reverse_fits,
     reverse_table,
 )
-from jedbatch._program.placement import Placement, result_bytes
+from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._program.widths import is_cut_cheaply
 

@@ -20,7 +20,13 @@ from jedbatch._layout.access import (
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import Layout, lanes_of, share_rows
-from jedbatch._program.capacity import CAPACITY_HEADROOM, LARGE_CAPACITY, Capacity, round_up
+from jedbatch._program.capacity import (
+    CAPACITY_HEADROOM,
+    LARGE_CAPACITY,
+    Capacity,
+    result_bytes,
+    round_up,
+)
 from jedbatch._program.runs import cut_batches, find_runs, widths_of
 from jedbatch._program.widths import LATER_DEVIATIONS, choose_widths, cost
 from jedbatch._schedule.schedule import Schedule
@@ -350,8 +356,3 @@ def _places_of_inputs(
     num_inputs = np.array(counts, np.int64)
     row = ranges(np.array(first, np.int64), num_inputs)
     return np.repeat(np.array(arena, np.int64), num_inputs), row
-
-
-def result_bytes(kernels: Sequence[Kernel], lanes: Sequence[int]) -> int:
-    """Bytes of all results."""
-    return sum(kernel.result_bytes * n for kernel, n in zip(kernels, lanes, strict=True))

@@ -27,7 +27,7 @@ from jedbatch._layout.access import (
     Reading,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.capacity import Capacity
+from jedbatch._program.capacity import Capacity, result_bytes
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
@@ -121,7 +121,7 @@ class Signature:
     @functools.cached_property
     def result_bytes(self) -> int:
         """Bytes of the results in all lanes."""
-        return sum(k.result_bytes * n for k, n in zip(self.kernels, self.lanes, strict=True))
+        return result_bytes(self.kernels, self.lanes)
 
     @functools.cached_property
     def arena_ids(self) -> dict[Kind, int]:
