@@ -23,7 +23,14 @@ from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.groups import MAX_PAIRS_PER_ROW, find_groups, longest_slot, pairs_in, slots_of
+from jedbatch._ragged.groups import (
+    MAX_PAIRS_PER_ROW,
+    find_groups,
+    fitted_lengths,
+    longest_slot,
+    pairs_in,
+    slots_of,
+)
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.phases import nothing_error
@@ -203,22 +210,10 @@ def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | N
     if model and most <= model.longest:
         lengths = model.lengths
     else:
-        headroom = TABLE_HEADROOM if tables else LENGTH_HEADROOM
-        lengths = row_lengths(target.shortest, headroom * most, 4 if tables else 1)
+        headroom, power = (TABLE_HEADROOM, 3) if tables else (LENGTH_HEADROOM, 2)
+        lengths = fitted_lengths(calls.longest, target.shortest, headroom, power)
     rows = _rows_for(calls, target.blocks.widths[-1], model)
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
-
-
-def row_lengths(shortest: int, longest: float, steps: int) -> tuple[int, ...]:
-    """Returns capacities for the rows of an instance, ascending, the last for `longest` at least.
-
-    There are so many between a power of two and the next, all of them multiples of `shortest`.
-    """
-    lengths = [shortest]
-    while lengths[-1] < longest:
-        octave = shortest << ((lengths[-1] // shortest).bit_length() - 1)
-        lengths.append(lengths[-1] + max(shortest, octave // steps))
-    return tuple(lengths)
 
 
 def _straight_capacity(
@@ -278,9 +273,11 @@ def make_ragged_calls(
             if any(phase.extent == extent for phase in packed.phased.phases):
                 total = int(region_calls.counts[e].sum())
                 exist += total
-                blocks = stage.capacity.target.blocks
-                covered = int(blocks.lanes(blocks.cover(np.array([total]))[0]))
-                computed += stage.capacity.rows[e] if stage.capacity.slots else covered
+                blocks = stage.capacity.blocks(e)
+                if blocks is None:
+                    computed += stage.capacity.rows[e]
+                else:
+                    computed += int(blocks.lanes(blocks.cover(np.array([total]))[0]))
         for k, kind in enumerate(region_calls.region.operands):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]
@@ -369,7 +366,7 @@ def _packed(
     extent, *shape = value_type.shape
     rows = capacity.rows[packed.extents.index(extent)]
     kind = tuple(shape), value_type.dtype
-    return pack_rows(kind, values, rows, repeats_last=capacity.blocks is None)
+    return pack_rows(kind, values, rows, repeats_last=bool(capacity.slots))
 
 
 def run_regions(

@@ -1,4 +1,7 @@
-"""Groups: which calls run side by side where a program over packed rows has no loops.
+"""Groups: which calls run side by side, padded to one length.
+
+Where a program has loops, calls run a few at a time, as often as there are calls of about a length,
+and the lengths are chosen by those of the first minibatch (see `fitted_lengths`).
 
 A GPU starts the kernels of a phase in the time in which it computes the attention of hundreds of
 rows, and a loop costs it more than that. So for a target that asks for it (`Target.straight_rows`)
@@ -14,7 +17,7 @@ minibatch, and fits others: a call runs in the first group with a slot that is l
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,6 +26,10 @@ SLOT_STEP = 8  # numbers of slots are
 GROUP_HEADROOM = 1.25  # slots by the calls there are, and longest slots by the longest of them
 START_PAIRS = 100_000  # pairs of rows computed while a group is started, on an H100
 MAX_PAIRS_PER_ROW = 128  # pairs of rows for each row that may be computed together
+LENGTHS_PER_OCTAVE = 8  # that a program with loops may choose from
+LEAST_SAVING = 0.2  # of the work without padding, for one more length to be worth compiling,
+LEAST_SAVED = 2000  # and pairs of rows
+MAX_LENGTH_STEP = 4  # times the next smaller length: what may come is not padded to more
 
 Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of each, ascending
 
@@ -37,18 +44,79 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
     rounded = -(-np.maximum(longest, 1) // LENGTH_STEP) * LENGTH_STEP
     lengths, counts = np.unique(rounded, return_counts=True)
     lengths[-1] = max(int(lengths[-1]), least)
+
+    def cost(length: int, calls: int) -> float:
+        return START_PAIRS + _num_slots(calls) * length * length
+
+    cheapest = _cheapest(lengths, counts, cost)
+    return tuple(n for n, _ in cheapest), tuple(_num_slots(calls) for _, calls in cheapest)
+
+
+def fitted_lengths(
+    longest: np.ndarray, shortest: int, headroom: float, power: int
+) -> tuple[int, ...]:
+    """Returns the lengths that calls are padded to, where any number may run with each: ascending.
+
+    There are more of them where calls are many, and few where they are alike, since each is a
+    program of its own to compile.
+
+    Args:
+      longest: int[K], rows of each call.
+      shortest: that all lengths are multiples of.
+      headroom: the last is for calls so many times as long as these.
+      power: of the length, that the work of a call grows with.
+    """
+    grid = np.array(row_lengths(shortest, headroom * int(longest.max()), LENGTHS_PER_OCTAVE))
+    lengths, counts = np.unique(grid[np.searchsorted(grid, longest)], return_counts=True)
+    saving = max(LEAST_SAVED, LEAST_SAVING * float(counts @ lengths.astype(float) ** power))
+
+    def cost(length: int, calls: int) -> float:
+        return saving + calls * float(length) ** power
+
+    fitted: list[int] = []
+    before = shortest
+    for length in (*(n for n, _ in _cheapest(lengths, counts, cost)), int(grid[-1])):
+        while length > MAX_LENGTH_STEP * before:
+            before *= MAX_LENGTH_STEP
+            fitted.append(before)
+        if length not in fitted:
+            fitted.append(length)
+        before = length
+    return tuple(fitted)
+
+
+def row_lengths(shortest: int, longest: float, steps: int) -> tuple[int, ...]:
+    """Returns lengths, ascending, the last for `longest` at least.
+
+    There are so many between a power of two and the next, all of them multiples of `shortest`.
+    """
+    lengths = [shortest]
+    while lengths[-1] < longest:
+        octave = shortest << ((lengths[-1] // shortest).bit_length() - 1)
+        lengths.append(lengths[-1] + max(shortest, octave // steps))
+    return tuple(lengths)
+
+
+def _cheapest(
+    lengths: np.ndarray, counts: np.ndarray, cost: Callable[[int, int], float]
+) -> list[tuple[int, int]]:
+    """Returns groups of the least cost in all: (length, calls) of each, ascending.
+
+    Args:
+      lengths: int[L] of calls, ascending.
+      counts: int[L], calls of each length.
+      cost: from the length of a group and its calls to its cost.
+    """
     totals = [0, *np.cumsum(counts).tolist()]
     best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
     for end, length in enumerate(lengths.tolist(), 1):
         options = []
         for begin in range(end):
-            slots = _num_slots(totals[end] - totals[begin])
-            cost, groups = best[begin]
-            cost += START_PAIRS + slots * length * length
-            options.append((cost, [*groups, (length, slots)]))
+            calls = totals[end] - totals[begin]
+            so_far, groups = best[begin]
+            options.append((so_far + cost(length, calls), [*groups, (length, calls)]))
         best.append(min(options))
-    cheapest = best[-1][1]
-    return tuple(length for length, _ in cheapest), tuple(slots for _, slots in cheapest)
+    return best[-1][1]
 
 
 def _num_slots(calls: int) -> int:

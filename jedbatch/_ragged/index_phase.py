@@ -128,7 +128,7 @@ class _Step:
 
     def _ending(self, e: int, rows: Array) -> Array:
         """Returns packed rows; those beyond the last repeat it where all rows are one block."""
-        if self.batch.capacity.blocks is not None or not len(rows):
+        if not self.batch.capacity.slots or not len(rows):
             return rows
         last = jnp.maximum(self.batch.total(e) - 1, 0)
         return take(rows, jnp.minimum(jnp.arange(len(rows), dtype=jnp.int32), last))

@@ -91,15 +91,15 @@ class PackedProgram:
             call[:total] = np.repeat(np.arange(calls), counts)
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
+            blocks = capacity.blocks(e)
             if slots is not None and self.has_places(self.extents[e]):
                 slot_rows = [extent_at(self.extents[e], self._padded(n)) for n in capacity.lengths]
                 places = places_in(slots, slot_rows, capacity.slots, counts)
                 places = np.append(places, places[-1] if total else 0)
                 rows = np.minimum(np.arange(capacity.rows[e]), total)
                 form.view(table, "place", e)[:] = places[rows]
-            elif slots is None:
-                blocks = capacity.target.blocks.cover(np.array([total]))[0]
-                form.view(table, "blocks", e)[:] = blocks
+            elif blocks is not None:
+                form.view(table, "blocks", e)[:] = blocks.cover(np.array([total]))[0]
         return table
 
     def longest(self, lengths: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -27,6 +27,8 @@ from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._support.types import AxisSize
 
+MIN_WIDE_BLOCKS = 2  # that there is room for, where blocks are that wide
+
 
 @dataclass(frozen=True)
 class RowCapacity:
@@ -54,10 +56,9 @@ class RowCapacity:
         """The groups of instances that run at once."""
         return self.lengths, self.slots
 
-    @property
-    def blocks(self) -> Buckets | None:
-        """The widths of blocks of rows; None if all rows are one block."""
-        return None if self.slots else self.target.blocks
+    def blocks(self, e: int) -> Buckets | None:
+        """Returns the widths of blocks of the rows of an extent; None if all are one block."""
+        return None if self.slots else _often_used(self.target.blocks, self.rows[e])
 
     @property
     def longest(self) -> int:
@@ -88,6 +89,17 @@ class RowCapacity:
         return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
 
 
+@functools.lru_cache(256)
+def _often_used(blocks: Buckets, rows: int) -> Buckets:
+    """Returns blocks without the widths that few minibatches of up to so many rows would use.
+
+    Each width is a program of its own to compile.
+    """
+    narrowest, *wider = blocks.widths
+    often = [width for width in wider if MIN_WIDE_BLOCKS * width <= rows]
+    return Buckets((narrowest, *often), blocks.overhead)
+
+
 def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
     """Returns the layout of the table of a minibatch."""
     form = TableLayout()
@@ -103,10 +115,11 @@ def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
         form.add(("starts", e), capacity.calls)
         form.add(("call", e), rows)
         form.add(("total", e), 1)
-        if capacity.slots:
+        blocks = capacity.blocks(e)
+        if blocks is None:
             form.add(("place", e), rows)
         else:
-            form.add(("blocks", e), len(capacity.target.blocks.widths))
+            form.add(("blocks", e), len(blocks.widths))
     return form
 
 

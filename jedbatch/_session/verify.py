@@ -68,9 +68,10 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
             owner[start : start + count] = c
         require((call[:total] == owner).all(), "a packed row is said to be that of another call")
         require(((call >= 0) & (call < room.calls)).all(), "a packed row belongs to no call")
-        if not room.slots:
+        blocks = room.blocks(e)
+        if blocks is not None:
             trips = form.view(table, "blocks", e)
-            check_cover(trips, room.target.blocks, total, room.rows[e], f"rows of {extent}")
+            check_cover(trips, blocks, total, room.rows[e], f"rows of {extent}")
     order, first, calls_seen = form.view(table, "order"), 0, []
     groups = [1] * len(room.slots) or form.view(table, "trips").tolist()
     for most, group, n in zip(room.lengths, room.together, groups, strict=True):

@@ -12,7 +12,17 @@ from cases.helpers import check, compilations
 import jedbatch
 from jedbatch import ragged, testing
 from jedbatch._ragged import groups as _groups
-from jedbatch._ragged.groups import find_groups, pairs_in, places_in, slots_of
+from jedbatch._ragged.groups import (
+    LEAST_SAVED,
+    LEAST_SAVING,
+    MAX_LENGTH_STEP,
+    find_groups,
+    fitted_lengths,
+    pairs_in,
+    places_in,
+    row_lengths,
+    slots_of,
+)
 
 GPU = jedbatch.Target.named("gpu")
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
@@ -40,6 +50,38 @@ def test_groups_are_the_cheapest(seed, monkeypatch):
             found.append(pairs + len(slots) * _groups.START_PAIRS)
     groups = find_groups(longest, 0)
     assert pairs_in(groups) + len(groups[0]) * _groups.START_PAIRS == min(found)
+
+
+def test_lengths_of_programs():
+    assert row_lengths(8, 50, 1) == (8, 16, 32, 64)
+    assert row_lengths(8, 75, 4) == (8, 16, 24, 32, 40, 48, 56, 64, 80)
+    assert fitted_lengths(np.array([3, 5, 2]), 8, 2, 2) == (8, 16)
+    assert fitted_lengths(np.array([0]), 8, 2, 2) == (8,)
+    assert fitted_lengths(np.array([1000, 999]), 8, 1, 2) == (32, 128, 512, 1024)
+
+
+@pytest.mark.parametrize("power", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_fit_the_calls(seed, power, monkeypatch):
+    """No others of those to choose from cost less; what comes later is not padded to much more."""
+    longest = lengths_like(seed, most=60 + 40 * seed)
+    lengths = fitted_lengths(longest, 8, 1.5, power)
+    grid = row_lengths(8, 1.5 * longest.max(), 8)
+    assert lengths[-1] == grid[-1]
+    assert all(b <= MAX_LENGTH_STEP * a for a, b in itertools.pairwise((8, *lengths)))
+    monkeypatch.setattr(_groups, "MAX_LENGTH_STEP", 1000)
+    rounded = np.array(grid)[np.searchsorted(grid, longest)]
+    present = np.unique(rounded).tolist()
+    saving = max(LEAST_SAVED, LEAST_SAVING * float((rounded.astype(float) ** power).sum()))
+
+    def cost(chosen):
+        padded = np.array(chosen)[np.searchsorted(chosen, longest)]
+        return float((padded.astype(float) ** power).sum()) + saving * len(chosen)
+
+    some = range(min(4, len(present)))
+    options = [(*x, present[-1]) for n in some for x in itertools.combinations(present[:-1], n)]
+    *fitted, _ = fitted_lengths(longest, 8, 1.5, power)
+    assert cost(fitted) <= min(map(cost, options)) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -492,7 +492,7 @@ def test_rows_computed():
         xs = [random(rng, n, 4) for n in rng.integers(3, 50, size)]
         computed, exist = batched.plan(weights(), xs).ragged_rows
         assert exist == sum(map(len, xs))
-        assert exist <= computed <= 1.1 * exist
+        assert exist <= computed < exist + 96  # half of a wide block
 
 
 @pytest.mark.slow

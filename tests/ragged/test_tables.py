@@ -18,7 +18,6 @@ import jedbatch
 from benchmarks.rivals import inside
 from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at, make_symbol
-from jedbatch._ragged.calls import row_lengths
 from jedbatch._ragged.padded_loops import find_chain, find_count
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import find_phases, flattened
@@ -193,11 +192,6 @@ def test_counted_loops_and_tables_in_place():
     assert [bool(chain) for chain in chains] == [False, False, True]
     (settling,) = [e for e in traced(settled).jaxpr.eqns if e.primitive.name == "while"]
     assert find_count(settling) is None
-
-
-def test_lengths_of_programs():
-    assert row_lengths(8, 50, 1) == (8, 16, 32, 64)
-    assert row_lengths(8, 75, 4) == (8, 16, 24, 32, 40, 48, 56, 64, 80)
 
 
 def test_what_reads_a_table_is_computed_with_it():
