@@ -1,8 +1,8 @@
 """Phases over instances: equations that take the rows of one instance together.
 
 Instances of about the same length run side by side, a few at a time, each padded to one of a few
-lengths; how many there are of each is data. Where an instance is longer than a tile, and rows of what
-it writes depend on few of the rows it reads, it runs tile by tile (see `_ragged.tiling`).
+lengths; how many there are of each is data. Where an instance is longer than a tile, and rows of
+what it writes depend on few of the rows it reads, it runs tile by tile (see `_ragged.tiling`).
 
     over instances  [a0 a1 a2 · ] [b0 · · · ] [c0 c1 · · ]
 
