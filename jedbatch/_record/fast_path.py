@@ -135,7 +135,11 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
                             call_spec = call_spec[symbol.type]
                             reads.append(symbol.index)
                         else:
-                            raise KeyError(kind)
+                            group, token = numbers[type(x)]
+                            call_spec = call_spec[token]
+                            input_group.append(group)
+                            input_value.append(x)
+                            reads.append(-len(input_group))
                 elif id(arg) in computed:
                     symbol = recorder.symbol(arg)
                     call_spec = call_spec[symbol.type]
@@ -201,7 +205,7 @@ def describe_call(
         elif id(arg) in recorder.watched:
             tokens.append(recorder.watched[id(arg)].token_of(arg))
         elif is_put_together(recorder, arg):
-            tokens += [(type(arg), len(arg)), *(reference_token(recorder, x) for x in arg)]
+            tokens += [(type(arg), len(arg)), *(_part_token(recorder, x) for x in arg)]
         else:
             return None
     return [*tokens, END]
@@ -218,10 +222,17 @@ def reference_token(recorder: RecorderLike, x: Leaf) -> Hashable:
 
 
 def is_put_together(recorder: RecorderLike, x: Leaf) -> bool:
-    """Returns whether something is a tuple or list of symbols and of what cells returned."""
+    """Returns whether something is a tuple or list of symbols, what cells returned, and numbers."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
-    return all(is_referred(recorder, part) for part in x)
+    return all(type(part) in (int, float) or is_referred(recorder, part) for part in x)
+
+
+def _part_token(recorder: RecorderLike, x: Leaf) -> Hashable:
+    """Returns the token of a part of such a tuple or list."""
+    if is_referred(recorder, x):
+        return reference_token(recorder, x)
+    return number_token(recorder, type(x))[1]
 
 
 def options_token(static: dict) -> Hashable:

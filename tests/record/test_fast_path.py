@@ -60,6 +60,7 @@ CALLS = {
     "two results": lambda p, h, x: state(p, h)[1],
     "a state": lambda p, h, x: join(p, state(p, h), state(p, x)),
     "a state put together": lambda p, h, x: join(p, (h, x), [x, h]),
+    "a state with numbers": lambda p, h, x: join(p, (h, 0.5), [2, h]),
     "an array that was computed": lambda p, h, x: combine(p, h, jnp.full(3, 2.0)),
     "a state that was computed": lambda p, h, x: join(p, (jnp.zeros(3), h), (h, jnp.ones(3))),
     "the same twice": lambda p, h, x: combine(p, h, h),

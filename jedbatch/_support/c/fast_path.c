@@ -259,7 +259,7 @@ look_at_array(FastPath *self, Call *call, PyObject *x)
     return result;
 }
 
-/* Looks at a tuple or list of references, which will not change. */
+/* Looks at a tuple or list of references, which will not change, and of numbers. */
 static int
 look_at_parts(FastPath *self, Call *call, PyObject *x)
 {
@@ -281,6 +281,7 @@ look_at_parts(FastPath *self, Call *call, PyObject *x)
             return -1;
         Py_INCREF(part);
         found = look_at_symbol(self, call, part);
+        found = found == 0 ? look_at_number(self, call, part) : found;
         found = found == 0 ? look_at_known(self, call, part) : found;
         Py_DECREF(part);
     }
