@@ -149,8 +149,7 @@ class OpenAttempt(Attempt):
         try:
             self._admit(first)
             while call.open:
-                for instance in fibers.turns():
-                    self.workspace.note_turn(instance)
+                fibers.turns(self.workspace.note_turn)
                 if self.recorder.tracers:
                     raise GuardFailed
                 give(self._next_round())
@@ -196,7 +195,7 @@ class OpenAttempt(Attempt):
             with pause():
                 _, found = self.workspace.compute(np.array(values), read=True)
             computed = dict(zip(values, found, strict=True))
-        self._known.update(((False, v), computed[v]) for v in wanted)
+        self._known.update((v, computed[v]) for v in wanted)
         left = [Left(still_open.pop(i).token, self._result(i, computed), None) for i in done]
         left += [Left(still_open.pop(i).token, None, error) for i, error in self.errors.items()]
         self.errors.clear()

@@ -14,7 +14,7 @@ inside of such a block (see `_control_flow.rounds`, which says so where it can t
 import collections
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import take_current_trace
@@ -28,6 +28,10 @@ except ModuleNotFoundError:  # where the package runs from its tree; see `Fibers
     greenlet = None
 
 MAX_STOPS = 8  # times an instance is told to stop, in case it catches everything
+
+
+def _ignore(_: int) -> None:
+    """Takes no note."""
 
 
 class Fibers:
@@ -72,28 +76,44 @@ class Fibers:
         self._ready.append(fiber)
         return fiber
 
-    def turns(self) -> Iterator[int]:
-        """Lets every fibre that can go on do so, one after the other; yields whose it was.
+    def turns(self, note: Callable[[int], None] = _ignore) -> list[int]:
+        """Lets every fibre that can go on do so, one after the other.
 
-        An error in an instance is raised here, with a note that names the instance.
+        Args:
+          note: is told after every turn whose it was.
+
+        Returns:
+          The instances whose turns they were, in order.
+
+        Raises:
+          Exception: an instance raised it; a note names the instance.
         """
-        while self._ready:
-            self._fiber = fiber = self._ready.popleft()
-            self.current = self._instance[fiber]
-            with take_current_trace():
+        ready, fibers, owners = self._ready, self._fibers, self._instance
+        instances = []
+        with take_current_trace():  # each fibre sets its own, and takes it along when it waits
+            while ready:
+                self._fiber = fiber = ready.popleft()
+                self.current = instance = owners[fiber]
+                running = fibers[fiber]
                 try:
-                    self._fibers[fiber].switch()
+                    running.switch()
                 except Exception as error:
-                    error.add_note(f"This happened{place_of(error)} in instance {self.current}.")
+                    error.add_note(f"This happened{place_of(error)} in instance {instance}.")
                     raise
-            if self._fibers[fiber].dead:
-                del self._fibers[fiber]
-                whole = self._whole.pop(fiber, None)
-                if whole is not None:
-                    self._parts[whole] -= 1
-                    if not self._parts[whole]:
-                        self._ready.append(whole)
-            yield self.current
+                if running.dead:
+                    self._end(fiber)
+                note(instance)
+                instances.append(instance)
+        return instances
+
+    def _end(self, fiber: int) -> None:
+        """Notes that a fibre is done; one whose parts are all done may go on."""
+        del self._fibers[fiber]
+        whole = self._whole.pop(fiber, None)
+        if whole is not None:
+            self._parts[whole] -= 1
+            if not self._parts[whole]:
+                self._ready.append(whole)
 
     def wait(self, reason: Any) -> None:
         """Called by an instance: returns once `resume` was called and its turn has come."""

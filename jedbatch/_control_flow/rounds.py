@@ -48,7 +48,7 @@ from jedbatch._record.deep import deeply
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.instance_arrays import flatten
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.symbols import Shared, Symbol
+from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
@@ -293,7 +293,9 @@ class Attempt:
         self._num_tracers = len(tracers)
         self._configuration = configuration()
         self._shared: Sequence[Any] = ()
-        self._known: dict[tuple[bool, int], np.ndarray] = {}
+        self._known: dict[int, np.ndarray] = {}  # results and inputs, by reference
+        self._known_shared: dict[int, np.ndarray] = {}
+        self._readable: set[int] = set()  # types of values that Python may read
         self._results: list[Any] = [None] * len(call.instances)
         self._fibers = Fibers(self._record, len(call.instances))
 
@@ -305,8 +307,7 @@ class Attempt:
         try:
             while True:
                 begun = time.perf_counter()
-                for instance in fibers.turns():
-                    self.workspace.note_turn(instance)
+                fibers.turns(self.workspace.note_turn)
                 if len(recorder.tracers) > self._num_tracers:
                     self._call.tracers = recorder.tracers
                     raise GuardFailed
@@ -346,8 +347,11 @@ class Attempt:
                 "values are unknown. Pass the array to the cell and choose with `jnp.where` or "
                 "`jax.lax.cond`, or decide outside of the cell."
             )
-        if is_key(symbol.dtype):
-            raise TypeError("a random key has no value to decide on; draw from it first.")
+        if isinstance(symbol, Shared) or symbol.type not in self._readable:
+            if is_key(symbol.dtype):
+                raise TypeError("a random key has no value to decide on; draw from it first.")
+            if isinstance(symbol, Value):
+                self._readable.add(symbol.type)
         if configuration() != self._configuration:
             raise ValueError(
                 "a value is needed inside of a block that changes the configuration of JAX, such "
@@ -355,19 +359,21 @@ class Attempt:
                 "too, which go on meanwhile. Put the block around the call of the batched "
                 "function, or inside of a cell."
             )
-        key = isinstance(symbol, Shared), symbol.index
-        if key not in self._known:
-            if isinstance(symbol, Shared):
+        known, key = self._known, symbol.index
+        if isinstance(symbol, Shared):
+            known = self._known_shared
+            if key not in known:
                 if len(recorder.tracers) > self._num_tracers:
                     self._fibers.wait(None)  # for a start with all of them
-                self._known[key] = self._shared_value(symbol.index)
-            elif symbol.index < 0:
-                self._known[key] = self._input_value(-1 - symbol.index)
+                known[key] = self._shared_value(key)
+        elif key not in known:
+            if key < 0:
+                known[key] = self._input_value(-1 - key)
             else:
                 instance = recorder._instance
-                self._fibers.wait(symbol.index)
+                self._fibers.wait(key)
                 recorder.turn_to(instance)
-        return self._known[key]
+        return known[key]
 
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         """Returns the results of parts of an instance, which wait for values each on its own."""
@@ -412,7 +418,7 @@ class Attempt:
         values = list(dict.fromkeys(waiting.values()))
         with pause():
             layout, computed = self.workspace.compute(np.array(values), read=True)
-        self._known.update(zip([(False, v) for v in values], computed, strict=True))
+        self._known.update(zip(values, computed, strict=True))
         self._call.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
 
     @unguarded

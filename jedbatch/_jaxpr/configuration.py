@@ -1,6 +1,7 @@
 """The state of JAX in this thread: its configuration, what is being traced, where arrays are."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -13,9 +14,12 @@ with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
 CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
+_settings = operator.attrgetter(*CONFIGURATION)
+
+
 def configuration() -> tuple[Any, ...]:
     """Returns the configuration of JAX in this thread, as far as results depend on it."""
-    return tuple([getattr(jax.config, name) for name in CONFIGURATION])
+    return _settings(jax.config)
 
 
 def is_staging() -> bool:

@@ -280,6 +280,8 @@ class Recorder(Trace):
 
     def value_of(self, symbol: Symbol) -> np.ndarray | None:
         """The value of a symbol; None if values are not to be had."""
+        if type(symbol) is Value and self.read is not None:
+            return self.read(symbol)
         value = self._value_reached(symbol)
         return self.read(symbol) if value is None and self.read is not None else value
 
