@@ -13,16 +13,18 @@ done, the rounds *are* a plan of the whole: the reverse sweep runs over all of t
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jedbatch._control_flow.growing_array import GrowingArray
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
+from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._graph.graph import Graph, InputRows
-from jedbatch._graph.paths import distinct, pointers, ranges
+from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.bucketing import in_blocks, num_widths
@@ -32,40 +34,21 @@ from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
+from jedbatch._program.round_template import NOT_RUN, RoundTemplate, find_sources
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.trace import cut_inputs, find_operands
-from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.verify import RoundsTrial
-from jedbatch._support.types import Array, Dtype, PyTree
+from jedbatch._support.types import Array, PyTree
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
+MET_ONCE, NO_TEMPLATE = "met once", "no template"  # in place of templates of rounds
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
-
-
-class GrowingArray:
-    """An array that grows at its end."""
-
-    def __init__(self, dtype: Dtype):
-        self._data = np.empty(256, dtype)
-        self._size = 0
-
-    def extend(self, values: Array) -> None:
-        """Appends an array."""
-        size = self._size + len(values)
-        if size > len(self._data):
-            self._data = np.resize(self._data, 2 * size)
-        self._data[self._size : size] = values
-        self._size = size
-
-    @property
-    def array(self) -> np.ndarray:
-        """All so far; a view."""
-        return self._data[: self._size]
 
 
 class Workspace:
@@ -100,9 +83,10 @@ class Workspace:
         self.signature: Signature | None = programs.workspaces.get(self.size)
         if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
-        self._turn_nodes: list[tuple[int, int]] = []  # (instance, nodes in all at its end)
-        self._turn_inputs: list[tuple[int, int]] = []
+        self._turns: list[int] = []  # of each its instance, nodes and inputs in all at its end
         self._num_references = 0
+        self._first = Beginning(0, 0, 0, 0, 0)
+        self._replayed: list[tuple[int, RoundTemplate, np.ndarray]] = []
         self._node_type = GrowingArray(np.int32)  # [N]
         self._node_owner = GrowingArray(np.int32)  # [N]
         self._lane = GrowingArray(np.int64)  # [N], -1 before it runs
@@ -110,12 +94,15 @@ class Workspace:
         self._operand = GrowingArray(np.int64)
         self._value_ptr = GrowingArray(np.int64)  # [N + 1]
         self._value_node = GrowingArray(np.int64)  # [V]
+        self._value_row = GrowingArray(np.int64)  # [V], below 0 before it is computed
         self._input_owner = GrowingArray(np.int32)  # [I]
+        self._input_group = GrowingArray(np.int64)  # [I]
         self._input_row = GrowingArray(np.int64)  # [I], -1 before it is used
         self._operand_ptr.extend([0])
         self._value_ptr.extend([0])
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
-        self._bases = np.zeros((0, 0), np.int64)  # see `_find_bases`
+        self._waiting: collections.Counter[int] = collections.Counter()  # nodes, by type
+        self._moved = False  # whether rows are those of another program by now
         self._inputs: dict[Kind, list[np.ndarray]] = collections.defaultdict(list)
         self._num_inputs: collections.Counter[Kind] = collections.Counter()
         self._chunks: list[tuple[InputRows, int, np.ndarray]] = []
@@ -128,34 +115,37 @@ class Workspace:
 
     def note_turn(self, instance: int) -> None:
         """An instance has recorded what is new since the last note."""
-        self._turn_nodes.append((instance, len(self.recorder.call_specs)))
-        self._turn_inputs.append((instance, len(self.recorder.input_group)))
+        recorder = self.recorder
+        self._turns += (instance, len(recorder.call_specs), len(recorder.input_group))
 
     def _take_in(self) -> None:
         """Takes up what was recorded since the last time."""
         recorder, registry = self.recorder, self.recorder.registry
-        calls = recorder.call_specs[len(self._node_type.array) :]
-        references = recorder.references[self._num_references :]
-        self._num_references = len(recorder.references)
+        calls = int64_of(recorder.call_specs, len(self._node_type))
+        references = int64_of(recorder.references, self._num_references)
+        self._num_references += len(references)
         node_type, arity, operand = find_operands(registry, calls, references)
         counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
-        first = len(self._node_type.array)
+        first = len(self._node_type)
         self._node_type.extend(node_type)
         self._lane.extend(np.full(len(node_type), -1))
         self._operand.extend(operand)
         self._operand_ptr.extend(self._operand_ptr.array[-1] + arity.cumsum())
         self._value_ptr.extend(self._value_ptr.array[-1] + counts.cumsum())
         self._value_node.extend(np.repeat(first + np.arange(len(node_type)), counts))
-        for column, turns in (
-            (self._node_owner, self._turn_nodes),
-            (self._input_owner, self._turn_inputs),
-        ):
-            if turns:
-                owner, end = np.array(turns).T
-                column.extend(np.repeat(owner, np.diff(end, prepend=len(column.array))))
-                turns.clear()
-        fresh = len(self._input_owner.array) - len(self._input_row.array)
-        self._input_row.extend(np.full(fresh, -1))
+        self._input_group.extend(int64_of(recorder.input_group, len(self._input_group)))
+        owner, *ends = int64_of(self._turns).reshape(-1, 3).T
+        self._turns.clear()
+        for column, end in zip((self._node_owner, self._input_owner), ends, strict=True):
+            column.extend(np.repeat(owner, np.diff(end, prepend=len(column))))
+        self._value_row.extend(np.full(len(self._value_node) - len(self._value_row), NOT_RUN))
+        self._input_row.extend(np.full(len(self._input_owner) - len(self._input_row), -1))
+        for begin, template, first_lane in self._replayed:
+            layout = template.placed.layout
+            offset = np.zeros(len(layout.lanes), np.int64)
+            offset[list(template.placed.type_ids)] = first_lane
+            self._lane.array[begin + template.nodes] = layout.lane + offset[layout.graph.node_type]
+        self._replayed.clear()
 
     def _needed(self, values: np.ndarray) -> np.ndarray:
         """The nodes that values depend on and that have not run, instance after instance."""
@@ -175,7 +165,10 @@ class Workspace:
         return nodes[np.argsort(self._node_owner.array[nodes], kind="stable")]
 
     def _graph(self, nodes: np.ndarray) -> Graph:
-        """The graph of some nodes; inputs and what others have computed is all the same to it."""
+        """The graph of some nodes; inputs and what others have computed is all the same to it.
+
+        Its instances are those that have nodes in it: who they are makes no difference.
+        """
         counts = np.diff(self._operand_ptr.array)[nodes]
         operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
         local = np.full(len(self._value_node.array), -1)
@@ -183,7 +176,8 @@ class Workspace:
         local[values] = np.arange(len(values))
         inner = operand >= 0
         operand[inner] = local[operand[inner]]
-        owner = np.searchsorted(self._node_owner.array[nodes], np.arange(len(self.arrays) + 1))
+        changes = np.flatnonzero(np.diff(self._node_owner.array[nodes])) + 1
+        owner = np.concatenate([[0], changes, [len(nodes)]]).astype(np.int64)
         nothing = np.zeros_like(owner)
         return Graph(
             self.recorder.registry.types,
@@ -201,6 +195,21 @@ class Workspace:
 
     def compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Computes what values depend on: (what ran, the values if they are to be `read`)."""
+        new = Recorded.since(self._first, self.recorder, self._turns)
+        key = new.key(self.policy, values) if read else None
+        known = None if key is None else self.programs.templates.get(key)
+        computed = self._replay(known, new, values) if isinstance(known, RoundTemplate) else None
+        if computed is None:
+            computed = self._compute(values, read)
+            if key is not None and known is None:
+                self.programs.templates[key] = MET_ONCE
+            elif key is not None and known == MET_ONCE:
+                self.programs.templates[key] = self._template(new, values)
+        self._first = Beginning.of(self.recorder, len(self._turns))
+        return computed
+
+    def _compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
+        """Does the same for what may be unlike anything before."""
         self._take_in()
         nodes = self._needed(values)
         placed = self._plan(self._graph(nodes))
@@ -215,6 +224,7 @@ class Workspace:
         wanted = self._by_kind(values) if read else {}
         self._make_capacity(layout, wanted)
         self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
+        self._find_rows(nodes)
         self._rounds.append((nodes, layout))
         rows = Rows(
             self.rows(operand),
@@ -229,31 +239,152 @@ class Workspace:
         outputs = self._run(lowered.table, fresh)
         return layout, self._read(values, wanted, outputs) if read else []
 
+    # --- rounds that were met before ---
+
+    def _template(self, new: Recorded, values: np.ndarray) -> RoundTemplate | str:
+        """Returns the template of the round that ran last; what says that there is none."""
+        first, registry = new.first, self.recorder.registry
+        nodes, layout = self._rounds[-1]
+        ptr = self._operand_ptr.array
+        places = ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
+        operand = self._operand.array[places]
+        inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
+        group = new.groups[inputs]
+        numbers = distinct(group).tolist()
+        if (nodes < first.nodes).any() or any(registry.groups[g][0] != "value" for g in numbers):
+            return NO_TEMPLATE
+        value_node = self._value_node.array[first.values :]
+        num_values = len(value_node)
+        source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
+        widths = np.array([w for c in new.calls.tolist() for w in registry.call_specs[c].widths])
+        part_of = np.repeat(np.arange(len(widths)), widths)
+        part = ranges(np.zeros(len(widths), np.int64), widths)
+        old_places = places[old] - ptr[first.nodes]
+        node_type = self._node_type.array
+        placed = self.programs.rounds[self._round_key(layout.graph)]
+        kernel = np.zeros(len(registry.types), np.int64)
+        kernel[list(placed.type_ids)] = np.arange(len(placed.type_ids))
+        position = np.full(len(node_type) - first.nodes, -1)
+        position[nodes - first.nodes] = np.arange(len(nodes))
+        runs = position[value_node - first.nodes]
+        lane = np.append(layout.lane, NOT_RUN)[runs]
+        slot = first.values + np.arange(num_values) - self._value_ptr.array[value_node]
+        pending = node_type[first.nodes + np.flatnonzero(position < 0)].tolist()
+        return RoundTemplate(
+            placed,
+            nodes - first.nodes,
+            np.where(runs < 0, 0, kernel[node_type[value_node]]),
+            lane,
+            np.where(runs < 0, 0, slot),
+            source,
+            part_of[old_places],
+            part[old_places],
+            inputs,
+            tuple([(g, self._kind_of_group(g), np.flatnonzero(group == g)) for g in numbers]),
+            {kind: own - first.values for kind, own in self._by_kind(values).items()},
+            collections.Counter(pending),
+        )
+
+    def _replay(
+        self, template: RoundTemplate, new: Recorded, values: np.ndarray
+    ) -> tuple[Layout, list[np.ndarray]] | None:
+        """Computes a round like one that was met before; None if its program has no room for it."""
+        signature, first = self.signature, new.first
+        bound = None if signature is None else template.bound_to(signature)
+        if bound is None or signature is None:
+            return None
+        placed = template.placed
+        first_lane = [self._lanes[t] for t in placed.type_ids]
+        old = new.references[template.old_reference] + template.old_offset
+        old_rows = self.rows(old)
+        if not bound.has_lanes(first_lane) or not self._has_room(template.pending):
+            return None
+        if (old_rows < 0).any():  # something of an earlier round has to be computed first
+            return None
+        inputs, input_row = [], np.empty(len(template.inputs), np.int64)
+        ends = collections.Counter(self._num_inputs)
+        for group, kind, places in template.groups:
+            input_row[places] = ends[kind] + np.arange(len(places))
+            ends[kind] += len(places)
+            inputs.append((kind, first.inputs + template.inputs[places], group))
+        if any(ends[kind] > signature.input_rooms[kind] for kind, _, _ in inputs):
+            return None
+        for kind, numbers, group in inputs:
+            group_of_each, owner = np.full(len(numbers), group), np.zeros(len(numbers), np.int64)
+            recorder = self.recorder
+            (chunk,) = cut_inputs(
+                recorder.registry, recorder.input_value, numbers, owner, group_of_each
+            )
+            self._enter(kind, chunk, 0, numbers)
+        lanes = np.array(first_lane, np.int64)
+        value_row = bound.value_rows(lanes)
+        table = bound.table(lanes, np.concatenate([value_row, input_row, old_rows]))
+        self._value_row.extend(value_row)
+        rows_of_all = np.full(len(new.groups), -1)
+        rows_of_all[template.inputs] = input_row
+        self._input_row.extend(rows_of_all)
+        for t, used in zip(placed.type_ids, template.lanes, strict=True):
+            self._lanes[t] += used
+        for t, count in template.pending.items():
+            self._lanes.setdefault(t, 0)
+            self._waiting[t] += count
+        self._replayed.append((first.nodes, template, lanes))
+        nodes = first.nodes + template.nodes
+        self._rounds.append((nodes, placed.layout))
+        self._check_rows(nodes, placed.type_ids)
+        outputs = self._run(table, {kind for kind, _, _ in inputs})
+        wanted = {kind: own + first.values for kind, own in template.wanted.items()}
+        return placed.layout, self._read(values, wanted, outputs)
+
+    def _has_room(self, pending: Mapping[int, int]) -> bool:
+        """Returns whether the program has room for more nodes that do not run yet."""
+        signature = self.signature
+        assert signature is not None
+        for t, count in pending.items():
+            kernel = self.programs.kernel(t)
+            place = signature.places.get(kernel)
+            if place is None:
+                return False
+            most = min(self._waiting[t] + count, FIRST_GROWTH * len(self.arrays))
+            needs = num_widths(kernel.buckets, round_up(most))
+            if not self._lanes[t] and needs > signature.widest[place]:
+                return False
+        return True
+
     def _check_rows(self, nodes: np.ndarray, type_ids: Sequence[int]) -> None:
         """Raises an `IndexError` if a number of an instance names a row that is not there."""
         signature = self.signature
         assert signature is not None
-        room = dict(zip(signature.arenas, signature.inputs, strict=True))
+
+        def nodes_of(t: int) -> np.ndarray:
+            self._take_in()  # which has not been done if the round was met before
+            return nodes[self._node_type.array[nodes] == t]
+
         check_look_ups(
             self.recorder.registry,
             type_ids,
-            lambda t: nodes[self._node_type.array[nodes] == t],
+            nodes_of,
             lambda mine, k: self._operand.array[self._operand_ptr.array[mine] + k],
-            lambda kind: self._buffer(kind, room[kind]),
+            lambda kind: self._buffer(kind, signature.input_rooms[kind]),
             self._input_row.array,
             lambda node: int(self._node_owner.array[node]),
         )
 
     def _plan(self, graph: Graph) -> Placement:
         """Schedule and lanes of a graph; rounds of one structure are planned once."""
-        policy = self.policy
-        parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
-        key = Same(policy), *(x.tobytes() for x in parts)
+        key = self._round_key(graph)
         placed = self.programs.rounds.get(key)
         if placed is None:
-            placed = self._place(graph, schedule(graph, policy), {}, stacked=False)
+            placed = self._place(graph, schedule(graph, self.policy), {}, stacked=False)
             self.programs.rounds[key] = placed
         return placed
+
+    def _round_key(self, graph: Graph) -> Hashable:
+        """Returns what the schedule and lanes of a graph depend on."""
+        policy = self.policy
+        parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
+        version = None if policy is None else version_of(policy)
+        return Same(policy), version, *(x.tobytes() for x in parts)
 
     def _place(
         self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]], stacked: bool
@@ -263,36 +394,43 @@ class Workspace:
             graph, batches, outputs, "append", stacked=stacked, keeps=True, reuse=False
         )
 
-    def _kind_of_input(self, index: int) -> Kind:
-        registry = self.recorder.registry
-        return stored(registry.value_types[registry.groups[self.recorder.input_group[index]][1]])
-
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
         """Gives rows to the inputs among some references; returns the kinds that are new."""
-        row, owner = self._input_row.array, self._input_owner.array
+        row, owner, registry = (
+            self._input_row.array,
+            self._input_owner.array,
+            self.recorder.registry,
+        )
         inputs = distinct(-1 - references[references < 0])
         inputs = inputs[row[inputs] < 0]
         if not len(inputs):
             return set()
-        recorder = self.recorder
-        group = np.array([recorder.input_group[i] for i in inputs.tolist()])
-        order = np.lexsort((inputs, group, owner[inputs]))
-        inputs, group = inputs[order], group[order]
+        group, instance = self._input_group.array[inputs], owner[inputs]
+        brought = [g for g in distinct(group).tolist() if registry.groups[g][0] == "value"]
+        instance[np.isin(group, brought)] = -1  # all at once, whoever brings them
+        order = np.lexsort((inputs, group, instance))
+        inputs, group, instance = inputs[order], group[order], instance[order]
         begin = 0
         fresh = set()
-        for chunk in cut_inputs(
-            recorder.registry, recorder.input_value, inputs, owner[inputs], group
-        ):
+        for chunk in cut_inputs(registry, self.recorder.input_value, inputs, instance, group):
             input_numbers = inputs[begin : begin + len(chunk)]
             begin += len(chunk)
-            kind, instance = stored(chunk.type), int(owner[input_numbers[0]])
+            kind = stored(chunk.type)
             row[input_numbers] = np.arange(len(input_numbers)) + self._num_inputs[kind]
-            self._num_inputs[kind] += len(input_numbers)
-            rows = np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance))
-            self._inputs[kind].append(rows)
-            self._chunks.append((chunk, instance, input_numbers))
+            self._enter(kind, chunk, int(owner[input_numbers[0]]), input_numbers)
             fresh.add(kind)
         return fresh
+
+    def _enter(self, kind: Kind, chunk: InputRows, instance: int, numbers: np.ndarray) -> None:
+        """Puts inputs of an instance, or values of any, behind the others of their arena."""
+        rows = np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance))
+        self._num_inputs[kind] += len(numbers)
+        self._inputs[kind].append(rows)
+        self._chunks.append((chunk, instance, numbers))
+
+    def _kind_of_group(self, group: int) -> Kind:
+        registry = self.recorder.registry
+        return stored(registry.value_types[registry.groups[group][1]])
 
     def _by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
         """Values and inputs by the arena they are in."""
@@ -304,7 +442,7 @@ class Workspace:
     def kind(self, value: int) -> Kind:
         """The kind of a value or an input."""
         if value < 0:
-            return self._kind_of_input(-1 - value)
+            return self._kind_of_group(self.recorder.input_group[-1 - value])
         node = int(self._value_node.array[value])
         results = self.recorder.registry.types[self._node_type.array[node]].results
         return stored(results[value - int(self._value_ptr.array[node])])
@@ -322,6 +460,7 @@ class Workspace:
         np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
         waiting = self._node_type.array[self._lane.array < 0]
         waiting = np.bincount(waiting, minlength=len(sizes))
+        self._waiting = collections.Counter(dict(enumerate(waiting.tolist())))
         for t in np.flatnonzero(waiting).tolist():
             self._lanes.setdefault(t, 0)
         lanes, widest = {}, {}
@@ -348,7 +487,7 @@ class Workspace:
                 executor = self._executor()
                 self.state = executor.move(self.saving, before, self.state)
             self._buffers.clear()
-        self._bases = self._find_bases()
+            self._moved = True
 
     def _executor(self) -> Fused | Dispatch:
         assert self.signature is not None
@@ -365,16 +504,20 @@ class Workspace:
             bases[t, : len(bases_of_type)] = bases_of_type
         return bases
 
+    def _find_rows(self, nodes: np.ndarray) -> None:
+        """Finds the rows of the results of nodes that run, and of all if arenas have moved."""
+        if self._moved:
+            nodes, self._moved = np.flatnonzero(self._lane.array >= 0), False
+        values, bases = self._values_of(nodes), self._find_bases()
+        node = self._value_node.array[values]
+        slot = values - self._value_ptr.array[node]
+        rows = bases[self._node_type.array[node], slot] + self._lane.array[node]
+        self._value_row.array[values] = rows
+
     def rows(self, values: np.ndarray) -> np.ndarray:
-        """int64[...], the rows of values that have been computed, and of inputs."""
-        rows = np.empty(len(values), np.int64)
-        inner = values >= 0
-        rows[~inner] = self._input_row.array[-1 - values[~inner]]
-        results_inside = values[inner]
-        node = self._value_node.array[results_inside]
-        slot = results_inside - self._value_ptr.array[node]
-        rows[inner] = self._bases[self._node_type.array[node], slot] + self._lane.array[node]
-        return rows
+        """int64[...], the rows of values and of inputs; below 0 if they have none yet."""
+        of_inputs = self._input_row.take(-1 - values)
+        return np.where(values < 0, of_inputs, self._value_row.take(values))
 
     def _run(self, table: np.ndarray, fresh: set[Kind]) -> Any:
         """Runs a table; returns the rows it returns from each arena."""
@@ -391,6 +534,7 @@ class Workspace:
             skip = kind not in fresh and room * row_bytes(kind) > SMALL_INPUT_BYTES
             inputs.append(rows[:0] if skip else rows)
         if self.trial is not None:
+            self._take_in()
             self.trial.run(signature, table, self._num_inputs)
             self.trial.finish(*self.whole({}, stacked=True))
         outputs, self.state = executor.advance(
@@ -418,12 +562,11 @@ class Workspace:
     ) -> list[Any]:
         """Values that were returned, as arrays of NumPy; waits until they are computed."""
         assert self.signature is not None
-        read_rows: dict[int, np.ndarray] = {}
+        found: dict[int, np.ndarray] = {}
         for kind, numbers in wanted.items():
             rows = np.asarray(outputs[self.signature.arena_ids[kind]])
-            for i, value in enumerate(numbers.tolist()):
-                read_rows[value] = rows[i : i + 1].reshape(kind[0])
-        return [read_rows[value] for value in values.tolist()]
+            found |= {value: rows[i, ...] for i, value in enumerate(numbers.tolist())}
+        return [found[value] for value in values.tolist()]
 
     # --- when all is computed ---
 
@@ -456,6 +599,7 @@ class Workspace:
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
+        self._take_in()
         nodes = np.concatenate([round_nodes for round_nodes, _ in self._rounds])
         nodes = nodes[np.lexsort((nodes, self._node_owner.array[nodes]))]
         order = [numbers for _, _, numbers in self._chunks]

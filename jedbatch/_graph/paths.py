@@ -45,12 +45,12 @@ def distinct(indices: np.ndarray) -> np.ndarray:
     return indices[first]
 
 
-def int64_of(numbers: list[int]) -> np.ndarray:
-    """int64[len], numbers as an array; of long lists, faster than `np.array`."""
+def int64_of(numbers: list[int], start: int = 0) -> np.ndarray:
+    """int64[len - start], numbers as an array; of long lists, faster than `np.array`."""
     compiled = core()
     if compiled is None:
-        return np.array(numbers, np.int64)
-    array = np.empty(len(numbers), np.int64)
+        return np.array(numbers[start:], np.int64)
+    array = np.empty(len(numbers) - start, np.int64)
     compiled.copy_ints(numbers, (array,))
     return array
 

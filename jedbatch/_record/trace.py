@@ -183,7 +183,7 @@ def finish(
     compiled = core()
     if compiled is not None and not registry.arities.padded:
         return _finish_compiled(compiled, registry, columns, outputs, ends)
-    node_type, arity, operand = find_operands(registry, recorded, references)
+    node_type, arity, operand = find_operands(registry, int64_of(recorded), int64_of(references))
     result = int64_of(outputs)
     registry.arities.renumber_results(node_type, (operand, result))
     node_type, arity, operand, of_lists, lengths = registry.arities.pad(
@@ -286,13 +286,17 @@ def renumber_inputs(references: Sequence[np.ndarray], place: np.ndarray) -> None
 
 
 def find_operands(
-    registry: Registry, recorded: list[int], references: list[int]
+    registry: Registry, call_spec: np.ndarray, operand: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(int32[N] types of recorded calls, int64[N] operands of each, int64[E] these operands).
 
     A reference to a tuple stands for all that is in it.
+
+    Args:
+      registry: of the call specs.
+      call_spec: int64[N], their ids.
+      operand: int64[...], the references of all calls, one after the other.
     """
-    call_spec, operand = int64_of(recorded), int64_of(references)
     present = np.flatnonzero(np.bincount(call_spec))
     call_specs = [registry.call_specs[c] for c in present.tolist()]
     local = np.zeros(len(registry.call_specs), np.int64)

@@ -43,6 +43,7 @@ from jedbatch._program.lower_vjp import (
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static
+from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import RegionCalls, Stage, calls_fit, make_row_capacity, run_regions
@@ -71,8 +72,9 @@ class ProgramCache:
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
-      rounds, workspaces: for functions that decide on values: rounds laid out, by their structure,
-        and the largest program in use by the number of instances.
+      rounds, templates, workspaces: for functions that decide on values: rounds laid out, by their
+        structure; templates of rounds, or why there is none, by how they are recorded; and the
+        largest program in use by the number of instances.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -91,6 +93,9 @@ class ProgramCache:
         self.environment = environment
         self.key = key
         self.rounds: dict[Hashable, Placement] = Memory(
+            MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
+        )
+        self.templates: dict[Hashable, RoundTemplate | str] = Memory(
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
@@ -591,5 +596,5 @@ def _fits(x: Any, aval: ShapedArray) -> bool:
     return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
 
 
-def _bytes_of_round(key: tuple, _: Placement) -> int:
+def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | str) -> int:
     return 8 * sum(len(part) for part in key if isinstance(part, bytes))

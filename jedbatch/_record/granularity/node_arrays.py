@@ -100,7 +100,8 @@ class NodeArrays:
     ) -> "NodeArrays":
         """Returns what was recorded; `ends` as in `apart`."""
         recorded = recorder.call_specs
-        _, arity, operand = find_operands(registry, recorded, recorder.references)
+        references = int64_of(recorder.references)
+        _, arity, operand = find_operands(registry, int64_of(recorded), references)
         sites = recorder.sites or [(0, False)] * len(recorded)
         return _arrays(
             registry,

@@ -46,7 +46,8 @@ release_buffers(Buffers *buffers)
         PyBuffer_Release(&buffers->held[--buffers->count]);
 }
 
-/* copy_ints(numbers, (array,)): writes a list of ints, or `Ints`, to an array of int64. */
+/* copy_ints(numbers, (array,)): writes the last of a list of ints, or `Ints`, to an array of int64
+ * of as many. */
 static PyObject *
 copy_ints(PyObject *module, PyObject *args)
 {
@@ -66,12 +67,13 @@ copy_ints(PyObject *module, PyObject *args)
     if (get_buffers(&buffers, given, 1, item_sizes, &data, &length) < 0)
         return NULL;
     int64_t *array = data;
-    if (length != (ints == NULL ? PyList_Size(numbers) : ints->count))
-        PyErr_SetString(PyExc_ValueError, "the array is not as long as the list");
+    Py_ssize_t first = (ints == NULL ? PyList_Size(numbers) : ints->count) - length;
+    if (first < 0)
+        PyErr_SetString(PyExc_ValueError, "the array is longer than the list");
     else if (ints != NULL && length > 0)
-        memcpy(array, ints->items, (size_t)length * sizeof(int64_t));
+        memcpy(array, ints->items + first, (size_t)length * sizeof(int64_t));
     for (Py_ssize_t i = 0; ints == NULL && i < length && !PyErr_Occurred(); i++) {
-        PyObject *number = PyList_GetItem(numbers, i);
+        PyObject *number = PyList_GetItem(numbers, first + i);
         array[i] = number == NULL ? 0 : PyLong_AsLongLong(number);
     }
     release_buffers(&buffers);
