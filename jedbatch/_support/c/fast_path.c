@@ -33,7 +33,7 @@ typedef struct {
 
 static PyTypeObject *fast_path_type;
 static PyObject *name_closure, *name_contents, *name_results, *name_id, *name_tree, *name_unit;
-static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol;
+static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_parts, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
  * what it says; objects, by references of its own, of which the addresses are words; and what the
@@ -462,6 +462,56 @@ make_tuple(FastPath *self, int64_t first, PyObject *kinds, PyObject *unit)
     return results;
 }
 
+/* Notes the flat tuples inside of a result, which are known as a whole; see `CallSpec.parts`. */
+static int
+note_parts(FastPath *self, int64_t first, PyObject *parts, PyObject *results)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_Size(parts); i++) {
+        Py_ssize_t place;
+        long long within;
+        PyObject *token;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "nOL", &place, &token, &within))
+            return -1;
+        PyObject *part = PySequence_GetItem(results, place);
+        PyObject *number = PyLong_FromLongLong(first + within);
+        int failed = part == NULL || number == NULL || PyList_Append(self->kept, part) < 0;
+        if (!failed && find_known_object(&self->objects, part) == NULL) /* there is one () */
+            failed = add_known_object(&self->objects, part, token, number, 0) < 0;
+        Py_XDECREF(number);
+        Py_XDECREF(part);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* Results from number `first` on, in the structure of a call; the twin of `Recorder.results`. */
+static PyObject *
+make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
+{
+    Py_ssize_t length = PyTuple_Size(kinds);
+    PyObject *values = PyList_New(length), *results = NULL;
+    PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
+    PyObject *parts = PyObject_GetAttr(call_spec, name_parts);
+    for (Py_ssize_t i = 0; values != NULL && i < length; i++) {
+        PyObject *number = PyLong_FromLongLong(first + i);
+        PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
+        Py_XDECREF(number);
+        if (x == NULL)
+            Py_CLEAR(values);
+        else
+            PyList_SetItem(values, i, x);
+    }
+    if (values != NULL && tree != NULL && parts != NULL && PyTuple_Check(parts))
+        results = PyObject_CallMethodObjArgs(tree, name_unflatten, values, NULL);
+    if (results != NULL && note_parts(self, first, parts, results) < 0)
+        Py_CLEAR(results);
+    Py_XDECREF(values);
+    Py_XDECREF(tree);
+    Py_XDECREF(parts);
+    return results;
+}
+
 /* Writes the node of a call, whose results begin with number `*first`. */
 static int
 write_node(FastPath *self, const Way *way, const Words *reads, int64_t *first)
@@ -494,16 +544,12 @@ record(FastPath *self, const Way *way, const Words *reads)
     PyObject *call_spec = Py_NewRef(way->call_spec);
     if (way->is_flat && !way->is_single)
         results = make_tuple(self, first, kinds, unit);
-    else {
+    else if (way->is_single) {
         PyObject *number = PyLong_FromLongLong(first);
-        if (way->is_single)
-            results = make_result(self, number, PyTuple_GetItem(kinds, 0));
-        else
-            results = number == NULL ? NULL
-                                     : PyObject_CallMethodObjArgs(self->recorder, name_results,
-                                                                  call_spec, number, NULL);
+        results = make_result(self, number, PyTuple_GetItem(kinds, 0));
         Py_XDECREF(number);
-    }
+    } else
+        results = make_tree(self, first, kinds, call_spec);
     Py_DECREF(kinds);
     Py_DECREF(unit);
     Py_DECREF(call_spec);
@@ -704,5 +750,7 @@ init_fast_path(PyObject *module)
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");
     name_copy = PyUnicode_InternFromString("copy");
+    name_parts = PyUnicode_InternFromString("parts");
+    name_unflatten = PyUnicode_InternFromString("unflatten");
     return fast_path_type == NULL || PyErr_Occurred() ? -1 : 0;
 }
