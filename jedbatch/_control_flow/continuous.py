@@ -149,7 +149,7 @@ class OpenAttempt(Attempt):
         try:
             self._admit(first)
             while call.open:
-                fibers.turns(self.workspace.note_turn)
+                fibers.turns(self.workspace.graph.note_turn)
                 if self.recorder.tracers:
                     raise GuardFailed
                 give(self._next_round())

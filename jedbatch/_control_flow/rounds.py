@@ -307,7 +307,7 @@ class Attempt:
         try:
             while True:
                 begun = time.perf_counter()
-                fibers.turns(self.workspace.note_turn)
+                fibers.turns(self.workspace.graph.note_turn)
                 if len(recorder.tracers) > self._num_tracers:
                     self._call.tracers = recorder.tracers
                     raise GuardFailed

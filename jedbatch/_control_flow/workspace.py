@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._control_flow.growing_array import GrowingArray
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
+from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._control_flow.templates import template_of
 from jedbatch._graph.graph import Graph, InputRows
-from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
+from jedbatch._graph.paths import distinct, pointers
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.bucketing import in_blocks, num_widths
@@ -34,11 +35,11 @@ from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
-from jedbatch._program.round_template import NOT_RUN, RoundTemplate, find_sources
+from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.signature import Signature
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.trace import cut_inputs, find_operands
+from jedbatch._record.trace import cut_inputs, host_rows
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
@@ -47,16 +48,14 @@ from jedbatch._session.verify import RoundsTrial
 from jedbatch._support.types import Array, PyTree
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
-MET_ONCE, NO_TEMPLATE = "met once", "no template"  # in place of templates of rounds
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
 
 
 class Workspace:
     """The recordings of a minibatch, and as much of them as has been computed.
 
-    Letters: `N` nodes, `V` their results, `I` inputs.
-
     Attributes:
+      graph: what was recorded.
       state: arenas and what is saved for the reverse, on the device.
       signature: the program that they belong to.
       trial: runs the same on symbols, if plans are to be verified.
@@ -83,23 +82,8 @@ class Workspace:
         self.signature: Signature | None = programs.workspaces.get(self.size)
         if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
-        self._turns: list[int] = []  # of each its instance, nodes and inputs in all at its end
-        self._num_references = 0
+        self.graph = RecordedGraph(recorder)
         self._first = Beginning(0, 0, 0, 0, 0)
-        self._replayed: list[tuple[int, RoundTemplate, np.ndarray]] = []
-        self._node_type = GrowingArray(np.int32)  # [N]
-        self._node_owner = GrowingArray(np.int32)  # [N]
-        self._lane = GrowingArray(np.int64)  # [N], -1 before it runs
-        self._operand_ptr = GrowingArray(np.int64)  # [N + 1]
-        self._operand = GrowingArray(np.int64)
-        self._value_ptr = GrowingArray(np.int64)  # [N + 1]
-        self._value_node = GrowingArray(np.int64)  # [V]
-        self._value_row = GrowingArray(np.int64)  # [V], below 0 before it is computed
-        self._input_owner = GrowingArray(np.int32)  # [I]
-        self._input_group = GrowingArray(np.int64)  # [I]
-        self._input_row = GrowingArray(np.int64)  # [I], -1 before it is used
-        self._operand_ptr.extend([0])
-        self._value_ptr.extend([0])
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
         self._waiting: collections.Counter[int] = collections.Counter()  # nodes, by type
         self._moved = False  # whether rows are those of another program by now
@@ -111,125 +95,47 @@ class Workspace:
         self._rounds: list[tuple[np.ndarray, Layout]] = []
         self.trial = RoundsTrial() if is_wanted() else None
 
-    # --- what was recorded ---
-
-    def note_turn(self, instance: int) -> None:
-        """An instance has recorded what is new since the last note."""
-        recorder = self.recorder
-        self._turns += (instance, len(recorder.call_specs), len(recorder.input_group))
-
-    def _take_in(self) -> None:
-        """Takes up what was recorded since the last time."""
-        recorder, registry = self.recorder, self.recorder.registry
-        calls = int64_of(recorder.call_specs, len(self._node_type))
-        references = int64_of(recorder.references, self._num_references)
-        self._num_references += len(references)
-        node_type, arity, operand = find_operands(registry, calls, references)
-        counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
-        first = len(self._node_type)
-        self._node_type.extend(node_type)
-        self._lane.extend(np.full(len(node_type), -1))
-        self._operand.extend(operand)
-        self._operand_ptr.extend(self._operand_ptr.array[-1] + arity.cumsum())
-        self._value_ptr.extend(self._value_ptr.array[-1] + counts.cumsum())
-        self._value_node.extend(np.repeat(first + np.arange(len(node_type)), counts))
-        self._input_group.extend(int64_of(recorder.input_group, len(self._input_group)))
-        owner, *ends = int64_of(self._turns).reshape(-1, 3).T
-        self._turns.clear()
-        for column, end in zip((self._node_owner, self._input_owner), ends, strict=True):
-            column.extend(np.repeat(owner, np.diff(end, prepend=len(column))))
-        self._value_row.extend(np.full(len(self._value_node) - len(self._value_row), NOT_RUN))
-        self._input_row.extend(np.full(len(self._input_owner) - len(self._input_row), -1))
-        for begin, template, first_lane in self._replayed:
-            layout = template.placed.layout
-            offset = np.zeros(len(layout.lanes), np.int64)
-            offset[list(template.placed.type_ids)] = first_lane
-            self._lane.array[begin + template.nodes] = layout.lane + offset[layout.graph.node_type]
-        self._replayed.clear()
-
-    def _needed(self, values: np.ndarray) -> np.ndarray:
-        """The nodes that values depend on and that have not run, instance after instance."""
-        lane, maker = self._lane.array, self._value_node.array
-        ptr, operand = self._operand_ptr.array, self._operand.array
-        is_needed = np.zeros(len(lane), bool)
-        nodes = maker[values[values >= 0]]
-        while True:
-            nodes = nodes[(lane[nodes] < 0) & ~is_needed[nodes]]
-            if not len(nodes):
-                break
-            nodes = distinct(nodes)
-            is_needed[nodes] = True
-            read = operand[ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])]
-            nodes = maker[read[read >= 0]]
-        nodes = np.flatnonzero(is_needed)
-        return nodes[np.argsort(self._node_owner.array[nodes], kind="stable")]
-
-    def _graph(self, nodes: np.ndarray) -> Graph:
-        """The graph of some nodes; inputs and what others have computed is all the same to it.
-
-        Its instances are those that have nodes in it: who they are makes no difference.
-        """
-        counts = np.diff(self._operand_ptr.array)[nodes]
-        operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
-        local = np.full(len(self._value_node.array), -1)
-        values = self._values_of(nodes)
-        local[values] = np.arange(len(values))
-        inner = operand >= 0
-        operand[inner] = local[operand[inner]]
-        changes = np.flatnonzero(np.diff(self._node_owner.array[nodes])) + 1
-        owner = np.concatenate([[0], changes, [len(nodes)]]).astype(np.int64)
-        nothing = np.zeros_like(owner)
-        return Graph(
-            self.recorder.registry.types,
-            self._node_type.array[nodes],
-            pointers(counts),
-            np.maximum(operand, -1).astype(np.int32),
-            (),
-            np.zeros(0, np.int32),
-            owner,
-            nothing,
-            nothing,
-        )
-
     # --- computing ---
 
     def compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Computes what values depend on: (what ran, the values if they are to be `read`)."""
-        new = Recorded.since(self._first, self.recorder, self._turns)
+        templates = self.programs.templates
+        new = Recorded.since(self._first, self.recorder, self.graph.turns)
         key = new.key(self.policy, values) if read else None
-        known = None if key is None else self.programs.templates.get(key)
-        computed = self._replay(known, new, values) if isinstance(known, RoundTemplate) else None
+        template = None if key is None else templates.get(key)
+        computed = None if template is None else self._repeat(template, new, values)
         if computed is None:
             computed = self._compute(values, read)
-            if key is not None and known is None:
-                self.programs.templates[key] = MET_ONCE
-            elif key is not None and known == MET_ONCE:
-                self.programs.templates[key] = self._template(new, values)
-        self._first = Beginning.of(self.recorder, len(self._turns))
+            if key is not None and key not in templates:
+                nodes, layout = self._rounds[-1]
+                placed = self.programs.rounds[self._round_key(layout.graph)]
+                templates[key] = template_of(self.graph, new, nodes, placed, values)
+        self._first = Beginning.of(self.recorder, len(self.graph.turns))
         return computed
 
     def _compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Does the same for what may be unlike anything before."""
-        self._take_in()
-        nodes = self._needed(values)
-        placed = self._plan(self._graph(nodes))
+        graph = self.graph
+        graph.take_up()
+        nodes = graph.needed(values)
+        placed = self._plan(graph.part(nodes))
         layout = placed.layout
         offset = np.zeros(len(layout.lanes), np.int64)
         for t in np.flatnonzero(layout.lanes).tolist():
             offset[t] = self._lanes[t]
             self._lanes[t] += int(layout.lanes[t])
-        counts = np.diff(layout.graph.operand_ptr)
-        operand = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
+        operand = graph.operands_of(nodes)
         fresh = self._enter_inputs(np.concatenate([operand, values]))
-        wanted = self._by_kind(values) if read else {}
-        self._make_capacity(layout, wanted)
-        self._lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
-        self._find_rows(nodes)
+        wanted = graph.by_kind(values) if read else {}
+        has_moved = self._make_capacity(layout, wanted)
+        graph.lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
+        ran = np.flatnonzero(graph.lane.array >= 0) if has_moved else nodes
+        graph.find_rows(ran, self._find_bases())
         self._rounds.append((nodes, layout))
         rows = Rows(
-            self.rows(operand),
+            graph.rows(operand),
             None,
-            {kind: self.rows(values) for kind, values in wanted.items()},
+            {kind: graph.rows(values) for kind, values in wanted.items()},
             first_lane=offset[list(placed.type_ids)],
         )
         assert self.signature is not None
@@ -239,100 +145,54 @@ class Workspace:
         outputs = self._run(lowered.table, fresh)
         return layout, self._read(values, wanted, outputs) if read else []
 
-    # --- rounds that were met before ---
-
-    def _template(self, new: Recorded, values: np.ndarray) -> RoundTemplate | str:
-        """Returns the template of the round that ran last; what says that there is none."""
-        first, registry = new.first, self.recorder.registry
-        nodes, layout = self._rounds[-1]
-        ptr = self._operand_ptr.array
-        places = ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
-        operand = self._operand.array[places]
-        inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
-        group = new.groups[inputs]
-        numbers = distinct(group).tolist()
-        if (nodes < first.nodes).any() or any(registry.groups[g][0] != "value" for g in numbers):
-            return NO_TEMPLATE
-        value_node = self._value_node.array[first.values :]
-        num_values = len(value_node)
-        source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
-        widths = np.array([w for c in new.calls.tolist() for w in registry.call_specs[c].widths])
-        part_of = np.repeat(np.arange(len(widths)), widths)
-        part = ranges(np.zeros(len(widths), np.int64), widths)
-        old_places = places[old] - ptr[first.nodes]
-        node_type = self._node_type.array
-        placed = self.programs.rounds[self._round_key(layout.graph)]
-        kernel = np.zeros(len(registry.types), np.int64)
-        kernel[list(placed.type_ids)] = np.arange(len(placed.type_ids))
-        position = np.full(len(node_type) - first.nodes, -1)
-        position[nodes - first.nodes] = np.arange(len(nodes))
-        runs = position[value_node - first.nodes]
-        lane = np.append(layout.lane, NOT_RUN)[runs]
-        slot = first.values + np.arange(num_values) - self._value_ptr.array[value_node]
-        pending = node_type[first.nodes + np.flatnonzero(position < 0)].tolist()
-        return RoundTemplate(
-            placed,
-            nodes - first.nodes,
-            np.where(runs < 0, 0, kernel[node_type[value_node]]),
-            lane,
-            np.where(runs < 0, 0, slot),
-            source,
-            part_of[old_places],
-            part[old_places],
-            inputs,
-            tuple([(g, self._kind_of_group(g), np.flatnonzero(group == g)) for g in numbers]),
-            {kind: own - first.values for kind, own in self._by_kind(values).items()},
-            collections.Counter(pending),
-        )
-
-    def _replay(
+    def _repeat(
         self, template: RoundTemplate, new: Recorded, values: np.ndarray
     ) -> tuple[Layout, list[np.ndarray]] | None:
-        """Computes a round like one that was met before; None if its program has no room for it."""
-        signature, first = self.signature, new.first
+        """Computes a round like one before; None if the program has no room for it.
+
+        None, too, if values of earlier rounds have to be computed first.
+        """
+        signature, first, placed, graph = self.signature, new.first, template.placed, self.graph
         bound = None if signature is None else template.bound_to(signature)
-        if bound is None or signature is None:
+        if bound is None:
             return None
-        placed = template.placed
         first_lane = [self._lanes[t] for t in placed.type_ids]
-        old = new.references[template.old_reference] + template.old_offset
-        old_rows = self.rows(old)
+        old_row = graph.rows(new.references[template.old_reference] + template.old_offset)
         if not bound.has_lanes(first_lane) or not self._has_room(template.pending):
             return None
-        if (old_rows < 0).any():  # something of an earlier round has to be computed first
+        if len(old_row) and old_row.min() < 0:
             return None
-        inputs, input_row = [], np.empty(len(template.inputs), np.int64)
-        ends = collections.Counter(self._num_inputs)
-        for group, kind, places in template.groups:
-            input_row[places] = ends[kind] + np.arange(len(places))
-            ends[kind] += len(places)
-            inputs.append((kind, first.inputs + template.inputs[places], group))
-        if any(ends[kind] > signature.input_rooms[kind] for kind, _, _ in inputs):
-            return None
-        for kind, numbers, group in inputs:
-            group_of_each, owner = np.full(len(numbers), group), np.zeros(len(numbers), np.int64)
-            recorder = self.recorder
-            (chunk,) = cut_inputs(
-                recorder.registry, recorder.input_value, numbers, owner, group_of_each
-            )
-            self._enter(kind, chunk, 0, numbers)
+        input_row = np.empty(len(template.inputs), np.int64)
+        ends = dict(self._num_inputs)
+        for group in template.groups:
+            begin = ends.get(group.kind, 0)
+            ends[group.kind] = end = begin + len(group.places)
+            input_row[group.places] = np.arange(begin, end)
+            if end > bound.signature.input_rooms[group.kind]:
+                return None
+        for group in template.groups:
+            given = self.recorder.input_value
+            rows = host_rows([given[first.inputs + i] for i in group.numbers], group.type)
+            numbers = first.inputs + template.inputs[group.places]
+            self._enter(group.kind, InputRows(group.type, rows), 0, numbers)
         lanes = np.array(first_lane, np.int64)
         value_row = bound.value_rows(lanes)
-        table = bound.table(lanes, np.concatenate([value_row, input_row, old_rows]))
-        self._value_row.extend(value_row)
-        rows_of_all = np.full(len(new.groups), -1)
-        rows_of_all[template.inputs] = input_row
-        self._input_row.extend(rows_of_all)
+        table = bound.table(lanes, np.concatenate([value_row, input_row, old_row]))
+        row_of_each = np.full(len(new.groups), -1)
+        row_of_each[template.inputs] = input_row
+        graph.note_run(first.nodes, template, lanes, (value_row, row_of_each))
         for t, used in zip(placed.type_ids, template.lanes, strict=True):
             self._lanes[t] += used
         for t, count in template.pending.items():
             self._lanes.setdefault(t, 0)
             self._waiting[t] += count
-        self._replayed.append((first.nodes, template, lanes))
         nodes = first.nodes + template.nodes
         self._rounds.append((nodes, placed.layout))
         self._check_rows(nodes, placed.type_ids)
-        outputs = self._run(table, {kind for kind, _, _ in inputs})
+        outputs = self._run(table, {group.kind for group in template.groups})
+        if len(template.wanted) == 1:
+            (kind,) = template.wanted
+            return placed.layout, self._rows_read(outputs, kind, len(values))
         wanted = {kind: own + first.values for kind, own in template.wanted.items()}
         return placed.layout, self._read(values, wanted, outputs)
 
@@ -353,21 +213,21 @@ class Workspace:
 
     def _check_rows(self, nodes: np.ndarray, type_ids: Sequence[int]) -> None:
         """Raises an `IndexError` if a number of an instance names a row that is not there."""
-        signature = self.signature
+        signature, graph = self.signature, self.graph
         assert signature is not None
 
         def nodes_of(t: int) -> np.ndarray:
-            self._take_in()  # which has not been done if the round was met before
-            return nodes[self._node_type.array[nodes] == t]
+            graph.take_up()  # which has not been done if the round was like one before
+            return nodes[graph.node_type.array[nodes] == t]
 
         check_look_ups(
             self.recorder.registry,
             type_ids,
             nodes_of,
-            lambda mine, k: self._operand.array[self._operand_ptr.array[mine] + k],
+            lambda mine, k: graph.operand.array[graph.operand_ptr.array[mine] + k],
             lambda kind: self._buffer(kind, signature.input_rooms[kind]),
-            self._input_row.array,
-            lambda node: int(self._node_owner.array[node]),
+            graph.input_row.array,
+            lambda node: int(graph.node_owner.array[node]),
         )
 
     def _plan(self, graph: Graph) -> Placement:
@@ -396,18 +256,16 @@ class Workspace:
 
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
         """Gives rows to the inputs among some references; returns the kinds that are new."""
-        row, owner, registry = (
-            self._input_row.array,
-            self._input_owner.array,
-            self.recorder.registry,
-        )
+        graph, registry = self.graph, self.recorder.registry
+        row, owner = graph.input_row.array, graph.input_owner.array
         inputs = distinct(-1 - references[references < 0])
         inputs = inputs[row[inputs] < 0]
         if not len(inputs):
             return set()
-        group, instance = self._input_group.array[inputs], owner[inputs]
-        brought = [g for g in distinct(group).tolist() if registry.groups[g][0] == "value"]
-        instance[np.isin(group, brought)] = -1  # all at once, whoever brings them
+        group, instance = graph.input_group.array[inputs], owner[inputs]
+        groups = distinct(group)
+        is_brought = np.array(graph.is_brought(groups.tolist()))
+        instance[is_brought[np.searchsorted(groups, group)]] = -1  # all at once, from anyone
         order = np.lexsort((inputs, group, instance))
         inputs, group, instance = inputs[order], group[order], instance[order]
         begin = 0
@@ -428,27 +286,8 @@ class Workspace:
         self._inputs[kind].append(rows)
         self._chunks.append((chunk, instance, numbers))
 
-    def _kind_of_group(self, group: int) -> Kind:
-        registry = self.recorder.registry
-        return stored(registry.value_types[registry.groups[group][1]])
-
-    def _by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
-        """Values and inputs by the arena they are in."""
-        by_kind: dict[Kind, list[int]] = collections.defaultdict(list)
-        for value in values.tolist():
-            by_kind[self.kind(value)].append(value)
-        return {kind: np.array(numbers) for kind, numbers in by_kind.items()}
-
-    def kind(self, value: int) -> Kind:
-        """The kind of a value or an input."""
-        if value < 0:
-            return self._kind_of_group(self.recorder.input_group[-1 - value])
-        node = int(self._value_node.array[value])
-        results = self.recorder.registry.types[self._node_type.array[node]].results
-        return stored(results[value - int(self._value_ptr.array[node])])
-
-    def _make_capacity(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> None:
-        """Goes on with a larger program if this one has no room for what comes.
+    def _make_capacity(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> bool:
+        """Goes on with a larger program if this one has no room for what comes; returns if so.
 
         There must be room for what is known to come later, too: types that were recorded and have
         not run. Otherwise each would need a new program when its time has come.
@@ -458,7 +297,7 @@ class Workspace:
         schedule = layout.schedule
         sizes = np.zeros(len(self.recorder.registry.types), np.int64)  # maybe more than it knew
         np.maximum.at(sizes, schedule.batch_type, np.diff(schedule.node_ptr))
-        waiting = self._node_type.array[self._lane.array < 0]
+        waiting = self.graph.node_type.array[self.graph.lane.array < 0]
         waiting = np.bincount(waiting, minlength=len(sizes))
         self._waiting = collections.Counter(dict(enumerate(waiting.tolist())))
         for t in np.flatnonzero(waiting).tolist():
@@ -479,15 +318,16 @@ class Workspace:
             }
         )
         capacity = NO_CAPACITY if self.signature is None else self.signature.capacity
-        if self.signature is None or not capacity.holds(need):
-            before, self.signature = self.signature, grown_program(capacity, need, target)
-            if not any(kernel.transient for kernel in self.signature.kernels):
-                self.programs.workspaces[self.size] = self.signature
-            if self.state is not None:
-                executor = self._executor()
-                self.state = executor.move(self.saving, before, self.state)
-            self._buffers.clear()
-            self._moved = True
+        if self.signature is not None and capacity.holds(need):
+            return False
+        before, self.signature = self.signature, grown_program(capacity, need, target)
+        if not any(kernel.transient for kernel in self.signature.kernels):
+            self.programs.workspaces[self.size] = self.signature
+        if self.state is not None:
+            executor = self._executor()
+            self.state = executor.move(self.saving, before, self.state)
+        self._buffers.clear()
+        return True
 
     def _executor(self) -> Fused | Dispatch:
         assert self.signature is not None
@@ -504,21 +344,6 @@ class Workspace:
             bases[t, : len(bases_of_type)] = bases_of_type
         return bases
 
-    def _find_rows(self, nodes: np.ndarray) -> None:
-        """Finds the rows of the results of nodes that run, and of all if arenas have moved."""
-        if self._moved:
-            nodes, self._moved = np.flatnonzero(self._lane.array >= 0), False
-        values, bases = self._values_of(nodes), self._find_bases()
-        node = self._value_node.array[values]
-        slot = values - self._value_ptr.array[node]
-        rows = bases[self._node_type.array[node], slot] + self._lane.array[node]
-        self._value_row.array[values] = rows
-
-    def rows(self, values: np.ndarray) -> np.ndarray:
-        """int64[...], the rows of values and of inputs; below 0 if they have none yet."""
-        of_inputs = self._input_row.take(-1 - values)
-        return np.where(values < 0, of_inputs, self._value_row.take(values))
-
     def _run(self, table: np.ndarray, fresh: set[Kind]) -> Any:
         """Runs a table; returns the rows it returns from each arena."""
         signature = self.signature
@@ -534,7 +359,7 @@ class Workspace:
             skip = kind not in fresh and room * row_bytes(kind) > SMALL_INPUT_BYTES
             inputs.append(rows[:0] if skip else rows)
         if self.trial is not None:
-            self._take_in()
+            self.graph.take_up()
             self.trial.run(signature, table, self._num_inputs)
             self.trial.finish(*self.whole({}, stacked=True))
         outputs, self.state = executor.advance(
@@ -561,12 +386,17 @@ class Workspace:
         self, values: np.ndarray, wanted: dict[Kind, np.ndarray], outputs: PyTree
     ) -> list[Any]:
         """Values that were returned, as arrays of NumPy; waits until they are computed."""
-        assert self.signature is not None
         found: dict[int, np.ndarray] = {}
         for kind, numbers in wanted.items():
-            rows = np.asarray(outputs[self.signature.arena_ids[kind]])
-            found |= {value: rows[i, ...] for i, value in enumerate(numbers.tolist())}
+            rows = self._rows_read(outputs, kind, len(numbers))
+            found.update(zip(numbers.tolist(), rows, strict=True))
         return [found[value] for value in values.tolist()]
+
+    def _rows_read(self, outputs: PyTree, kind: Kind, count: int) -> list[np.ndarray]:
+        """The first rows that were returned from an arena; waits until they are computed."""
+        assert self.signature is not None
+        rows = np.asarray(outputs[self.signature.arena_ids[kind]])
+        return [rows[i, ...] for i in range(count)]
 
     # --- when all is computed ---
 
@@ -578,7 +408,7 @@ class Workspace:
         for kind in signature.arenas:
             references = np.array(returned.get(kind, ()), np.int64)
             rows = np.zeros(len(references) if stacked else round_up(len(references)), np.int32)
-            rows[: len(references)] = self.rows(references)
+            rows[: len(references)] = self.graph.rows(references)
             places.append(rows)
         picked = self._executor().pick(self.state, tuple(places))
         self.close()
@@ -599,18 +429,19 @@ class Workspace:
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
-        self._take_in()
+        recorded = self.graph
+        recorded.take_up()
         nodes = np.concatenate([round_nodes for round_nodes, _ in self._rounds])
-        nodes = nodes[np.lexsort((nodes, self._node_owner.array[nodes]))]
+        nodes = nodes[np.lexsort((nodes, recorded.node_owner.array[nodes]))]
         order = [numbers for _, _, numbers in self._chunks]
-        place = np.full(len(self._input_row.array), -1)
+        place = np.full(len(recorded.input_row), -1)
         inputs = np.concatenate(order) if order else np.zeros(0, np.int64)
         place[inputs] = np.arange(len(inputs))
-        local_node = np.full(len(self._node_type.array), -1)
+        local_node = np.full(len(recorded.node_type), -1)
         local_node[nodes] = np.arange(len(nodes))
-        part = self._graph(nodes)
-        value = np.full(len(self._value_node.array), -1)
-        value[self._values_of(nodes)] = np.arange(part.num_values)
+        part = recorded.part(nodes)
+        value = np.full(len(recorded.value_node), -1)
+        value[recorded.values_of(nodes)] = np.arange(part.num_values)
 
         def moved(references: np.ndarray) -> np.ndarray:
             inner = references >= 0
@@ -619,8 +450,7 @@ class Workspace:
             new_references[~inner] = -1 - place[-1 - references[~inner]]
             return new_references
 
-        counts = np.diff(part.operand_ptr)
-        read = self._operand.array[ranges(self._operand_ptr.array[nodes], counts)]
+        read = recorded.operands_of(nodes)
         graph = replace(
             part, operand=moved(read), inputs=tuple(chunk for chunk, _, _ in self._chunks)
         )
@@ -639,7 +469,7 @@ class Workspace:
         outputs = {kind: moved(np.array(values)).tolist() for kind, values in returned.items()}
         placed = self._place(graph, every, outputs, stacked)
         layout = placed.layout
-        if not np.array_equal(layout.lane, self._lane.array[nodes]):
+        if not np.array_equal(layout.lane, recorded.lane.array[nodes]):
             raise RuntimeError(
                 "the rounds of a batched function and their reverse lay values out differently; "
                 "this is a mistake in jedbatch, please report it"
@@ -654,11 +484,6 @@ class Workspace:
         )
         return placed, signature
 
-    def _values_of(self, nodes: np.ndarray) -> np.ndarray:
-        """The results of some nodes, in order."""
-        ptr = self._value_ptr.array
-        return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
-
     def pull_back(self, arrays: PyTree, cotangents: Sequence[Any]) -> Any:
         """Cotangents of the instances' arrays from those of all input rows of each arena."""
         assert self.signature is not None
@@ -666,7 +491,7 @@ class Workspace:
         for chunk, instance, numbers in self._chunks:
             of_arena = cotangents[self.signature.arena(chunk.type)]
             if chunk.leaf is not None and of_arena is not None:
-                first = int(self._input_row.array[numbers[0]])
+                first = int(self.graph.input_row.array[numbers[0]])
                 parts.append((chunk, instance))
                 cotangents_given.append(of_arena[first : first + len(numbers)])
 

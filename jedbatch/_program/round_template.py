@@ -19,10 +19,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import lanes_of
@@ -33,6 +34,22 @@ if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
 
 NOT_RUN = -(1 << 40)  # in place of the row or lane of what does not run; far below what is added
+
+
+class TemplateInputs(NamedTuple):
+    """Inputs of a round that are read alike.
+
+    Attributes:
+      type: of their values.
+      kind: their arena.
+      places: int64[_], where they are in `RoundTemplate.inputs`.
+      numbers: which they are, counted from the first one recorded.
+    """
+
+    type: ValueType
+    kind: Kind
+    places: np.ndarray
+    numbers: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +70,7 @@ class RoundTemplate:
       old_reference, old_offset: of which reference recorded each older operand is a part, and
         which one.
       inputs: the inputs read, counted from the first one recorded, ascending.
-      groups: id and kind of each group of these, and their places in `inputs`.
+      groups: these by value type.
       wanted: values whose rows are returned, by arena.
       pending: how many nodes of each type were recorded that do not run.
     """
@@ -67,7 +84,7 @@ class RoundTemplate:
     old_reference: Int64[np.ndarray, " Q"]
     old_offset: Int64[np.ndarray, " Q"]
     inputs: Int64[np.ndarray, " J"]
-    groups: tuple[tuple[int, Kind, np.ndarray], ...]
+    groups: tuple[TemplateInputs, ...]
     wanted: Mapping[Kind, Int64[np.ndarray, " _"]]
     pending: Mapping[int, int]
     _bound: tuple[Signature, BoundTemplate | None] | None = None
@@ -95,7 +112,7 @@ class RoundTemplate:
         returned = signature.returned
         if any(returned.get(kind, 0) < len(values) for kind, values in self.wanted.items()):
             return None
-        if any(kind not in signature.arena_ids for _, kind, _ in self.groups):
+        if any(group.kind not in signature.arena_ids for group in self.groups):
             return None
         runs = placed.runs.copy()
         kernel, width = np.divmod(runs[:, 0], NUM_WIDTHS)

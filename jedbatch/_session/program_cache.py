@@ -73,8 +73,8 @@ class ProgramCache:
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
       rounds, templates, workspaces: for functions that decide on values: rounds laid out, by their
-        structure; templates of rounds, or why there is none, by how they are recorded; and the
-        largest program in use by the number of instances.
+        structure; templates of rounds, if they have one, by how they are recorded; and the largest
+        program in use by the number of instances.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -95,7 +95,7 @@ class ProgramCache:
         self.rounds: dict[Hashable, Placement] = Memory(
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
-        self.templates: dict[Hashable, RoundTemplate | str] = Memory(
+        self.templates: dict[Hashable, RoundTemplate | None] = Memory(
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
@@ -596,5 +596,5 @@ def _fits(x: Any, aval: ShapedArray) -> bool:
     return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
 
 
-def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | str) -> int:
+def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | None) -> int:
     return 8 * sum(len(part) for part in key if isinstance(part, bytes))

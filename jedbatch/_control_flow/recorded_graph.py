@@ -1,0 +1,209 @@
+"""`RecordedGraph`: all that was recorded, as one graph that grows, and the rows of its values.
+
+What instances record is taken up when it is needed. Where rounds are like rounds before, it is not:
+rows of values and inputs are all that the next round asks for, and they are known at once. So nodes
+of several rounds may be taken up together, with the lanes that they have got by then.
+"""
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from jedbatch._control_flow.growing_array import GrowingArray
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
+from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._program.round_template import NOT_RUN, RoundTemplate
+from jedbatch._record.recorder import Recorder
+from jedbatch._record.trace import find_operands
+
+
+class RecordedGraph:
+    """What the instances of a minibatch have recorded.
+
+    Letters: `N` nodes, `V` their results, `I` inputs.
+
+    Attributes:
+      turns: of each turn that is not taken up its instance, and nodes and inputs in all at its end.
+      node_type, node_owner, lane: [N]; the lane is -1 before the node runs.
+      operand_ptr, operand: [N + 1] and what nodes read: values, and inputs as `-1 - i`.
+      value_ptr, value_node: [N + 1] and [V].
+      value_row: [V], below 0 before it is computed.
+      input_owner, input_group, input_row: [I]; the row is -1 before it is used.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.turns: list[int] = []
+        self._num_references = 0
+        self._ran: list[tuple[int, RoundTemplate, np.ndarray]] = []
+        self.node_type = GrowingArray(np.int32)
+        self.node_owner = GrowingArray(np.int32)
+        self.lane = GrowingArray(np.int64)
+        self.operand_ptr = GrowingArray(np.int64)
+        self.operand = GrowingArray(np.int64)
+        self.value_ptr = GrowingArray(np.int64)
+        self.value_node = GrowingArray(np.int64)
+        self.value_row = GrowingArray(np.int64)
+        self.input_owner = GrowingArray(np.int32)
+        self.input_group = GrowingArray(np.int64)
+        self.input_row = GrowingArray(np.int64)
+        self.operand_ptr.extend([0])
+        self.value_ptr.extend([0])
+
+    def note_turn(self, instance: int) -> None:
+        """An instance has recorded what is new since the last note."""
+        recorder = self.recorder
+        self.turns += (instance, len(recorder.call_specs), len(recorder.input_group))
+
+    def note_run(
+        self,
+        first_node: int,
+        template: RoundTemplate,
+        first_lane: np.ndarray,
+        rows: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Notes that what was recorded last runs like a round before.
+
+        Args:
+          first_node: of the round.
+          template: of the round.
+          first_lane: int64[K], of each of its kernels.
+          rows: of its values and of its inputs.
+        """
+        self._ran.append((first_node, template, first_lane))
+        self.value_row.extend(rows[0])
+        self.input_row.extend(rows[1])
+
+    def take_up(self) -> None:
+        """Takes up what was recorded since the last time."""
+        recorder, registry = self.recorder, self.recorder.registry
+        calls = int64_of(recorder.call_specs, len(self.node_type))
+        references = int64_of(recorder.references, self._num_references)
+        self._num_references += len(references)
+        node_type, arity, operand = find_operands(registry, calls, references)
+        counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
+        first = len(self.node_type)
+        self.node_type.extend(node_type)
+        self.lane.extend(np.full(len(node_type), -1))
+        self.operand.extend(operand)
+        self.operand_ptr.extend(self.operand_ptr.array[-1] + arity.cumsum())
+        self.value_ptr.extend(self.value_ptr.array[-1] + counts.cumsum())
+        self.value_node.extend(np.repeat(first + np.arange(len(node_type)), counts))
+        self.input_group.extend(int64_of(recorder.input_group, len(self.input_group)))
+        owner, *ends = int64_of(self.turns).reshape(-1, 3).T
+        self.turns.clear()
+        for column, end in zip((self.node_owner, self.input_owner), ends, strict=True):
+            column.extend(np.repeat(owner, np.diff(end, prepend=len(column))))
+        self.value_row.extend(np.full(len(self.value_node) - len(self.value_row), NOT_RUN))
+        self.input_row.extend(np.full(len(self.input_owner) - len(self.input_row), -1))
+        for begin, template, first_lane in self._ran:
+            layout = template.placed.layout
+            offset = np.zeros(len(layout.lanes), np.int64)
+            offset[list(template.placed.type_ids)] = first_lane
+            self.lane.array[begin + template.nodes] = layout.lane + offset[layout.graph.node_type]
+        self._ran.clear()
+
+    def needed(self, values: np.ndarray) -> np.ndarray:
+        """The nodes that values depend on and that have not run, instance after instance."""
+        lane, maker = self.lane.array, self.value_node.array
+        ptr, operand = self.operand_ptr.array, self.operand.array
+        is_needed = np.zeros(len(lane), bool)
+        nodes = maker[values[values >= 0]]
+        while True:
+            nodes = nodes[(lane[nodes] < 0) & ~is_needed[nodes]]
+            if not len(nodes):
+                break
+            nodes = distinct(nodes)
+            is_needed[nodes] = True
+            read = operand[ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])]
+            nodes = maker[read[read >= 0]]
+        nodes = np.flatnonzero(is_needed)
+        return nodes[np.argsort(self.node_owner.array[nodes], kind="stable")]
+
+    def part(self, nodes: np.ndarray) -> Graph:
+        """The graph of some nodes; inputs and what others have computed is all the same to it.
+
+        Its instances are those that have nodes in it: who they are makes no difference.
+        """
+        counts = np.diff(self.operand_ptr.array)[nodes]
+        operand = self.operands_of(nodes)
+        local = np.full(len(self.value_node), -1)
+        values = self.values_of(nodes)
+        local[values] = np.arange(len(values))
+        inner = operand >= 0
+        operand[inner] = local[operand[inner]]
+        changes = np.flatnonzero(np.diff(self.node_owner.array[nodes])) + 1
+        node_ptr = np.concatenate([[0], changes, [len(nodes)]]).astype(np.int64)
+        nothing = np.zeros_like(node_ptr)
+        return Graph(
+            self.recorder.registry.types,
+            self.node_type.array[nodes],
+            pointers(counts),
+            np.maximum(operand, -1).astype(np.int32),
+            (),
+            np.zeros(0, np.int32),
+            node_ptr,
+            nothing,
+            nothing,
+        )
+
+    def operand_places(self, nodes: np.ndarray) -> np.ndarray:
+        """The places of what some nodes read among all operands, in order."""
+        ptr = self.operand_ptr.array
+        return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
+
+    def operands_of(self, nodes: np.ndarray) -> np.ndarray:
+        """What some nodes read, in order."""
+        return self.operand.array[self.operand_places(nodes)]
+
+    def values_of(self, nodes: np.ndarray) -> np.ndarray:
+        """The results of some nodes, in order."""
+        ptr = self.value_ptr.array
+        return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
+
+    def by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
+        """Values and inputs by the arena they are in."""
+        by_kind: dict[Kind, list[int]] = collections.defaultdict(list)
+        for value in values.tolist():
+            by_kind[self.kind(value)].append(value)
+        return {kind: np.array(numbers) for kind, numbers in by_kind.items()}
+
+    def kind(self, value: int) -> Kind:
+        """The kind of a value or an input."""
+        if value < 0:
+            return self.kind_of_group(self.recorder.input_group[-1 - value])
+        node = int(self.value_node.array[value])
+        results = self.recorder.registry.types[self.node_type.array[node]].results
+        return stored(results[value - int(self.value_ptr.array[node])])
+
+    def kind_of_group(self, group: int) -> Kind:
+        """The kind of the inputs of a group."""
+        registry = self.recorder.registry
+        return stored(registry.value_types[registry.groups[group][1]])
+
+    def is_brought(self, groups: Sequence[int]) -> list[bool]:
+        """Whether inputs of groups are numbers and arrays that functions bring, for each of them.
+
+        Others are parts of the arrays of an instance.
+        """
+        return [self.recorder.registry.groups[g][0] == "value" for g in groups]
+
+    def find_rows(self, nodes: np.ndarray, bases: np.ndarray) -> None:
+        """Finds the rows of the results of nodes that have lanes.
+
+        Args:
+          nodes: the nodes.
+          bases: int64[T, R], the row of the first lane, for each result of each type.
+        """
+        values = self.values_of(nodes)
+        node = self.value_node.array[values]
+        slot = values - self.value_ptr.array[node]
+        rows = bases[self.node_type.array[node], slot] + self.lane.array[node]
+        self.value_row.array[values] = rows
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """int64[...], the rows of values and of inputs; below 0 if they have none yet."""
+        of_inputs = self.input_row.take(-1 - values)
+        return np.where(values < 0, of_inputs, self.value_row.take(values))

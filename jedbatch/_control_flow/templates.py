@@ -1,0 +1,72 @@
+"""Templates of rounds, made of rounds that ran (see `_program.round_template`)."""
+
+import collections
+
+import numpy as np
+
+from jedbatch._control_flow.recorded import Recorded
+from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._graph.paths import distinct, ranges
+from jedbatch._program.placement import Placement
+from jedbatch._program.round_template import NOT_RUN, RoundTemplate, TemplateInputs, find_sources
+
+
+def template_of(
+    graph: RecordedGraph, new: Recorded, nodes: np.ndarray, placed: Placement, values: np.ndarray
+) -> RoundTemplate | None:
+    """Returns the template of the round that ran last; None if it cannot be repeated.
+
+    A round that runs nodes of earlier rounds cannot, and neither can one that reads the arrays of
+    an instance for the first time.
+
+    Args:
+      graph: all that was recorded.
+      new: what was recorded since the round before.
+      nodes: those that ran.
+      placed: the same in batches.
+      values: what was wanted.
+    """
+    first, registry, layout = new.first, graph.recorder.registry, placed.layout
+    operand = graph.operands_of(nodes)
+    inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
+    groups = distinct(new.groups[inputs]).tolist()
+    if (nodes < first.nodes).any() or not all(graph.is_brought(groups)):
+        return None
+    value_node = graph.value_node.array[first.values :]
+    num_values = len(value_node)
+    source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
+    widths = np.array([w for c in new.calls.tolist() for w in registry.call_specs[c].widths])
+    part_of, part = np.repeat(np.arange(len(widths)), widths), ranges(np.zeros_like(widths), widths)
+    places = graph.operand_places(nodes)[old] - graph.operand_ptr.array[first.nodes]
+    node_type = graph.node_type.array
+    kernel = np.zeros(len(registry.types), np.int64)
+    kernel[list(placed.type_ids)] = np.arange(len(placed.type_ids))
+    position = np.full(len(node_type) - first.nodes, -1)
+    position[nodes - first.nodes] = np.arange(len(nodes))
+    runs = position[value_node - first.nodes]
+    slot = first.values + np.arange(num_values) - graph.value_ptr.array[value_node]
+    pending = node_type[first.nodes + np.flatnonzero(position < 0)]
+    return RoundTemplate(
+        placed,
+        nodes - first.nodes,
+        np.where(runs < 0, 0, kernel[node_type[value_node]]),
+        np.append(layout.lane, NOT_RUN)[runs],
+        np.where(runs < 0, 0, slot),
+        source,
+        part_of[places],
+        part[places],
+        inputs,
+        tuple([_inputs_of(graph, new, inputs, g) for g in groups]),
+        {kind: own - first.values for kind, own in graph.by_kind(values).items()},
+        collections.Counter(pending.tolist()),
+    )
+
+
+def _inputs_of(
+    graph: RecordedGraph, new: Recorded, inputs: np.ndarray, group: int
+) -> TemplateInputs:
+    """Returns those among the inputs of a round that belong to a group."""
+    registry = graph.recorder.registry
+    value_type = registry.value_types[registry.groups[group][1]]
+    places = np.flatnonzero(new.groups[inputs] == group)
+    return TemplateInputs(value_type, graph.kind_of_group(group), places, inputs[places].tolist())
