@@ -6,15 +6,14 @@ first one of the round; those of earlier rounds count as one, since it makes no 
 round which of them it reads, once they are computed.
 """
 
-from collections.abc import Hashable
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.paths import int64_of
-from jedbatch._jaxpr.identity import Same
 from jedbatch._record.recorder import Recorder
-from jedbatch._schedule.policy import Policy, version_of
+from jedbatch._support.native import core
 
 OLD = np.iinfo(np.int64).min  # in place of a reference to an earlier round
 
@@ -40,50 +39,54 @@ class Beginning(NamedTuple):
         )
 
 
-class Recorded(NamedTuple):
+class Recorded:
     """What was recorded since a round began.
 
     Attributes:
       first: how much was recorded before.
-      calls: int64[N], the id of the call spec of each node.
-      references: int64[R], what they read, as in `Recorder.references`.
-      groups: int64[I], the group of each input.
-      turns: int64[turns, 3], of each turn its instance, and nodes and inputs in all at its end.
+      recorder: what records.
+      turns: of each turn its instance, and nodes and inputs in all at its end.
     """
 
-    first: Beginning
-    calls: np.ndarray
-    references: np.ndarray
-    groups: np.ndarray
-    turns: np.ndarray
+    def __init__(self, first: Beginning, recorder: Recorder, turns: list[int]):
+        self.first = first
+        self.recorder = recorder
+        self.turns = turns
 
-    @staticmethod
-    def since(first: Beginning, recorder: Recorder, turns: list[int]) -> "Recorded":
-        """Returns what a recorder has recorded, in these turns."""
-        return Recorded(
-            first,
-            int64_of(recorder.call_specs, first.nodes),
-            int64_of(recorder.references, first.references),
-            int64_of(recorder.input_group, first.inputs),
-            int64_of(turns, first.turns).reshape(-1, 3),
-        )
+    @functools.cached_property
+    def calls(self) -> np.ndarray:
+        """int64[N], the id of the call spec of each node."""
+        return int64_of(self.recorder.call_specs, self.first.nodes)
 
-    def key(self, policy: Policy | None, values: np.ndarray) -> Hashable | None:
-        """Returns what a round that computes some values depends on but for its place.
+    @functools.cached_property
+    def references(self) -> np.ndarray:
+        """int64[R], what they read, as in `Recorder.references`."""
+        return int64_of(self.recorder.references, self.first.references)
 
-        None if a value was recorded in an earlier round.
+    @functools.cached_property
+    def groups(self) -> np.ndarray:
+        """int64[I], the group of each input."""
+        return int64_of(self.recorder.input_group, self.first.inputs)
+
+    def key(self, values: np.ndarray) -> bytes | None:
+        """Returns what a round that computes some values is known by, wherever it comes.
+
+        None if a value was recorded in an earlier round. The twin of `_support/c/rounds.c`.
         """
-        first, references, turns = self.first, self.references, self.turns
+        first, recorder, compiled = self.first, self.recorder, core()
+        if compiled is not None and isinstance(recorder.call_specs, compiled.Ints):
+            columns = recorder.call_specs, recorder.references, recorder.input_group, self.turns
+            begins = first.nodes, first.references, first.inputs, first.turns, first.values
+            return compiled.round_key(columns, (values,), begins)
         if not len(values) or values.min() < first.values:
             return None
+        references, turns = self.references, int64_of(self.turns, first.turns).reshape(-1, 3)
         is_new = references >= first.values
         shifted = np.where(is_new, references - first.values, references + first.inputs)
         shifted[~is_new & (references >= -first.inputs)] = OLD
         owner, ends = turns[:, 0], turns[:, 1:] - (first.nodes, first.inputs)
-        if len(owner) > 1 and (owner[1:] <= owner[:-1]).any():  # parts of instances take turns
-            owner = np.unique(owner, return_inverse=True)[1]
-        else:
-            owner = owner[:0]
-        parts = self.calls, shifted, self.groups, owner, ends, values - first.values
-        version = None if policy is None else version_of(policy)
-        return Same(policy), version, *[x.tobytes() for x in parts]
+        ascend = (owner[1:] > owner[:-1]).all()  # unless parts of instances take turns
+        rank = owner[:0] if ascend else np.unique(owner, return_inverse=True)[1]
+        counts = [*map(len, (self.calls, shifted, self.groups)), turns.size, len(values)]
+        parts = self.calls, shifted, self.groups, ends.ravel(), values - first.values, rank
+        return np.concatenate([np.array(counts, np.int64), *parts]).tobytes()

@@ -15,6 +15,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._program.round_template import NOT_RUN, RoundTemplate
+from jedbatch._record.fast_path import lists_of_ints
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.trace import find_operands
 
@@ -35,7 +36,7 @@ class RecordedGraph:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self.turns: list[int] = []
+        (self.turns,) = lists_of_ints(recorder.result, 1)
         self._num_references = 0
         self._ran: list[tuple[int, RoundTemplate, np.ndarray]] = []
         self.node_type = GrowingArray(np.int32)

@@ -24,7 +24,7 @@ recorded when one value is read, which ends batching; waiting in turns does not.
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
@@ -36,9 +36,11 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.workspace import Workspace
+from jedbatch._graph.paths import int64_of
 from jedbatch._jaxpr.configuration import EAGER, configuration
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import results_from, rows_of_inputs, rows_on_host
 from jedbatch._program.lower import lower
 from jedbatch._program.output_spec import OutputSpec
@@ -296,6 +298,7 @@ class Attempt:
         self._known: dict[int, np.ndarray] = {}  # results and inputs, by reference
         self._known_shared: dict[int, np.ndarray] = {}
         self._readable: set[int] = set()  # types of values that Python may read
+        self._rounds_like: dict[Layout, Round] = {}
         self._results: list[Any] = [None] * len(call.instances)
         self._fibers = Fibers(self._record, len(call.instances))
 
@@ -417,9 +420,17 @@ class Attempt:
         waiting = self._fibers.waiting
         values = list(dict.fromkeys(waiting.values()))
         with pause():
-            layout, computed = self.workspace.compute(np.array(values), read=True)
+            layout, computed = self.workspace.compute(int64_of(values), read=True)
         self._known.update(zip(values, computed, strict=True))
-        self._call.rounds.append(Round.of(layout, len(waiting), time.perf_counter() - start))
+        self._note_round(layout, len(waiting), start)
+
+    def _note_round(self, layout: Layout, instances: int, start: float) -> None:
+        """Notes what ran in a round, for those who waited for it."""
+        like = self._rounds_like.get(layout)
+        if like is None:
+            like = self._rounds_like[layout] = Round.of(layout, 0, 0.0)
+        seconds = time.perf_counter() - start
+        self._call.rounds.append(replace(like, instances=instances, seconds=seconds))
 
     @unguarded
     def last(self, start: float) -> Any:
@@ -427,7 +438,7 @@ class Attempt:
         references = np.array([r for result in self._results for r in result.references], np.int64)
         self.returned, self.form = self._call.results(self._results, references)
         layout, _ = self.workspace.compute(references, read=False)
-        self._call.rounds.append(Round.of(layout, 0, time.perf_counter() - start))
+        self._note_round(layout, 0, start)
         stacked = self.form.batch is not None
         if self.workspace.trial is not None:
             self.workspace.trial.finish(*self.workspace.whole(self.returned, stacked))

@@ -35,7 +35,8 @@ def template_of(
     value_node = graph.value_node.array[first.values :]
     num_values = len(value_node)
     source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
-    widths = np.array([w for c in new.calls.tolist() for w in registry.call_specs[c].widths])
+    calls = [registry.call_specs[c] for c in new.calls.tolist()]
+    widths = np.array([w for call in calls for w in call.widths], np.int64)
     part_of, part = np.repeat(np.arange(len(widths)), widths), ranges(np.zeros_like(widths), widths)
     places = graph.operand_places(nodes)[old] - graph.operand_ptr.array[first.nodes]
     node_type = graph.node_type.array

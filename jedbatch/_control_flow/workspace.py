@@ -26,6 +26,7 @@ from jedbatch._control_flow.recorded_graph import RecordedGraph
 from jedbatch._control_flow.templates import template_of
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import distinct, pointers
+from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.bucketing import in_blocks, num_widths
@@ -83,6 +84,7 @@ class Workspace:
         if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
         self.graph = RecordedGraph(recorder)
+        self._latest: tuple[tuple[Signature, bool], Fused | Dispatch] | None = None
         self._first = Beginning(0, 0, 0, 0, 0)
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
         self._waiting: collections.Counter[int] = collections.Counter()  # nodes, by type
@@ -100,8 +102,9 @@ class Workspace:
     def compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Computes what values depend on: (what ran, the values if they are to be `read`)."""
         templates = self.programs.templates
-        new = Recorded.since(self._first, self.recorder, self.graph.turns)
-        key = new.key(self.policy, values) if read else None
+        new = Recorded(self._first, self.recorder, self.graph.turns)
+        recorded = new.key(values) if read else None
+        key = None if recorded is None else (*self._policy_key, recorded)
         template = None if key is None else templates.get(key)
         computed = None if template is None else self._repeat(template, new, values)
         if computed is None:
@@ -241,10 +244,13 @@ class Workspace:
 
     def _round_key(self, graph: Graph) -> Hashable:
         """Returns what the schedule and lanes of a graph depend on."""
-        policy = self.policy
         parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
-        version = None if policy is None else version_of(policy)
-        return Same(policy), version, *(x.tobytes() for x in parts)
+        return *self._policy_key, *(x.tobytes() for x in parts)
+
+    @property
+    def _policy_key(self) -> tuple[Hashable, ...]:
+        """What schedules depend on besides graphs."""
+        return Same(self.policy), None if self.policy is None else version_of(self.policy)
 
     def _place(
         self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]], stacked: bool
@@ -331,7 +337,10 @@ class Workspace:
 
     def _executor(self) -> Fused | Dispatch:
         assert self.signature is not None
-        return self.programs.executor(self.signature, ())
+        of = self.signature, finds_faults()
+        if self._latest is None or self._latest[0] != of:
+            self._latest = of, self.programs.executor(self.signature, ())
+        return self._latest[1]
 
     def _find_bases(self) -> np.ndarray:
         """int64[T, R]: the row of the first lane, for each result of each type in use."""

@@ -59,6 +59,7 @@ PyObject *find_operands(PyObject *module, PyObject *given);
 PyObject *rank_batches(PyObject *module, PyObject *args);
 PyObject *cut_lanes(PyObject *module, PyObject *given);
 PyObject *find_runs(PyObject *module, PyObject *args);
+PyObject *round_key(PyObject *module, PyObject *args);
 PyObject *write_table(PyObject *module, PyObject *args);
 PyObject *write_graph(PyObject *module, PyObject *args);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
