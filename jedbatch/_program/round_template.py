@@ -17,6 +17,7 @@ rounds are read: their rows are given.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -184,16 +185,17 @@ class BoundTemplate:
 
     def has_lanes(self, first_lane: Sequence[int]) -> bool:
         """Returns whether there are as many lanes of each kernel behind some."""
-        kernels, used = self.template.placed.kernels, self.template.lanes
+        kernels = self.template.placed.kernels
+        ends = map(operator.add, first_lane, self.template.lanes)
         return all(
-            in_blocks(first + more, kernel.blocks) <= lanes
-            for first, more, kernel, lanes in zip(
-                first_lane, used, kernels, self.lanes, strict=True
-            )
+            in_blocks(end, kernel.blocks) <= lanes
+            for end, kernel, lanes in zip(ends, kernels, self.lanes, strict=True)
         )
 
     def value_rows(self, first_lane: Int64[np.ndarray, " K"]) -> np.ndarray:
         """Returns int64[V], the row of each value; below 0 of those that do not run."""
+        if len(first_lane) == 1:
+            return self.value_row + first_lane[0]
         return self.value_row + first_lane[self.template.value_kernel]
 
     def table(
@@ -205,17 +207,25 @@ class BoundTemplate:
           first_lane: of each kernel.
           rows: of its values, of the inputs it reads, and of the older operands.
         """
-        form, signature = self.signature.form, self.signature
-        table = np.zeros(form.size, np.int32)
+        signature = self.signature
         runs = self.runs.copy()
         runs[:, 1] += first_lane[self.run_kernel]
         instructions = signature.instructions.encode(runs)
-        form.view(table, "num_instructions")[0] = len(instructions)
-        form.view(table, "instructions")[: len(instructions)] = instructions
-        table[self.at + first_lane[self.at_kernel]] = rows[self.read]
+        table = np.zeros(signature.form.size, np.int32)
+        count, first = self.instructions_at
+        table[count] = len(instructions)
+        table[first : first + instructions.size] = instructions.ravel()
+        shift = first_lane[self.at_kernel] if len(first_lane) > 1 else first_lane[0]
+        table[self.at + shift] = rows[self.read]
         for _, place, values in self.outputs:
             table[place] = rows[values]
         return table
+
+    @functools.cached_property
+    def instructions_at(self) -> tuple[int, int]:
+        """Where the number of instructions is in a table, and where the instructions begin."""
+        form = self.signature.form
+        return form.offset(("num_instructions",)), form.offset(("instructions",))
 
 
 def find_sources(
