@@ -81,12 +81,14 @@ class Recorded:
         if not len(values) or values.min() < first.values:
             return None
         references, turns = self.references, int64_of(self.turns, first.turns).reshape(-1, 3)
-        is_new = references >= first.values
-        shifted = np.where(is_new, references - first.values, references + first.inputs)
-        shifted[~is_new & (references >= -first.inputs)] = OLD
-        owner, ends = turns[:, 0], turns[:, 1:] - (first.nodes, first.inputs)
+        older = (references >= -first.inputs) & (references < first.values)
+        begin = np.where(references < 0, -first.inputs, first.values)
+        shifted = np.where(older, OLD, references - begin)
+        ends = turns[:, 1:] - (first.nodes, first.inputs)
+        is_new = (np.diff(ends, axis=0, prepend=0) > 0).any(1)  # others record nothing
+        owner, ends = turns[is_new, 0], ends[is_new]
         ascend = (owner[1:] > owner[:-1]).all()  # unless parts of instances take turns
         rank = owner[:0] if ascend else np.unique(owner, return_inverse=True)[1]
-        counts = [*map(len, (self.calls, shifted, self.groups)), turns.size, len(values)]
+        counts = [*map(len, (self.calls, shifted, self.groups, owner)), len(values)]
         parts = self.calls, shifted, self.groups, ends.ravel(), values - first.values, rank
         return np.concatenate([np.array(counts, np.int64), *parts]).tobytes()

@@ -11,17 +11,17 @@ enum { CALLS, REFERENCES, GROUPS, TURNS, NUM_COLUMNS };
 /* Writes the ranks of the owners of turns, unless they ascend; returns how many it wrote, or -1
  * with an error without memory. */
 static Py_ssize_t
-write_ranks(const int64_t *turns, Py_ssize_t num_turns, int64_t *ranks)
+write_ranks(const int64_t *owners, Py_ssize_t num_turns, int64_t *ranks)
 {
     int ascend = 1;
     for (Py_ssize_t i = 1; ascend && i < num_turns; i++)
-        ascend = turns[3 * i] > turns[3 * i - 3];
+        ascend = owners[i] > owners[i - 1];
     if (ascend)
         return 0;
-    int64_t least = turns[0], most = turns[0];
+    int64_t least = owners[0], most = owners[0];
     for (Py_ssize_t i = 1; i < num_turns; i++) {
-        least = turns[3 * i] < least ? turns[3 * i] : least;
-        most = turns[3 * i] > most ? turns[3 * i] : most;
+        least = owners[i] < least ? owners[i] : least;
+        most = owners[i] > most ? owners[i] : most;
     }
     int64_t *rank = calloc((size_t)(most - least) + 2, sizeof(int64_t));
     if (rank == NULL) {
@@ -29,13 +29,35 @@ write_ranks(const int64_t *turns, Py_ssize_t num_turns, int64_t *ranks)
         return -1;
     }
     for (Py_ssize_t i = 0; i < num_turns; i++)
-        rank[turns[3 * i] - least + 1] = 1;
+        rank[owners[i] - least + 1] = 1;
     for (int64_t i = 0; i <= most - least; i++)
         rank[i + 1] += rank[i];
     for (Py_ssize_t i = 0; i < num_turns; i++)
-        ranks[i] = rank[turns[3 * i] - least];
+        ranks[i] = rank[owners[i] - least];
     free(rank);
     return num_turns;
+}
+
+/* Writes nodes and inputs at the end of each turn that records something, counted from `first`, and
+ * then the owners of these turns to `owners`; returns how many there are. */
+static Py_ssize_t
+write_turns(const int64_t *turns, Py_ssize_t num_turns, const Py_ssize_t *first, int64_t *ends,
+            int64_t *owners)
+{
+    int64_t nodes = 0, inputs = 0;
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < num_turns; i++) {
+        int64_t more_nodes = turns[3 * i + 1] - first[CALLS];
+        int64_t more_inputs = turns[3 * i + 2] - first[GROUPS];
+        if (more_nodes > nodes || more_inputs > inputs) {
+            ends[2 * count] = more_nodes;
+            ends[2 * count + 1] = more_inputs;
+            owners[count++] = turns[3 * i];
+        }
+        nodes = more_nodes;
+        inputs = more_inputs;
+    }
+    return count;
 }
 
 /* round_key((call specs, references, groups, turns), (values,), (first of each, first value)): what
@@ -74,8 +96,9 @@ round_key(PyObject *module, PyObject *args)
     for (Py_ssize_t i = 0; is_known && i < num_values; i++)
         is_known = values[i] >= first_value;
     int64_t *key = malloc((size_t)(total + num_values) * sizeof(int64_t)), *at = key;
+    int64_t *owners = malloc((size_t)(num_turns + 1) * sizeof(int64_t));
     PyObject *result = NULL;
-    if (key == NULL)
+    if (key == NULL || owners == NULL)
         PyErr_NoMemory();
     else if (!is_known)
         result = Py_NewRef(Py_None);
@@ -91,18 +114,18 @@ round_key(PyObject *module, PyObject *args)
         }
         for (Py_ssize_t i = 0; i < counts[GROUPS]; i++)
             *at++ = items[GROUPS][i];
-        for (Py_ssize_t i = 0; i < num_turns; i++) {
-            *at++ = items[TURNS][3 * i + 1] - first[CALLS];
-            *at++ = items[TURNS][3 * i + 2] - num_inputs;
-        }
+        Py_ssize_t count = write_turns(items[TURNS], num_turns, first, at, owners);
+        key[TURNS] = count;
+        at += 2 * count;
         for (Py_ssize_t i = 0; i < num_values; i++)
             *at++ = values[i] - first_value;
-        Py_ssize_t num_ranks = write_ranks(items[TURNS], num_turns, at);
+        Py_ssize_t num_ranks = write_ranks(owners, count, at);
         if (num_ranks >= 0)
             result = PyBytes_FromStringAndSize((const char *)key,
                                                (at + num_ranks - key) * (Py_ssize_t)sizeof(*key));
     }
     free(key);
+    free(owners);
     release_buffers(&buffers);
     return result;
 }
