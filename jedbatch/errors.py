@@ -50,6 +50,14 @@ class SymbolicValueError(TypeError):
             h = a(h)
         else:
             h = b(h)
+
+        # and, in a cell, for the loop above
+        goes_on = lambda x: error(params, x) > 1e-3
+        return jax.lax.while_loop(goes_on, lambda x: improve(params, x), x)
+
+    The loop in the cell is decided on the device, and the function is planned like others. In
+    Python, each time that instances wait costs the host some tenths of a millisecond, and a small
+    program on the device.
     """
 
 

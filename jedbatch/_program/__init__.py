@@ -13,30 +13,31 @@ Read in this order:
 7. `placement`: `Placement`: a scheduled graph whose values have arenas and rows, and the sizes
    that it needs.
 8. `lower`: Lowering: a scheduled graph as an integer table.
-9. `alive`: The values of a minibatch that have a cotangent.
-10. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
-11. `lower_vjp`: Lowering the reverse: who reads what, as tables.
-12. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for
+9. `round_template`: `RoundTemplate`: a round met before, as a table to be shifted.
+10. `alive`: The values of a minibatch that have a cotangent.
+11. `cotangent_rows`: In which rows the cotangents that operands send back are kept.
+12. `lower_vjp`: Lowering the reverse: who reads what, as tables.
+13. `fit`: Signatures for minibatches: whether a program fits one, and a new one with room for
    it.
-13. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
-14. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
-15. `sharded`: `DeviceAxis` and `Route`: minibatches that are cut over the devices of an axis of a
+14. `output_spec`: `OutputSpec`: how the rows that a program returns become results.
+15. `memory_use`: Bytes that the results of a minibatch take, and how they are written.
+16. `sharded`: `DeviceAxis` and `Route`: minibatches that are cut over the devices of an axis of a
    mesh.
-16. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
-17. `returned`: The values that a program returns, in pieces that are differentiated or not.
-18. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
+17. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
+18. `returned`: The values that a program returns, in pieces that are differentiated or not.
+19. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-19. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
-20. `interpreter`: Finding the next instruction of a table and running it, again and again, on
+20. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
+21. `interpreter`: Finding the next instruction of a table and running it, again and again, on
    the device.
-21. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-22. `execute`: Running a program: one XLA program for every topology.
-23. `executors`: Executors of programs.
-24. `differentiable`: Batched programs as differentiable functions.
-25. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
-26. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
+22. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+23. `execute`: Running a program: one XLA program for every topology.
+24. `executors`: Executors of programs.
+25. `differentiable`: Batched programs as differentiable functions.
+26. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
+27. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
    results.
-27. `verify`: Verifying plans: tables are run on symbols in place of values.
-28. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+28. `verify`: Verifying plans: tables are run on symbols in place of values.
+29. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

@@ -7,6 +7,11 @@ import numpy as np
 from jedbatch._graph.types import NodeType
 from jedbatch._layout.layout import Layout
 
+MANY_DECISIONS = 12  # times that instances wait before a printed call says how to avoid it
+ADVICE = """\
+Python decides after each of these rounds. Where a loop does little between two decisions, put it
+into a cell with `jax.lax.while_loop`: `help(jedbatch.errors.SymbolicValueError)`"""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -60,6 +65,9 @@ class Rounds(tuple[Round, ...]):
         nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
         plural = "" if len(self) == 1 else "s"
         head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
-        return "\n".join([head, *(f"{i}. {r}" for i, r in enumerate(self, 1))])
+        lines = [head, *(f"{i}. {r}" for i, r in enumerate(self, 1))]
+        if sum(r.instances > 0 for r in self) >= MANY_DECISIONS:
+            lines.append(ADVICE)
+        return "\n".join(lines)
 
     __repr__ = __str__

@@ -310,3 +310,12 @@ def test_keys_are_the_same_in_python(name, monkeypatch):
     compiled = changed(**CHANGES[name])
     monkeypatch.setenv(native.SWITCH, "0")
     assert changed(**CHANGES[name]) == compiled
+
+
+def test_many_decisions_are_advised_on():
+    """The print of a call in which Python decides often says what to write instead."""
+    batched = jedbatch.batch(counted_down)
+    batched(W, [2, 3])
+    assert "while_loop" not in str(batched.last_rounds)
+    batched(W, [2, 14])
+    assert "`jax.lax.while_loop`" in str(batched.last_rounds)
