@@ -5,8 +5,8 @@ Read in this order:
 1. `fibers`: Instances that take turns: each runs until it needs a value that is not computed yet.
 2. `growth`: The capacity of the programs of rounds, and how it grows.
 3. `growing_array`: `GrowingArray`: what is recorded, as arrays that grow at their end.
-4. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from anything
-   else.
+4. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from
+   anything else.
 5. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
    of its values.
 6. `templates`: Templates of rounds, made of rounds that ran.

@@ -12,8 +12,8 @@ own lanes alone and hands the arenas on; nothing is computed twice, nothing move
 done, the rounds *are* a plan of the whole: the reverse sweep runs over all of them at once.
 
 A round that is recorded like one before, as those of a loop are, is not planned again (see
-`_program.round_template`). Its table is shifted to lanes behind the others, and what was recorded is
-taken up later, when something unlike anything before needs it.
+`_program.round_template`). Its table is shifted to lanes behind the others, and what was recorded
+is taken up later, when something unlike anything before needs it.
 """
 
 import collections
