@@ -118,7 +118,8 @@ class Fibers:
     def wait(self, reason: Any) -> None:
         """Called by an instance: returns once `resume` was called and its turn has come."""
         self.waiting[self._fiber] = reason
-        self._give_way()
+        with take_current_trace():
+            self._hub.switch()
 
     def _give_way(self) -> None:
         with take_current_trace():

@@ -57,6 +57,7 @@ def template_of(
         part_of[places],
         part[places],
         inputs,
+        len(new.groups),
         tuple([_inputs_of(graph, new, inputs, g) for g in groups]),
         {kind: own - first.values for kind, own in graph.by_kind(values).items()},
         collections.Counter(pending.tolist()),

@@ -164,7 +164,8 @@ class Workspace:
         if bound is None:
             return None
         first_lane = [self._lanes[t] for t in placed.type_ids]
-        old_row = graph.rows(new.references[template.old_reference] + template.old_offset)
+        old = new.references[template.old_reference]
+        old_row = graph.rows(old + template.old_offset if template.has_parts else old)
         if not bound.has_lanes(first_lane) or not self._has_room(template.pending):
             return None
         if len(old_row) and old_row.min() < 0:
@@ -185,8 +186,10 @@ class Workspace:
         lanes = np.array(first_lane, np.int64)
         value_row = bound.value_rows(lanes)
         table = bound.table(lanes, np.concatenate([value_row, input_row, old_row]))
-        row_of_each = np.full(len(new.groups), -1)
-        row_of_each[template.inputs] = input_row
+        row_of_each = input_row
+        if len(input_row) < template.num_inputs:
+            row_of_each = np.full(template.num_inputs, -1)
+            row_of_each[template.inputs] = input_row
         graph.note_run(first.nodes, template, lanes, (value_row, row_of_each))
         for t, used in zip(placed.type_ids, template.lanes, strict=True):
             self._lanes[t] += used

@@ -71,7 +71,8 @@ class RoundTemplate:
       old_reference, old_offset: of which reference recorded each older operand is a part, and
         which one.
       inputs: the inputs read, counted from the first one recorded, ascending.
-      groups: these by value type.
+      num_inputs: how many were recorded.
+      groups: the inputs read, by value type.
       wanted: values whose rows are returned, by arena.
       pending: how many nodes of each type were recorded that do not run.
     """
@@ -85,10 +86,16 @@ class RoundTemplate:
     old_reference: Int64[np.ndarray, " Q"]
     old_offset: Int64[np.ndarray, " Q"]
     inputs: Int64[np.ndarray, " J"]
+    num_inputs: int
     groups: tuple[TemplateInputs, ...]
     wanted: Mapping[Kind, Int64[np.ndarray, " _"]]
     pending: Mapping[int, int]
     _bound: tuple[Signature, BoundTemplate | None] | None = None
+
+    @functools.cached_property
+    def has_parts(self) -> bool:
+        """Whether an older operand is a part of a tuple other than the first."""
+        return bool(self.old_offset.any())
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
