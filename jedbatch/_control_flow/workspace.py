@@ -98,7 +98,7 @@ class Workspace:
         self._chunks: list[tuple[InputRows, int, np.ndarray]] = []
         self._buffers: dict[Kind, np.ndarray] = {}
         self._filled: dict[Kind, int] = {}  # how many of `_inputs` are in the buffers
-        self._rounds: list[tuple[np.ndarray, Layout]] = []
+        self._rounds: list[tuple[np.ndarray, Placement]] = []
         self.trial = RoundsTrial() if is_wanted() else None
 
     # --- computing ---
@@ -114,8 +114,7 @@ class Workspace:
         if computed is None:
             computed = self._compute(values, read)
             if key is not None and key not in templates:
-                nodes, layout = self._rounds[-1]
-                placed = self.programs.rounds[self._round_key(layout.graph)]
+                nodes, placed = self._rounds[-1]
                 templates[key] = template_of(self.graph, new, nodes, placed, values)
         self._first = Beginning.of(self.recorder, len(self.graph.turns))
         return computed
@@ -138,7 +137,7 @@ class Workspace:
         graph.lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
         ran = np.flatnonzero(graph.lane.array >= 0) if has_moved else nodes
         graph.find_rows(ran, self._find_bases())
-        self._rounds.append((nodes, layout))
+        self._rounds.append((nodes, placed))
         rows = Rows(
             graph.rows(operand),
             None,
@@ -197,7 +196,7 @@ class Workspace:
             self._lanes.setdefault(t, 0)
             self._waiting[t] += count
         nodes = first.nodes + template.nodes
-        self._rounds.append((nodes, placed.layout))
+        self._rounds.append((nodes, placed))
         self._check_rows(nodes, placed.type_ids)
         outputs = self._run(table, {group.kind for group in template.groups})
         if len(template.wanted) == 1:
@@ -242,17 +241,13 @@ class Workspace:
 
     def _plan(self, graph: Graph) -> Placement:
         """Schedule and lanes of a graph; rounds of one structure are planned once."""
-        key = self._round_key(graph)
+        parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
+        key = *self._policy_key, *(x.tobytes() for x in parts)
         placed = self.programs.rounds.get(key)
         if placed is None:
             placed = self._place(graph, schedule(graph, self.policy), {}, stacked=False)
             self.programs.rounds[key] = placed
         return placed
-
-    def _round_key(self, graph: Graph) -> Hashable:
-        """Returns what the schedule and lanes of a graph depend on."""
-        parts = graph.node_type, graph.operand_ptr, graph.operand, graph.node_ptr
-        return *self._policy_key, *(x.tobytes() for x in parts)
 
     @property
     def _policy_key(self) -> tuple[Hashable, ...]:
@@ -470,15 +465,15 @@ class Workspace:
         graph = replace(
             part, operand=moved(read), inputs=tuple(chunk for chunk, _, _ in self._chunks)
         )
-        schedules = [layout.schedule for _, layout in self._rounds]
+        schedules = [placed.schedule for _, placed in self._rounds]
         sizes = np.concatenate([np.diff(s.node_ptr) for s in schedules])
         every = Schedule(
             np.concatenate([s.batch_type for s in schedules]),
             pointers(sizes),
             np.concatenate(
                 [
-                    local_node[round_nodes[layout.schedule.node]]
-                    for round_nodes, layout in self._rounds
+                    local_node[round_nodes[placed.schedule.node]]
+                    for round_nodes, placed in self._rounds
                 ]
             ).astype(np.int32),
         )
