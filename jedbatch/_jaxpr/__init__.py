@@ -14,24 +14,28 @@ Read in this order:
    dtype.
 7. `identity`: Identity of values: the keys of everything that is remembered.
 8. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-9. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+9. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+10. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-10. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-11. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+11. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+12. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-12. `list_expressions`: Expressions of programs of lists of any length.
-13. `rolling`: Programs of a list of values as programs of lists of any length.
-14. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+13. `list_expressions`: Expressions of programs of lists of any length.
+14. `rolling`: Programs of a list of values as programs of lists of any length.
+15. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-15. `registers`: Basic blocks, and the registers of values that live between them.
-16. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+16. `registers`: Basic blocks, and the registers of values that live between them.
+17. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-17. `program_counters`: A machine for lanes that are at different places of a program.
-18. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+18. `program_counters`: A machine for lanes that are at different places of a program.
+19. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
+20. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+   lanes share.
+21. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-19. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+22. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-20. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-21. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+23. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+24. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -25,7 +25,8 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
-from jedbatch._jaxpr.interpret import has_gradient, reads, shape_of, used_variables, work
+from jedbatch._jaxpr.branches import BLOCK, Branch, apart, apart_with_reverse
+from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.program_counters import pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone
 from jedbatch._jaxpr.versions import (
@@ -44,7 +45,6 @@ LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
 BRANCH_WORK = 1e6  # floating-point operations that all branches do for all lanes, to be kept apart
-BLOCK = 32  # lanes of a branch that run together
 
 # Of these JAX expects that the same results differ from lane to lane whether differentiated or not;
 # here all results of a loop do.
@@ -347,7 +347,7 @@ def _what_decides(eqn: Equation) -> set[int]:
 
 
 def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Callable:
-    branches = [_function(x, mode, how) for x in eqn.params["branches"]]
+    branches = [_branch(x, mode, how) for x in eqn.params["branches"]]
     run = apart_with_reverse if how == "reverse" else apart
     branch_work = [sum(map(work, x.jaxpr.eqns)) for x in eqn.params["branches"]]
 
@@ -361,101 +361,11 @@ def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Ca
     return rule
 
 
-def apart(
-    branches: Sequence[Callable], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
-) -> list[Array]:
-    """Runs for each lane the branch that it takes.
-
-    Args:
-      branches: from operands of one lane to results.
-      index: int[N], the branch of each lane, clamped to those there are.
-      args: operands of lanes, or of all lanes.
-      in_batched: which of these they are.
-
-    Returns:
-      The results of lanes, [N, ...] each.
-    """
-    axes = [0 if batched else None for batched in in_batched]
-
-    def block(branch: Callable, lanes: Array, _: Array, results: list[Array]) -> list[Array]:
-        outs = jax.vmap(branch, axes)(*_taken(args, in_batched, lanes))
-        return [x.at[lanes].set(y) for x, y in zip(results, outs, strict=True)]
-
-    kinds = jax.eval_shape(lambda: jax.vmap(branches[0], axes)(*args))
-    return _each_block(branches, index, block, [jnp.zeros(x.shape, x.dtype) for x in kinds])
-
-
-def apart_with_reverse(
-    branches: Sequence[Callable], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
-) -> list[Array]:
-    """Does the same, and can be differentiated in reverse: each branch for its own lanes."""
-    axes = [0 if batched else None for batched in in_batched]
-    moving = [i for i, x in enumerate(args) if has_gradient(x.dtype)]
-
-    @jax.custom_vjp
-    def run(index: Array, args: Sequence[Array]) -> list[Array]:
-        return apart(branches, index, args, in_batched)
-
-    def forward(index: Array, args: Sequence[Array]) -> tuple[list[Array], Any]:
-        return apart(branches, index, args, in_batched), (index, args)
-
-    def backward(read: Any, cotangents: Sequence[Array]) -> tuple[None, list[Any]]:
-        index, args = read
-        returned = [s for s, x in enumerate(cotangents) if has_gradient(x.dtype)]
-
-        def block(branch: Callable, lanes: Array, exists: Array, sums: list[Array]) -> list[Array]:
-            operands = _taken(args, in_batched, lanes)
-
-            def of_moving(xs: Sequence[Array]) -> list[Array]:
-                every = list(operands)
-                for i, x in zip(moving, xs, strict=True):
-                    every[i] = x
-                outs = jax.vmap(branch, axes)(*every)
-                return [outs[s] for s in returned]
-
-            _, pull_back = jax.vjp(of_moving, [operands[i] for i in moving])
-            given = [x[lanes] for x in (cotangents[s] for s in returned)]
-            (found,) = pull_back(_where(exists, given, [jnp.zeros_like(x) for x in given]))
-            return [
-                total.at[lanes].add(x) if in_batched[i] else total + x
-                for i, total, x in zip(moving, sums, found, strict=True)
-            ]
-
-        sums = _each_block(branches, index, block, [jnp.zeros_like(args[i]) for i in moving])
-        by_place = dict(zip(moving, sums, strict=True))
-        return None, [by_place.get(i) for i in range(len(args))]
-
-    run.defvjp(forward, backward)
-    return run(index, args)
-
-
-def _each_block(
-    branches: Sequence[Callable], index: Array, block: Callable, state: list[Array]
-) -> list[Array]:
-    """Runs `block(branch, lanes, exists, state)` for the lanes of each branch, some at a time.
-
-    Where there are not as many as a block has, the last is there again, and does not `exist`.
-    """
-    index = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
-    order = jnp.argsort(index).astype(jnp.int32)
-    counts = jnp.zeros(len(branches), jnp.int32).at[index].add(1)
-    ends = jnp.cumsum(counts)
-    for number, branch in enumerate(branches):
-        end, begin = ends[number], ends[number] - counts[number]
-
-        def one(i: Array, state: list[Array], branch=branch, begin=begin, end=end) -> list[Array]:
-            place = begin + i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            lanes = order[jnp.minimum(place, end - 1)]
-            found: list[Array] = block(branch, lanes, place < end, state)
-            return found
-
-        state = lax.fori_loop(0, -(-counts[number] // BLOCK), one, state)
-    return state
-
-
-def _taken(args: Sequence[Array], in_batched: Sequence[bool], lanes: Array) -> list[Array]:
-    """Returns operands of some lanes."""
-    return [x[lanes] if batched else x for x, batched in zip(args, in_batched, strict=True)]
+def _branch(closed: Any, mode: ControlFlowName, how: BranchesName) -> Branch:
+    jaxpr = closed.jaxpr
+    used = used_variables(jaxpr)
+    read = frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
+    return Branch(_function(closed, mode, how), read)
 
 
 def _function(closed: Any, mode: ControlFlowName, branches: BranchesName = "forward") -> Callable:

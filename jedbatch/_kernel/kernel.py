@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
 from jedbatch._jaxpr.interpret import (
@@ -125,7 +126,7 @@ class Kernel:
         self.buckets = target.buckets(*lane)
         self.blocks = target.weight_blocks(*lane, rows_per_weight(self.body, self.const_vars))
         if self.diverges:
-            self.buckets = target.diverging
+            self.buckets, self.blocks = target.diverging, target.diverging_blocks
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
@@ -167,6 +168,12 @@ class Kernel:
             self._bodies[branches] = program.eqns
         return self._bodies[branches]
 
+    @functools.cached_property
+    def _differentiated(self) -> Sequence[Equation]:
+        """The body, to be differentiated in reverse."""
+        equations: Sequence[Equation] = saving_little(self.jaxpr.replace(eqns=self.body)).eqns
+        return equations
+
     def environment(self, operands: Sequence[Array]) -> Bindings:
         """The operands and lists of operands by variable."""
         pairs = zip(operands, self.parameters, strict=True)
@@ -183,7 +190,7 @@ class Kernel:
         """(results, all values) of one lane.
 
         `deltas` count as added to some variables; to result s by the key s. `body` is another
-        program that computes the same.
+        program that computes the same, in place of one that is to be differentiated in reverse.
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
@@ -197,7 +204,7 @@ class Kernel:
                 for v, x in zip(eqn.outvars, outs, strict=True)
             ]
 
-        run_equations(self.body if body is None else body, env, rule)
+        run_equations(self._differentiated if body is None else body, env, rule)
         results = []
         for s, (v, t) in enumerate(zip(self.jaxpr.outvars, self.results, strict=True)):
             x = to_stored(value_of(v, env), t)

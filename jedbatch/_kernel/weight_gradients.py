@@ -3,15 +3,12 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import inlined, interpret, reads, run_equation
-from jedbatch._jaxpr.versions import Equation, OpenProgram
+from jedbatch._jaxpr.interpret import inlined
+from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._support.types import Array
 
@@ -83,47 +80,10 @@ class Tap:
             gradient = self.gradient(consts, rows, cotangents)
             return [x + y.astype(x.dtype) for x, y in zip(total, gradient, strict=True)]
         closed = inlined(jax.make_jaxpr(self.gradient)(consts, rows, cotangents))
-        leaves = jax.tree.leaves((consts, rows, cotangents))
-        return _added(closed.jaxpr, closed.consts, leaves, total)
-
-
-def _added(
-    jaxpr: OpenProgram,
-    consts: Sequence[jax.Array],
-    given: Sequence[jax.Array],
-    total: Sequence[jax.Array],
-) -> list[Array]:
-    """`total` and the results of a program, added up.
-
-    Where the program adds rows to zeros it adds them to `total` itself.
-    """
-    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    zeros = {v for v, eqn in maker.items() if _makes_zeros(eqn)}
-    onto: dict[Var, Any] = {}
-    for v, x in zip(jaxpr.outvars, total, strict=True):
-        eqn: Equation | None = maker.get(v) if isinstance(v, Var) else None
-        if eqn is not None and eqn.primitive.name == "scatter-add":
-            onto.update((u, x) for u in eqn.invars[:1] if isinstance(u, Var) and u in zeros)
-
-    def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
-        return [onto[v] for v in eqn.outvars if v in onto] or run_equation(jaxpr, eqn, values)
-
-    sums = []
-    results = interpret(jaxpr, consts, given, rule)
-    for v, x, added in zip(jaxpr.outvars, total, results, strict=True):
-        done = isinstance(v, Var) and v in maker and not onto.keys().isdisjoint(reads(maker[v]))
-        sums.append(added if done else x + added)
-    return sums
+        return added(closed, jax.tree.leaves((consts, rows, cotangents)), total)
 
 
 def _widened(arrays: Sequence[Array]) -> list[Array]:
     """Returns arrays of which those of 16-bit floats are in float32."""
     narrow = (jnp.bfloat16, jnp.float16)
     return [x.astype(jnp.float32) if x.dtype in narrow else x for x in arrays]
-
-
-def _makes_zeros(eqn: Equation) -> bool:
-    """Returns whether an operation fills an array with zeros."""
-    if eqn.primitive.name != "broadcast_in_dim" or not isinstance(eqn.invars[0], Literal):
-        return False
-    return bool(np.all(np.asarray(eqn.invars[0].val) == 0))
