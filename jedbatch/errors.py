@@ -82,6 +82,46 @@ class EscapedValueError(RuntimeError):
     """
 
 
+class UnfinishedLoopError(RuntimeError):
+    """A loop was to take more steps than `max_steps` of `jedbatch.batch` allows.
+
+    **Symptom.** A call of a batched function stops with the cell that the loop is in and the
+    instances in which it did not end; `error.instances` has their numbers, in order.
+
+    **Reason.** `jedbatch.batch(fn, max_steps=n)` bounds every `jax.lax.while_loop`, and every
+    `fori_loop` whose length is a value: after n steps a loop stops, whatever its condition says,
+    so that one instance that never ends does not hold up all others for ever. Functions in which
+    Python decides on values stop when an instance has waited for values n times.
+
+    **Where nothing is raised.** In programs that JAX traces nothing can be raised: under
+    `jax.jit`, in derivatives, and where a minibatch is cut over devices. There, real numbers that
+    come of a loop which was stopped are NaN, whole numbers and flags are those of its last step,
+    and all other instances are as ever. The gradients are NaN then, too: look for it where a loss
+    is looked at, or call the function once outside of `jax.jit` to be told the instances.
+
+    **Cure.** If the loop would end, give a larger `max_steps`. If not, decide in the loop what to
+    do about it, and return whether it has converged:
+
+        def body(state): ...
+        def goes_on(state):
+            return (state.error > 1e-6) & (state.step < 1000)
+    """
+
+    def __init__(self, message: str, instances: tuple[int, ...] = ()):
+        """Makes an error that names some instances.
+
+        Args:
+          message: says what happened.
+          instances: the numbers of the instances, in order.
+        """
+        super().__init__(message)
+        self.instances = instances
+
+    def __reduce__(self) -> tuple:
+        """Returns how the error is sent to another process, with the instances."""
+        return type(self), (str(self), self.instances)
+
+
 class NothingReadyError(ValueError):
     """A policy chose a type that has no ready node.
 
@@ -241,4 +281,5 @@ __all__ = [
     "RecompilationWarning",
     "RetracedCellWarning",
     "SymbolicValueError",
+    "UnfinishedLoopError",
 ]

@@ -33,6 +33,7 @@ class BatchOptions(TypedDict, total=False):
     layout: OrderName
     reuse: bool | None
     control_flow: ControlFlowName
+    max_steps: int | None
     granularity: GranularityName | None
     target: TargetName | Target | None
 
@@ -93,6 +94,7 @@ def batch(
     layout: OrderName = "auto",
     reuse: bool | None = None,
     control_flow: ControlFlowName = "auto",
+    max_steps: int | None = None,
     granularity: GranularityName | None = None,
     target: TargetName | Target | None = None,
 ) -> Batched[*Anything, Any]:
@@ -169,6 +171,12 @@ def batch(
         own nodes; and of loops in loops, and branches with much work in loops, each node is where
         it is by itself, and those at the same place run together. "auto": so where the nodes are
         many and a step is work enough.
+      max_steps: how many steps a `while_loop`, or a `fori_loop` whose length is a value, takes at
+        most, and how often an instance waits for values on which Python decides. Where more would
+        be taken, a call raises `jedbatch.errors.UnfinishedLoopError`, which names the instances.
+        Under `jax.jit`, in derivatives and over several devices nothing can be raised: real numbers
+        that come of a loop which was stopped are NaN. Loops over the rows of arrays whose lengths
+        differ end with these, and have no bound. None, the default, stops no loop, as JAX does.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model
@@ -189,6 +197,7 @@ def batch(
 
     Raises:
       ValueError, TypeError: `fn` is no function, or an option makes no sense.
+      jedbatch.errors.UnfinishedLoopError: when it is called, see `max_steps`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jedbatch
@@ -216,6 +225,7 @@ def batch(
         layout=layout,
         reuse=reuse,
         control_flow=control_flow,
+        max_steps=max_steps,
         granularity=granularity,
         key=key,
         cache_size=cache_size,

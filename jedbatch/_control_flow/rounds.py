@@ -60,7 +60,7 @@ from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
 from jedbatch._support.types import Array, Leaf, PyTree
-from jedbatch.errors import SymbolicValueError
+from jedbatch.errors import SymbolicValueError, UnfinishedLoopError
 
 
 def note_decision(session: Session, symbol: Symbol) -> NoReturn:
@@ -299,6 +299,7 @@ class Attempt:
         self._known_shared: dict[int, np.ndarray] = {}
         self._readable: set[int] = set()  # types of values that Python may read
         self._rounds_like: dict[Layout, Round] = {}
+        self._waited: dict[int, tuple[int, int]] = {}  # how often, and the last round, by instance
         self._results: list[Any] = [None] * len(call.instances)
         self._fibers = Fibers(self._record, len(call.instances))
 
@@ -374,9 +375,28 @@ class Attempt:
                 known[key] = self._input_value(-1 - key)
             else:
                 instance = recorder._instance
+                self._count_wait()
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
         return known[key]
+
+    def _count_wait(self) -> None:
+        """Raises `UnfinishedLoopError` if the instance that asks has waited too often."""
+        bound, current = self._session.programs.max_steps, self._fibers.current
+        if bound is None:
+            return
+        now = len(self._call.rounds)
+        waited, latest = self._waited.get(current, (0, -1))
+        if latest != now:  # its parts may wait in the same round
+            waited, latest = waited + 1, now
+        self._waited[current] = waited, latest
+        if waited > bound:
+            raise UnfinishedLoopError(
+                f"`batch` got max_steps={bound}, and instance {current} needs values to decide on "
+                "after that many rounds. Expected functions that end before; give a larger "
+                "max_steps, or bound the loop in its condition.",
+                (current,),
+            )
 
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         """Returns the results of parts of an instance, which wait for values each on its own."""

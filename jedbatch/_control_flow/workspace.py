@@ -42,6 +42,7 @@ from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
 from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.signature import Signature
+from jedbatch._program.stopped import check, has_bounds
 from jedbatch._program.verify import is_wanted
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.trace import cut_inputs, host_rows
@@ -149,6 +150,7 @@ class Workspace:
         assert lowered is not None
         self._check_rows(nodes, placed.type_ids)
         outputs = self._run(lowered.table, fresh)
+        self._check_loops()
         return layout, self._read(values, wanted, outputs) if read else []
 
     def _repeat(
@@ -199,11 +201,29 @@ class Workspace:
         self._rounds.append((nodes, placed))
         self._check_rows(nodes, placed.type_ids)
         outputs = self._run(table, {group.kind for group in template.groups})
+        self._check_loops()
         if len(template.wanted) == 1:
             (kind,) = template.wanted
             return placed.layout, self._rows_read(outputs, kind, len(values))
         wanted = {kind: own + first.values for kind, own in template.wanted.items()}
         return placed.layout, self._read(values, wanted, outputs)
+
+    def _check_loops(self) -> None:
+        """Raises `UnfinishedLoopError` if a loop was stopped."""
+        signature = self.signature
+        assert signature is not None
+        if self.saving or not has_bounds(signature):
+            return
+        graph = self.graph
+        graph.take_up()  # which has not been done if the round was like one before
+        node_type, lane = graph.node_type.array, graph.lane.array
+        types = {self.programs.kernel(t): t for t in np.unique(node_type).tolist()}
+
+        def instances_of(kernel: Any, lanes: np.ndarray) -> np.ndarray:
+            nodes = np.flatnonzero((node_type == types.get(kernel, -1)) & (lane >= 0))
+            return graph.node_owner.array[nodes[lanes[lane[nodes]]]]
+
+        check(signature, self.state[1], instances_of)
 
     def _has_room(self, pending: Mapping[int, int]) -> bool:
         """Returns whether the program has room for more nodes that do not run yet."""

@@ -28,14 +28,16 @@ Read in this order:
 17. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
 18. `program_counters`: A machine for lanes that are at different places of a program.
-19. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
-20. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+19. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+   says so.
+20. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
+21. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-21. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+22. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-22. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+23. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-23. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-24. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+24. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+25. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.bounded import bounded
 from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
@@ -34,6 +35,7 @@ from jedbatch._jaxpr.interpret import (
     Bindings,
     cares_for_padding,
     inlined,
+    performs,
     reads,
     rows_per_weight,
     run_equation,
@@ -48,6 +50,7 @@ from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.target import CPU, Target
 from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._support.types import Array, ControlFlowName
 
 
@@ -57,6 +60,8 @@ class Kernel:
     Attributes:
       node_type: whose program it is.
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
+      max_steps: the bound of its loops; None if they have none.
+      is_bounded: whether there are loops that have one.
       transient: whether it reads a tracer, which will be gone at the next call.
       reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
@@ -80,23 +85,31 @@ class Kernel:
         reached: bool = False,
         lists: bool = True,
         control_flow: ControlFlowName = "auto",
+        max_steps: int | None = None,
     ):
         """Makes the program of a type; without `lists`, each operand is a parameter."""
         self.node_type = node_type
         self.transient = transient
         self.reached = reached
         self.control_flow = control_flow
+        self.max_steps = max_steps
         self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands
         self.results = node_type.results
         operation = operation_of(node_type)
         num_shared = len(node_type.shared)
         closed = inlined(operation.jaxpr)
+        self.is_bounded = max_steps is not None and performs(closed, "while")
+        if max_steps is not None and self.is_bounded:
+            closed = bounded(closed, max_steps)
         self.parameters = single_parameters(self.operands)
         if lists:
             closed, self.parameters = with_lists(closed, num_shared, self.operands)
         closed = fused(closed, num_shared)
         self.jaxpr = jaxpr = closed.jaxpr
+        self._outvars = list(jaxpr.outvars)
+        if self.is_bounded:
+            self.jaxpr = jaxpr = jaxpr.replace(outvars=self._outvars[:-1])
         shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
         before_lanes = {*jaxpr.constvars, *shared_vars}
         before, self.body = [], []
@@ -107,7 +120,7 @@ class Kernel:
             else:
                 self.body.append(eqn)
         read = [v for eqn in self.body for v in reads(eqn)]
-        read += [v for v in jaxpr.outvars if isinstance(v, Var)]
+        read += [v for v in self._outvars if isinstance(v, Var)]
         self.const_vars = list(dict.fromkeys(v for v in read if v in before_lanes))
         self.num_consts = len(self.const_vars)
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
@@ -126,7 +139,9 @@ class Kernel:
         self.buckets = target.buckets(*lane)
         self.blocks = target.weight_blocks(*lane, rows_per_weight(self.body, self.const_vars))
         if self.diverges:
-            self.buckets, self.blocks = target.diverging, target.diverging_blocks
+            self.buckets = target.diverging
+            # Wide ones: each branch of a block runs for its own lanes, however few these are.
+            self.blocks = Buckets(target.diverging.widths[1:], target.diverging.overhead)
         cares = any(map(cares_for_padding, self.body))
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
@@ -148,7 +163,17 @@ class Kernel:
         branches: BranchesName = "forward",
     ) -> list[Array]:
         """The results of one lane; `branches` as in `without_lock_step`."""
-        return self.evaluate(consts, operands, {}, self._over_lanes(branches))[0]
+        return self.forward_bounded(consts, operands, branches)[0]
+
+    def forward_bounded(
+        self,
+        consts: Sequence[Array],
+        operands: Sequence[Array],
+        branches: BranchesName = "forward",
+    ) -> tuple[list[Array], list[Array]]:
+        """The results of one lane, and, if loops have a bound, whether one was stopped."""
+        results, env = self.evaluate(consts, operands, {}, self._over_lanes(branches))
+        return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -163,7 +188,7 @@ class Kernel:
     def _over_lanes(self, branches: BranchesName) -> Sequence[Equation]:
         """The body, for `vmap` without lock step."""
         if branches not in self._bodies:
-            program = self.jaxpr.replace(eqns=self.body)
+            program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
             program = without_lock_step(program, self.control_flow, branches)
             self._bodies[branches] = program.eqns
         return self._bodies[branches]

@@ -155,14 +155,6 @@ class Target:
         )
         return Buckets(tuple(widths), blocks.overhead)
 
-    @property
-    def diverging_blocks(self) -> Buckets:
-        """The blocks in which weight gradients are computed where values decide on branches.
-
-        They are wide: each branch of a block runs for its own lanes, however few these are.
-        """
-        return Buckets(self.diverging.widths[1:], self.diverging.overhead)
-
     def start_work(self, work: int) -> float:
         """The cost of starting a chunk, as `chunk_work`; some lanes' work where lanes do much.
 

@@ -31,13 +31,15 @@ Read in this order:
 21. `interpreter`: Finding the next instruction of a table and running it, again and again, on
    the device.
 22. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-23. `execute`: Running a program: one XLA program for every topology.
-24. `executors`: Executors of programs.
-25. `differentiable`: Batched programs as differentiable functions.
-26. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
-27. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
+23. `stopped`: Loops that were stopped (`max_steps`): the nodes they are in, and the error that
+    names them.
+24. `execute`: Running a program: one XLA program for every topology.
+25. `executors`: Executors of programs.
+26. `differentiable`: Batched programs as differentiable functions.
+27. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
+28. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
    results.
-28. `verify`: Verifying plans: tables are run on symbols in place of values.
-29. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+29. `verify`: Verifying plans: tables are run on symbols in place of values.
+30. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

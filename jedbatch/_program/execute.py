@@ -47,6 +47,7 @@ from jedbatch._program.lanes import Lanes, reverse_lanes, run_lanes
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.rows import Read, Write, after, put_rows, take_rows
 from jedbatch._program.signature import Signature
+from jedbatch._program.stopped import has_bounds
 from jedbatch._support.types import Array, PyTree
 
 LARGE_ARENAS = 1 << 25  # bytes, from which on malloc of Linux has the kernel map memory anew
@@ -56,7 +57,8 @@ class Forward:
     """The forward half of a program.
 
     Its state is `(arenas, saved)`: the rows of every value, and for each kernel the rows its
-    reverse cannot read again, if `saving`.
+    reverse cannot read again, if `saving`; if not, and if loops have a bound, for each kernel that
+    has such loops bool[lanes], in which lanes one was stopped.
     """
 
     def __init__(self, signature: Signature, saving: bool):
@@ -78,6 +80,9 @@ class Forward:
         if self.saving:
             for k, kernel in enumerate(signature.kernels):
                 saved.append(self.lanes_of(k, "saved", kernel.reverse.saved))
+        elif has_bounds(signature):
+            for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
+                saved.append((jnp.zeros(lanes, bool),) if kernel.is_bounded else ())
         return tuple(arenas), tuple(saved)
 
     def _arenas(self) -> list[Array]:
@@ -188,6 +193,8 @@ class Forward:
         arrays = put_rows(signature.target, table, lane, arrays, rows, writes)
         if self.saving:
             saved[k] = tuple(arrays[len(arenas) :])
+        elif kernel.is_bounded:
+            saved[k] = (put(saved[k][0], residuals[0], lane),)
         return tuple(arrays[: len(arenas)]), tuple(saved)
 
     def results(self, k: int) -> list[Write]:

@@ -94,6 +94,7 @@ class Fused:
         compiled_for = functools.partial(jit_for, signature.target)
         self.pack = jax.jit(self._pack)
         self.once = compiled_for(self._once)
+        self.watched = compiled_for(self._watched)
         self.again = compiled_for(self._again, donate_argnums=3)
         self.save = compiled_for(self._save)
         self.reverse = compiled_for(self._reverse, static_argnums=0)
@@ -119,6 +120,10 @@ class Fused:
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
         return outputs
+
+    def watch(self, shared, inputs, table):
+        """The rows returned from each arena, and where loops were stopped (see `Forward`)."""
+        return self.watched(self._weights(shared), inputs, table)
 
     def blank(self, saving, shared):
         """The state before the first round; rows that inference has not written hold anything."""
@@ -177,6 +182,13 @@ class Fused:
         outputs, state = fused_forward(forward, consts, inputs, table, arenas)
         return outputs, state[0]
 
+    def _watched(self, weights, inputs, table):
+        self._announce("inference")
+        forward = Forward(self.signature, saving=False)
+        consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
+        outputs, state = fused_forward(forward, consts, inputs, table)
+        return outputs, state[1]
+
     def _save(self, shared, inputs, table):
         self._announce("training")
         forward = Forward(self.signature, saving=True)
@@ -230,6 +242,11 @@ class Dispatch:
     def infer(self, shared, inputs, table):
         """The rows returned from each arena."""
         return self._start(Forward(self.signature, saving=False), shared, inputs, table)[0]
+
+    def watch(self, shared, inputs, table):
+        """The rows returned from each arena, and where loops were stopped (see `Forward`)."""
+        outputs, state = self._start(Forward(self.signature, saving=False), shared, inputs, table)
+        return outputs, state[1]
 
     def save(self, shared, inputs, table):
         """The rows returned from each arena, and the state after the last batch."""

@@ -28,11 +28,15 @@ Values = Sequence[jax.Array | None]  # None for what there is none of, or nobody
 def run_lanes(
     kernel: Kernel, consts: Values, operands: Values, width: int, keep_residuals: bool
 ) -> tuple[Values, Values]:
-    """Returns (results, residuals) of some lanes; residuals only if they are kept."""
+    """Returns (results, residuals) of some lanes.
+
+    If residuals are not kept, whether a loop was stopped is in their place, where loops have a
+    bound.
+    """
     over_lanes = functools.partial(jax.vmap, in_axes=(None, 0), axis_size=width)
     if keep_residuals:
         return over_lanes(kernel.reverse.save)(consts, operands)
-    return over_lanes(kernel.forward)(consts, operands), ()
+    return over_lanes(kernel.forward_bounded)(consts, operands)
 
 
 def reverse_lanes(

@@ -26,6 +26,7 @@ from jedbatch._jaxpr.interpret import cares_for_padding
 from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
+from jedbatch._program.stopped import error_of
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.indices import table_rows
 from jedbatch._session.program_cache import ProgramCache
@@ -98,11 +99,22 @@ class MappedProgram:
         shared = self._programs.shared_values(self._closed_over, leaves, ())
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((shared, arrays)))
         run = self._differentiable if traced else self._jitted
-        results = run(shared, *handed_over(list(arrays)))
+        results, stopped = run(shared, *handed_over(list(arrays)))
+        if stopped and not traced:
+            self._check_stopped(stopped)
         if stack:
             return jax.tree.unflatten(self.record.structure, results)
         rows = zip(*map(unstacked, results), strict=True)
         return [jax.tree.unflatten(self.record.structure, row) for row in rows]
+
+    def _check_stopped(self, stopped: Sequence[Array]) -> None:
+        """Raises `UnfinishedLoopError` if a loop was stopped in some row."""
+        kernels = [self._programs.kernel(t) for t in self._graph.node_type.tolist()]
+        of_nodes = zip([kernel for kernel in kernels if kernel.is_bounded], stopped, strict=True)
+        for kernel, flags in of_nodes:
+            rows = np.flatnonzero(fetched(flags))
+            if len(rows):
+                raise error_of(kernel.max_steps, kernel.node_type, rows)
 
     def round(self, rows: int, seconds: float) -> Round:
         """Returns what ran, each node as a batch of all rows; it took so long to begin."""
@@ -113,23 +125,29 @@ class MappedProgram:
         batches = len(self._graph.node_type)
         return Round(0, batches * rows, batches, batches * rows, ran, seconds)
 
-    def _run(self, shared: Sequence[Array], *arrays: Array, branches: BranchesName) -> list[Array]:
+    def _run(
+        self, shared: Sequence[Array], *arrays: Array, branches: BranchesName
+    ) -> tuple[list[Array], list[Array]]:
+        """Returns (the results of all rows, for each node with bounds where a loop was stopped)."""
         self._programs.count("mapped")
         announce(f"compiling a program for {len(arrays[0])} rows of arrays")
         kernels = [self._programs.kernel(t) for t in self._types]
         pairs = zip(kernels, self._compute(shared), strict=True)
         consts = [kernel.prologue(values) for kernel, values in pairs]
         by_type = dict(zip(self._types, zip(kernels, consts, strict=True), strict=True))
-        return jax.vmap(lambda *rows: self._one(by_type, rows, branches))(*arrays)
+        over_rows: Any = jax.vmap(lambda *rows: self._one(by_type, rows, branches))
+        found: tuple[list[Array], list[Array]] = over_rows(*arrays)
+        return found
 
     def _one(
         self, by_type: dict[int, tuple[Any, Any]], rows: Sequence[Array], branches: BranchesName
-    ) -> list[Array]:
-        """Returns the results of one instance; `by_type` has kernels and their consts."""
+    ) -> tuple[list[Array], list[Array]]:
+        """Returns what `_run` does, of one instance; `by_type` has kernels and their consts."""
         graph = self._graph
         mine = [rows[place] for place in self.places]
         inputs = [x for chunk in graph.inputs for x in _inputs(chunk, mine)]
         values: list[Array] = []
+        stopped: list[Array] = []
 
         def read(references: np.ndarray) -> list[Array]:
             return [values[r] if r >= 0 else inputs[-1 - r] for r in references.tolist()]
@@ -137,9 +155,11 @@ class MappedProgram:
         for n, t in enumerate(graph.node_type.tolist()):
             kernel, consts = by_type[t]
             operands = read(graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]])
-            values += kernel.forward(consts, kernel.arguments(operands), branches)
+            found, flags = kernel.forward_bounded(consts, kernel.arguments(operands), branches)
+            values += found
+            stopped += flags
         kinds = [ValueType(*kind[:2]) for kind in self.record.types]
-        return list(map(from_stored, read(graph.outputs), kinds))
+        return list(map(from_stored, read(graph.outputs), kinds)), stopped
 
 
 def _inputs(chunk: InputRows, arrays: Sequence[Array]) -> list[Array]:

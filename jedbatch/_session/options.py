@@ -24,6 +24,7 @@ class Options:
       layout: the order of nodes within batches, by its name.
       reuse: whether inference uses rows again.
       control_flow: how loops and branches run that values decide on, by its name.
+      max_steps: how many steps loops take at most; None for any number.
       granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: limits of the instances that are kept.
@@ -39,6 +40,7 @@ class Options:
     cache_size: int = 65536
     cache_bytes: int = 1 << 30
     target: Target | None = None
+    max_steps: int | None = None
 
     @staticmethod
     def checked(
@@ -53,6 +55,7 @@ class Options:
         cache_size: Any = 65536,
         cache_bytes: Any = 1 << 30,
         target: Any = None,
+        max_steps: Any = None,
     ) -> "Options":
         """Returns the options of the function `name`.
 
@@ -82,4 +85,14 @@ class Options:
             checks.whole(name, "cache_size", cache_size),
             checks.whole(name, "cache_bytes", cache_bytes),
             checked_target(target, f"`{name}`"),
+            None if max_steps is None else _checked_bound(name, max_steps),
         )
+
+
+def _checked_bound(name: str, max_steps: Any) -> int:
+    """Returns the bound of loops.
+
+    Raises:
+      ValueError, TypeError: it is no whole number from 1 on that int32 has.
+    """
+    return checks.whole(name, "max_steps", max_steps, 1, (1 << 31) - 1)

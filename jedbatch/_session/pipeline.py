@@ -38,6 +38,7 @@ from jedbatch._program.returned import (
     rows_wanted,
     split_outputs,
 )
+from jedbatch._program.stopped import check_plan, has_bounds
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
 from jedbatch._ragged.regions import Region
@@ -388,7 +389,12 @@ def run_plan(
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
-        return programs.executor(signature, arguments).infer(*arguments), packed
+        executor = programs.executor(signature, arguments)
+        if not has_bounds(signature):
+            return executor.infer(*arguments), packed
+        outputs, flags = executor.watch(*arguments)
+        check_plan(signature, flags, plan.host.placed if plan.host else None)
+        return outputs, packed
 
     placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
 

@@ -283,6 +283,7 @@ class ImportedPrograms(ProgramCache):
             programs.environment,
             None,
             programs.control_flow,
+            programs.max_steps,
         )
         self._exported: ProgramForms | None = None
         self._own: dict[bytes, Kernel | None] = {}  # None for one that two have

@@ -70,6 +70,7 @@ class ProgramCache:
       registry: node types, and the values that their kernels share.
       target: what programs are made for.
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
+      max_steps: the bound of these loops; None if they have none.
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
       rounds, templates, workspaces: for functions that decide on values: rounds laid out, by their
@@ -86,9 +87,12 @@ class ProgramCache:
         environment: Environment | None,
         key: Hashable,
         control_flow: ControlFlowName = "auto",
+        max_steps: int | None = None,
     ):
         self.registry = registry
         self.control_flow = control_flow
+        self.max_steps = max_steps
+        self._loops: Any = {"control_flow": control_flow, "max_steps": max_steps}
         self.target = target
         self.environment = environment
         self.key = key
@@ -125,9 +129,8 @@ class ProgramCache:
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
             with without_mesh():
-                self._kernels[type_id] = Kernel(
-                    node_type, self.target, transient, reached, control_flow=self.control_flow
-                )
+                kernel = Kernel(node_type, self.target, transient, reached, **self._loops)
+                self._kernels[type_id] = kernel
         return self._kernels[type_id]
 
     def place(

@@ -70,7 +70,13 @@ class Session:
         """
         registry = Registry(avals, structure)
         programs = ProgramCache(
-            registry, target, options.executor, environment, key, options.control_flow
+            registry,
+            target,
+            options.executor,
+            environment,
+            key,
+            options.control_flow,
+            options.max_steps,
         )
         session = cls(registry, RecordCache(registry, options), programs)
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
