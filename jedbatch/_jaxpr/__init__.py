@@ -24,20 +24,22 @@ Read in this order:
 14. `rolling`: Programs of a list of values as programs of lists of any length.
 15. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-16. `registers`: Basic blocks, and the registers of values that live between them.
-17. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+16. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+   them.
+17. `registers`: Basic blocks, and the registers of values that live between them.
+18. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-18. `program_counters`: A machine for lanes that are at different places of a program.
-19. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+19. `program_counters`: A machine for lanes that are at different places of a program.
+20. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-20. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
-21. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+21. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
+22. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-22. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+23. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-23. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+24. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-24. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-25. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+25. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+26. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

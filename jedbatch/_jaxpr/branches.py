@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient, inlined
+from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._support.types import Array
@@ -26,10 +27,12 @@ class Branch(NamedTuple):
     Attributes:
       run: from the operands to the results.
       reads: the positions of operands that results depend on.
+      work: floating-point operations, roughly.
     """
 
     run: Callable[..., list[Array]]
     reads: frozenset[int]
+    work: int = 0
 
 
 def apart(
@@ -126,6 +129,10 @@ def _each_block(
     order = jnp.argsort(index).astype(jnp.int32)
     counts = jnp.zeros(len(branches), jnp.int32).at[index].add(1)
     ends = jnp.cumsum(counts)
+    if is_counting():
+        steps = -(-counts // BLOCK)
+        parts = [(number, branch.work, BLOCK) for number, branch in enumerate(branches)]
+        tell("branch", parts, jnp.stack([steps, steps * BLOCK, counts], axis=1))
     for number, branch in enumerate(branches):
         end, begin = ends[number], ends[number] - counts[number]
 

@@ -27,6 +27,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import BLOCK, Branch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
+from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.program_counters import pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone
 from jedbatch._jaxpr.versions import (
@@ -234,7 +235,7 @@ def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Cal
         def step(of_lane: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
             return body(*split(of_lane)[1], *carry)
 
-        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time)
+        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time, body_work)
         return outs, [True] * len(outs)
 
     return rule
@@ -255,7 +256,12 @@ def lanes_at_a_time(size: int, body_work: int, mode: ControlFlowName) -> int:
 
 
 def refilled(
-    more: Callable, step: Callable, own: Sequence[Array], start: Sequence[Array], at_a_time: int
+    more: Callable,
+    step: Callable,
+    own: Sequence[Array],
+    start: Sequence[Array],
+    at_a_time: int,
+    step_work: int,
 ) -> list[Array]:
     """Runs a loop for many lanes until all are done.
 
@@ -268,6 +274,7 @@ def refilled(
       own: constants, [N, ...] each.
       start: carries at first, [N, ...] each.
       at_a_time: how many lanes run once few are left.
+      step_work: floating-point operations of a step of a lane, for counts of steps.
 
     Returns:
       The carries [N, ...] at the end.
@@ -276,20 +283,21 @@ def refilled(
     half = size // 2
 
     def together(state: Any) -> Any:
-        goes_on, carry = state
+        goes_on, carry, tally = state
+        tally = _counted(tally, 0, goes_on)
         carry = _where(goes_on, step(own, carry), carry)
-        return goes_on & more(own, carry), carry
+        return goes_on & more(own, carry), carry, tally
 
-    goes_on, ends = lax.while_loop(
-        lambda state: state[0].sum() > half, together, (more(own, start), list(start))
-    )
+    tally = jnp.zeros((2, 3), jnp.int32) if is_counting() else None
+    state: Any = more(own, start), list(start), tally
+    goes_on, ends, tally = lax.while_loop(lambda state: state[0].sum() > half, together, state)
     num_left = goes_on.sum(dtype=jnp.int32)
     (left,) = jnp.nonzero(goes_on, size=half, fill_value=size)
     left = left.astype(jnp.int32)
 
     def exchange(state: Any) -> Any:
         """Writes the carries of lanes that are done; others take their place."""
-        _, lane, goes_on, next_one, mine, carry, ends = state
+        _, lane, goes_on, next_one, mine, carry, ends, tally = state
         written = jnp.where(goes_on, size, lane)
         pairs = zip(ends, carry, strict=True)
         ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
@@ -298,20 +306,33 @@ def refilled(
         mine = _where(goes_on, mine, _rows(own, lane))
         carry = _where(goes_on, carry, _rows(ends, lane))
         next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
-        return jnp.bool_(False), lane, lane < size, next_one, mine, carry, ends
+        return jnp.bool_(False), lane, lane < size, next_one, mine, carry, ends, tally
 
     def one_step(state: Any) -> Any:
-        lane, goes_on, next_one, mine, carry, ends = state
+        lane, goes_on, next_one, mine, carry, ends, tally = state
+        tally = _counted(tally, 1, goes_on)
         carry = _where(goes_on, step(mine, carry), carry)
         goes_on = goes_on & more(mine, carry)
         is_due = (~goes_on).any() & ((next_one < num_left) | ~goes_on.any())
         # A conditional would copy what it returns, a loop does not.
-        state = is_due, lane, goes_on, next_one, mine, carry, ends
+        state = is_due, lane, goes_on, next_one, mine, carry, ends, tally
         return lax.while_loop(lambda state: state[0], exchange, state)[1:]
 
     lane = left[:at_a_time]
     state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
-    return lax.while_loop(lambda state: state[1].any(), one_step, (*state, ends))[-1]
+    state = (*state, ends, tally)
+    *_, ends, tally = lax.while_loop(lambda state: state[1].any(), one_step, state)
+    if tally is not None:
+        tell("loop", [(0, step_work, size), (0, step_work, at_a_time)], tally)
+    return ends
+
+
+def _counted(tally: Array | None, row: int, goes_on: Array) -> Array | None:
+    """Returns counts to which a step of some lanes was added."""
+    if tally is None:
+        return None
+    counts = [1, len(goes_on), goes_on.sum(dtype=jnp.int32)]
+    return tally.at[row].add(jnp.stack([jnp.int32(x) for x in counts]))
 
 
 def _rows(arrays: Sequence[Array], lane: Array) -> list[Array]:
@@ -365,7 +386,7 @@ def _branch(closed: Any, mode: ControlFlowName, how: BranchesName) -> Branch:
     jaxpr = closed.jaxpr
     used = used_variables(jaxpr)
     read = frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
-    return Branch(_function(closed, mode, how), read)
+    return Branch(_function(closed, mode, how), read, sum(map(work, jaxpr.eqns)))
 
 
 def _function(closed: Any, mode: ControlFlowName, branches: BranchesName = "forward") -> Callable:

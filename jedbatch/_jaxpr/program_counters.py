@@ -40,6 +40,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
 from jedbatch._support.types import Array
@@ -75,6 +76,7 @@ class _LaneState(NamedTuple):
     head: Array  # [B], the place of the first
     count: Array  # [B], how many wait
     choice: Array  # the number of the next step; that of all steps where no lane is left
+    tally: Array | None  # int32[steps, 3]: how often each ran, its lanes, those needed; or None
 
 
 def run_lanes(
@@ -224,15 +226,16 @@ def _until_last(
     queue = jnp.zeros((len(between), size), jnp.int32)
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
     read = [x for x in registers if any(_touches(block, x) for block in between)]
-    state = _LaneState({x: registers[x] for x in read}, queue, none, count, choose(count))
-    bodies = [functools.partial(_step, step, choose, size) for step in steps]
+    tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
+    state = _LaneState({x: registers[x] for x in read}, queue, none, count, choose(count), tally)
+    bodies = [functools.partial(_step, step, choose, size, i) for i, step in enumerate(steps)]
 
     def round_of(values: Any) -> Any:
         # A conditional would copy what it returns, a loop does not.
         for number, body in enumerate(bodies):
 
             def is_chosen(values: Any, number: int = number) -> Array:
-                return values[-1] == number
+                return values[-2] == number
 
             def run(values: Any, body: Callable = body) -> Any:
                 return unpack(body(pack(values)))
@@ -246,8 +249,12 @@ def _until_last(
     def unpack(state: _LaneState) -> Any:
         return [state.registers[x] for x in read], *state[1:]
 
-    values = lax.while_loop(lambda values: values[-1] < len(steps), round_of, unpack(state))
-    return registers | pack(values).registers
+    values = lax.while_loop(lambda values: values[-2] < len(steps), round_of, unpack(state))
+    end = pack(values)
+    if end.tally is not None:
+        parts = [(step.block.number, step.block.work, step.width) for step in steps]
+        tell("block", parts, end.tally)
+    return registers | end.registers
 
 
 def _chooser(steps: Sequence[BlockStep], num_blocks: int) -> Callable[[Array], Array]:
@@ -271,8 +278,10 @@ def _chooser(steps: Sequence[BlockStep], num_blocks: int) -> Callable[[Array], A
     return choose
 
 
-def _step(step: BlockStep, choose: Callable, size: int, state: _LaneState) -> _LaneState:
-    """Runs a step."""
+def _step(
+    step: BlockStep, choose: Callable, size: int, number: int, state: _LaneState
+) -> _LaneState:
+    """Runs a step, whose number is `number`."""
     block, width = step
     here = block.number - 1
     head, waiting = state.head[here], state.count[here]
@@ -288,10 +297,11 @@ def _step(step: BlockStep, choose: Callable, size: int, state: _LaneState) -> _L
         values[access.row] = from_stored(row, _kind(access.row))
     if block.repeats:
         full = jnp.minimum(width, state.count.sum())
-        outs, after = _repeated(block, values, exists, full)
+        outs, after, ran = _repeated(block, values, exists, full)
         writes: list[tuple[Array, Array]] = []
     else:
         outs, after, writes = _over_lanes(block, values, width)
+        ran = _counts(1, width, taken)
     registers = dict(state.registers)
     for slot, kept in _as_stored(block, outs).items():
         registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
@@ -302,12 +312,18 @@ def _step(step: BlockStep, choose: Callable, size: int, state: _LaneState) -> _L
     count = state.count.at[here].add(-taken)
     arrived = _Arrived(after - 1, exists, len(state.count))
     queue, count = arrived.put(lanes, state.queue, head, count)
-    return _LaneState(registers, queue, head, count, choose(count))
+    tally = None if state.tally is None else state.tally.at[number].add(ran)
+    return _LaneState(registers, queue, head, count, choose(count), tally)
+
+
+def _counts(trips: Any, width: int, needed: Array) -> Array:
+    """Returns int32[3], one row of a tally."""
+    return jnp.stack([jnp.int32(trips), jnp.int32(trips) * width, needed])
 
 
 def _repeated(
     block: BasicBlock, values: dict[Slot, Array], exists: Array, full: Array
-) -> tuple[list[Array], Array]:
+) -> tuple[list[Array], Array, Array | None]:
     """Runs a block for some lanes until many of them have left it.
 
     Args:
@@ -317,7 +333,7 @@ def _repeated(
       full: how many lanes there could be.
 
     Returns:
-      (values of its outputs, the number of the block each lane comes to).
+      (values of its outputs, the number of the block each lane comes to, a row of a tally).
     """
     width = len(exists)
     fixed = {x: y for x, y in values.items() if x not in block.outputs}
@@ -328,7 +344,9 @@ def _repeated(
     ]
 
     def trip(state: Any) -> Any:
-        now, after, active, wasted, _ = state
+        now, after, active, wasted, ran, _ = state
+        if ran is not None:
+            ran = ran + _counts(1, width, active.sum(dtype=jnp.int32))
         carried = dict(zip(block.outputs, now, strict=True))
         given = fixed | {x: y for x, y in carried.items() if x in values}
         outs, found, _ = _over_lanes(block, given, width)
@@ -337,12 +355,13 @@ def _repeated(
         active = active & (found == block.number)
         left = active.sum(dtype=jnp.int32)
         wasted = wasted + (full - left).astype(jnp.float32)
-        return now, after, active, wasted, (left > 0) & (wasted * block.work < STEP_WORK)
+        return now, after, active, wasted, ran, (left > 0) & (wasted * block.work < STEP_WORK)
 
     after = jnp.full(width, block.number, jnp.int32)
-    state = start, after, exists, jnp.float32(0), jnp.bool_(True)
-    outs, after, *_ = lax.while_loop(lambda state: state[-1], trip, state)
-    return outs, after
+    ran = jnp.zeros(3, jnp.int32) if is_counting() else None
+    state = start, after, exists, jnp.float32(0), ran, jnp.bool_(True)
+    outs, after, _, _, ran, _ = lax.while_loop(lambda state: state[-1], trip, state)
+    return outs, after, ran
 
 
 class _Arrived:

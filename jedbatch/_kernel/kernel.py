@@ -43,6 +43,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
     work,
 )
+from jedbatch._jaxpr.lane_steps import program_of
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
@@ -172,7 +173,8 @@ class Kernel:
         branches: BranchesName = "forward",
     ) -> tuple[list[Array], list[Array]]:
         """The results of one lane, and, if loops have a bound, whether one was stopped."""
-        results, env = self.evaluate(consts, operands, {}, self._over_lanes(branches))
+        with program_of(self.node_type):
+            results, env = self.evaluate(consts, operands, {}, self._over_lanes(branches))
         return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property

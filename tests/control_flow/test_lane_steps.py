@@ -1,0 +1,103 @@
+"""Counts of steps and lanes, against those of the loop over instances."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jedbatch
+
+rng = np.random.default_rng(0)
+W = jnp.asarray(rng.normal(size=(8, 8)) / 4, jnp.float32)
+
+
+@jedbatch.cell
+def spin(w, n, x):
+    return lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w), x)
+
+
+@jedbatch.cell
+def choose(w, n, x):
+    return lax.switch(n, [lambda x, i=i: jnp.tanh(x @ (w + i)) for i in range(4)], x)
+
+
+@jedbatch.cell
+def spin_in_spin(w, n, x):
+    """n trips, of which each runs one more step than that before; step and trip are blocks."""
+
+    def body(carry):
+        i, x = carry
+        x = lax.fori_loop(0, i, lambda _, x: jnp.tanh(x @ w), x)
+        return i + 1, jnp.sin(x @ w)
+
+    return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+
+def instances(count, most):
+    numbers = rng.integers(0, most, count)
+    return numbers, [(int(n), rng.normal(size=8).astype(np.float32)) for n in numbers]
+
+
+def batched(cell, **options):
+    return jedbatch.batch(lambda w, x: cell(w, *x), control_flow="lanes", **options)
+
+
+def test_loops_need_the_steps_of_their_lanes():
+    numbers, given = instances(256, 12)
+    ran = batched(spin)
+    counts = ran.lane_steps(W, given)
+    assert {(x.what, x.cell.split("(")[0]) for x in counts} == {("loop", "spin")}
+    assert counts.needed == numbers.sum()  # a chunk of 256: none is there to fill it up
+    assert counts.steps >= numbers.max()
+    assert counts.needed <= counts.lanes == sum(x.steps * x.width for x in counts)
+    assert counts.lanes < numbers.max() * 256
+    assert f"{counts.lanes} lanes, {numbers.sum()} needed" in str(counts)
+    assert ran.compilations == 0
+
+
+def test_branches_need_their_lanes():
+    numbers, given = instances(256, 4)
+    counts = batched(choose).lane_steps(W, given)
+    taken = collections.Counter(numbers.tolist())
+    assert {x.number: x.needed for x in counts} == taken
+    assert all(x.lanes == x.steps * x.width for x in counts)
+    assert all(x.steps == -(-taken[x.number] // x.width) for x in counts)
+    assert len({x.work for x in counts}) == 1
+
+
+def test_blocks_need_what_lanes_go_through():
+    numbers, given = instances(256, 7)
+    counts = batched(spin_in_spin).lane_steps(W, given)
+    assert {x.what for x in counts} == {"block"}
+    needed = collections.Counter()
+    for x in counts:
+        needed[x.number] += x.needed
+    inner = sum(n * (n - 1) // 2 for n in numbers.tolist())
+    # Before the inner loop and after it each trip of the outer one is a block.
+    assert sorted(needed.values()) == sorted([inner, numbers.sum(), numbers.sum()])
+    assert counts.needed == inner + 2 * numbers.sum() <= counts.lanes
+
+
+def test_rows_of_arrays_and_rounds_are_counted():
+    numbers, given = instances(64, 9)
+    rows = jnp.asarray(numbers), jnp.stack([x for _, x in given])
+    mapped = jedbatch.batch(lambda w, n, x: spin(w, n, x), (None, 0, 0), control_flow="lanes")
+    assert mapped.lane_steps(W, *rows).needed == numbers.sum()
+
+    def decides(w, instance):
+        n, x = instance
+        return spin(w, n if x.sum() > 1e9 else n + 1, x)
+
+    counts = jedbatch.batch(decides, control_flow="lanes").lane_steps(W, given)
+    assert counts.needed == numbers.sum() + 64
+
+
+def test_what_runs_in_lock_step_is_not_counted_and_tracers_are_refused():
+    _, given = instances(64, 9)
+    fn = lambda w, x: spin(w, *x)  # noqa: E731
+    assert not jedbatch.batch(fn, control_flow="lockstep").lane_steps(W, given)
+    with pytest.raises(TypeError, match=r"`lane_steps` got values that JAX traces; expected"):
+        jax.jit(lambda w: batched(spin).lane_steps(w, given))(W)
