@@ -241,8 +241,8 @@ class Batched(Generic[*Given, Result]):
           ...     return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
           >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
           >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
-          >>> counts.needed, counts.steps
-          (279, 20)
+          >>> counts.steps, counts.lanes, counts.needed
+          (13, 400, 276)
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             raise TypeError(
