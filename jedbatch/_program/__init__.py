@@ -32,7 +32,7 @@ Read in this order:
    the device.
 22. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
 23. `stopped`: Loops that were stopped (`max_steps`): the nodes they are in, and the error that
-    names them.
+   names them.
 24. `execute`: Running a program: one XLA program for every topology.
 25. `executors`: Executors of programs.
 26. `differentiable`: Batched programs as differentiable functions.
