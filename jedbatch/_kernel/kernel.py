@@ -14,12 +14,15 @@ batches to a transposed result. Swapped, a batch of them is one matrix product o
 **Products are put together** where several meet the same rows, and weights are transposed once if
 they would be summed over their last axis (see `_kernel.pack`).
 
+**Functions of rows of small tables** are computed once for each row (see `_kernel.tables`).
+
 Its reverse is found by `_kernel.vjp`.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +52,25 @@ from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
+from jedbatch._kernel.tables import Table, tabulated
 from jedbatch._kernel.target import CPU, Target
 from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._support.types import Array, ControlFlowName
+
+
+class ConstTable(NamedTuple):
+    """A table among the consts of a kernel.
+
+    Attributes:
+      table: how it is made.
+      source: the const that it is made of.
+      results: the consts that are made; they are the last.
+    """
+
+    table: Table
+    source: int
+    results: range
 
 
 class Kernel:
@@ -68,6 +86,7 @@ class Kernel:
       operands, results: value types of one lane.
       parameters: the arguments of the program after the consts: operands, or lists of them.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
+      tables: those of the consts that are functions of the rows of others (see `_kernel.tables`).
       transposed: positions of consts that are the transpose of a shared matrix.
       lane_work: floating-point operations of a lane.
       buckets: the widths it is compiled in.
@@ -85,11 +104,16 @@ class Kernel:
         transient: bool = False,
         reached: bool = False,
         lists: bool = True,
+        tables: bool = True,
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
     ):
-        """Makes the program of a type; without `lists`, each operand is a parameter."""
+        """Makes the program of a type.
+
+        Without `lists`, each operand is a parameter; without `tables`, none are made.
+        """
         self.node_type = node_type
+        self._target = target
         self.transient = transient
         self.reached = reached
         self.control_flow = control_flow
@@ -107,12 +131,20 @@ class Kernel:
         if lists:
             closed, self.parameters = with_lists(closed, num_shared, self.operands)
         closed = fused(closed, num_shared)
-        self.jaxpr = jaxpr = closed.jaxpr
-        self._outvars = list(jaxpr.outvars)
-        if self.is_bounded:
-            self.jaxpr = jaxpr = jaxpr.replace(outvars=self._outvars[:-1])
-        shared_vars, self.operand_vars = jaxpr.invars[:num_shared], jaxpr.invars[num_shared:]
-        before_lanes = {*jaxpr.constvars, *shared_vars}
+        made: tuple[Table, ...] = ()
+        if tables:
+            closed, made = tabulated(closed, num_shared, target.chunk_work)
+        num_given = num_shared + sum(len(table.kinds) for table in made)
+        program = closed.jaxpr
+        shared_vars = program.invars[:num_shared]
+        table_vars = program.invars[num_shared:num_given]
+        self.operand_vars = program.invars[num_given:]
+        num_results = len(self.results)
+        num_own = num_results + self.is_bounded
+        self._outvars: list[Any] = list(program.outvars[:num_own])
+        sources: Any = program.outvars[num_own:]
+        self.jaxpr = jaxpr = program.replace(outvars=self._outvars[:num_results])
+        before_lanes = {*jaxpr.constvars, *shared_vars, *table_vars}
         before, self.body = [], []
         for eqn in jaxpr.eqns:
             if reads(eqn) and before_lanes.issuperset(reads(eqn)):
@@ -122,10 +154,17 @@ class Kernel:
                 self.body.append(eqn)
         read = [v for eqn in self.body for v in reads(eqn)]
         read += [v for v in self._outvars if isinstance(v, Var)]
-        self.const_vars = list(dict.fromkeys(v for v in read if v in before_lanes))
+        read = [v for v in [*read, *sources] if v in before_lanes and v not in table_vars]
+        computed = list(dict.fromkeys(read))
+        self.const_vars = [*computed, *table_vars]
         self.num_consts = len(self.const_vars)
+        ends = itertools.accumulate([len(computed), *(len(table.kinds) for table in made)])
+        self.tables = tuple(
+            ConstTable(table, computed.index(sources[table.source]), range(first, end))
+            for table, (first, end) in zip(made, itertools.pairwise(ends), strict=True)
+        )
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
-        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
+        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=computed)
         self._before_consts = list(closed.consts)
         turned = {e.outvars[0] for e in before if e.primitive.name == "transpose"}
         self.transposed = {
@@ -148,7 +187,9 @@ class Kernel:
 
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values the type reads; once per program."""
-        return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+        consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+        tables = (table.compute(consts[source]) for table, source, _ in self.tables)
+        return [*consts, *itertools.chain(*tables)]
 
     def arguments(self, operands: Sequence[Array]) -> list[Array]:
         """The operands, with arrays in place of lists of them."""
@@ -267,6 +308,21 @@ class Kernel:
     def is_const(self, atom: Atom) -> bool:
         """True of the variables computed by the prologue."""
         return isinstance(atom, Var) and atom in self._const_set
+
+    @functools.cached_property
+    def without_tables(self) -> "Kernel":
+        """The kernel of the same type without tables, whose derivatives may be left to JAX."""
+        if not self.tables:
+            return self
+        with without_mesh():
+            return Kernel(
+                self.node_type,
+                self._target,
+                self.transient,
+                self.reached,
+                tables=False,
+                control_flow=self.control_flow,
+            )
 
     @functools.cached_property
     def reverse(self) -> KernelVjp:

@@ -60,7 +60,8 @@ class RowPhase:
         )
         shared = tuple(range(len(phase.shared)))
         operation = Operation(("rows", phase), jaxpr)
-        return Kernel(NodeType("rows", operation, tuple(operands), shared, results), lists=False)
+        node_type = NodeType("rows", operation, tuple(operands), shared, results)
+        return Kernel(node_type, lists=False, tables=False)
 
     def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Array]:
         phase = self.phase
