@@ -15,7 +15,7 @@ from jedbatch._graph.serialize import value_type_to_json
 from jedbatch._graph.types import NodeType
 from jedbatch._kernel.facts import KernelFacts
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.operand_lists import Parameter
+from jedbatch._kernel.operand_lists import ListPlaces, Parameter
 from jedbatch._kernel.vjp import CONSTS, MAX_SLOTS, KernelVjp
 
 
@@ -70,7 +70,10 @@ class PlannedKernel(KernelFacts):
 def kernel_to_json(kernel: Kernel, table_rows: Mapping[int, int], reverse: bool) -> dict[str, Any]:
     """Returns a kernel as JSON, all but its type; with its reverse, if that is wanted."""
     return {
-        "parameters": [[p.first, p.length, value_type_to_json(p.type)] for p in kernel.parameters],
+        "parameters": [
+            [p.first, p.length, value_type_to_json(p.type), p.is_sum] for p in kernel.parameters
+        ],
+        "lists": kernel.lists and list(kernel.lists),
         "buckets": buckets_to_json(kernel.buckets),
         "blocks": buckets_to_json(kernel.blocks),
         "loose": list(kernel.loose),
@@ -99,8 +102,8 @@ def _reverse_to_json(reverse: KernelVjp) -> dict[str, Any]:
 def kernel_of(node_type: NodeType, written: Mapping[str, Any]) -> PlannedKernel:
     """Returns what `kernel_to_json` wrote of the kernel of a type."""
     parameters = tuple(
-        Parameter(first, length, value_type_of(kind))
-        for first, length, kind in written["parameters"]
+        Parameter(first, length, value_type_of(kind), is_sum)
+        for first, length, kind, is_sum in written["parameters"]
     )
     reverse = written["reverse"]
     return PlannedKernel(
@@ -108,6 +111,7 @@ def kernel_of(node_type: NodeType, written: Mapping[str, Any]) -> PlannedKernel:
         operands=node_type.operands,
         results=node_type.results,
         parameters=parameters,
+        lists=None if written["lists"] is None else ListPlaces(*written["lists"]),
         buckets=buckets_of(written["buckets"]),
         blocks=buckets_of(written["blocks"]),
         loose=tuple(written["loose"]),

@@ -9,6 +9,27 @@ from typing import Any
 import numpy as np
 
 
+@dataclass(frozen=True, eq=False)
+class ListOperands:
+    """Operands that are the elements of lists of one length, of which some do not exist.
+
+    What they hold then changes no result, and no cotangent comes back to them.
+
+    Attributes:
+      first: position of the first of them; the lists follow one another.
+      capacity: elements of each list that there is room for.
+      count: position of the operand that says how many exist.
+      summed: for each list whether nothing is read of it but the sum of the elements that exist.
+      program: as the operation's, of the sums in place of such lists.
+    """
+
+    first: int
+    capacity: int
+    count: int
+    summed: tuple[bool, ...]
+    program: Any
+
+
 @dataclass(frozen=True)
 class Operation:
     """The operation that the nodes of a type compute; compared by `key` alone.
@@ -17,11 +38,13 @@ class Operation:
       key: equal for operations that are equal.
       program: maps the shared values and then the operands to the results; or makes what does.
       like: (type, symbols) if this is the operation of another type with these symbols for its own.
+      lists: among its operands, if it serves lists of several lengths.
     """
 
     key: tuple[Hashable, ...]
     program: Any = field(compare=False, repr=False)
     like: tuple[int, tuple[str, ...]] | None = field(default=None, compare=False, repr=False)
+    lists: ListOperands | None = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def jaxpr(self) -> Any:

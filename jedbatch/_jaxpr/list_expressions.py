@@ -4,12 +4,14 @@ An expression is computed once, or once for each element of a list, or reduces t
 exist. A program that they make up runs for any length up to a capacity (`Expressions.program`).
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jedbatch._jaxpr.list_reductions import reduced, without_others
 from jedbatch._support.types import Array, Dtype
@@ -130,15 +132,30 @@ class Expressions:
             return False
         return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
 
+    def is_only_summed(self, results: Sequence[int], leaf: int) -> bool:
+        """Returns whether results read nothing of a value of the elements but its sum."""
+
+        def is_leaf(index: int) -> bool:
+            return self.all[index].given == ("element", leaf)
+
+        if any(map(is_leaf, results)):
+            return False
+        for x in map(self.all.__getitem__, self._read_by(results)):
+            sums = x.reduction is not None and x.reduction[0] == "add"
+            if any(map(is_leaf, x.args[1:] if sums else x.args)):
+                return False
+        return True
+
     def program(
-        self, results: Sequence[int], inputs: Sequence[int], leaves: int, capacity: int
+        self, results: Sequence[int], inputs: Sequence[int], summed: Sequence[bool], capacity: int
     ) -> Callable[..., list[Array]]:
         """Returns the program of a list of at most so many elements.
 
         Args:
           results: ids of what it returns.
           inputs: the numbers of the inputs, in the order in which they are given.
-          leaves: values that an element consists of.
+          summed: for each of the values that an element consists of, its leaves, whether their sum
+            is given in place of them.
           capacity: elements there is room for.
 
         Returns:
@@ -148,16 +165,21 @@ class Expressions:
 
         def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
             exists = jnp.arange(capacity) < length
-            stacked = [
-                without_others(jnp.stack(elements[k * capacity : (k + 1) * capacity]), exists)
-                for k in range(leaves)
-            ]
+            rest = list(elements)
+            stacked: list[Array] = []
+            for is_sum in summed:
+                own, rest = rest[: 1 if is_sum else capacity], rest[1 if is_sum else capacity :]
+                stacked.append(own[0] if is_sum else without_others(jnp.stack(own), exists))
             by_number = dict(zip(inputs, given, strict=True))
             values: dict[int, Array] = {}
             for index in self._read_by(results):
                 x = self.all[index]
+                first = self.all[x.args[0]].given if x.args else None
                 if x.given is not None:
                     values[index] = _given(x, by_number, stacked, length)
+                elif first is not None and first[0] == "element" and summed[first[1]]:
+                    base = [values[a] for a in x.args[1:]]
+                    values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
                 elif x.reduction is not None:
                     values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
                 else:

@@ -7,7 +7,7 @@ from typing import Any
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind, distinct_kinds
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.operand_lists import Parameter
+from jedbatch._kernel.operand_lists import ListPlaces, Parameter
 from jedbatch._layout.bucketing import Buckets
 
 
@@ -18,6 +18,7 @@ class KernelFacts:
     operands: tuple[ValueType, ...]
     results: tuple[ValueType, ...]
     parameters: tuple[Parameter, ...]
+    lists: ListPlaces | None
     buckets: Buckets
     blocks: Buckets
     loose: tuple[bool, ...]

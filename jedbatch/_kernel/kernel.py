@@ -49,7 +49,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.lane_steps import program_of
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
-from jedbatch._kernel.operand_lists import single_parameters, with_lists
+from jedbatch._kernel.operand_lists import ListPlaces, single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.tables import Table, tabulated
@@ -85,6 +85,7 @@ class Kernel:
       reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
       parameters: the arguments of the program after the consts: operands, or lists of them.
+      lists: the operands that are elements of lists of which some do not exist; None if all do.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
       tables: those of the consts that are functions of the rows of others (see `_kernel.tables`).
       transposed: positions of consts that are the transpose of a shared matrix.
@@ -104,13 +105,14 @@ class Kernel:
         transient: bool = False,
         reached: bool = False,
         lists: bool = True,
-        tables: bool = True,
+        plain: bool = False,
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
     ):
         """Makes the program of a type.
 
-        Without `lists`, each operand is a parameter; without `tables`, none are made.
+        Without `lists`, each operand is a parameter. If it is `plain`, there are no tables, and
+        no sums of lists among the parameters.
         """
         self.node_type = node_type
         self._target = target
@@ -123,16 +125,19 @@ class Kernel:
         self.results = node_type.results
         operation = operation_of(node_type)
         num_shared = len(node_type.shared)
-        closed = inlined(operation.jaxpr)
+        in_lists = operation.lists if lists else None
+        sums = in_lists is not None and any(in_lists.summed) and not plain
+        closed = inlined(in_lists.program if in_lists and sums else operation.jaxpr)
         self.is_bounded = max_steps is not None and performs(closed, "while")
         if max_steps is not None and self.is_bounded:
             closed = bounded(closed, max_steps)
-        self.parameters = single_parameters(self.operands)
+        self.lists = in_lists and ListPlaces(in_lists.first, in_lists.capacity, in_lists.count)
+        self.parameters = single_parameters(self.operands, in_lists, sums)
         if lists:
-            closed, self.parameters = with_lists(closed, num_shared, self.operands)
+            closed, self.parameters = with_lists(closed, num_shared, self.parameters)
         closed = fused(closed, num_shared)
         made: tuple[Table, ...] = ()
-        if tables:
+        if not plain:
             closed, made = tabulated(closed, num_shared, target.chunk_work)
         num_given = num_shared + sum(len(table.kinds) for table in made)
         program = closed.jaxpr
@@ -171,8 +176,8 @@ class Kernel:
             i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
         }
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
-        moving = filter(differentiable, self.operands)
-        self.cotangent_bytes = sum(row_bytes(stored(t)) for t in moving)
+        moving = [x for x in self.parameters if differentiable(x.type)]
+        self.cotangent_bytes = sum(row_bytes(stored(x.type)) * x.num_rows for x in moving)
         operand_bytes = sum(row_bytes(stored(t)) for t in self.operands)
         self.lane_work = sum(map(work, self.body))
         lane = self.lane_work, operand_bytes + self.result_bytes
@@ -310,9 +315,9 @@ class Kernel:
         return isinstance(atom, Var) and atom in self._const_set
 
     @functools.cached_property
-    def without_tables(self) -> "Kernel":
-        """The kernel of the same type without tables, whose derivatives may be left to JAX."""
-        if not self.tables:
+    def plain(self) -> "Kernel":
+        """A kernel of the same type whose derivatives may be left to JAX, see `__init__`."""
+        if not self.tables and not any(x.is_sum for x in self.parameters):
             return self
         with without_mesh():
             return Kernel(
@@ -320,7 +325,7 @@ class Kernel:
                 self._target,
                 self.transient,
                 self.reached,
-                tables=False,
+                plain=True,
                 control_flow=self.control_flow,
             )
 

@@ -4,6 +4,10 @@ A node that stacks 500 others reads 500 operands. As arguments of its program th
 gathers and a concatenation of 500 arrays: XLA:CPU takes 16 ms to compile each of them, and copies
 every row twice. If all that a program does with operands that follow one another is to concatenate
 them, it is written anew for an array that has a row for each of them, which one gather reads.
+
+Where there is room for more elements than exist, and nothing is read of a list but the sum of those
+that do, the program takes this sum, which is made as rows are read. One cotangent comes back then
+for all elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal, Var
 
+from jedbatch._graph.operations import ListOperands
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import (
     Bindings,
@@ -36,16 +42,23 @@ class Parameter(NamedTuple):
       first: the position of its first operand.
       length: the number of operands; None if it is an operand by itself.
       type: of each operand.
+      is_sum: whether the sum of those that exist is given in place of a list.
     """
 
     first: int
     length: int | None
     type: ValueType
+    is_sum: bool = False
 
     @property
     def num_operands(self) -> int:
         """Number of operands."""
         return 1 if self.length is None else self.length
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in which it is given, and its cotangent is sent back."""
+        return 1 if self.is_sum else self.num_operands
 
     @property
     def operands(self) -> range:
@@ -56,7 +69,28 @@ class Parameter(NamedTuple):
     def kind(self) -> Kind:
         """(shape, dtype) in which it is given, with an axis for the operands of a list."""
         shape, dtype = stored(self.type)
-        return (shape if self.length is None else (self.length, *shape)), dtype
+        return (shape if self.length is None or self.is_sum else (self.length, *shape)), dtype
+
+
+class ListPlaces(NamedTuple):
+    """The operands that are elements of lists, of which some do not exist.
+
+    Attributes:
+      first: position of the first; the lists follow one another.
+      capacity: elements of each that there is room for.
+      count: position of the operand that says how many exist, behind the last of them.
+    """
+
+    first: int
+    capacity: int
+    count: int
+
+    def exist(self, counts: np.ndarray) -> np.ndarray:
+        """bool[operands, nodes]: which of their operands nodes have that have so many elements."""
+        position = np.arange(self.count + 1)
+        element = (position - self.first) % self.capacity
+        element[: self.first] = element[self.count] = -1
+        return element[:, None] < counts
 
 
 class Piece(NamedTuple):
@@ -74,43 +108,59 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-def single_parameters(operands: Sequence[ValueType]) -> tuple[Parameter, ...]:
-    """Returns parameters that are one operand each."""
-    return tuple(Parameter(j, None, t) for j, t in enumerate(operands))
+def single_parameters(
+    operands: Sequence[ValueType], lists: ListOperands | None = None, sums: bool = False
+) -> tuple[Parameter, ...]:
+    """Returns parameters that are one operand each, or a sum of some where `sums` are taken.
+
+    Args:
+      operands: their types.
+      lists: those among them that are elements of lists.
+      sums: whether the program is `ListOperands.program`.
+    """
+    if lists is None:
+        return tuple(Parameter(j, None, t) for j, t in enumerate(operands))
+    parameters = [Parameter(j, None, t) for j, t in enumerate(operands[: lists.first])]
+    for leaf, is_sum in enumerate(lists.summed):
+        first, n = lists.first + leaf * lists.capacity, lists.capacity
+        if is_sum and sums:
+            parameters.append(Parameter(first, n, operands[first], is_sum=True))
+        else:
+            parameters += [Parameter(j, None, operands[j]) for j in range(first, first + n)]
+    return *parameters, Parameter(lists.count, None, operands[lists.count])
 
 
 def with_lists(
-    closed: ClosedProgram, num_shared: int, operands: Sequence[ValueType]
+    closed: ClosedProgram, num_shared: int, single: Sequence[Parameter]
 ) -> tuple[Any, tuple[Parameter, ...]]:
     """Returns the program of a lane with arrays in place of lists of operands, and its parameters.
 
     Args:
       closed: the program, without calls of others that are merely concatenated.
       num_shared: arguments before the operands.
-      operands: their types.
+      single: its parameters before.
     """
     jaxpr = closed.jaxpr
     pieces = _pieces(jaxpr.eqns, jaxpr.invars[num_shared:])
-    lists = _lists(jaxpr, pieces, operands)
+    lists = _lists(jaxpr, pieces, single)
     if not lists:
-        return closed, single_parameters(operands)
+        return closed, tuple(single)
     in_list = {j for first, length in lists for j in range(first, first + length)}
     begins = dict(lists)
+    places = [j for j in range(len(single)) if j in begins or j not in in_list]
     parameters = tuple(
-        Parameter(j, begins.get(j), t)
-        for j, t in enumerate(operands)
-        if j in begins or j not in in_list
+        single[j]._replace(length=begins[j]) if j in begins else single[j] for j in places
     )
 
     def run(*args: Array) -> list[Array]:
         env: Bindings = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args[:num_shared], strict=False))
         arrays = {}
-        for parameter, x in zip(parameters, args[num_shared:], strict=True):
-            if parameter.length is None:
-                env[jaxpr.invars[num_shared + parameter.first]] = x
+        for j, x in zip(places, args[num_shared:], strict=True):
+            if j in begins:
+                arrays[j] = x
             else:
-                arrays[parameter.first] = x
+                env[jaxpr.invars[num_shared + j]] = x
         for eqn in jaxpr.eqns:
             piece = pieces.get(eqn.outvars[0]) if eqn.outvars else None
             if piece is None or piece.first not in in_list:
@@ -122,9 +172,9 @@ def with_lists(
 
     shared = map(shape_of, jaxpr.invars[:num_shared])
     given = []
-    for parameter in parameters:
-        aval = shape_of(jaxpr.invars[num_shared + parameter.first])
-        length = () if parameter.length is None else (parameter.length,)
+    for j in places:
+        aval = shape_of(jaxpr.invars[num_shared + j])
+        length = (begins[j],) if j in begins else ()
         given.append(jax.ShapeDtypeStruct((*length, *aval.shape), aval.dtype))
     return jax.make_jaxpr(run)(*shared, *given), parameters
 
@@ -168,7 +218,7 @@ def _joined(eqn: Equation, parts: Sequence[Piece | None]) -> Piece | None:
 
 
 def _lists(
-    jaxpr: Any, pieces: Mapping[Any, Piece], operands: Sequence[ValueType]
+    jaxpr: Any, pieces: Mapping[Any, Piece], single: Sequence[Parameter]
 ) -> list[tuple[int, int]]:
     """Returns (first, length) of the lists of operands that are read as a whole, and only so."""
     read: set[Any] = {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -180,7 +230,8 @@ def _lists(
     return [
         (first, length)
         for first, length in candidates
-        if len(set(operands[first : first + length])) == 1
+        if len({(x.type, x.is_sum) for x in single[first : first + length]}) == 1
+        and not single[first].is_sum
         and sum(a < first + length and first < a + n for a, n in whole) == 1
     ]
 

@@ -75,7 +75,7 @@ class Sent:
             arenas = arenas_of_parameters(signature, kernel)
             for a, parameter in zip(arenas, kernel.parameters, strict=True):
                 if a >= 0:
-                    least[a] = max(least[a], parameter.num_operands * widths[-1])
+                    least[a] = max(least[a], parameter.num_rows * widths[-1])
         ends, rooms_found = signature.cotangent_rows[1], []
         for a, (rows, rows_alone) in enumerate(
             zip(self.rows.tolist(), self.own.tolist(), strict=True)
@@ -94,7 +94,7 @@ class Sent:
         layout = placed.layout
         nodes = layout.lane_node[layout.lane_ptr[type_id] : layout.lane_ptr[type_id + 1]]
         pairs = enumerate(kernel.parameters)
-        return np.array([self.rows_of(placed, nodes, p, x.num_operands) for p, x in pairs])
+        return np.array([self.rows_of(placed, nodes, p, x.num_rows) for p, x in pairs])
 
 
 def _last_reads(
@@ -124,7 +124,7 @@ def _last_reads(
         begins = pointers(sizes[batches])[:-1]
         arena[batches, : len(kernel.parameters)] = arenas_of_parameters(signature, kernel)
         for p, parameter in enumerate(kernel.parameters):
-            lengths[batches, p] = parameter.num_operands
+            lengths[batches, p] = parameter.num_rows
             edges = graph.operand_ptr[nodes] + np.array(parameter.operands)[:, None]
             read = until[graph.operand[edges]]
             if alive.reads is not None:

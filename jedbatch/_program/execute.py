@@ -154,13 +154,15 @@ class Forward:
         kernel, form = signature.kernels[k], signature.form
         operand_rows: list[Any] = [None] * len(kernel.parameters)
         reads: dict[int, Read] = {}
-        for p, (j, length, t) in enumerate(kernel.parameters):
+        for p, parameter in enumerate(kernel.parameters):
+            j, length, t = parameter[:3]
             if wanted is not None and p not in wanted:
                 continue
             a, name = signature.arena(t), ("operands", k)
             mode = reading[j] if reading and length is None else GATHER
             if mode == GATHER or extent(mode, width) > len(arenas[a]):  # never runs
-                reads[p] = Read(a, form.offset(name, j), signature.lanes[k], length)
+                lanes, is_sum = signature.lanes[k], parameter.is_sum
+                reads[p] = Read(a, form.offset(name, j), lanes, length, is_sum, may_lack=is_sum)
             else:
                 first = row(form, table, name, j, start=lane, size=1)[0]
                 operand_rows[p] = read(arenas[a], first, mode, width)
@@ -399,9 +401,9 @@ class Backward:
             )
             if (signature.tells or signature.marks) and back.flow[p]:
                 out = where_alive(broadcast_flags(flags, out), out)  # else it is not read
-            if parameter.length is not None and out is not None:
+            if parameter.num_rows > 1 and out is not None:
                 out = out.reshape(-1, *out.shape[2:])
-                flags = jnp.repeat(flags, parameter.length)
+                flags = jnp.repeat(flags, parameter.num_rows)
             writes.append(place)
             written.append(out)
             if signature.marks:
@@ -422,7 +424,7 @@ class Backward:
         parameter = signature.forward.kernels[k].parameters[p]
         a = signature.forward.arena(parameter.type)
         if signature.sent is None:
-            return Write(a, signature.bases[k][p], parameter.num_operands)
+            return Write(a, signature.bases[k][p], parameter.num_rows)
         return Write(a, offset=signature.form.offset(("sent", k), p))
 
     def sum_chunk(self, a: int, width: int, table: Array, state: PyTree, lane: Array) -> PyTree:

@@ -281,6 +281,7 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
             form.view(table, "results", k)[:, : results.shape[1]] = results
     for kind, returned in rows.outputs.items():
         form.view(table, "outputs", signature.arena_ids[kind])[: len(returned)] = returned
+    _mark_lacking(placed, signature, table)
     return Lowered(signature, placed, table, runs)
 
 
@@ -306,4 +307,19 @@ def _lower_compiled(placed: Placement, signature: Signature, compiled: Any) -> L
         if len(values):
             returned = form.view(table, "outputs", signature.arena_ids[kind])
             returned[: len(values)] = row[np.maximum(values, -len(row))]
+    _mark_lacking(placed, signature, table)
     return Lowered(signature, placed, table, own_runs)
+
+
+def _mark_lacking(placed: Placement, signature: Signature, table: np.ndarray) -> None:
+    """Writes -1 for the row of each operand that does not exist and would be a part of a sum."""
+    layout = placed.layout
+    for t, exist in placed.exist.items():
+        kernel = placed.kernels[placed.type_ids.index(t)]
+        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
+        lacks = ~exist[:, np.searchsorted(placed.nodes[t], nodes)]
+        view = signature.form.view(table, "operands", signature.places[kernel])
+        for parameter in kernel.parameters:
+            if parameter.is_sum:
+                own = parameter.operands
+                view[own.start : own.stop, : len(nodes)][lacks[own]] = -1

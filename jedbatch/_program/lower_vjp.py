@@ -318,13 +318,16 @@ def _find_edges(
         for p, parameter in enumerate(kernel.parameters):
             if not differentiable(parameter.type):
                 continue
-            a, length = signature.arena(parameter.type), parameter.num_operands
+            a, num_rows = signature.arena(parameter.type), parameter.num_rows
             if sent is None:
-                first = bases[k][p] + layout.lane[nodes] * length
+                first = bases[k][p] + layout.lane[nodes] * num_rows
             else:
-                first = signature.outputs[a] + sent.rows_of(placed, nodes, p, length)
+                first = signature.outputs[a] + sent.rows_of(placed, nodes, p, num_rows)
+            exist = placed.exist.get(t)
             for i, j in enumerate(parameter.operands):
-                edges, row_of_edge = graph.operand_ptr[nodes] + j, first + i
+                edges, row_of_edge = graph.operand_ptr[nodes] + j, first + i % num_rows
+                if exist is not None:
+                    edges, row_of_edge = edges[exist[j]], row_of_edge[exist[j]]
                 if alive.reads is not None:
                     reads = alive.reads[edges]
                     edges, row_of_edge = edges[reads], row_of_edge[reads]

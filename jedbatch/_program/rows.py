@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from jedbatch._jaxpr.native_calls import register_lowering
+from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._program.arenas import put, slice_rows, take
 from jedbatch._support.types import Array
@@ -41,6 +42,7 @@ class Read(NamedTuple):
       stride: in the table, from one row that a lane reads to the next.
       length: rows that a lane reads; None for one, which is not a list.
       is_sum: whether their sum is wanted, taken in their order.
+      may_lack: whether some of them may not exist, whose numbers are negative then; of sums.
     """
 
     array: int
@@ -48,6 +50,7 @@ class Read(NamedTuple):
     stride: int = 0
     length: int | None = None
     is_sum: bool = False
+    may_lack: bool = False
 
 
 class Write(NamedTuple):
@@ -158,9 +161,10 @@ def _read(table: Array, lane: Array, array: Array, read: Read, width: int) -> Ar
         return take(array, slice_rows(table, read.offset + lane, width))
     if read.is_sum:
         columns = [read.offset + k * read.stride + lane for k in range(read.length)]
-        return functools.reduce(
-            jnp.add, [take(array, slice_rows(table, column, width)) for column in columns]
-        )
+        rows_read = [slice_rows(table, column, width) for column in columns]
+        if read.may_lack:
+            return functools.reduce(jnp.add, [_existing(array, rows) for rows in rows_read])
+        return functools.reduce(jnp.add, [take(array, rows) for rows in rows_read])
     rows = table[read.offset : read.offset + read.length * read.stride]
     rows = lax.dynamic_slice(
         rows.reshape(read.length, read.stride),
@@ -169,6 +173,12 @@ def _read(table: Array, lane: Array, array: Array, read: Read, width: int) -> Ar
         allow_negative_indices=False,
     )
     return take(array, rows.T)
+
+
+def _existing(array: Array, rows: Array) -> Array:
+    """Rows of an array, zeros where a number is negative."""
+    there = (rows >= 0).reshape(-1, *[1] * (array.ndim - 1))
+    return where_alive(there, take(array, jnp.maximum(rows, 0)))
 
 
 def _total(lists: Array) -> Array:

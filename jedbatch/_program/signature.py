@@ -176,7 +176,7 @@ class Signature:
             for parameter in kernel.parameters:
                 a, moves = self.arena(parameter.type), has_gradient(parameter.type.dtype)
                 first_rows.append(ends[a] if moves else -1)
-                ends[a] += lanes * parameter.num_operands if moves else 0
+                ends[a] += lanes * parameter.num_rows if moves else 0
             bases.append(tuple(first_rows))
         return tuple(bases), tuple(ends)
 

@@ -18,7 +18,7 @@ Slow: Python for every lane. It runs for every plan if `JEDBATCH_CHECK=1` is set
 
 import collections
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,10 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import stored
+from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import BROADCAST, GATHER, SLICE, STRIDE, STRIDED
 from jedbatch._layout.bucketing import NUM_WIDTHS
+from jedbatch._program.placement import COUNT
 from jedbatch._program.signature import Signature
 
 NOTHING = -1  # what a row holds that has not been written, or that must not be relied on
@@ -63,12 +65,14 @@ class Goal:
       values: int64[V], the symbol of every result.
       inputs: int64[I], the symbol of every input.
       rows: inputs that there are, by kind of value.
+      numbers: of elements of lists, by the symbols of inputs.
     """
 
     nodes: collections.Counter[int]
     values: np.ndarray
     inputs: np.ndarray
     rows: collections.Counter[Any]
+    numbers: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, symbols: Symbols) -> "Goal":
@@ -76,10 +80,14 @@ class Goal:
         present = set(graph.node_type.tolist())
         types = {t: symbols("type", graph.types[t]) for t in present}
         rows: collections.Counter[Any] = collections.Counter()
-        inputs = []
+        inputs: list[int] = []
+        numbers: dict[int, int] = {}
         for chunk in graph.inputs:
             kind = stored(chunk.type)
-            inputs += [symbols("input", kind, rows[kind] + i) for i in range(len(chunk))]
+            own = [symbols("input", kind, rows[kind] + i) for i in range(len(chunk))]
+            if chunk.type == COUNT and chunk.leaf is None:
+                numbers.update(zip(own, np.asarray(chunk.rows).tolist(), strict=True))
+            inputs += own
             rows[kind] += len(chunk)
         symbols_made: list[int] = []
         nodes: collections.Counter[int] = collections.Counter()
@@ -92,7 +100,8 @@ class Goal:
             symbols_made += [
                 symbols("result", symbol, s) for s in range(graph.types[t].num_results)
             ]
-        return Goal(nodes, np.array(symbols_made, np.int64), np.array(inputs, np.int64), rows)
+        made = np.array(symbols_made, np.int64)
+        return Goal(nodes, made, np.array(inputs, np.int64), rows, numbers)
 
     def __getitem__(self, reference: int) -> int:
         """The symbol of a value, or of an input as -1 - i."""
@@ -107,11 +116,13 @@ class Lane:
       symbol: of what it computed.
       chunk: its number, in the order in which they ran.
       rows: that its operands were read from.
+      lacks: operands that do not exist.
     """
 
     symbol: int
     chunk: int
     rows: tuple[int, ...]
+    lacks: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -204,10 +215,16 @@ class Trial:
         rows = np.empty((len(kernel.operands), width), np.int64)
         read = np.empty_like(rows)
         vague = np.zeros(width, bool)  # lanes that may compute anything
-        view = signature.form.view(table, "operands", k)
+        view = signature.form.view(table, "operands", k)[:, lane : lane + width]
+        lacks = self._lacking(kernel, view, name)
+        summed = [(x.first, j) for x in kernel.parameters if x.is_sum for j in x.operands]
+        for first, j in reversed(summed):  # those that do not exist count as the first one
+            require(((view[j] < 0) == lacks[j]).all(), f"{name} add up other elements than exist")
+            view = view.copy()
+            view[j][lacks[j]] = view[first][lacks[j]]
         for j, t in enumerate(kernel.operands):
             arena = self.arenas[signature.arena(t)]
-            rows[j] = _rows_read(view[j, lane : lane + width], reading[j], width)
+            rows[j] = _rows_read(view[j], reading[j], width)
             last = rows[j].max() + (reading[j] == STRIDED and STRIDE - 1)
             require(rows[j].min() >= 0 and last < len(arena), f"{name} read rows outside of {t}")
             read[j] = arena[rows[j]]
@@ -226,7 +243,10 @@ class Trial:
             require(not again, f"lane {again[:1]} of {kernel.node_type} runs twice")
         for i in range(width):
             self.lanes[k][lane + i] = Lane(
-                int(symbols_made[i]), self.chunks, tuple(rows[:, i].tolist())
+                int(symbols_made[i]),
+                self.chunks,
+                tuple(rows[:, i].tolist()),
+                frozenset(np.flatnonzero(lacks[:, i]).tolist()),
             )
         for s, t in enumerate(kernel.results):
             a = signature.arena(t)
@@ -238,6 +258,19 @@ class Trial:
                 for m in symbols_made.tolist()
             ]
             self.arenas[a][first : first + width] = values
+
+    def _lacking(self, kernel: Kernel, view: np.ndarray, name: str) -> np.ndarray:
+        """bool[operands, width], operands of lanes that do not exist."""
+        lacks = np.zeros(view.shape, bool)
+        if kernel.lists is None or self.goal is None:
+            return lacks
+        count = kernel.lists.count
+        arena = self.arenas[self.signature.arena(kernel.operands[count])]
+        symbols = arena[view[count]].tolist()
+        known = all(symbol in self.goal.numbers for symbol in symbols)
+        require(known, f"{name} have lists of unknown length")
+        counts = np.array([self.goal.numbers[symbol] for symbol in symbols], np.int64)
+        return ~kernel.lists.exist(counts)
 
     def _compute(self, k: int, read: np.ndarray, vague: np.ndarray, name: str) -> np.ndarray:
         """int64[width], the symbols of what lanes compute."""

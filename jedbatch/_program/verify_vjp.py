@@ -54,7 +54,7 @@ class ReverseTrial:
         for kernel, lanes, bases in owners if signature.sent is None else ():
             for parameter, base in zip(kernel.parameters, bases, strict=True):
                 if differentiable(parameter.type):
-                    end = base + lanes * parameter.num_operands
+                    end = base + lanes * parameter.num_rows
                     ranges_taken[forward.arena(parameter.type)].append(
                         (base, end, str(kernel.node_type))
                     )
@@ -125,10 +125,9 @@ class ReverseTrial:
             for first, parameter in zip(sent, kernel.parameters, strict=True):
                 if differentiable(parameter.type):
                     rows = self.rows[forward.arena(parameter.type)]
-                    begin = first + (i - lane) * parameter.num_operands
-                    rows.update(
-                        (begin + e, [("lane", k, j, i)]) for e, j in enumerate(parameter.operands)
-                    )
+                    begin = first + (i - lane) * parameter.num_rows
+                    own = parameter.operands[: parameter.num_rows]  # of a sum, in place of all
+                    rows.update((begin + e, [("lane", k, j, i)]) for e, j in enumerate(own))
 
     def _receive(self, table: np.ndarray, k: int, lane: int) -> None:
         """Notes from whom the results of a lane get their cotangents."""
@@ -144,11 +143,11 @@ class ReverseTrial:
         parameters = forward.kernels[k].parameters
         if signature.sent is None:
             pairs = zip(signature.bases[k], parameters, strict=True)
-            return [base + lane * parameter.num_operands for base, parameter in pairs]
+            return [base + lane * parameter.num_rows for base, parameter in pairs]
         rows = signature.form.view(table, "sent", k)[:, lane].tolist()
         for parameter, row in zip(parameters, rows, strict=True):
             if differentiable(parameter.type):
-                a, size = forward.arena(parameter.type), width * parameter.num_operands
+                a, size = forward.arena(parameter.type), width * parameter.num_rows
                 inside = forward.outputs[a] <= row <= signature.sum_bases[a] - size
                 require(inside, f"rows {row} of cotangents of {forward.arenas[a]} are not shared")
         return rows
@@ -165,11 +164,15 @@ class ReverseTrial:
         """Every value gets the cotangents of all its readers once, and padding sends none."""
         forward, signature = self.forward, self.signature.forward
         readers: dict[tuple[int, int], set[Sender]] = collections.defaultdict(set)
+        times: collections.Counter[Sender] = collections.Counter()
         for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
+            senders = _senders(kernel)
             for i, lane in lanes.items():
                 for j, t in enumerate(kernel.operands):
-                    if differentiable(t):
-                        readers[signature.arena(t), lane.rows[j]].add(("lane", k, j, i))
+                    if differentiable(t) and j not in lane.lacks:
+                        sender = ("lane", k, senders[j], i)
+                        readers[signature.arena(t), lane.rows[j]].add(sender)
+                        times[sender] += 1
         must: set[Sender] = set()
         for a, positions in enumerate(outputs):
             if has_gradient(signature.arenas[a][1]):
@@ -185,8 +188,10 @@ class ReverseTrial:
             )
             require(not strangers, f"{listed}, which does not read it")
             times_read.update(senders)
-        twice = [sender for sender, n in times_read.items() if n > 1]
+        twice = [sender for sender, n in times_read.items() if n > max(1, times[sender])]
         require(not twice, f"the cotangent of {twice[:1]} counts twice")
+        once = [s for s, n in times_read.items() if n < times[s]]
+        require(not once, f"the cotangent of {once[:1]} does not count for all elements of a list")
         require(
             must <= times_read.keys(),
             f"no value gets the cotangent of {sorted(must - times_read.keys())[:1]}",
@@ -218,8 +223,11 @@ class ReverseTrial:
                 place = signature.arena(t), signature.bases[k][s] + i
                 if differentiable(t) and readers.get(place, set()) & wanted:
                     alive.add(s)
+            lacks, senders = forward.lanes[k][i].lacks, _senders(kernel)
             wanted |= {
-                ("lane", k, j, i) for j, result_ids in enumerate(flows[k]) if result_ids & alive
+                ("lane", k, senders[j], i)
+                for j, result_ids in enumerate(flows[k])
+                if result_ids & alive and j not in lacks
             }
         lost, more = wanted - seen.keys(), seen.keys() - wanted
         require(not lost, f"no value gets the cotangent of {sorted(lost)[:1]}")
@@ -239,6 +247,11 @@ class ReverseTrial:
                     rows = form.view(table, "readers", k, s)[:, idle]
                     none = self.signature.zero[forward.arena(t)]
                     require((rows == none).all(), f"lanes of {name} have readers and do not run")
+
+
+def _senders(kernel: Kernel) -> list[int]:
+    """Returns for each operand the one whose cotangent it gets: the first of those summed up."""
+    return [x.first if x.is_sum else j for x in kernel.parameters for j in x.operands]
 
 
 def check_cover(trips: np.ndarray, blocks: Buckets, used: int, room: int, what: str) -> None:

@@ -61,7 +61,7 @@ class RowPhase:
         shared = tuple(range(len(phase.shared)))
         operation = Operation(("rows", phase), jaxpr)
         node_type = NodeType("rows", operation, tuple(operands), shared, results)
-        return Kernel(node_type, lists=False, tables=False)
+        return Kernel(node_type, lists=False, plain=True)
 
     def _lane(self, shared: Sequence[Any], operands: Sequence[Any]) -> list[Array]:
         phase = self.phase

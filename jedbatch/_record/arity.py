@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jedbatch._graph.operations import Operation
+from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
@@ -35,6 +35,7 @@ MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
 CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
 LONG = 64  # longer lists are rolled up as soon as they are met
 LENGTH = ValueType((), np.dtype(np.int32))
+SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
 
 
 class ListArgument(NamedTuple):
@@ -222,33 +223,49 @@ class CellCalls:
           capacity: elements there is room for.
         """
         results, shared, inputs, elements, (in_lists, single) = key
-        program = self._expressions.program(
-            results, range(len(inputs) + len(shared)), len(elements), capacity
-        )
-        num_elements = len(elements) * capacity
-
-        def run(*values: Array) -> list[Array]:
-            others, rest = values[: len(shared)], values[len(shared) :]
-            given, rest = rest[: len(inputs)], rest[len(inputs) :]
-            made = program([*given, *others], rest[:num_elements], rest[-1])
-            rows = (x[k] for x in made[: len(in_lists)] for k in range(capacity))
-            return [*rows, *made[len(in_lists) :]]
-
         avals = operation_of(of).jaxpr.in_avals
         shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
         pairs = list(zip(rolled.roles, operand_avals, strict=True))
         given = [aval for role, aval in pairs if role[0] == "input"]
         of_element = [aval for role, aval in pairs if role[2:] == (0,)]
-        repeated = [aval for aval in of_element for _ in range(capacity)]
-        length = jax.ShapeDtypeStruct(LENGTH.shape, LENGTH.dtype)
-        with pause():
-            closed = jax.make_jaxpr(run)(*shared_avals, *given, *repeated, length)
+
+        def traced(summed: Sequence[bool]) -> Any:
+            """The program, with sums in place of some lists."""
+            numbers = range(len(inputs) + len(shared))
+            program = self._expressions.program(results, numbers, summed, capacity)
+
+            def run(*values: Array) -> list[Array]:
+                others, rest = values[: len(shared)], values[len(shared) :]
+                own, rest = rest[: len(inputs)], rest[len(inputs) :]
+                made = program([*own, *others], rest[:-1], rest[-1])
+                rows = (x[k] for x in made[: len(in_lists)] for k in range(capacity))
+                return [*rows, *made[len(in_lists) :]]
+
+            pairs = zip(of_element, summed, strict=True)
+            lists = [x for x, is_sum in pairs for x in [x] * (1 if is_sum else capacity)]
+            length = jax.ShapeDtypeStruct(LENGTH.shape, LENGTH.dtype)
+            with pause():
+                return jax.make_jaxpr(run)(*shared_avals, *given, *lists, length)
+
+        leaves = range(len(elements))
+        closed = traced([False] * len(elements))
+        can_sum = [self._expressions.is_only_summed(results, leaf) for leaf in leaves]
+        summed = tuple(
+            can and t.dtype in SUMMED for can, t in zip(can_sum, elements, strict=True)
+        )
+        lists = ListOperands(
+            len(inputs),
+            capacity,
+            len(inputs) + capacity * len(elements),
+            summed,
+            traced(summed) if any(summed) else closed,
+        )
         where = of.label[of.label.rindex(")") + 1 :]
         operands = (*inputs, *(t for t in elements for _ in range(capacity)), LENGTH)
         listed = ", ".join(map(str, (*inputs, *(f"≤{capacity} × {t}" for t in elements))))
         return NodeType(
             of.name,
-            Operation(("list", capacity, operation_of(of).key), closed),
+            Operation(("list", capacity, operation_of(of).key), closed, lists=lists),
             operands,
             of.shared,
             (*(t for t in in_lists for _ in range(capacity)), *single),

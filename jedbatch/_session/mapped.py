@@ -131,7 +131,7 @@ class MappedProgram:
         """Returns (the results of all rows, for each node with bounds where a loop was stopped)."""
         self._programs.count("mapped")
         announce(f"compiling a program for {len(arrays[0])} rows of arrays")
-        kernels = [self._programs.kernel(t).without_tables for t in self._types]
+        kernels = [self._programs.kernel(t).plain for t in self._types]
         pairs = zip(kernels, self._compute(shared), strict=True)
         consts = [kernel.prologue(values) for kernel, values in pairs]
         by_type = dict(zip(self._types, zip(kernels, consts, strict=True), strict=True))

@@ -71,7 +71,7 @@ def kernel_of(closed, num_shared):
     """The kernel of a node type with this program."""
     kinds = [ValueType(a.shape, a.dtype) for a in closed.in_avals[num_shared:]]
     results = [ValueType(a.shape, a.dtype) for a in closed.out_avals]
-    operation = types.SimpleNamespace(jaxpr=closed)
+    operation = types.SimpleNamespace(jaxpr=closed, lists=None)
     return Kernel(
         NodeType("cell", operation, tuple(kinds), tuple(range(num_shared)), tuple(results))
     )

@@ -12,7 +12,7 @@ import jedbatch
 from jedbatch import testing
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import inlined
-from jedbatch._kernel.operand_lists import with_lists
+from jedbatch._kernel.operand_lists import single_parameters, with_lists
 
 W = jnp.array([[0.3, -0.7, 0.4], [0.5, 0.2, -0.1], [-0.6, 0.8, 0.9]])
 
@@ -23,7 +23,7 @@ def rewritten(fn, shapes, num_shared=1):
     values = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     closed = inlined(jax.make_jaxpr(fn)(W, *values))
     types = [ValueType(x.shape, x.dtype) for x in values]
-    listed, parameters = with_lists(closed, num_shared, types)
+    listed, parameters = with_lists(closed, num_shared, single_parameters(types))
     given = [
         values[p.first] if p.length is None else jnp.stack([values[j] for j in p.operands])
         for p in parameters

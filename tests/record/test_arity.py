@@ -101,7 +101,7 @@ def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
     assert len(results) == 1
-    program = expressions.program(*results, inputs=[0, 1], leaves=2, capacity=6)
+    program = expressions.program(*results, inputs=[0, 1], summed=[False] * 2, capacity=6)
     rng = np.random.default_rng(0)
 
     def value(run, w, *args):

@@ -151,15 +151,30 @@ copy_rows(char *out, size_t step, const char *rows, size_t size, int64_t num_row
     }
 }
 
+/* Copies the rows of some indices, zeros for those that are negative. */
+static void
+copy_existing(char *out, const char *rows, size_t size, int64_t num_rows, const int32_t *index,
+              int64_t count)
+{
+    for (int64_t i = 0, end; i < count; i = end) {
+        for (end = i; end < count && index[end] >= 0; end++)
+            ;
+        copy_rows(out + (size_t)i * size, size, rows, size, num_rows, index + i, end - i);
+        for (; end < count && index[end] < 0; end++)
+            memset(out + (size_t)end * size, 0, size);
+    }
+}
+
 #define ADD_ROWS(name, type)                                                                      \
     static void name(type *restrict out, const type *rows, size_t items, int64_t num_rows,        \
                      const int32_t *index, int64_t count)                                         \
     {                                                                                             \
-        for (int64_t i = 0; i < count; i++) {                                                     \
+        for (int64_t i = 0; i < count; i++, out += items) {                                       \
+            if (index[i] < 0)                                                                     \
+                continue;                                                                         \
             const type *restrict row = rows + (size_t)clamped(index[i], num_rows) * items;        \
             for (size_t j = 0; j < items; j++)                                                    \
                 out[j] += row[j];                                                                 \
-            out += items;                                                                         \
         }                                                                                         \
     }
 
@@ -171,7 +186,7 @@ ADD_ROWS(add_rows_of_float64, double)
  *     array, offset, stride, count, is_sum
  *
  * whose row of lane l has, for every k below the count, the row table[offset + k * stride + lane]
- * of the array: one after the other, or their sum. */
+ * of the array: one after the other, or their sum, in which negative numbers stand for no row. */
 static void *
 take_rows(CallFrame *frame)
 {
@@ -189,11 +204,11 @@ take_rows(CallFrame *frame)
         for (int64_t k = 0; k < count; k++) {
             int64_t first = clamped(read[1] + k * read[2] + lane, table_size - width + 1);
             const int32_t *index = table + first;
-            if (k == 0 || !read[4]) {
-                size_t step = read[4] ? size : size * (size_t)count;
-                size_t place = read[4] ? 0 : size * (size_t)k;
-                copy_rows(out + place, step, rows->data, size, num_rows, index, width);
-            }
+            if (!read[4])
+                copy_rows(out + size * (size_t)k, size * (size_t)count, rows->data, size, num_rows,
+                          index, width);
+            else if (k == 0)
+                copy_existing(out, rows->data, size, num_rows, index, width);
             else if (rows->dtype == FLOAT32)
                 add_rows_of_float32((float *)out, rows->data, size / 4, num_rows, index, width);
             else
