@@ -204,22 +204,24 @@ def _replaced(
     equations = []
     for eqn in jaxpr.eqns:
         read = [v for v in reads(eqn) if v not in literal]
-        if eqn.primitive.name in FUNCTIONS and read and of_row.issuperset(read):
+        if literal.issuperset(eqn.outvars):
+            equations.append(eqn)
+        elif eqn.primitive.name in FUNCTIONS and read and of_row.issuperset(read):
             equations.append(eqn)
             of_row.update(eqn.outvars)
             if eqn.primitive.name in STRUCTURAL_OPERATIONS and plain.issuperset(read):
                 plain.update(eqn.outvars)
-    own = set(map(id, equations))
+    own = {id(eqn) for eqn in equations if of_row.issuperset(eqn.outvars)}
     read_elsewhere = {v for eqn in jaxpr.eqns if id(eqn) not in own for v in reads(eqn)}
     read_elsewhere.update(v for v in jaxpr.outvars if isinstance(v, Var))
-    wanted = [v for eqn in equations for v in eqn.outvars if v in read_elsewhere]
-    made = [v for v in wanted if v not in plain]
+    wanted = read_elsewhere & of_row - plain
+    made = [v for eqn in equations for v in eqn.outvars if v in wanted]
     if not made:
         return None
     equations = _needed(jaxpr.replace(eqns=equations), made, ())
-    saved = sum(map(work, equations))
+    saved = sum(work(eqn) for eqn in equations if id(eqn) in own)
     moved = sum(math.prod(v.aval.shape) for v in made)
-    if raw not in read_elsewhere and not plain.intersection(wanted):
+    if plain.isdisjoint(read_elsewhere):
         moved -= math.prod(raw.aval.shape)
     rows = look_up.invars[0].aval.shape[0]
     if saved < LEAST_WORK + WORK_OF_MOVING * max(0, moved) or rows * saved > most_work:

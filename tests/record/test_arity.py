@@ -1,5 +1,6 @@
 """Cells that take lists: one type serves lists of many lengths, with the loop's answers."""
 
+import dataclasses
 import functools
 import math
 
@@ -13,6 +14,8 @@ import jedbatch
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.keys import Keys
+from jedbatch._support import native
+from jedbatch.testing import check_plan
 
 W = jnp.array([[0.3, -0.7], [0.5, 0.2]])
 
@@ -124,6 +127,23 @@ def test_programs_of_lists_are_rolled_up(cell):
             for run in (padded, plain)
         )
         assert_close(ours, loops, rtol=1e-4)
+
+
+def test_lists_that_are_only_summed():
+    """Of these the program takes the sum, but not where an element has another use."""
+    expressions = Expressions(Keys().params_key)
+    only = {cell: rolled(expressions, cell, 3, counts=True) for cell in (looked_up, child_sum)}
+    leaves = {cell: [expressions.is_only_summed(r, k) for k in (0, 1)] for cell, r in only.items()}
+    assert leaves == {looked_up: [True, True], child_sum: [False, False]}  # the other is not read
+    (results,) = {only[looked_up]}
+    whole, of_sum = (
+        expressions.program(results, inputs=[0, 1], summed=[s, False], capacity=4)
+        for s in (False, True)
+    )
+    x, *h = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
+    length = jnp.int32(3)
+    total = h[0] + h[1] + h[2]
+    assert_close(of_sum([W, x], [total, *h], length), whole([W, x], [*h, *h], length), rtol=1e-6)
 
 
 @pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up])
@@ -292,6 +312,88 @@ def test_what_does_not_exist_changes_nothing(name):
         np.testing.assert_allclose(ours(p), loop(p), rtol=1e-5)
         np.testing.assert_allclose(jax.grad(total)(p, ours), jax.grad(total)(p, loop), rtol=1e-5)
     assert any("i32[])" in str(t) for t in batched.plan(p, BAGS[-1]).graph.types)  # a length
+
+
+@jedbatch.cell
+def bag_sum(p, scale, xs):
+    return scale * jnp.tanh(sum(xs)) @ p
+
+
+@jedbatch.cell
+def item(p, i):
+    return p[0] * i + jnp.log(i)
+
+
+def bag(p, numbers):
+    """The sum of a list; an item 0 makes it infinite, -1 no number."""
+    return bag_sum(p, 1.0 + len(numbers), [item(p, float(i)) for i in numbers])
+
+
+SUMS = [[1, 2], [2, 3, 2], [4], [3, 1, 2, 2], [2, 1, 1, 1, 5], [1, 2, 3, 4, 5, 6, 7]]
+
+
+def summed(batched, *args):
+    """For each kernel with a list the room in it, if it takes the sum."""
+    kernels = batched.plan(*args).static.signature.kernels
+    return [x.length for k in kernels for x in k.parameters if x.is_sum]
+
+
+def test_sums_of_lists_are_read_as_sums():
+    """Elements that are there twice count twice; those that do not exist have no cotangent."""
+    batched = check(bag, W, SUMS, inference=True)
+    assert sorted(summed(batched, W, SUMS)) == [4, 8]
+    with compilations() as made:
+        batched(W, [[5, 5, 5, 5], [1, 1, 2], [7], [2, 3], [2, 1], [1, 2, 3, 4, 5, 6]])
+    assert not made
+    plan = batched.plan(W, SUMS, gradient=True)
+    check_plan(plan)
+    signature = plan.static.signature
+    k, x = next((k, x) for k, n in enumerate(signature.kernels) for x in n.parameters if x.is_sum)
+    for there, value in ((True, -1), (False, 0)):  # one less is added up, or one more
+        table = np.array(plan.table)
+        listed = signature.form.view(table, "operands", k)[x.first : x.first + x.length]
+        listed[tuple(np.argwhere((listed[:, :1] >= 0) == there)[0])] = value
+        with pytest.raises(AssertionError, match="other elements than exist"):
+            check_plan(dataclasses.replace(plan, table=table))
+
+
+def test_no_element_that_does_not_exist_is_a_part_of_a_sum():
+    batched = jedbatch.batch(bag)
+    batched(W, SUMS)
+    for wrong in (0, -1):  # infinity, and NaN, in one list of which some elements do not exist
+        lists = [[wrong], [1, wrong, 2], *SUMS]
+        ours, loop = batched(W, lists), jnp.stack([bag(W, x) for x in lists])
+        np.testing.assert_allclose(ours, loop, rtol=1e-5)
+        ours, loop = (
+            jax.grad(lambda p, run=run: run(p)[2:].sum())(W)
+            for run in (
+                lambda p, lists=lists: batched(p, lists),
+                lambda p, lists=lists: jnp.stack([bag(p, x) for x in lists]),
+            )
+        )
+        np.testing.assert_allclose(ours, loop, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", mostly_slow(["operations of XLA", "switch"], "operations of XLA"))
+def test_sums_without_calls(way, monkeypatch):
+    if way == "operations of XLA":
+        monkeypatch.setattr(native, "core", lambda: None)
+    options = {"target": "gpu"} if way == "switch" else {}
+    check(bag, W, SUMS, **options)
+
+
+@pytest.mark.slow
+def test_derivatives_of_sums():
+    batched = jedbatch.batch(bag)
+    value = lambda run: lambda p: jnp.sin(run(p)).sum()  # noqa: E731
+    ours, loop = value(lambda p: batched(p, SUMS)), value(lambda p: jnp.stack([bag(p, x) for x in SUMS]))
+    for of in (
+        lambda f: jax.jvp(f, (W,), (W,)),
+        lambda f: jax.jvp(jax.grad(f), (W,), (W,)),
+        lambda f: jax.vmap(jax.grad(f))(jnp.stack([W, 2 * W])),
+    ):
+        for a, b in zip(jax.tree.leaves(of(ours)), jax.tree.leaves(of(loop)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [70, pytest.param(300, marks=pytest.mark.slow)])
