@@ -18,14 +18,14 @@ class ListOperands:
     Attributes:
       first: position of the first of them; the lists follow one another.
       capacity: elements of each list that there is room for.
-      count: position of the operand that says how many exist.
+      length: position of the operand that says how many exist.
       summed: for each list whether nothing is read of it but the sum of the elements that exist.
       program: as the operation's, of the sums in place of such lists.
     """
 
     first: int
     capacity: int
-    count: int
+    length: int
     summed: tuple[bool, ...]
     program: Any
 

@@ -7,6 +7,8 @@ rule once, for the whole package.
 import itertools
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jedbatch._graph.operations import Operation
 from jedbatch._support.types import Dtype
 
@@ -30,6 +32,9 @@ class ValueType:
                 name = short + name.removeprefix(long)
                 break
         return f"{name}[{','.join(map(str, self.shape))}]{'~' if self.weak else ''}"
+
+
+LENGTH = ValueType((), np.dtype(np.int32))  # of the number of elements of a list
 
 
 def _list(types: tuple[ValueType, ...]) -> str:

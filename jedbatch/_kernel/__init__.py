@@ -14,6 +14,7 @@ Read in this order:
    finds it.
 7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
 8. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
-9. `kernel`: The program of a node type for one lane, forwards and backwards.
-10. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
+9. `tables`: Functions of the rows of small tables, computed once for every row there is.
+10. `kernel`: The program of a node type for one lane, forwards and backwards.
+11. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
 """

@@ -131,7 +131,7 @@ class Kernel:
         self.is_bounded = max_steps is not None and performs(closed, "while")
         if max_steps is not None and self.is_bounded:
             closed = bounded(closed, max_steps)
-        self.lists = in_lists and ListPlaces(in_lists.first, in_lists.capacity, in_lists.count)
+        self.lists = ListPlaces.of(in_lists)
         self.parameters = single_parameters(self.operands, in_lists, sums)
         if lists:
             closed, self.parameters = with_lists(closed, num_shared, self.parameters)

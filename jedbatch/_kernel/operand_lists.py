@@ -78,19 +78,24 @@ class ListPlaces(NamedTuple):
     Attributes:
       first: position of the first; the lists follow one another.
       capacity: elements of each that there is room for.
-      count: position of the operand that says how many exist, behind the last of them.
+      length: position of the operand that says how many exist, behind the last of them.
     """
 
     first: int
     capacity: int
-    count: int
+    length: int
 
-    def exist(self, counts: np.ndarray) -> np.ndarray:
-        """bool[operands, nodes]: which of their operands nodes have that have so many elements."""
-        position = np.arange(self.count + 1)
+    @staticmethod
+    def of(lists: ListOperands | None) -> "ListPlaces | None":
+        """Returns the places of some lists."""
+        return None if lists is None else ListPlaces(lists.first, lists.capacity, lists.length)
+
+    def exist(self, lengths: np.ndarray) -> np.ndarray:
+        """bool[operands, nodes]: which operands of nodes exist whose lists have some lengths."""
+        position = np.arange(self.length + 1)
         element = (position - self.first) % self.capacity
-        element[: self.first] = element[self.count] = -1
-        return element[:, None] < counts
+        element[: self.first] = element[self.length] = -1
+        return element[:, None] < lengths
 
 
 class Piece(NamedTuple):
@@ -127,7 +132,7 @@ def single_parameters(
             parameters.append(Parameter(first, n, operands[first], is_sum=True))
         else:
             parameters += [Parameter(j, None, operands[j]) for j in range(first, first + n)]
-    return *parameters, Parameter(lists.count, None, operands[lists.count])
+    return *parameters, Parameter(lists.length, None, operands[lists.length])
 
 
 def with_lists(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import (
     ELEMENTWISE_OPERATIONS,
@@ -152,7 +152,8 @@ def tabulated(closed: ClosedProgram, num_shared: int, most_work: float) -> Tabul
             r.look_up.invars[0].aval.shape[0],
             functools.partial(_run_function, closed, r),
             tuple(
-                ((r.look_up.invars[0].aval.shape[0], *v.aval.shape), v.aval.dtype) for v in r.made
+                ((shape_of(r.look_up.invars[0]).shape[0], *shape_of(v).shape), shape_of(v).dtype)
+                for v in r.made
             ),
         )
         for r in found
@@ -196,7 +197,7 @@ def _is_look_up(eqn: Equation, fixed: Collection[Var]) -> bool:
 
 
 def _replaced(
-    jaxpr: OpenProgram, look_up: Equation, literal: Collection[Var], most_work: float
+    jaxpr: OpenProgram, look_up: Equation, literal: set[Var], most_work: float
 ) -> _Replaced | None:
     """Returns what takes the place of a look-up; None if it is not worth it."""
     (raw,) = look_up.outvars

@@ -12,7 +12,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import ranges
-from jedbatch._graph.types import ValueType
+from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import Kind, kinds_of, row_bytes, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -43,7 +43,6 @@ SMALL_LANES = 1 << 21  # so few
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
-COUNT = ValueType((), np.dtype(np.int32))  # the type of the number of elements of a list
 NO_VALUE = int(np.iinfo(np.int64).min)  # among outputs: a row that is returned for nobody
 NOTHING = np.zeros(0, np.int64)
 CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
@@ -178,9 +177,9 @@ class Placement:
         found = {}
         for t, kernel in zip(self.type_ids, self.kernels, strict=True):
             if kernel.lists is not None:
-                counts = self.graph.operand_ptr[self.nodes[t]] + kernel.lists.count
-                numbers = self._numbers[-1 - self.graph.operand[counts]]
-                found[t] = kernel.lists.exist(numbers)
+                edges = self.graph.operand_ptr[self.nodes[t]] + kernel.lists.length
+                lengths = self._numbers[-1 - self.graph.operand[edges]]
+                found[t] = kernel.lists.exist(lengths)
         return found
 
     @functools.cached_property
@@ -189,7 +188,7 @@ class Placement:
         numbers = np.zeros(self.graph.num_inputs, np.int64)
         first = 0
         for chunk in self.graph.inputs:
-            if chunk.type == COUNT and chunk.leaf is None:
+            if chunk.type == LENGTH and chunk.rows is not None and chunk.leaf is None:
                 numbers[first : first + len(chunk)] = chunk.rows
             first += len(chunk)
         return numbers

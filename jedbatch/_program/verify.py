@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._layout.access import BROADCAST, GATHER, SLICE, STRIDE, STRIDED
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.placement import COUNT
 from jedbatch._program.signature import Signature
 
 NOTHING = -1  # what a row holds that has not been written, or that must not be relied on
@@ -85,7 +85,7 @@ class Goal:
         for chunk in graph.inputs:
             kind = stored(chunk.type)
             own = [symbols("input", kind, rows[kind] + i) for i in range(len(chunk))]
-            if chunk.type == COUNT and chunk.leaf is None:
+            if chunk.type == LENGTH and chunk.leaf is None:
                 numbers.update(zip(own, np.asarray(chunk.rows).tolist(), strict=True))
             inputs += own
             rows[kind] += len(chunk)
@@ -264,13 +264,13 @@ class Trial:
         lacks = np.zeros(view.shape, bool)
         if kernel.lists is None or self.goal is None:
             return lacks
-        count = kernel.lists.count
-        arena = self.arenas[self.signature.arena(kernel.operands[count])]
-        symbols = arena[view[count]].tolist()
+        length = kernel.lists.length
+        arena = self.arenas[self.signature.arena(kernel.operands[length])]
+        symbols = arena[view[length]].tolist()
         known = all(symbol in self.goal.numbers for symbol in symbols)
         require(known, f"{name} have lists of unknown length")
-        counts = np.array([self.goal.numbers[symbol] for symbol in symbols], np.int64)
-        return ~kernel.lists.exist(counts)
+        lengths = np.array([self.goal.numbers[symbol] for symbol in symbols], np.int64)
+        return ~kernel.lists.exist(lengths)
 
     def _compute(self, k: int, read: np.ndarray, vague: np.ndarray, name: str) -> np.ndarray:
         """int64[width], the symbols of what lanes compute."""

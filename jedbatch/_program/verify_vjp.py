@@ -166,11 +166,11 @@ class ReverseTrial:
         readers: dict[tuple[int, int], set[Sender]] = collections.defaultdict(set)
         times: collections.Counter[Sender] = collections.Counter()
         for k, (kernel, lanes) in enumerate(zip(signature.kernels, forward.lanes, strict=True)):
-            senders = _senders(kernel)
+            sent = _sent_by(kernel)
             for i, lane in lanes.items():
                 for j, t in enumerate(kernel.operands):
                     if differentiable(t) and j not in lane.lacks:
-                        sender = ("lane", k, senders[j], i)
+                        sender = ("lane", k, sent[j], i)
                         readers[signature.arena(t), lane.rows[j]].add(sender)
                         times[sender] += 1
         must: set[Sender] = set()
@@ -190,8 +190,8 @@ class ReverseTrial:
             times_read.update(senders)
         twice = [sender for sender, n in times_read.items() if n > max(1, times[sender])]
         require(not twice, f"the cotangent of {twice[:1]} counts twice")
-        once = [s for s, n in times_read.items() if n < times[s]]
-        require(not once, f"the cotangent of {once[:1]} does not count for all elements of a list")
+        seldom = [sender for sender, n in times_read.items() if n < times[sender]]
+        require(not seldom, f"the cotangent of {seldom[:1]} does not reach all elements of a sum")
         require(
             must <= times_read.keys(),
             f"no value gets the cotangent of {sorted(must - times_read.keys())[:1]}",
@@ -223,9 +223,9 @@ class ReverseTrial:
                 place = signature.arena(t), signature.bases[k][s] + i
                 if differentiable(t) and readers.get(place, set()) & wanted:
                     alive.add(s)
-            lacks, senders = forward.lanes[k][i].lacks, _senders(kernel)
+            lacks, sent = forward.lanes[k][i].lacks, _sent_by(kernel)
             wanted |= {
-                ("lane", k, senders[j], i)
+                ("lane", k, sent[j], i)
                 for j, result_ids in enumerate(flows[k])
                 if result_ids & alive and j not in lacks
             }
@@ -249,7 +249,7 @@ class ReverseTrial:
                     require((rows == none).all(), f"lanes of {name} have readers and do not run")
 
 
-def _senders(kernel: Kernel) -> list[int]:
+def _sent_by(kernel: Kernel) -> list[int]:
     """Returns for each operand the one whose cotangent it gets: the first of those summed up."""
     return [x.first if x.is_sum else j for x in kernel.parameters for j in x.operands]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.paths import pointers, ranges
-from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
@@ -34,7 +34,6 @@ MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
 # Elements there is room for in types that serve several lengths.
 CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
 LONG = 64  # longer lists are rolled up as soon as they are met
-LENGTH = ValueType((), np.dtype(np.int32))
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
 
 
@@ -250,9 +249,7 @@ class CellCalls:
         leaves = range(len(elements))
         closed = traced([False] * len(elements))
         can_sum = [self._expressions.is_only_summed(results, leaf) for leaf in leaves]
-        summed = tuple(
-            can and t.dtype in SUMMED for can, t in zip(can_sum, elements, strict=True)
-        )
+        summed = tuple(can and t.dtype in SUMMED for can, t in zip(can_sum, elements, strict=True))
         lists = ListOperands(
             len(inputs),
             capacity,

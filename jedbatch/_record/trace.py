@@ -20,9 +20,8 @@ from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import ValueType
+from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._record.arity import LENGTH
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
 from jedbatch._record.failures import place_of

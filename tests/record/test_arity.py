@@ -386,7 +386,10 @@ def test_sums_without_calls(way, monkeypatch):
 def test_derivatives_of_sums():
     batched = jedbatch.batch(bag)
     value = lambda run: lambda p: jnp.sin(run(p)).sum()  # noqa: E731
-    ours, loop = value(lambda p: batched(p, SUMS)), value(lambda p: jnp.stack([bag(p, x) for x in SUMS]))
+    ours, loop = (
+        value(lambda p: batched(p, SUMS)),
+        value(lambda p: jnp.stack([bag(p, x) for x in SUMS])),
+    )
     for of in (
         lambda f: jax.jvp(f, (W,), (W,)),
         lambda f: jax.jvp(jax.grad(f), (W,), (W,)),
