@@ -23,7 +23,7 @@ import numpy as np
 
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.paths import pointers, ranges
-from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
+from jedbatch._graph.types import LENGTH, NodeType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
