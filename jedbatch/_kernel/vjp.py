@@ -42,7 +42,7 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
-from jedbatch._kernel.weight_gradients import LOOK_UPS, Tap, clamps_index
+from jedbatch._kernel.weight_gradients import LOOK_UPS, Tap
 from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
