@@ -42,13 +42,15 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
-from jedbatch._kernel.weight_gradients import LOOK_UPS, Tap
+from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
 ADDITIVE_OPERATIONS = frozenset({"add", "add_any", "sub"})
 # Linear in a const, and zero for zero rows: lanes that never ran may hold zeros.
 LINEAR_OPERATIONS = ADDITIVE_OPERATIONS | {"dot_general", "mul", "conv_general_dilated"}
+# The gradient is a scatter, better done once than block by block.
+LOOK_UPS = frozenset({"gather", "dynamic_slice"})
 # Worth keeping for the reverse.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # What runs a program of its own is not run again.
