@@ -71,6 +71,17 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
+def returns_nothing(params: dict[str, Any]) -> bool:
+    """Returns whether an operation runs a program, or one of several, that has no results.
+
+    The gradient of a function may have such a `jit` where its values are all known beforehand.
+    """
+    programs: Sequence[Any] = params.get("branches") or (params.get("jaxpr"),)
+    if not is_program(programs[0]) or without_consts(programs[0]).outvars:
+        return False
+    return not any(program.effects for program in programs)
+
+
 def is_reshape(eqn: Equation) -> bool:
     """Returns whether an operation gives its operand another shape, and does nothing else."""
     if eqn.primitive.name not in RESHAPES or not isinstance(eqn.invars[0], Var):

@@ -40,7 +40,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.identity import Same, typed_or_same
-from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
@@ -373,6 +373,8 @@ class Recorder(Trace):
     step_by_step = step_by_step
 
     def process_primitive(self, primitive, tracers, params, /):
+        if primitive.multiple_results and returns_nothing(params):
+            return []
         if primitive.name == "slice" and type(tracers[0]) is not Value:
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
@@ -443,17 +445,11 @@ class Recorder(Trace):
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
     ):
+        told = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
+
         def call(*values):
             with take_current_trace() as trace, set_current_trace(trace):
-                return trace.process_custom_vjp_call(
-                    primitive,
-                    fun,
-                    fwd,
-                    bwd,
-                    values,
-                    out_trees=out_trees,
-                    symbolic_zeros=symbolic_zeros,
-                )
+                return trace.process_custom_vjp_call(primitive, fun, fwd, bwd, values, **told)
 
         return self._custom((fun, fwd, bwd), call, tracers)
 

@@ -89,3 +89,16 @@ def hessian_times_forces(p, x):
 )
 def test_gradients_in_cells(fn):
     check(jedbatch.cell(fn), PARAMS, XS, rtol=1e-4)
+
+
+def of_what_is_squeezed(p, x):
+    """In the gradient is a `jit` without results, as all that it returns is known beforehand."""
+    return jax.grad(lambda y: jnp.squeeze(jnp.tanh(y)) @ p["a"][0])(x)
+
+
+@pytest.mark.parametrize("fn", [of_what_is_squeezed, with_a_branch_that_returns_nothing])
+def test_operations_without_results(fn):
+    """Outside of cells there is no node for them."""
+    check(fn, PARAMS, XS, rtol=1e-4)
+    types = jedbatch.batch(fn, granularity="op").plan(PARAMS, XS).graph.types
+    assert not {"_squeeze", "cond"} & {node_type.name for node_type in types}

@@ -458,6 +458,35 @@ def test_networks_of_graphs(model, target, monkeypatch):
     assert_close(found, expected, 2e-4)
 
 
+def test_forces_inside():
+    """A gradient by the instance, and that of a loss of it."""
+
+    def loss(w, graph):
+        x, source, target = graph
+
+        def energy(x):
+            messages = jax.ops.segment_sum(
+                jnp.tanh((x[source] - x[target]) @ w), target, x.shape[0]
+            )
+            return (messages * x).sum()
+
+        return jnp.square(jax.grad(energy)(x)).sum() / x.shape[0]
+
+    batched = jedbatch.batch(loss)
+    instances = molecules(3, seed=0)
+    assert batched.plan(WEIGHT, instances).host.apart is None
+
+    def alone(w):
+        return jnp.stack([loss(w, graph) for graph in instances])
+
+    def mine(w):
+        return batched(w, instances)
+
+    assert_close(mine(WEIGHT), jax.jit(alone)(WEIGHT), 2e-4)
+    found, expected = (jax.grad(lambda w, f=f: f(w).sum()) for f in (mine, alone))
+    assert_close(found(jnp.asarray(WEIGHT)), jax.jit(expected)(jnp.asarray(WEIGHT)), 2e-4)
+
+
 @pytest.mark.slow
 def test_derivatives_of_second_order():
     batched = jedbatch.batch(propagate)
