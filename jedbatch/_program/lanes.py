@@ -18,7 +18,7 @@ from jedbatch._kernel.kernel import ConstTable, Kernel
 from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.bucketing import Buckets
-from jedbatch._program.arenas import broadcast_flags, put, slice_rows
+from jedbatch._program.arenas import broadcast_flags, slice_rows
 from jedbatch._support.types import Array, PyTree
 
 Lane = int | jax.Array  # the first of some lanes
@@ -53,16 +53,6 @@ def reverse_lanes(
     """Returns (cotangents of operands, rows for the taps) of some lanes; see `backward`."""
     run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
     return run(consts, prepared, operands, results, saved, cotangents, alive)
-
-
-def put_all(
-    slots: Values, places: Sequence[int], rows: Values, lane: Lane
-) -> list[jax.Array | None]:
-    """Returns slots, to some of which rows have been written from a lane on."""
-    written = list(slots)
-    for place, x in zip(places, rows, strict=True):
-        written[place] = put(written[place], x, lane)
-    return written
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,8 +49,8 @@ class PackedProgram:
         self.phased = phased
         self.extents = phased.extents
         self._phases = [
-            IndexPhase(p) if p.indexed else InstancePhase(p) if p.extent is None else RowPhase(p)
-            for p in phased.phases
+            IndexPhase(p) if p.indexed else InstancePhase(p) if p.extent is None else RowPhase(p, n)
+            for n, p in enumerate(phased.phases)
         ]
 
     def form(self, capacity: RowCapacity) -> TableLayout:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import Bindings, run_equations
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
 from jedbatch._jaxpr.versions import Equation
@@ -24,8 +26,8 @@ from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
-from jedbatch._program.arenas import broadcast_flags, put, slice_rows, take
-from jedbatch._program.lanes import Lane, Lanes, each_block, put_all, reverse_lanes, run_lanes
+from jedbatch._program.arenas import broadcast_flags, empty, put, slice_rows, take, zeros
+from jedbatch._program.lanes import Lane, Lanes, each_block, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
@@ -40,8 +42,8 @@ class RowPhase:
     and the position of the row, if that matters.
     """
 
-    def __init__(self, phase: Phase):
-        self.phase = phase
+    def __init__(self, phase: Phase, number: int):
+        self.phase, self.number = phase, number
         self._extents = [
             e.params["dim"] for e in phase.equations if e.primitive.name == "dim_as_value"
         ]
@@ -92,7 +94,12 @@ class RowPhase:
         consts = self.kernel.prologue([env[v] for v in phase.shared])
         capacity = batch.capacity
         function = RowFunction(
-            self.kernel, capacity.rows[e], capacity.calls, capacity.blocks(e), tuple(by_row)
+            self.kernel,
+            capacity.rows[e],
+            capacity.calls,
+            capacity.blocks(e),
+            tuple(by_row),
+            self.number,
         )
         return function(
             RowArguments(consts, operands, batch.get("call", e), batch.total(e), batch.trips(e))
@@ -130,6 +137,7 @@ class RowFunction:
       num_calls: K.
       buckets: how rows are cut into blocks; None if they are not.
       by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
+      number: of the phase in its program.
     """
 
     kernel: Kernel
@@ -137,6 +145,7 @@ class RowFunction:
     num_calls: int
     buckets: Buckets | None
     by_row: tuple[bool, ...]
+    number: int
 
     def __call__(self, arguments: RowArguments) -> list[jax.Array]:
         """Returns the results of the kernel for every row, [R, ...] each."""
@@ -171,21 +180,47 @@ class RowFunction:
             rows.append(x)
         return rows
 
+    def unwritten(self, kind: Kind, *name: Any) -> jax.Array:
+        """Returns R rows, each of which is written before it is read; `name` is their own."""
+        if self.buckets is None:
+            return zeros(self.capacity, kind)
+        return empty(self.capacity, kind, "rows", self.number, *name)
+
+    def with_zeros_behind(self, total: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns R rows each, of which those that no block will write are zeros.
+
+        Others may be anything. What is next may read all of them, or add them up.
+        """
+        if self.buckets is None or not arrays or not self.capacity:
+            return list(arrays)
+        width = min(self.capacity, max(self.buckets.widths))
+        nothing, last = [jnp.zeros_like(x[:width]) for x in arrays], self.capacity - width
+
+        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+            start = jnp.minimum(i * width, last)
+            return [put(x, y, start) for x, y in zip(arrays, nothing, strict=True)]
+
+        first = jnp.asarray(total, jnp.int32) // width
+        return lax.fori_loop(first, -(-self.capacity // width), block, list(arrays))
+
     def _forward(
         self, arguments: RowArguments, keep_residuals: bool
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (results, residuals) of all rows; residuals only if they are kept."""
         kernel = self.kernel
-        row_types = [(t.shape, t.dtype) for t in kernel.results]
-        row_types += kernel.reverse.saved if keep_residuals else ()
+        saved = kernel.reverse.saved if keep_residuals else ()
 
         def block(width, lane, state):
             operands = self.operands_at(arguments, lane, width)
             out = run_lanes(kernel, arguments.consts, operands, width, keep_residuals)
             return [put(x, y, lane) for x, y in zip(state, [*out[0], *out[1]], strict=True)]
 
-        empty = [jnp.zeros((self.capacity, *shape), dtype) for shape, dtype in row_types]
-        state = each_block(self.buckets, self.capacity, arguments.trips, block, empty)
+        results = [
+            self.unwritten((t.shape, t.dtype), "result", n) for n, t in enumerate(kernel.results)
+        ]
+        made = self.with_zeros_behind(arguments.total, results)
+        made += [self.unwritten(kind, "residual", n) for n, kind in enumerate(saved)]
+        state = each_block(self.buckets, self.capacity, arguments.trips, block, made)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
 
@@ -213,7 +248,7 @@ class RowReverse:
             KernelVjp(kernel, list(back.refused))  # raises the error of JAX
         moves = self._moving_rows()
         sums, slots = self._sweep(residuals, moves)
-        of_consts = self._weight_gradients(slots, moves)
+        of_consts = self._weight_gradients(residuals, slots, moves)
         of_operands: list[Array] = [None] * len(self.arguments.operands)
         for j, x in zip(self._moving, sums, strict=True):
             of_operands[j] = x if any(map(self.has_cotangent, back.flow[j])) else None
@@ -267,7 +302,7 @@ class RowReverse:
             moves_here = slice_rows(moves, lane, width)
             operands = function.operands_at(arguments, lane, width)
             results = [slice_rows(x, lane, width) for x in self.results]
-            saved = [slice_rows(x, lane, width) for x in slots[: len(back.saved)]]
+            saved = [slice_rows(x, lane, width) for x in residuals]
             cotangents, alive = self._cotangents_at(moves_here, lane, width)
             consts = arguments.consts
             sent, rows = reverse_lanes(
@@ -281,21 +316,32 @@ class RowReverse:
                     sums[k] = put(sums[k], x, lane)
                 else:
                     sums[k] = sums[k].at[slice_rows(arguments.call, lane, width)].add(x)
-            return sums, put_all(slots, back.rooms, rows, lane)
+            return sums, [put(x, y, lane) for x, y in zip(slots, rows, strict=True)]
 
         capacity = function.capacity
-        sums = [jnp.zeros_like(arguments.operands[j]) for j in moving]
-        slots = [*residuals, *(jnp.zeros((capacity, *shape), dtype) for shape, dtype in back.extra)]
+        sums = [
+            function.unwritten((x.shape[1:], x.dtype), "sum", j)
+            if function.by_row[j]
+            else jnp.zeros_like(x)
+            for j, x in ((j, arguments.operands[j]) for j in moving)
+        ]
+        by_row = [k for k, j in enumerate(moving) if function.by_row[j]]
+        behind = function.with_zeros_behind(arguments.total, [sums[k] for k in by_row])
+        for k, x in zip(by_row, behind, strict=True):
+            sums[k] = x
+        slots = [function.unwritten(kind, "slot", n) for n, kind in enumerate(back.cotangents)]
         return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
 
-    def _weight_gradients(self, slots: Sequence[jax.Array], moves: jax.Array) -> list[Array]:
+    def _weight_gradients(
+        self, residuals: Sequence[jax.Array], slots: Sequence[jax.Array], moves: jax.Array
+    ) -> list[Array]:
         """Returns the cotangents of the consts of the kernel."""
         function, arguments = self.function, self.arguments
         kernel = function.kernel
         lanes = Lanes(
             kernel,
             arguments.consts,
-            slots,
+            residuals,
             functools.partial(function.operands_at, arguments),
             lambda sources, lane, width: (
                 slice_rows(moves, lane, width) & any(map(self.has_cotangent, sources))
@@ -303,6 +349,7 @@ class RowReverse:
             function.buckets,
             function.capacity,
             arguments.trips,
+            lambda tap, lane, width: [slice_rows(slots[c], lane, width) for c in tap.cotangents],
         )
         gradients: list[Array] = [None] * kernel.num_consts
         for tap in kernel.reverse.taps:
