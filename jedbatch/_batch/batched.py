@@ -111,7 +111,7 @@ class Batched(Generic[*Given, Result]):
         self._policy: Any = Adaptive() if policy is None else policy
         self._environment = Environment(fn)
         self._recording = Recording(fn, self._arguments.join, options.key)
-        self.last_rounds = Rounds()
+        self.last_rounds: Rounds = Rounds()
         self._sessions: Memory = Memory(MAX_SESSIONS)
         self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
@@ -396,7 +396,7 @@ class Batched(Generic[*Given, Result]):
                 "batched function instead of `plan` and `apply`."
             )
 
-    def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Any:
+    def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Result:
         """Device work only: runs a plan. Differentiable, and can be compiled with `jax.jit`.
 
         Args:

@@ -16,6 +16,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +185,9 @@ def _cost(content: Mapping[str, object], name: str) -> float:
     return checks.number("Calibration.load", name, content[name], least=0)
 
 
-def calibrate(batched: Batched, *args: PyTree, repeat: int = 15) -> Calibration:
+def calibrate(
+    batched: Batched[*tuple[Any, ...], Any], *args: PyTree, repeat: int = 15
+) -> Calibration:
     """Measures what batches of each node type cost on this machine.
 
     Compiles and times a small program for every type, some seconds each. Run it when the machine

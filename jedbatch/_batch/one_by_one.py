@@ -49,7 +49,7 @@ class OneByOne:
       batched: the function.
     """
 
-    def __init__(self, who: str, batched: Any, shared: tuple):
+    def __init__(self, who: str, batched: Any, shared: tuple[Any, ...]):
         """Checks that there are values to compute with.
 
         Args:
@@ -75,7 +75,7 @@ class OneByOne:
                 )
         self.batched = batched
 
-    def plan(self, shared: tuple, instances: Sequence[tuple]) -> Plan | None:
+    def plan(self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]]) -> Plan | None:
         """Returns a plan, which may be run once; None if the function decides on values.
 
         Args:
@@ -92,7 +92,7 @@ class OneByOne:
         )
 
     def start(
-        self, shared: tuple, instances: Sequence[tuple], plan: Plan | None
+        self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]], plan: Plan | None
     ) -> Callable[[], list[PyTree]]:
         """Has the device begin; returns what waits for the results, a list.
 
@@ -113,7 +113,7 @@ class OneByOne:
         return fetch
 
     def serve(
-        self, shared: tuple, first: Sequence[Joining], take: Take, give: Give, room: int
+        self, shared: tuple[Any, ...], first: Sequence[Joining], take: Take, give: Give, room: int
     ) -> list[Joining]:
         """Runs rounds that instances join, of a function that decides on values.
 
@@ -139,7 +139,9 @@ class OneByOne:
                 session.records.nothing_to_read()
                 batched._environment.settle(reached)
 
-    def warm(self, shared: tuple, sample: Sequence[tuple], sizes: Sequence[int]) -> None:
+    def warm(
+        self, shared: tuple[Any, ...], sample: Sequence[tuple[Any, ...]], sizes: Sequence[int]
+    ) -> None:
         """Compiles what minibatches of some sizes need, with headroom (see `Batched.warm`).
 
         Args:
@@ -184,7 +186,7 @@ class OneByOne:
         if errors:
             raise errors[0]
 
-    def run(self, shared: tuple, instances: Sequence[tuple]) -> list[PyTree]:
+    def run(self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]]) -> list[PyTree]:
         """Returns the results of a minibatch, once they are computed."""
         return self.start(shared, instances, self.plan(shared, instances))()
 

@@ -78,7 +78,9 @@ class Planner:
     function, and uses no accelerator.
     """
 
-    def __init__(self, batched: Any, shared: tuple, sample: list[tuple], gradient: bool):
+    def __init__(
+        self, batched: Any, shared: tuple[Any, ...], sample: list[tuple[Any, ...]], gradient: bool
+    ):
         """Plans a sample, so that there are programs and a policy."""
         self._identity = uuid.uuid4().hex
         self._process = os.getpid()

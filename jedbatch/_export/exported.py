@@ -77,16 +77,19 @@ class Exported:
 
     def __init__(self, header: Mapping[str, Any], members: Mapping[str, bytes]):
         self._header, self._members = header, members
-        self.name = str(header["name"])
-        self.node_types = tuple(map(_type_of, header["types"]))
+        self.name: str = str(header["name"])
+        self.node_types: tuple[NodeType, ...] = tuple(map(_type_of, header["types"]))
         self._types = NodeTypes(self.node_types)
-        self.parameters = tuple(map(ParameterType.of, header["parameters"]))
-        self.batch_size = int(header["batch_size"])
+        self.parameters: tuple[ParameterType, ...] = tuple(
+            map(ParameterType.of, header["parameters"])
+        )
+        self.batch_size: int = int(header["batch_size"])
         self._stacked, self._structure = bool(header["stacked"]), header["structure"]
         kinds = header["results"]
         self._results = None if kinds is None else tuple(map(kind_of, kinds))
         self._policy, self._order = _policy_of(header["policy"]), str(header["order"])
-        self.platforms = tuple(p for x in header["targets"] for p in x["platforms"])
+        platforms = (p for x in header["targets"] for p in x["platforms"])
+        self.platforms: tuple[str, ...] = tuple(platforms)
         self._compiled: dict[str, int] = {}
         self._variants: dict[tuple[int, str], tuple[Variant, Portable]] = {}
         self._of_signature: dict[int, tuple[Variant, Portable]] = {}

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -362,7 +362,7 @@ class Graph:
         """
         return analysis.chains(self.node_type, len(self.types), self.edges, self.cyclic_components)
 
-    def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple]:
+    def inside(self, types: Sequence[int]) -> tuple[np.ndarray, np.ndarray, tuple[Any, ...]]:
         """(nodes of these types, place of each type among them, edges between these nodes).
 
         Args:

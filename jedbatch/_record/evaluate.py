@@ -111,7 +111,9 @@ class Results(Sequence):
         return values[0] if call_spec.tree is None else jax.tree.unflatten(call_spec.tree, values)
 
 
-def evaluate(graph: Graph, cells: Mapping[str, Callable], *shared: PyTree) -> Sequence[PyTree]:
+def evaluate(
+    graph: Graph, cells: Mapping[str, Callable[..., Any]], *shared: PyTree
+) -> Sequence[PyTree]:
     """Computes every node of a prepared graph with cells.
 
     Inside a batched function all nodes are recorded at once, without running Python per node.

@@ -32,11 +32,11 @@ class StackedInstances(NamedTuple):
       first: the mapped arguments of the first instance, which hold these rows.
     """
 
-    shared: tuple
+    shared: tuple[Any, ...]
     arrays: list[Array]
     num_rows: int
     first_rows: list[Array]
-    first: tuple
+    first: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Arguments:
             )
         return axes
 
-    def split(self, args: Sequence[Any]) -> tuple[tuple, list[tuple]]:
+    def split(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
         """Returns (shared arguments, the mapped arguments of each instance).
 
         Raises:
@@ -105,7 +105,7 @@ class Arguments:
             self, *self._iterables(args, f"{expected}. For a single minibatch write `plan`")
         )
 
-    def streams(self, args: Sequence[Any]) -> tuple[tuple, Iterator[tuple]]:
+    def streams(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
         """Returns (shared arguments, the mapped ones of each instance); these come from iterables.
 
         Raises:
@@ -134,7 +134,7 @@ class Arguments:
             iterables.append(x)
         return shared, iterables
 
-    def following(self, iterators: Sequence[Iterator[Any]], what: str) -> tuple:
+    def following(self, iterators: Sequence[Iterator[Any]], what: str) -> tuple[Any, ...]:
         """Returns the next item of each iterator, nothing if all have ended.
 
         Raises:
@@ -179,7 +179,7 @@ class Arguments:
         sources = {True: iter(shared), False: iter(mapped)}
         return [next(sources[axis is None]) for axis in axes]
 
-    def leaves(self, shared: tuple) -> tuple[list[Any], Any]:
+    def leaves(self, shared: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """Returns (leaves, structure) of the shared arguments.
 
         Functions and strings, such as the activation of a layer, are part of the structure.

@@ -19,7 +19,7 @@ Code = Rooted  # (kind, *children)
 
 
 @reader
-def read_code(path: str | os.PathLike, limit: int | None = None) -> Iterator[Code]:
+def read_code(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Code]:
     """Reads syntax trees, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"types": [...], "parents": [...]}`: the kind of each node and the position of its

@@ -71,7 +71,9 @@ def dependency_tree(words: Sequence[object], heads: Sequence[int]) -> Dependency
 
 
 @reader
-def read_dependencies(path: str | os.PathLike, limit: int | None = None) -> Iterator[Dependency]:
+def read_dependencies(
+    path: str | os.PathLike[str], limit: int | None = None
+) -> Iterator[Dependency]:
     """Reads dependency trees, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"tokens": [...], "heads": [...]}`, or `"words"` for `"tokens"`, with heads as in
@@ -92,7 +94,7 @@ def read_dependencies(path: str | os.PathLike, limit: int | None = None) -> Iter
 
 
 @reader
-def read_pairs(path: str | os.PathLike, limit: int | None = None) -> Iterator[Pair]:
+def read_pairs(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Pair]:
     """Reads pairs of sentences, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"score": 2.5, "a": {"tokens": [...], "heads": [...]}, "b": {...}}`, with heads as

@@ -24,7 +24,7 @@ _ATOMS_INSIDE = np.array([0.80, 0.14, 0.04, 0.0, 0.0, 0.019, 0.0, 0.001])
 
 
 @reader
-def read_molecules(path: str | os.PathLike, limit: int | None = None) -> Iterator[Molecule]:
+def read_molecules(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Molecule]:
     """Reads molecules, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"atoms": ["C", "O"], "bonds": [[0, 1, 2]], "y": -0.5}`: a symbol for each atom,

@@ -23,12 +23,12 @@ Word = tuple[int, int, Any]  # (start, end, word)
 Lattice = tuple[tuple[Any, ...], tuple[Word, ...], tuple[Any, ...]]  # (characters, words, tags)
 
 
-class Lexicon(frozenset):
+class Lexicon(frozenset[Any]):
     """A set of words that knows how long its longest word is, so that texts are searched fast."""
 
     longest: int
 
-    def __new__(cls, words: Iterable[object] = ()) -> "Lexicon":
+    def __new__(cls, words: Iterable[Any] = ()) -> "Lexicon":
         """The set, with its longest word measured."""
         if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
             came = f"words={checks.brief(words)}"
@@ -85,7 +85,7 @@ def _words_in(text: Any, lexicon: Lexicon) -> list[Word]:
     return matches
 
 
-def read_lexicon(path: str | os.PathLike) -> Lexicon:
+def read_lexicon(path: str | os.PathLike[str]) -> Lexicon:
     """Reads a lexicon, one word a line, gzipped if the name ends in `.gz`.
 
     What follows a word after a space, such as its frequency, is left alone.
@@ -96,8 +96,8 @@ def read_lexicon(path: str | os.PathLike) -> Lexicon:
 
 @reader
 def read_lattices(
-    path: str | os.PathLike,
-    tags: str | os.PathLike | None = None,
+    path: str | os.PathLike[str],
+    tags: str | os.PathLike[str] | None = None,
     limit: int | None = None,
 ) -> Iterator[Lattice]:
     """Reads lattices, one JSON object a line, gzipped if the name ends in `.gz`.

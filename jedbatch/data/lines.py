@@ -56,7 +56,7 @@ MAX_LINE_BYTES = 1 << 22  # bytes of a line; no record takes a hundredth of that
 
 
 def read_lines(
-    path: str | os.PathLike, limit: int | None, parse: Callable[[str], Record], expected: str
+    path: str | os.PathLike[str], limit: int | None, parse: Callable[[str], Record], expected: str
 ) -> Iterator[Record]:
     """Reads a file line by line, gzipped if its name ends in `.gz`; blank lines are skipped.
 

@@ -24,7 +24,7 @@ _CHARACTERS = 40  # in the synthetic alphabet
 
 
 @reader
-def read_tagged(path: str | os.PathLike, limit: int | None = None) -> Iterator[Tagged]:
+def read_tagged(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Tagged]:
     """Reads tagged sentences, one JSON object a line, gzipped if the name ends in `.gz`.
 
     A line holds `{"tokens": [...], "tags": [...]}`, or `"chars"` or `"words"` for `"tokens"`; what

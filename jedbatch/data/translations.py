@@ -23,7 +23,9 @@ BEGIN, END = 0, 1  # "<s>" and "</s>" in vocabularies of target words
 
 
 @reader
-def read_translations(path: str | os.PathLike, limit: int | None = None) -> Iterator[Translation]:
+def read_translations(
+    path: str | os.PathLike[str], limit: int | None = None
+) -> Iterator[Translation]:
     """Reads pairs of sentences, one a line, gzipped if the name ends in `.gz`.
 
     A line holds a sentence, a tab and its translation; words are separated by spaces.

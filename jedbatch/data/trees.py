@@ -92,7 +92,7 @@ def _binary(parts: list[Any], column: int) -> Tree:
 
 
 @reader
-def read_trees(path: str | os.PathLike, limit: int | None = None) -> Iterator[Tree]:
+def read_trees(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Tree]:
     """Reads a treebank with one bracketed tree a line, gzipped if its name ends in `.gz`.
 
     Args:

@@ -49,7 +49,9 @@ def embedding(num: int, features: int) -> Pure:
     return Pure(module.init, lambda params, index: module.apply(params, jnp.asarray(index)))
 
 
-def states(step: Step, params: Params, state: State, inputs: Sequence[tuple]) -> list[State]:
+def states(
+    step: Step, params: Params, state: State, inputs: Sequence[tuple[Any, ...]]
+) -> list[State]:
     """The states after each of the inputs, which are tuples of what `step` reads besides."""
     all_states = []
     for xs in inputs:

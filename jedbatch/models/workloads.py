@@ -54,7 +54,7 @@ class Workload:
         checks.names("Workload", "files", self.files)
 
     def load(
-        self, *paths: str | os.PathLike, limit: int, seed: int = 0
+        self, *paths: str | os.PathLike[str], limit: int, seed: int = 0
     ) -> tuple[list[Instance], Sizes]:
         """Instances of data files, or synthetic ones if there are none.
 

@@ -18,7 +18,7 @@ from jedbatch._support.types import Leaf
 SEPARATOR = "/"
 
 
-def save_params(params: Any, path: str | os.PathLike) -> None:
+def save_params(params: Any, path: str | os.PathLike[str]) -> None:
     """Writes a pytree of arrays as an npz file.
 
     Args:
@@ -49,7 +49,7 @@ def save_params(params: Any, path: str | os.PathLike) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def load_params(path: str | os.PathLike, like: Any = None) -> Any:
+def load_params(path: str | os.PathLike[str], like: Any = None) -> Any:
     """Reads what `save_params` wrote.
 
     Args:
@@ -127,7 +127,7 @@ def _key(entry: Any) -> str:
     return str(entry)
 
 
-def _check_name(who: str, path: str | os.PathLike) -> None:
+def _check_name(who: str, path: str | os.PathLike[str]) -> None:
     checks.path(who, path)
     if not os.fspath(path).endswith(".npz"):
         raise ValueError(
@@ -135,7 +135,7 @@ def _check_name(who: str, path: str | os.PathLike) -> None:
         )
 
 
-def check_same(old: tuple, new: tuple) -> None:
+def check_same(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
     """Raises `ValueError` unless arguments have the same structure, shapes and dtypes."""
     came: Any = jax.tree.structure(new)
     expected: Any = jax.tree.structure(old)

@@ -29,7 +29,7 @@ class Request:
 
     __slots__ = ("arrived", "future", "instance")
 
-    def __init__(self, instance: tuple, future: "asyncio.Future[Any]"):
+    def __init__(self, instance: tuple[Any, ...], future: "asyncio.Future[Any]"):
         self.instance = instance
         self.future = future
         self.arrived = time.perf_counter()

@@ -42,7 +42,7 @@ class Server:
 
     def __init__(
         self,
-        batched: "jedbatch.Batched",
+        batched: "jedbatch.Batched[*tuple[Any, ...], Any]",
         *params: Any,
         max_batch: int = 64,
         max_wait_ms: float = 0.0,

@@ -16,7 +16,7 @@ import atexit
 import collections
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ class Worker:
     def __init__(
         self,
         one_by_one: OneByOne,
-        shared: tuple,
+        shared: tuple[Any, ...],
         room: int,
         queue: RequestQueue,
         deliver: Callable[[Outcomes], None],
@@ -98,7 +98,7 @@ class Worker:
         """Waits for the end of the thread."""
         self._thread.join()
 
-    def adopt(self, shared: tuple) -> None:
+    def adopt(self, shared: tuple[Any, ...]) -> None:
         """Replaces the shared arguments, for minibatches that are begun from now on."""
         with self._swapping:
             self._shared, self._is_placed = shared, False
@@ -220,7 +220,7 @@ class Worker:
                 self._shared, self._is_placed = placed, True
         return placed
 
-    def warm(self, instances: Sequence[tuple], sizes: Sequence[int]) -> None:
+    def warm(self, instances: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> None:
         """Compiles what minibatches of some sizes need; called in the thread.
 
         Args:

@@ -25,7 +25,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 # --- values ---
 
 
-def loop(fn: Callable, params: PyTree, instances: Sequence[PyTree]) -> PyTree:
+def loop(fn: Callable[..., Any], params: PyTree, instances: Sequence[PyTree]) -> PyTree:
     """`fn` of every instance, one by one, stacked.
 
     Args:
@@ -149,7 +149,7 @@ def _assert_leaf(a: np.ndarray, b: np.ndarray, rtol: float, where: str, by_insta
 
 
 def check_against_loop(
-    fn: Callable,
+    fn: Callable[..., Any],
     params: PyTree,
     instances: Sequence[PyTree],
     gradients: bool = True,
@@ -158,9 +158,9 @@ def check_against_loop(
     thorough: bool = False,
     plans: bool = True,
     inference: bool = True,
-    alone: Callable | None = None,
+    alone: Callable[..., Any] | None = None,
     **options: Any,
-) -> Batched:
+) -> Batched[*tuple[Any, ...], Any]:
     """Values and gradients of a batched function are those of the loop over single instances.
 
     Args:

@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import json
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -100,3 +103,35 @@ def test_overloads_take_the_options_of_the_function():
 
 def test_the_package_says_that_it_is_typed():
     assert (Path(jedbatch.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_pyright_sees_what_mypy_sees(tmp_path):
+    """In its strict mode, in which types of the package that are not known are errors, too."""
+    pytest.importorskip("basedpyright", reason="pyright is not installed: the extra `dev` has it")
+    root = Path(jedbatch.__file__).parents[1]
+    typed = Path(__file__).parents[1] / "cases" / "typed.py"
+    options = {
+        "include": [str(typed)],
+        "extraPaths": [str(root)],
+        "typeCheckingMode": "strict",
+        "reportUnnecessaryTypeIgnoreComment": True,
+    }
+    config = tmp_path / "pyrightconfig.json"
+
+    def check():
+        config.write_text(json.dumps(options))
+        command = [sys.executable, "-m", "basedpyright", "--outputjson", "-p", str(config)]
+        command += ["--pythonpath", sys.executable]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = json.loads(ran.stdout)
+        assert found["summary"]["filesAnalyzed"] == 1, ran.stdout
+        return [
+            (e["range"]["start"]["line"] + 1, e["message"]) for e in found["generalDiagnostics"]
+        ]
+
+    assert not check()
+    options["enableTypeIgnoreComments"] = False
+    lines = typed.read_text().splitlines()
+    marked = {n for n, line in enumerate(lines, 1) if "# type: ignore" in line}
+    assert {line for line, _ in check()} == marked
