@@ -36,9 +36,10 @@ ELEMENTWISE_OPERATIONS = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil",
     "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv",
     "erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log",
-    "log1p logistic lt max min mul ne neg nextafter not optimization_barrier or population_count",
-    "pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
+    "log1p logistic lt max min mul ne neg nextafter not one_minus_square optimization_barrier or",
+    "population_count pow real reduce_precision rem round rsqrt select_n shift_left",
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan",
+    "tanh xor",
 )
 
 # Keep every element in its place, unless they repeat some.
