@@ -124,7 +124,7 @@ def test_what_is_saved_gives_the_derivatives_of_jax(name):
 def test_lanes_save_no_weights(name):
     closed = jax.make_jaxpr(PROGRAMS[name])(STACK, 0, X)
     number, row = ValueType((), jnp.dtype("int32")), ValueType((4,), jnp.dtype("float32"))
-    operation = types.SimpleNamespace(jaxpr=closed)
+    operation = types.SimpleNamespace(jaxpr=closed, lists=None)
     kernel = Kernel(NodeType("node", operation, (number, row), (0,), (row,)))
     assert kernel.reverse.taps
     sizes = [math.prod(shape) for shape, _ in kernel.reverse.saved]
