@@ -73,6 +73,8 @@ class Target:
       shortest: the least room for the rows of a ragged instance.
       straight_rows: packed rows up to which ragged regions run without loops (see
         `_ragged.groups`), and lanes up to which weight gradients are computed together.
+      straight_indexed_rows: the same for regions that read or write rows by index, such as those of
+        graphs, which take all rows at once there in any case.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -95,6 +97,7 @@ class Target:
     together: int = 4
     shortest: int = 8
     straight_rows: int = 0
+    straight_indexed_rows: int = 1 << 17
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()

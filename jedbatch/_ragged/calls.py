@@ -227,7 +227,9 @@ def _straight_capacity(
         reach = model.longest
     rows = _rows_for(calls, target.blocks.widths[0], model)
     groups = find_groups(calls.longest, reach)
-    if max((*rows, pairs_in(groups) // MAX_PAIRS_PER_ROW)) > target.straight_rows:
+    is_indexed = any(phase.indexed for phase in calls.region.packed.phased.phases)
+    most_rows = max(target.straight_rows, target.straight_indexed_rows * is_indexed)
+    if max((*rows, pairs_in(groups) // MAX_PAIRS_PER_ROW)) > most_rows:
         return None
     lengths, slots = groups
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, slots)
