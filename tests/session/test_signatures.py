@@ -108,7 +108,9 @@ def test_the_package_says_that_it_is_typed():
 @pytest.mark.slow
 def test_pyright_sees_what_mypy_sees(tmp_path):
     """In its strict mode, in which types of the package that are not known are errors, too."""
-    pytest.importorskip("basedpyright", reason="pyright is not installed: the extra `dev` has it")
+    pytest.importorskip(
+        "basedpyright", reason="pyright is not installed: the extra `pyright` has it"
+    )
     root = Path(jedbatch.__file__).parents[1]
     typed = Path(__file__).parents[1] / "cases" / "typed.py"
     options = {
