@@ -73,9 +73,8 @@ class ProgramCache:
       max_steps: the bound of these loops; None if they have none.
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
-      rounds, templates, workspaces: for functions that decide on values: rounds laid out, by their
-        structure; templates of rounds, if they have one, by how they are recorded; and the largest
-        program in use by the number of instances.
+      rounds, templates, workspaces: for functions that decide on values: rounds laid out, by
+        structure; their templates, by what is recorded; the largest programs, by instances.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -89,9 +88,7 @@ class ProgramCache:
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
     ):
-        self.registry = registry
-        self.control_flow = control_flow
-        self.max_steps = max_steps
+        self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
         self._loops: Any = {"control_flow": control_flow, "max_steps": max_steps}
         self.target = target
         self.environment = environment
@@ -129,8 +126,8 @@ class ProgramCache:
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
             with without_mesh():
-                kernel = Kernel(node_type, self.target, transient, reached, **self._loops)
-                self._kernels[type_id] = kernel
+                made = Kernel(node_type, self.target, transient, reached, **self._loops)
+            self._kernels[type_id] = made
         return self._kernels[type_id]
 
     def place(
