@@ -119,7 +119,7 @@ def other_types(w, n):
     for k in range(n):
         h = step(w, h, h)
         read = [h.sum() > -9, add(0.0, h), (10 * h).astype(int)[0]][k % 3]
-        h = h * (0.5 if np.asarray(read) > 0 else 0.25)
+        h = h * (0.5 if read > 0 else 0.25)
     return h
 
 
