@@ -19,7 +19,7 @@ OLD = np.iinfo(np.int64).min  # in place of a reference to an earlier round
 
 
 class Beginning(NamedTuple):
-    """How much was recorded before a round."""
+    """The sizes of a recording when a round began."""
 
     nodes: int
     references: int
@@ -40,7 +40,7 @@ class Beginning(NamedTuple):
 
 
 class Recorded:
-    """What was recorded since a round began.
+    """The part of a recording that came since a round began.
 
     Attributes:
       first: how much was recorded before.

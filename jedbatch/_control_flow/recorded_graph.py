@@ -21,7 +21,7 @@ from jedbatch._record.trace import find_operands
 
 
 class RecordedGraph:
-    """What the instances of a minibatch have recorded.
+    """The recordings of the instances of a minibatch.
 
     Letters: `N` nodes, `V` their results, `I` inputs.
 
@@ -156,7 +156,7 @@ class RecordedGraph:
         return ranges(ptr[nodes], ptr[nodes + 1] - ptr[nodes])
 
     def operands_of(self, nodes: np.ndarray) -> np.ndarray:
-        """What some nodes read, in order."""
+        """Returns the references that some nodes read, in order."""
         return self.operand.array[self.operand_places(nodes)]
 
     def values_of(self, nodes: np.ndarray) -> np.ndarray:

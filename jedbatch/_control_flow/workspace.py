@@ -271,7 +271,7 @@ class Workspace:
 
     @property
     def _policy_key(self) -> tuple[Hashable, ...]:
-        """What schedules depend on besides graphs."""
+        """All that schedules depend on besides graphs."""
         return Same(self.policy), None if self.policy is None else version_of(self.policy)
 
     def _place(

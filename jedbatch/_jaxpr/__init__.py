@@ -32,7 +32,7 @@ Read in this order:
 19. `program_counters`: A machine for lanes that are at different places of a program.
 20. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-21. `branch_residuals`: What branches leave behind for their reverse, without what is there anyway.
+21. `branch_residuals`: Residuals of branches, without those that are there anyway.
 22. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
 23. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock

@@ -1,4 +1,4 @@
-"""What branches leave behind for their reverse, without what is there anyway.
+"""Residuals of branches, without those that are there anyway.
 
 The reverse of a `cond` reads values of the branch that was taken. JAX has the `cond` return all of
 them, its operands and what depends on operands alone that are not differentiated among them: of a
@@ -77,7 +77,7 @@ def _with_slots(eqn: Equation) -> Any:
         outs, slots = jax.lax.switch(index.value, run, *values)
         read = sorted({i for part in split for i in part.reads})
         results = [shape_of(v) for v in eqn.outvars]
-        reverse = _Reverse(split, kinds, len(args), moving, read, results)
+        reverse = _BranchReverse(split, kinds, len(args), moving, read, results)
         back = jax.tree_util.Partial(reverse.run)
         return outs, (back, index.value, [values[i] for i in read], slots)
 
@@ -182,8 +182,8 @@ def _run(part: _Split, slots: Sequence[Kind], *values: Array) -> tuple[list[Arra
     return found[: part.num_results], filled
 
 
-class _Reverse(NamedTuple):
-    """What a reverse knows before it runs: how branches were split, and what of.
+class _BranchReverse(NamedTuple):
+    """Facts of a reverse that are known before it runs: how branches were split, and of what.
 
     Attributes:
       split: the branches.

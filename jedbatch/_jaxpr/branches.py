@@ -21,7 +21,7 @@ from jedbatch._support.types import Array
 BLOCK = 32  # lanes of a branch that run together
 
 
-class Branch(NamedTuple):
+class LaneBranch(NamedTuple):
     """A branch as a function of one lane.
 
     Attributes:
@@ -36,7 +36,7 @@ class Branch(NamedTuple):
 
 
 def apart(
-    branches: Sequence[Branch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+    branches: Sequence[LaneBranch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
 ) -> list[Array]:
     """Runs for each lane the branch that it takes.
 
@@ -51,7 +51,7 @@ def apart(
     """
     axes = [0 if batched else None for batched in in_batched]
 
-    def block(branch: Branch, lanes: Array, _: Array, results: list[Array]) -> list[Array]:
+    def block(branch: LaneBranch, lanes: Array, _: Array, results: list[Array]) -> list[Array]:
         outs = jax.vmap(branch.run, axes, axis_size=len(lanes))(*_taken(args, in_batched, lanes))
         return [x.at[lanes].set(y) for x, y in zip(results, outs, strict=True)]
 
@@ -61,7 +61,7 @@ def apart(
 
 
 def apart_with_reverse(
-    branches: Sequence[Branch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+    branches: Sequence[LaneBranch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
 ) -> list[Array]:
     """Does the same, and can be differentiated in reverse: each branch for its own lanes."""
     axes = [0 if batched else None for batched in in_batched]
@@ -78,7 +78,9 @@ def apart_with_reverse(
         returned = [s for s, x in enumerate(cotangents) if has_gradient(x.dtype)]
         every = [i for i, x in enumerate(args) if has_gradient(x.dtype)]
 
-        def block(branch: Branch, lanes: Array, exists: Array, sums: list[Array]) -> list[Array]:
+        def block(
+            branch: LaneBranch, lanes: Array, exists: Array, sums: list[Array]
+        ) -> list[Array]:
             operands = _taken(args, in_batched, lanes)
             moving = [i for i in every if i in branch.reads]
             given = [
@@ -119,7 +121,7 @@ def apart_with_reverse(
 
 
 def _each_block(
-    branches: Sequence[Branch], index: Array, block: Callable, state: list[Array]
+    branches: Sequence[LaneBranch], index: Array, block: Callable, state: list[Array]
 ) -> list[Array]:
     """Runs `block(branch, lanes, exists, state)` for the lanes of each branch, some at a time.
 

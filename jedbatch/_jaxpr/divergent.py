@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
-from jedbatch._jaxpr.branches import BLOCK, Branch, apart, apart_with_reverse
+from jedbatch._jaxpr.branches import BLOCK, LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.program_counters import pays, run_lanes
@@ -382,11 +382,11 @@ def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Ca
     return rule
 
 
-def _branch(closed: Any, mode: ControlFlowName, how: BranchesName) -> Branch:
+def _branch(closed: Any, mode: ControlFlowName, how: BranchesName) -> LaneBranch:
     jaxpr = closed.jaxpr
     used = used_variables(jaxpr)
     read = frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
-    return Branch(_function(closed, mode, how), read, sum(map(work, jaxpr.eqns)))
+    return LaneBranch(_function(closed, mode, how), read, sum(map(work, jaxpr.eqns)))
 
 
 def _function(closed: Any, mode: ControlFlowName, branches: BranchesName = "forward") -> Callable:

@@ -23,7 +23,7 @@ What = Literal["loop", "branch", "block"]
 
 @dataclass(frozen=True)
 class LaneCount:
-    """What some lanes ran of a loop, of a branch, or of a block of nested loops.
+    """Counts of the lanes that ran a loop, a branch, or a block of nested loops.
 
     Attributes:
       cell: the node type that it is in.
@@ -58,17 +58,17 @@ class LaneSteps(tuple[LaneCount, ...]):
 
     @property
     def steps(self) -> int:
-        """How many steps ran."""
+        """The number of steps that ran."""
         return sum(x.steps for x in self)
 
     @property
     def lanes(self) -> int:
-        """How many lanes ran in them."""
+        """The number of lanes that ran in them."""
         return sum(x.lanes for x in self)
 
     @property
     def needed(self) -> int:
-        """How many lanes had to run: the steps that each lane takes, added up."""
+        """The number of lanes that had to run: the steps that each lane takes, added up."""
         return sum(x.needed for x in self)
 
     def __str__(self) -> str:

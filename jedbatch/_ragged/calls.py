@@ -24,6 +24,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.groups import (
+    MAX_PAIRS_PER_INDEXED_ROW,
     MAX_PAIRS_PER_ROW,
     find_groups,
     fitted_lengths,
@@ -227,9 +228,11 @@ def _straight_capacity(
         reach = model.longest
     rows = _rows_for(calls, target.blocks.widths[0], model)
     groups = find_groups(calls.longest, reach)
+    most, pairs_per_row = target.straight_rows, MAX_PAIRS_PER_ROW
     is_indexed = any(phase.indexed for phase in calls.region.packed.phased.phases)
-    most_rows = max(target.straight_rows, target.straight_indexed_rows * is_indexed)
-    if max((*rows, pairs_in(groups) // MAX_PAIRS_PER_ROW)) > most_rows:
+    if is_indexed and target.straight_indexed_rows > most:
+        most, pairs_per_row = target.straight_indexed_rows, MAX_PAIRS_PER_INDEXED_ROW
+    if max((*rows, pairs_in(groups) // pairs_per_row)) > most:
         return None
     lengths, slots = groups
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, slots)

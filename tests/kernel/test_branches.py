@@ -13,7 +13,7 @@ from jax import lax
 import jedbatch
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.branch_residuals import saving_little
-from jedbatch._jaxpr.branches import Branch, apart_with_reverse
+from jedbatch._jaxpr.branches import LaneBranch, apart_with_reverse
 from jedbatch._jaxpr.interpret import inlined, used_variables
 from jedbatch._jaxpr.sums import added
 from jedbatch._kernel.kernel import Kernel
@@ -145,7 +145,7 @@ def test_a_branch_that_is_not_taken_adds_nothing():
     index, x = jnp.asarray(rng.integers(0, 2, 80) * 2), jnp.ones((80, 1))
     closed = [jax.make_jaxpr(lambda w, x, i=i: [x * jnp.log(w[i])])(w, x[0]) for i in range(3)]
     branches = [
-        Branch(functools.partial(jax.core.eval_jaxpr, c.jaxpr, c.consts), frozenset([0, 1]))
+        LaneBranch(functools.partial(jax.core.eval_jaxpr, c.jaxpr, c.consts), frozenset([0, 1]))
         for c in closed
     ]
     ours = jax.grad(lambda w: apart_with_reverse(branches, index, [w, x], [False, True])[0].sum())
