@@ -72,6 +72,8 @@ class LaneSteps(tuple[LaneCount, ...]):
         return sum(x.needed for x in self)
 
     def __str__(self) -> str:
+        if not self:
+            return "no loop or branch ran by lanes: there is none, or they ran in lock step"
         share = f", {self.lanes / self.needed:.2f} times as many" if self.needed else ""
         lines = [f"{self.steps} steps, {self.lanes} lanes, {self.needed} needed{share}"]
         for cell in dict.fromkeys(x.cell for x in self):
@@ -82,7 +84,7 @@ class LaneSteps(tuple[LaneCount, ...]):
 
 
 @dataclass
-class Counter:
+class LaneCounter:
     """Counts while programs are made and run.
 
     Attributes:
@@ -105,13 +107,13 @@ class Counter:
         return LaneSteps(LaneCount(*key, *row.tolist()) for key, row in rows if row[0])
 
 
-_counter: contextvars.ContextVar[Counter | None] = contextvars.ContextVar("counter", default=None)
+_counter: contextvars.ContextVar[LaneCounter | None] = contextvars.ContextVar("counter", default=None)
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counter]:
+def counting() -> Iterator[LaneCounter]:
     """Makes programs that are traced meanwhile count."""
-    counter = Counter()
+    counter = LaneCounter()
     token = _counter.set(counter)
     try:
         yield counter

@@ -242,7 +242,7 @@ def _needed(jaxpr: OpenProgram, results: Sequence[Any], known: Collection[Var]) 
 
 
 def _run_function(closed: ClosedProgram, replaced: _Replaced, row: Array) -> list[Array]:
-    """What is made of a row, [1, ...]."""
+    """Computes the functions of a row, [1, ...]."""
     jaxpr = closed.jaxpr
     env: Bindings = {replaced.look_up.outvars[0]: row}
     run_equations(replaced.equations, env, functools.partial(run_equation, jaxpr))

@@ -1,4 +1,4 @@
-"""What type checkers see of cells and batched functions.
+"""Cells and batched functions as type checkers see them.
 
 mypy checks this file (`pyproject.toml`), and pyright does (`session/test_signatures.py`). Lines
 with `type: ignore` must be errors, or the comment is one.

@@ -74,7 +74,7 @@ def two_rounds_before(w, n):
 
 
 def here_and_there(w, n):
-    """What is read was made in any earlier round, and is not what others read."""
+    """Reads values of any earlier round, and each instance another."""
     made = [start(n), start(1)]
     for k in range(n):
         made.append(step(w, made[-1], made[(k * k + n) % len(made)]))
