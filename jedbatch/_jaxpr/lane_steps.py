@@ -107,7 +107,9 @@ class LaneCounter:
         return LaneSteps(LaneCount(*key, *row.tolist()) for key, row in rows if row[0])
 
 
-_counter: contextvars.ContextVar[LaneCounter | None] = contextvars.ContextVar("counter", default=None)
+_counter: contextvars.ContextVar[LaneCounter | None] = contextvars.ContextVar(
+    "counter", default=None
+)
 
 
 @contextlib.contextmanager
