@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import mostly_slow
+from cases.helpers import assert_close, mostly_slow
 from cases.pages import check_by_loop, run
 
 import jedbatch
@@ -78,6 +78,21 @@ def test_training_on_plans_of_a_pipeline_is_training_by_the_loop():
 
 
 @pytest.mark.slow
+def test_exported_programs_give_the_values_and_gradients_of_the_loop():
+    skip_without_its_library("with_jax_export")
+    pytest.importorskip("flatbuffers")
+    names = run(CODE["with_jax_export"], WHERE["with_jax_export"])
+    assert set(names["loaded"].platforms) == {"cpu", "cuda", "tpu"}
+
+    def by_loop(params):
+        return jnp.stack([names["encode"](params, tree) for tree in names["trees"]])
+
+    np.testing.assert_allclose(names["result"], by_loop(names["params"]), rtol=1e-5, atol=1e-6)
+    expected = jax.grad(lambda params: by_loop(params).sum())(names["params"])
+    assert_close(names["gradient"], expected, 1e-5)
+
+
+@pytest.mark.slow
 def test_a_second_process_finds_all_programs(tmp_path):
     command = [sys.executable, FOLDER / "with_compilation_cache.py", tmp_path / "programs"]
     printed = [subprocess.run(command, capture_output=True, text=True).stdout for _ in range(2)]
@@ -87,6 +102,12 @@ def test_a_second_process_finds_all_programs(tmp_path):
 
 
 def test_companions_are_short_and_all_are_tried():
-    assert set(CODE) == {*COMPARED, "with_orbax", "with_grain", "with_compilation_cache"}
+    assert set(CODE) == {
+        *COMPARED,
+        "with_compilation_cache",
+        "with_grain",
+        "with_jax_export",
+        "with_orbax",
+    }
     for name, code in CODE.items():
         assert code.count("\n") <= 60, name
