@@ -166,7 +166,7 @@ def batch(
         can be differentiated keeps everything in any case.
       control_flow: how `jax.lax.while_loop`, `cond` and `switch` run where their values differ from
         node to node. "lockstep": as under `jax.vmap`, loops until the last is done, and all
-        branches for all. "lanes": once half of the nodes in a chunk are done with a loop, the
+        branches for all. "lanes": once some of the nodes in a chunk are done with a loop, the
         others run a few at a time, each in the place of one that is done; each branch runs for its
         own nodes; and of loops in loops, and branches with much work in loops, each node is where
         it is by itself, and those at the same place run together. "auto": so where the nodes are

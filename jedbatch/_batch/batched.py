@@ -242,7 +242,7 @@ class Batched(Generic[*Given, Result]):
           >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
           >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
           >>> counts.steps, counts.lanes, counts.needed
-          (13, 400, 276)
+          (9, 480, 276)
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             raise TypeError(

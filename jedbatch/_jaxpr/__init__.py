@@ -24,22 +24,23 @@ Read in this order:
 14. `rolling`: Programs of a list of values as programs of lists of any length.
 15. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-16. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+16. `trip_counts`: Trip counts of loops, as far as their programs say.
+17. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-17. `registers`: Basic blocks, and the registers of values that live between them.
-18. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+18. `registers`: Basic blocks, and the registers of values that live between them.
+19. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-19. `program_counters`: A machine for lanes that are at different places of a program.
-20. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+20. `program_counters`: A machine for lanes that are at different places of a program.
+21. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-21. `branch_residuals`: Residuals of branches, without those that are there anyway.
-22. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+22. `branch_residuals`: Residuals of branches, without those that are there anyway.
+23. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-23. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+24. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-24. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+25. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-25. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-26. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+26. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+27. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

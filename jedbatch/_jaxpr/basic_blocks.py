@@ -39,8 +39,9 @@ from jedbatch._jaxpr.registers import (
     merged,
     same,
 )
-from jedbatch._jaxpr.single_instances import ends_alone
+from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.versions import (
+    CALLS,
     Equation,
     OpenProgram,
     consts_of,
@@ -51,20 +52,6 @@ from jedbatch._support.types import Array
 
 LIGHT = 4000  # floating-point operations of all branches of a `cond` that stays inside of a block
 LIGHTER = 16  # times the work of a loop's body that the loop around it does beside, for it to stay
-
-# Calls whose body is gone through, by the names of the parameter that has it.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
 
 
 def cut(jaxpr: OpenProgram, consts: Sequence[Array], args: Sequence[Value]) -> BlockProgram:
@@ -150,8 +137,8 @@ class _Cutter:
         varies = [isinstance(x, Slot) for x in values]
         if is_cut(eqn, varies, self._around):
             name = eqn.primitive.name
-            if name in _CALLS:
-                inner = eqn.params[_CALLS[name]]
+            if name in CALLS:
+                inner = eqn.params[CALLS[name]]
                 return self.walk(without_consts(inner), consts_of(inner), values)
             return getattr(self, f"_{name}")(eqn, values)
         is_certain = len(self.blocks) == 1 or not any_performs([eqn], "while")
@@ -184,7 +171,7 @@ class _Cutter:
 
     def _while(self, eqn: Equation, values: list[Value]) -> list[Value]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond, body = ends_alone(eqn.params["cond_jaxpr"]), eqn.params["body_jaxpr"]
+        cond, body = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
         of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
         carry = values[num_cond + num_body :]
         moves = _moving(without_consts(body), num_body)
@@ -305,8 +292,8 @@ def _analysis(eqn: Equation, varies: Sequence[bool], around: int) -> tuple[list[
     everywhere = [differs] * len(eqn.outvars)
     if not any_performs([eqn], "while", "cond") or eqn.effects:
         return everywhere, False
-    if name in _CALLS:
-        return _of_program(eqn.params[_CALLS[name]], varies, around)
+    if name in CALLS:
+        return _of_program(eqn.params[CALLS[name]], varies, around)
     if name == "while":
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body = varies[:num_cond], varies[num_cond : num_cond + num_body]

@@ -1,10 +1,11 @@
 """Loops and branches that values decide on, for many lanes at a time, without lock step.
 
 `jax.vmap` runs a `while_loop` for all lanes until the last of them is done, and all branches of a
-`cond` or `switch` for every lane. Here, once half of the lanes are done, the others run a few at a
-time: one that is done leaves, and the next that waits takes its place. Of branches each runs for
-its own lanes, in blocks. Every lane computes what it would compute alone. Loops and branches inside
-of `scan`, `jit` and the like run so too.
+`cond` or `switch` for every lane. Here, once so many lanes are done that a step of all would be a
+waste, the others run a few at a time: one that is done leaves, and the next that waits takes its
+place. Of branches each runs for its own lanes, in blocks. Every lane computes what it would compute
+alone. Loops and branches inside of `scan`, `jit` and the like run so too; loops that take about as
+many trips in each lane, as far as their programs say, are loops of all lanes (`trip_counts`).
 
 Where loops are nested, or branches with much work are in a loop, lanes have program counters
 instead: `program_counters` runs all from the first such loop to the last one as one program.
@@ -29,7 +30,8 @@ from jedbatch._jaxpr.branches import BLOCK, LaneBranch, apart, apart_with_revers
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.program_counters import pays, run_lanes
-from jedbatch._jaxpr.single_instances import ends_alone
+from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
+from jedbatch._jaxpr.trip_counts import with_equal_trips
 from jedbatch._jaxpr.versions import (
     Equation,
     OpenProgram,
@@ -66,6 +68,7 @@ def without_lock_step(
     """
     if mode == "lockstep" or not diverges(program):
         return program
+    program = with_equal_trips(program)
     return with_equations(program, _with_nests(without_consts(program), mode, branches))
 
 
@@ -207,7 +210,7 @@ def _nest(
 def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Callable:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond = _function(ends_alone(eqn.params["cond_jaxpr"]), mode)
-    body = _function(eqn.params["body_jaxpr"], mode)
+    body = _function(goes_on_alone(eqn.params["body_jaxpr"]), mode)
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
 
@@ -255,6 +258,17 @@ def lanes_at_a_time(size: int, body_work: int, mode: ControlFlowName) -> int:
     return max(LEAST_LANES, found)
 
 
+def lanes_to_wait(size: int, at_a_time: int, step_work: int) -> int:
+    """Returns how many lanes are left when they no longer run all together.
+
+    By then a step of all costs more for each lane that goes on than steps of some at a time do. At
+    least one is done: where all take as many steps, all run together to the end.
+    """
+    of_all = STEP_WORK + size * step_work
+    of_some = STEP_WORK / at_a_time + step_work
+    return max(at_a_time, min(size - 1, int(of_all / of_some)))
+
+
 def refilled(
     more: Callable,
     step: Callable,
@@ -265,8 +279,8 @@ def refilled(
 ) -> list[Array]:
     """Runs a loop for many lanes until all are done.
 
-    As long as more than half of them go on, all run, as by `vmap`. Then the others run some at a
-    time: the place of one that is done is taken by the next that waits.
+    As long as many of them go on, all run, as by `vmap`. Then the others run some at a time: the
+    place of one that is done is taken by the next that waits.
 
     Args:
       more: from constants and carries of lanes to bool[lanes], whether each goes on.
@@ -280,7 +294,7 @@ def refilled(
       The carries [N, ...] at the end.
     """
     size = len(start[0])
-    half = size // 2
+    few = lanes_to_wait(size, at_a_time, step_work)
 
     def together(state: Any) -> Any:
         goes_on, carry, tally = state
@@ -290,14 +304,27 @@ def refilled(
 
     tally = jnp.zeros((2, 3), jnp.int32) if is_counting() else None
     state: Any = more(own, start), list(start), tally
-    goes_on, ends, tally = lax.while_loop(lambda state: state[0].sum() > half, together, state)
+    goes_on, ends, tally = lax.while_loop(lambda state: state[0].sum() > few, together, state)
     num_left = goes_on.sum(dtype=jnp.int32)
-    (left,) = jnp.nonzero(goes_on, size=half, fill_value=size)
+    (left,) = jnp.nonzero(goes_on, size=few, fill_value=size)
     left = left.astype(jnp.int32)
 
     def exchange(state: Any) -> Any:
-        """Writes the carries of lanes that are done; others take their place."""
-        _, lane, goes_on, next_one, mine, carry, ends, tally = state
+        """Runs until lanes leave, writes their carries, and puts others in their places."""
+        lane, goes_on, next_one, mine, carry, ends, tally = state
+
+        def one_step(state: Any) -> Any:
+            goes_on, carry, tally = state
+            tally = _counted(tally, 1, goes_on)
+            carry = _where(goes_on, step(mine, carry), carry)
+            return goes_on & more(mine, carry), carry, tally
+
+        def none_leaves(state: Any) -> Array:
+            goes_on = state[0]
+            return goes_on.all() | (goes_on.any() & (next_one >= num_left))
+
+        state = goes_on, carry, tally
+        goes_on, carry, tally = lax.while_loop(none_leaves, one_step, state)
         written = jnp.where(goes_on, size, lane)
         pairs = zip(ends, carry, strict=True)
         ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
@@ -306,22 +333,12 @@ def refilled(
         mine = _where(goes_on, mine, _rows(own, lane))
         carry = _where(goes_on, carry, _rows(ends, lane))
         next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
-        return jnp.bool_(False), lane, lane < size, next_one, mine, carry, ends, tally
-
-    def one_step(state: Any) -> Any:
-        lane, goes_on, next_one, mine, carry, ends, tally = state
-        tally = _counted(tally, 1, goes_on)
-        carry = _where(goes_on, step(mine, carry), carry)
-        goes_on = goes_on & more(mine, carry)
-        is_due = (~goes_on).any() & ((next_one < num_left) | ~goes_on.any())
-        # A conditional would copy what it returns, a loop does not.
-        state = is_due, lane, goes_on, next_one, mine, carry, ends, tally
-        return lax.while_loop(lambda state: state[0], exchange, state)[1:]
+        return lane, lane < size, next_one, mine, carry, ends, tally
 
     lane = left[:at_a_time]
     state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
     state = (*state, ends, tally)
-    *_, ends, tally = lax.while_loop(lambda state: state[1].any(), one_step, state)
+    *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
     if tally is not None:
         tell("loop", [(0, step_work, size), (0, step_work, at_a_time)], tally)
     return ends

@@ -25,6 +25,7 @@ from jedbatch._support.types import Array
 
 _SAME: dict[str, Callable] = {"nonbatchable": lambda x: x}
 _ALONE: dict[str, Callable] = {**_SAME, "unvmap_any": jnp.any, "unvmap_all": jnp.all}
+_GOING_ON: dict[str, Callable] = {**_SAME, "select_if_vmap": lambda _, new, old: new}
 
 
 def may_differ(program: Any) -> Any:
@@ -35,6 +36,14 @@ def may_differ(program: Any) -> Any:
 def ends_alone(condition: Any) -> Any:
     """Returns the condition of a loop as what the lane by itself says."""
     return _with(condition, _ALONE)
+
+
+def goes_on_alone(body: Any) -> Any:
+    """Returns the body of a loop that runs for lanes alone that are not done.
+
+    In lock step it keeps what others carry, which is a copy of an array where nobody is done.
+    """
+    return _with(body, _GOING_ON)
 
 
 def _with(program: Any, functions: dict[str, Callable]) -> Any:
@@ -55,8 +64,7 @@ def _with(program: Any, functions: dict[str, Callable]) -> Any:
     return with_equations(program, eqns)
 
 
-def _as(eqn: Any, fn: Callable[[Array], Array]) -> Any:
-    """Returns an operation on one value as a call of a function."""
-    (operand,) = eqn.invars
-    (called,) = jax.make_jaxpr(jax.jit(fn))(shape_of(operand)).eqns
+def _as(eqn: Any, fn: Callable[..., Array]) -> Any:
+    """Returns an operation as a call of a function."""
+    (called,) = jax.make_jaxpr(jax.jit(fn))(*map(shape_of, eqn.invars)).eqns
     return eqn.replace(primitive=called.primitive, params=called.params)

@@ -91,6 +91,20 @@ RULES_OF = {
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
 }
 
+# Calls whose body is a program, by the names of the parameter that has it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
 
 def traced_rule(name: str, params: dict[str, Any]) -> tuple[Any, Sequence[Any], tuple]:
     """Returns a rule of differentiation as a program, its constants, and what else tells it apart.
