@@ -22,7 +22,7 @@ LEAVES = {"errors", "checks"}
 ALLOWED = {
     "_support": "",
     "_graph": "_support",
-    "_jaxpr": "_graph _support",
+    "_jaxpr": "_schedule _graph _support",
     "_schedule": "_graph _support",
     "_learn": "_schedule _graph _support",
     "_record": "_jaxpr _graph _support",

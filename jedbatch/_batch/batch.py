@@ -5,6 +5,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jedbatch._batch.batched import Batched
 from jedbatch._kernel.target import Target
+from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
 from jedbatch._session.options import Options
@@ -26,6 +27,7 @@ class BatchOptions(TypedDict, total=False):
     """The options of `batch`, for type checkers."""
 
     policy: Policy | None
+    lane_policy: LanePolicy
     executor: ExecutorName | None
     key: Callable[..., Hashable] | None
     cache_size: int
@@ -87,6 +89,7 @@ def batch(
     out_axes: int | None = 0,
     *,
     policy: Policy | None = None,
+    lane_policy: LanePolicy = least_loss,
     executor: ExecutorName | None = None,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
@@ -150,6 +153,10 @@ def batch(
       policy: chooses which type of node runs next: one of `jedbatch.policies`, what
         `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
         while the first minibatch is planned, unless a schedule by rank is optimal.
+      lane_policy: chooses which block of loops in loops runs next on the device (see
+        `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, what
+        `batched.learn(..., lanes=True)` returned, or any callable from a `LaneFrontier` to the
+        number of a step. It changes how many steps run, and no result.
       executor: "fused", one XLA program per minibatch, or "dispatch", one per batch, for
         debugging. Under a transformation of JAX always "fused", the default.
       key: maps the mapped arguments of an instance to something hashable that decides its graph,
@@ -219,6 +226,7 @@ def batch(
     axes = checked_axes(fn, in_axes, out_axes)
     if policy is not None:
         checked_policy(policy)
+    checked_lane_policy(lane_policy)
     options = Options.checked(
         "batch",
         executor=executor,
@@ -232,4 +240,4 @@ def batch(
         cache_bytes=cache_bytes,
         target=target,
     )
-    return Batched(fn, axes, out_axes, policy, options)
+    return Batched(fn, axes, out_axes, policy, options, lane_policy)

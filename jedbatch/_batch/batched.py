@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jedbatch import checks
 from jedbatch._batch.ahead import plans
+from jedbatch._batch.learning import learn
 from jedbatch._batch.nested import results_inside
 from jedbatch._batch.on_devices import (
     AxisNames,
@@ -35,11 +36,10 @@ from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration, without_mesh
-from jedbatch._jaxpr.identity import tree_key
+from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.lane_steps import LaneSteps, counting
 from jedbatch._kernel.target import target_of
 from jedbatch._learn.adaptive import Adaptive
-from jedbatch._learn.candidates import learn
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.output_spec import Slice, TileRun
@@ -49,8 +49,9 @@ from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import agenda
+from jedbatch._schedule.lane_fsm import LaneFSM
+from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments
 from jedbatch._session.mapped import MIN_ROWS
@@ -101,6 +102,7 @@ class Batched(Generic[*Given, Result]):
         out_axes: int | None,
         policy: Policy | None,
         options: Options,
+        lane_policy: LanePolicy = least_loss,
     ):
         functools.update_wrapper(self, fn, updated=())
         self._name = getattr(fn, "__name__", type(fn).__name__)
@@ -109,6 +111,7 @@ class Batched(Generic[*Given, Result]):
         self._out_axes = out_axes
         self._options = options
         self._policy: Any = Adaptive() if policy is None else policy
+        self._lane_policy = lane_policy
         self._environment = Environment(fn)
         self._recording = Recording(fn, self._arguments.join, options.key)
         self.last_rounds: Rounds = Rounds()
@@ -159,28 +162,30 @@ class Batched(Generic[*Given, Result]):
     def policy(self, policy: Policy | None) -> None:
         self._policy = Adaptive() if policy is None else checked_policy(policy)
 
+    @property
+    def lane_policy(self) -> LanePolicy:
+        """The policy for lanes: which block of nested loops runs next on the device.
+
+        Assigned, it holds for calls and plans made from then on. A `LaneFSM` in place of another
+        one compiles nothing, all else does.
+        """
+        return self._lane_policy
+
+    @lane_policy.setter
+    def lane_policy(self, policy: LanePolicy) -> None:
+        with self._planning:
+            self._lane_policy = checked_lane_policy(policy)
+            for session in self._sessions.values() if isinstance(policy, LaneFSM) else ():
+                session.programs.outside.use_lane_policy(policy)
+
     def _twin(self) -> "Batched":
         """Returns the same function with empty caches, nothing to learn and a list of results."""
         return Batched(self._fn, self._arguments.axes, None, agenda, self._options)
 
-    def learn(self, *args: PyTree, **options: Any) -> FSM:
-        """Learns a policy from instances and uses it for the plans made from then on.
-
-        Args:
-          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s. 32 instances are
-            plenty.
-          **options: see `jedbatch.learn`.
-
-        Returns:
-          The policy: print it, print its `report`, `save` it.
-        """
-        shared, instances = self._arguments.split(args)
-        session, _ = self._session(shared)
-        with self._planning:
-            records, *_ = self._record(session, instances)
-            graph = Graph.select([(r.whole, r.index) for r in records])
-        self.policy = policy = learn(graph, **options)
-        return policy
+    def _counting_twin(self) -> "Batched[*Given, Result]":
+        """Returns the same function with empty caches, to be compiled for counting."""
+        given = self._arguments.axes, self._out_axes, self.policy, self._options
+        return Batched(self._fn, *given, self.lane_policy)
 
     def __call__(self, *args: *Given) -> Result:
         """Runs the function on all instances.
@@ -249,12 +254,8 @@ class Batched(Generic[*Given, Result]):
                 "`lane_steps` got values that JAX traces; expected arrays. It counts what has run: "
                 "call it outside of `jax.jit` and of derivatives."
             )
-        axes = self._arguments.axes
-        twin: Batched[*Given, Result] = Batched(
-            self._fn, axes, self._out_axes, self.policy, self._options
-        )
         with counting() as counter:
-            twin(*args)
+            self._counting_twin()(*args)
             return counter.result()
 
     def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
@@ -367,6 +368,7 @@ class Batched(Generic[*Given, Result]):
             return plan_on_devices(self, session, instances, gradient, devices)
         return self._lasting_plan(session, instances, gradient)
 
+    learn = learn
     plans = plans
     planner = planner
     stream = stream
@@ -424,7 +426,10 @@ class Batched(Generic[*Given, Result]):
             )
         session, leaves = self._session(tuple(shared), plan.static.devices)
         of_plan = programs_of(plan)  # which may have been forgotten
-        if of_plan.key != session.programs.key or of_plan.environment is not self._environment:
+        if (
+            of_plan.arguments_key != session.programs.arguments_key
+            or of_plan.environment is not self._environment
+        ):
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."
@@ -465,11 +470,15 @@ class Batched(Generic[*Given, Result]):
         types = tuple(map(array_type, leaves))
         found = devices.target if devices is not None else target_of(leaves)
         target = self._options.target or found
-        key = tree_key(structure), types, target, *configuration()
+        lanes = self._lane_policy  # of machines all have one key: tables are read from outside
+        of_lanes = isinstance(lanes, LaneFSM) or Same(lanes)
+        key = tree_key(structure), types, target, *configuration(), of_lanes
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session.empty(avals, structure, self._options, target, self._environment, key)
+            session = Session.empty(
+                avals, structure, self._options, target, self._environment, key, lanes
+            )
             session = self._keep(key, session)
         return session, leaves
 

@@ -29,7 +29,7 @@ from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import BLOCK, LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.program_counters import pays, run_lanes
+from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.trip_counts import with_equal_trips
 from jedbatch._jaxpr.versions import (
@@ -43,11 +43,10 @@ from jedbatch._support.types import Array, ControlFlowName
 
 BranchesName = Literal["forward", "reverse", "both"]
 
-STEP_WORK = 5e4  # floating-point operations done while a step of a loop is started
 LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
-BRANCH_WORK = 1e6  # floating-point operations that all branches do for all lanes, to be kept apart
+BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
 
 # Of these JAX expects that the same results differ from lane to lane whether differentiated or not;
 # here all results of a loop do.
@@ -55,7 +54,11 @@ RULES_OF_REVERSE = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def without_lock_step(
-    program: Any, mode: ControlFlowName, branches: BranchesName = "forward"
+    program: Any,
+    mode: ControlFlowName,
+    branches: BranchesName = "forward",
+    rule: LaneRule | None = None,
+    table: Var | None = None,
 ) -> Any:
     """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
 
@@ -65,27 +68,32 @@ def without_lock_step(
         nowhere.
       branches: the mode in which those can be differentiated: "forward", "reverse", or "both",
         which has them in lock step.
+      rule: how lanes run, and what it costs; None for the default.
+      table: a variable that has the table of a policy where the program is run; loops in loops that
+        are in no other program read it.
     """
     if mode == "lockstep" or not diverges(program):
         return program
     program = with_equal_trips(program)
-    return with_equations(program, _with_nests(without_consts(program), mode, branches))
+    rule = rule or LaneRule()
+    jaxpr = without_consts(program)
+    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, table))
 
 
 def _without_lock_step(
-    equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName
+    equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName, rule: LaneRule
 ) -> list[Any]:
     def through(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(through, x))
-        return without_lock_step(x, mode, branches) if is_program(x) else x
+        return without_lock_step(x, mode, branches, rule) if is_program(x) else x
 
     eqns = []
     for eqn in equations:
         name = eqn.primitive.name
         values_decide = name in _RULES and not _by_platform(eqn)
         if values_decide and not eqn.effects and (name != "cond" or branches != "both"):
-            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches)))
+            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches, rule)))
         elif name in RULES_OF_REVERSE and branches != "forward":
             eqns.append(eqn)
         else:
@@ -134,7 +142,11 @@ def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Arra
 
 
 def _with_nests(
-    jaxpr: OpenProgram, mode: ControlFlowName, branches: BranchesName
+    jaxpr: OpenProgram,
+    mode: ControlFlowName,
+    branches: BranchesName,
+    rule: LaneRule,
+    table: Var | None,
 ) -> Sequence[Equation]:
     """Returns the equations without lock step, one in place of those that program counters run.
 
@@ -146,7 +158,7 @@ def _with_nests(
     if branches == "both":
         nests = [i for i in nests if eqns[i].primitive.name in ("while", "scan", "cond")]
     if not nests or branches == "reverse":
-        return _without_lock_step(eqns, mode, branches)
+        return _without_lock_step(eqns, mode, branches, rule)
     ranges = [(i, i + 1) for i in nests]
     if branches == "forward":
         loops = [i for i, eqn in enumerate(eqns) if is_cut(eqn, [True] * len(eqn.invars))]
@@ -156,10 +168,10 @@ def _with_nests(
     for first, last in ranges:
         read = {v for eqn in eqns[last:] for v in reads(eqn)}
         read.update(v for v in jaxpr.outvars if isinstance(v, Var))
-        nest = _nest(jaxpr, eqns[first:last], read, mode, branches)
-        found += [*_without_lock_step(eqns[end:first], mode, branches), nest]
+        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, table)
+        found += [*_without_lock_step(eqns[end:first], mode, branches, rule), nest]
         end = last
-    return [*found, *_without_lock_step(eqns[end:], mode, branches)]
+    return [*found, *_without_lock_step(eqns[end:], mode, branches, rule)]
 
 
 def _nest(
@@ -168,8 +180,10 @@ def _nest(
     read: set[Var],
     mode: ControlFlowName,
     how: BranchesName,
+    lanes: LaneRule,
+    table: Var | None,
 ) -> Any:
-    """Returns one equation for some; `read` is what others read."""
+    """Returns one equation for some; `read` is what others read, `table` of a policy."""
     made = {v for eqn in eqns for v in eqn.outvars}
     operands = list(dict.fromkeys(v for eqn in eqns for v in reads(eqn) if v not in made))
     results = [v for eqn in eqns for v in eqn.outvars if v in read]
@@ -177,10 +191,15 @@ def _nest(
     closed = jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, part, []))(
         *(shape_of(v) for v in operands)
     )
-    waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how))
+    waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how, lanes))
     can_reverse = how == "both" and eqns[0].primitive.name != "while"
+    tables = [] if table is None else [table]
 
-    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+    def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
+        args, last = given[: len(operands)], given[len(operands) :]
+        in_batched, has_rows = in_batched[: len(args)], in_batched[len(args) :]
+        # All lanes have one table.
+        own = [x[0] if batched else x for x, batched in zip(last, has_rows, strict=True)]
         axes = [0 if batched else None for batched in in_batched]
 
         def otherwise(*args: Array) -> list[Array]:
@@ -188,34 +207,38 @@ def _nest(
             found: list[Array] = jax.vmap(run, axes, axis_size=size)(*args)
             return found
 
-        if size < 2 or not (mode == "lanes" or pays(closed, args, in_batched, size)):
+        by_lanes = mode == "lanes" or pays(closed, args, in_batched, size, lanes.step_work)
+        if size < 2 or not by_lanes:
             outs = otherwise(*args)
         else:
-            outs = run_lanes(closed, args, in_batched, size, otherwise if can_reverse else None)
+            in_lock_step = otherwise if can_reverse else None
+            outs = run_lanes(closed, args, in_batched, size, in_lock_step, lanes, *own)
         return outs, [True] * len(outs)
 
     @jax.custom_batching.custom_vmap
     def call(*xs: Array) -> Any:
-        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs[: len(operands)])
 
     call.def_vmap(rule)
-    traced = jax.make_jaxpr(call)(*(shape_of(v) for v in operands))
+    traced = jax.make_jaxpr(call)(*(shape_of(v) for v in [*operands, *tables]))
     (called,) = traced.eqns
-    return called.replace(invars=operands, outvars=results)
+    return called.replace(invars=[*operands, *tables], outvars=results)
 
 
 # --- loops ---
 
 
-def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Callable:
+def _rule_of_while(
+    eqn: Equation, mode: ControlFlowName, _: BranchesName, lanes: LaneRule
+) -> Callable:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond = _function(ends_alone(eqn.params["cond_jaxpr"]), mode)
-    body = _function(goes_on_alone(eqn.params["body_jaxpr"]), mode)
+    cond = _function(ends_alone(eqn.params["cond_jaxpr"]), mode, "forward", lanes)
+    body = _function(goes_on_alone(eqn.params["body_jaxpr"]), mode, "forward", lanes)
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
 
     def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
-        at_a_time = lanes_at_a_time(size, body_work, mode)
+        at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
         if not any(in_batched[i] for i in decides) or size < FEWEST * at_a_time:
             return _in_lock_step(eqn, in_batched, args)
         consts = args[: num_cond + num_body]
@@ -238,34 +261,37 @@ def _rule_of_while(eqn: Equation, mode: ControlFlowName, _: BranchesName) -> Cal
         def step(of_lane: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
             return body(*split(of_lane)[1], *carry)
 
-        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time, body_work)
+        few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
+        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time, few, body_work)
         return outs, [True] * len(outs)
 
     return rule
 
 
-def lanes_at_a_time(size: int, body_work: int, mode: ControlFlowName) -> int:
+def lanes_at_a_time(
+    size: int, body_work: int, mode: ControlFlowName, step_work: float = STEP_WORK
+) -> int:
     """Returns how many lanes of a loop run at the same time, once few are left.
 
     With fewer, there are more steps; with more, more of them wait at the end. A step costs
-    `STEP_WORK` and the work of its lanes; where the longest loop takes `LONGEST` times as many
+    `step_work` and the work of its lanes; where the longest loop takes `LONGEST` times as many
     steps as the mean, what is best grows with the root of the lanes.
     """
-    best = math.sqrt(2 * size * STEP_WORK / (LONGEST * max(1, body_work)))
+    best = math.sqrt(2 * size * step_work / (LONGEST * max(1, body_work)))
     found = 1 << math.ceil(math.log2(max(1.0, best)))
     if mode == "lanes":
         found = min(found, 1 << math.floor(math.log2(max(1.0, size / FEWEST))))
     return max(LEAST_LANES, found)
 
 
-def lanes_to_wait(size: int, at_a_time: int, step_work: int) -> int:
+def lanes_to_wait(size: int, at_a_time: int, body_work: int, step_work: float = STEP_WORK) -> int:
     """Returns how many lanes are left when they no longer run all together.
 
     By then a step of all costs more for each lane that goes on than steps of some at a time do. At
     least one is done: where all take as many steps, all run together to the end.
     """
-    of_all = STEP_WORK + size * step_work
-    of_some = STEP_WORK / at_a_time + step_work
+    of_all = step_work + size * body_work
+    of_some = step_work / at_a_time + body_work
     return max(at_a_time, min(size - 1, int(of_all / of_some)))
 
 
@@ -275,7 +301,8 @@ def refilled(
     own: Sequence[Array],
     start: Sequence[Array],
     at_a_time: int,
-    step_work: int,
+    few: int,
+    body_work: int,
 ) -> list[Array]:
     """Runs a loop for many lanes until all are done.
 
@@ -288,13 +315,13 @@ def refilled(
       own: constants, [N, ...] each.
       start: carries at first, [N, ...] each.
       at_a_time: how many lanes run once few are left.
-      step_work: floating-point operations of a step of a lane, for counts of steps.
+      few: how many lanes that is.
+      body_work: floating-point operations of a step of a lane, for counts of steps.
 
     Returns:
       The carries [N, ...] at the end.
     """
     size = len(start[0])
-    few = lanes_to_wait(size, at_a_time, step_work)
 
     def together(state: Any) -> Any:
         goes_on, carry, tally = state
@@ -340,7 +367,7 @@ def refilled(
     state = (*state, ends, tally)
     *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
     if tally is not None:
-        tell("loop", [(0, step_work, size), (0, step_work, at_a_time)], tally)
+        tell("loop", [(0, body_work, size), (0, body_work, at_a_time)], tally)
     return ends
 
 
@@ -384,13 +411,15 @@ def _what_decides(eqn: Equation) -> set[int]:
 # --- branches ---
 
 
-def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Callable:
-    branches = [_branch(x, mode, how) for x in eqn.params["branches"]]
+def _rule_of_cond(
+    eqn: Equation, mode: ControlFlowName, how: BranchesName, lanes: LaneRule
+) -> Callable:
+    branches = [_branch(x, mode, how, lanes) for x in eqn.params["branches"]]
     run = apart_with_reverse if how == "reverse" else apart
     branch_work = [sum(map(work, x.jaxpr.eqns)) for x in eqn.params["branches"]]
 
     def rule(size: int, in_batched: Sequence[bool], index: Array, *args: Array) -> Any:
-        pays = mode == "lanes" or size * sum(branch_work) >= BRANCH_WORK
+        pays = mode == "lanes" or size * sum(branch_work) >= BRANCH_WORK * lanes.step_work
         if not in_batched[0] or size < 2 * BLOCK or not pays:
             return _in_lock_step(eqn, in_batched, (index, *args))
         outs = run(branches, index, list(args), in_batched[1:])
@@ -399,16 +428,18 @@ def _rule_of_cond(eqn: Equation, mode: ControlFlowName, how: BranchesName) -> Ca
     return rule
 
 
-def _branch(closed: Any, mode: ControlFlowName, how: BranchesName) -> LaneBranch:
+def _branch(closed: Any, mode: ControlFlowName, how: BranchesName, lanes: LaneRule) -> LaneBranch:
     jaxpr = closed.jaxpr
     used = used_variables(jaxpr)
     read = frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
-    return LaneBranch(_function(closed, mode, how), read, sum(map(work, jaxpr.eqns)))
+    return LaneBranch(_function(closed, mode, how, lanes), read, sum(map(work, jaxpr.eqns)))
 
 
-def _function(closed: Any, mode: ControlFlowName, branches: BranchesName = "forward") -> Callable:
+def _function(
+    closed: Any, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
+) -> Callable:
     """Returns a program of one lane as a function."""
-    made = without_lock_step(closed, mode, branches)
+    made = without_lock_step(closed, mode, branches, lanes)
     return functools.partial(jax.core.eval_jaxpr, made.jaxpr, made.consts)
 
 

@@ -8,9 +8,8 @@ their registers, runs the block for them by `vmap`, writes their registers, and 
 queue of the block it comes to. Nobody waits for a lane that is not at the same block.
 
 **Which block.** A step of W lanes takes the time S + W c, where c is the work of the block and S
-what a step costs by itself. A lane's share of a step that is as full as can be is r, the least
-(S + W c) / min(W, lanes left) over the widths. The step with n lanes that loses least is chosen,
-S + W c - n r: so full steps come first, and a block with little work waits until many have met.
+what a step costs by itself. A policy says which step is next; by default the one that loses least
+(see `_schedule.lane_policies`).
 
 **Short bodies.** The body of an innermost loop is a block that comes after itself. It runs again
 for the same lanes until places of lanes that have left would have done the work of a step: what
@@ -29,6 +28,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -40,9 +40,17 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
+from jedbatch._jaxpr.lane_steps import is_counting, is_recording, tell, tell_end, tell_visits
+from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot, same
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
+from jedbatch._schedule.lane_fsm import TABLE_SIZE, look_up
+from jedbatch._schedule.lane_policies import (
+    LaneBlocks,
+    LaneFrontier,
+    LanePolicy,
+    least_loss,
+    next_step,
+)
 from jedbatch._support.types import Array
 
 STEP_WORK = 5e4  # floating-point operations done while a step of the machine is started
@@ -50,22 +58,23 @@ SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
 LEAST_WIDTH = 32  # of lanes, where there are twice as many
 NARROWER = 4  # how much narrower steps are where fewer lanes are left
 NARROWEST = 4
-LEAST_WORK = 4e5  # of all lanes in the block with most, for program counters to pay
+LEAST_WORK = 8.0  # of all lanes in the block with most, as a multiple of that, to pay
 SMALL = 128  # lanes that are ranked by a product of matrices
 
 Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are made of
 
 
-class BlockStep(NamedTuple):
-    """A block, run for some lanes at a time."""
+@dataclass(frozen=True)
+class LaneRule:
+    """How lanes run.
 
-    block: BasicBlock
-    width: int
+    Attributes:
+      policy: which step is next; `by_table` for that of a table, which is an operand.
+      step_work: floating-point operations done while a step is started.
+    """
 
-    @property
-    def cost(self) -> float:
-        """Floating-point operations of a step."""
-        return STEP_WORK + self.width * self.block.work
+    policy: LanePolicy = least_loss
+    step_work: float = STEP_WORK
 
 
 class _LaneState(NamedTuple):
@@ -75,8 +84,15 @@ class _LaneState(NamedTuple):
     queue: Array  # [B, N], lanes that wait at each block, around the end to the start
     head: Array  # [B], the place of the first
     count: Array  # [B], how many wait
-    choice: Array  # the number of the next step; that of all steps where no lane is left
     tally: Array | None  # int32[steps, 3]: how often each ran, its lanes, those needed; or None
+    clock: Array | None  # steps so far, where they are recorded
+    choice: Array  # the number of the next step; that of all steps where no lane is left
+
+
+def table_variable() -> Any:
+    """Returns a variable for the table of a policy (see `_schedule.lane_fsm`)."""
+    table = jax.ShapeDtypeStruct((TABLE_SIZE,), jnp.int32)
+    return jax.make_jaxpr(same)(table).jaxpr.invars[0]
 
 
 def run_lanes(
@@ -85,6 +101,8 @@ def run_lanes(
     in_batched: Sequence[bool],
     size: int,
     in_lock_step: Callable | None = None,
+    rule: LaneRule | None = None,
+    table: Array | None = None,
 ) -> list[Array]:
     """Runs a program for lanes with program counters.
 
@@ -94,16 +112,22 @@ def run_lanes(
       in_batched: which of these they are.
       size: N.
       in_lock_step: from the same arrays to the same results; what is differentiated, if given.
+      rule: how they run; None for the default.
+      table: of a policy (see `_schedule.lane_fsm`), which is followed in place of the rule's.
 
     Returns:
       The results [N, ...] of lanes.
     """
+    lanes, tables = rule or LaneRule(), () if table is None else (table,)
 
     @jax.custom_jvp
-    def run(*args: Array) -> list[Array]:
-        return _run(program, args, in_batched, size)
+    def run(args: Sequence[Array], *tables: Array) -> list[Array]:
+        policies = [functools.partial(look_up, x) for x in tables]
+        now = replace(lanes, policy=policies[0]) if policies else lanes
+        return _run(program, args, in_batched, size, now)
 
-    def push(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list, list]:
+    def push(read: tuple, moves: tuple) -> tuple[list, list]:
+        (primals, *tables), (tangents, *_) = read, moves
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         given = [*primals, *(tangents[i] for i in moving)]
         if in_lock_step is not None:
@@ -116,7 +140,7 @@ def run_lanes(
             ]
             fn = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
             pushed = jax.make_jaxpr(lambda *xs: _with_tangents(fn, moving, xs))(*kinds)
-            every = run_lanes(pushed, given, flags, size)
+            every = run_lanes(pushed, given, flags, size, None, lanes, *tables)
         outs = every[: len(program.jaxpr.outvars)]
         found = iter(every[len(outs) :])
         return outs, [
@@ -125,7 +149,7 @@ def run_lanes(
         ]
 
     run.defjvp(push, symbolic_zeros=True)
-    return run(*args)
+    return run(tuple(args), *tables)
 
 
 def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array]) -> list[Array]:
@@ -148,12 +172,18 @@ def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array
     return [*outs, *(t for x, t in zip(outs, tangents, strict=True) if has_gradient(x.dtype))]
 
 
-def pays(program: Any, args: Sequence[Array], in_batched: Sequence[bool], size: int) -> bool:
+def pays(
+    program: Any,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    size: int,
+    step_work: float = STEP_WORK,
+) -> bool:
     """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
     found: list[BlockProgram] = []
     jax.eval_shape(lambda *args: found.append(_cut(program, args, in_batched)), *args)
     works = [block.work for block in found[0].blocks[1:-1]]
-    return len(works) > 1 and size * max(works) >= LEAST_WORK
+    return len(works) > 1 and size * max(works) >= LEAST_WORK * step_work
 
 
 def _cut(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
@@ -164,20 +194,36 @@ def _cut(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> Blo
     return cut(program.jaxpr, program.consts, given)
 
 
-def widths(block: BasicBlock, size: int) -> list[int]:
+def widths(block: BasicBlock, size: int, step_work: float = STEP_WORK) -> list[int]:
     """Returns how many lanes of a block run at a time.
 
     So many that a step does `SHARE` times the work of starting it, but half of all at most, so that
     it can be filled; fewer at the end; and all, as long as nobody has left. A block with little
     work runs for all who wait.
     """
-    if block.work * size <= STEP_WORK:
+    if block.work * size <= step_work:
         return [size]
-    best = 1 << math.ceil(math.log2(max(1.0, SHARE * STEP_WORK / block.work)))
+    best = 1 << math.ceil(math.log2(max(1.0, SHARE * step_work / block.work)))
     half = 1 << math.floor(math.log2(max(1, size // 2)))
     best = min(half, max(LEAST_WIDTH, best))
     found = {best // NARROWER, best, size}
     return sorted(w for w in found if w >= min(NARROWEST, best))
+
+
+def lane_blocks(program: BlockProgram, size: int, step_work: float = STEP_WORK) -> LaneBlocks:
+    """Returns the blocks at which lanes wait, all but the first and the last, and their steps."""
+    between = program.blocks[1:-1]
+    steps = [(i, w) for i, block in enumerate(between) for w in widths(block, size, step_work)]
+    parts = [f"{b.work} to {' '.join(str(t - 1) for t in b.targets)}" for b in between]
+    return LaneBlocks(
+        label="; ".join(parts),
+        size=size,
+        work=tuple(float(block.work) for block in between),
+        repeats=tuple(block.repeats for block in between),
+        block=tuple(block for block, _ in steps),
+        width=tuple(width for _, width in steps),
+        start=float(step_work),
+    )
 
 
 def _run(
@@ -185,6 +231,7 @@ def _run(
     args: Sequence[Array],
     in_batched: Sequence[bool],
     size: int,
+    rule: LaneRule,
 ) -> list[Array]:
     blocks = _cut(program, args, in_batched)
     of_lanes = itertools.compress(args, in_batched)
@@ -200,7 +247,7 @@ def _run(
     outs, after, _ = _over_lanes(first, {x: _all(registers, x) for x in first.inputs}, size)
     registers |= _as_stored(first, outs)
     if last is not first:
-        registers = _until_last(blocks, registers, after, size)
+        registers = _until_last(blocks, registers, after, size, rule)
         values = {x: _all(registers, x) for x in last.inputs}
         outs, _, writes = _over_lanes(last, values, size)
         assert not writes
@@ -216,26 +263,34 @@ def _until_last(
     registers: Registers,
     after: Array,
     size: int,
+    rule: LaneRule,
 ) -> Registers:
     """Runs lanes until all have come to the last block; `after` is where they are at first."""
     between = program.blocks[1:-1]
-    steps = [BlockStep(block, w) for block in between for w in widths(block, size)]
-    choose = _chooser(steps, len(between))
+    blocks = lane_blocks(program, size, rule.step_work)
+    steps = list(zip(blocks.block, blocks.width, strict=True))
+    choose = _chooser(blocks, rule.policy)
     arrived = _Arrived(after - 1, jnp.ones(size, bool), len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
     read = [x for x in registers if any(_touches(block, x) for block in between)]
     tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
-    state = _LaneState({x: registers[x] for x in read}, queue, none, count, choose(count), tally)
-    bodies = [functools.partial(_step, step, choose, size, i) for i, step in enumerate(steps)]
+    clock = jnp.int32(0) if is_recording() else None
+    state = _LaneState(
+        {x: registers[x] for x in read}, queue, none, count, tally, clock, choose(count)
+    )
+    bodies = [
+        functools.partial(_step, between[b], width, choose, size, rule, number)
+        for number, (b, width) in enumerate(steps)
+    ]
 
     def round_of(values: Any) -> Any:
         # A conditional would copy what it returns, a loop does not.
         for number, body in enumerate(bodies):
 
             def is_chosen(values: Any, number: int = number) -> Array:
-                return values[-2] == number
+                return values[-1] == number
 
             def run(values: Any, body: Callable = body) -> Any:
                 return unpack(body(pack(values)))
@@ -249,40 +304,39 @@ def _until_last(
     def unpack(state: _LaneState) -> Any:
         return [state.registers[x] for x in read], *state[1:]
 
-    values = lax.while_loop(lambda values: values[-2] < len(steps), round_of, unpack(state))
+    values = lax.while_loop(lambda values: values[-1] < len(steps), round_of, unpack(state))
     end = pack(values)
     if end.tally is not None:
-        parts = [(step.block.number, step.block.work, step.width) for step in steps]
+        parts = [(between[b].number, between[b].work, width) for b, width in steps]
         tell("block", parts, end.tally)
+        tell_end(blocks, end.tally)
     return registers | end.registers
 
 
-def _chooser(steps: Sequence[BlockStep], num_blocks: int) -> Callable[[Array], Array]:
+def _chooser(blocks: LaneBlocks, policy: LanePolicy) -> Callable[[Array], Array]:
     """Returns a function from how many lanes wait at each block to the number of a step."""
-    block = np.array([step.block.number - 1 for step in steps])
-    width = np.array([step.width for step in steps], np.float32)
-    cost = np.array([step.cost for step in steps], np.float32)
-    is_same = jnp.asarray(block[:, None] == block[None, :])
+    every = len(blocks.block)
 
     def choose(count: Array) -> Array:
-        if len(steps) == 1:
-            return jnp.where(count.sum() > 0, 0, 1).astype(jnp.int32)
-        waiting = count.astype(jnp.float32)
-        left = waiting.sum()
-        share = cost / jnp.minimum(width, jnp.maximum(left, 1))
-        least = jnp.where(is_same, share[None, :], jnp.inf).min(1)
-        lanes = jnp.minimum(waiting[block], width)
-        lost = jnp.where(lanes > 0, cost - lanes * least, jnp.inf)
-        return jnp.where(left > 0, lost.argmin(), len(steps)).astype(jnp.int32)
+        is_left = count.sum() > 0
+        if every == 1:
+            return jnp.where(is_left, 0, 1).astype(jnp.int32)
+        step = next_step(policy, LaneFrontier(blocks, count, jnp))
+        return jnp.where(is_left, step, every).astype(jnp.int32)
 
     return choose
 
 
 def _step(
-    step: BlockStep, choose: Callable, size: int, number: int, state: _LaneState
+    block: BasicBlock,
+    width: int,
+    choose: Callable,
+    size: int,
+    rule: LaneRule,
+    number: int,
+    state: _LaneState,
 ) -> _LaneState:
     """Runs a step, whose number is `number`."""
-    block, width = step
     here = block.number - 1
     head, waiting = state.head[here], state.count[here]
     place = jnp.arange(width, dtype=jnp.int32)
@@ -297,11 +351,11 @@ def _step(
         values[access.row] = from_stored(row, _kind(access.row))
     if block.repeats:
         full = jnp.minimum(width, state.count.sum())
-        outs, after, ran = _repeated(block, values, exists, full)
+        outs, after, ran, trips = _repeated(block, values, exists, full, rule.step_work)
         writes: list[tuple[Array, Array]] = []
     else:
         outs, after, writes = _over_lanes(block, values, width)
-        ran = _counts(1, width, taken)
+        ran, trips = _counts(1, width, taken), exists.astype(jnp.int32)
     registers = dict(state.registers)
     for slot, kept in _as_stored(block, outs).items():
         registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
@@ -313,7 +367,9 @@ def _step(
     arrived = _Arrived(after - 1, exists, len(state.count))
     queue, count = arrived.put(lanes, state.queue, head, count)
     tally = None if state.tally is None else state.tally.at[number].add(ran)
-    return _LaneState(registers, queue, head, count, choose(count), tally)
+    clock = None if state.clock is None else state.clock + 1
+    tell_visits(here, state.clock, lanes, trips)
+    return _LaneState(registers, queue, head, count, tally, clock, choose(count))
 
 
 def _counts(trips: Any, width: int, needed: Array) -> Array:
@@ -322,8 +378,12 @@ def _counts(trips: Any, width: int, needed: Array) -> Array:
 
 
 def _repeated(
-    block: BasicBlock, values: dict[Slot, Array], exists: Array, full: Array
-) -> tuple[list[Array], Array, Array | None]:
+    block: BasicBlock,
+    values: dict[Slot, Array],
+    exists: Array,
+    full: Array,
+    step_work: float,
+) -> tuple[list[Array], Array, Array | None, Array | None]:
     """Runs a block for some lanes until many of them have left it.
 
     Args:
@@ -331,9 +391,11 @@ def _repeated(
       values: of its inputs.
       exists: which places have a lane.
       full: how many lanes there could be.
+      step_work: floating-point operations done while a step is started.
 
     Returns:
-      (values of its outputs, the number of the block each lane comes to, a row of a tally).
+      (values of its outputs, the number of the block each lane comes to, a row of a tally, the
+      trips of each lane); None in place of the last two if nobody counts or records them.
     """
     width = len(exists)
     fixed = {x: y for x, y in values.items() if x not in block.outputs}
@@ -344,9 +406,11 @@ def _repeated(
     ]
 
     def trip(state: Any) -> Any:
-        now, after, active, wasted, ran, _ = state
+        now, after, active, wasted, ran, trips, _ = state
         if ran is not None:
             ran = ran + _counts(1, width, active.sum(dtype=jnp.int32))
+        if trips is not None:
+            trips = trips + active
         carried = dict(zip(block.outputs, now, strict=True))
         given = fixed | {x: y for x, y in carried.items() if x in values}
         outs, found, _ = _over_lanes(block, given, width)
@@ -355,13 +419,15 @@ def _repeated(
         active = active & (found == block.number)
         left = active.sum(dtype=jnp.int32)
         wasted = wasted + (full - left).astype(jnp.float32)
-        return now, after, active, wasted, ran, (left > 0) & (wasted * block.work < STEP_WORK)
+        goes_on = (left > 0) & (wasted * block.work < step_work)
+        return now, after, active, wasted, ran, trips, goes_on
 
     after = jnp.full(width, block.number, jnp.int32)
     ran = jnp.zeros(3, jnp.int32) if is_counting() else None
-    state = start, after, exists, jnp.float32(0), ran, jnp.bool_(True)
-    outs, after, _, _, ran, _ = lax.while_loop(lambda state: state[-1], trip, state)
-    return outs, after, ran
+    trips = jnp.zeros(width, jnp.int32) if is_recording() else None
+    state = start, after, exists, jnp.float32(0), ran, trips, jnp.bool_(True)
+    outs, after, _, _, ran, trips, _ = lax.while_loop(lambda state: state[-1], trip, state)
+    return outs, after, ran, trips
 
 
 class _Arrived:

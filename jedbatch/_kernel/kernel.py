@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.basic_blocks import is_nest
 from jedbatch._jaxpr.bounded import bounded
 from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
@@ -47,6 +48,7 @@ from jedbatch._jaxpr.interpret import (
     work,
 )
 from jedbatch._jaxpr.lane_steps import program_of
+from jedbatch._jaxpr.program_counters import LaneRule, table_variable
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import ListPlaces, single_parameters, with_lists
@@ -80,6 +82,8 @@ class Kernel:
       node_type: whose program it is.
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       max_steps: the bound of its loops; None if they have none.
+      lanes: how nodes run that are at different places of it, and what a step costs.
+      shared: ids of the shared values that the prologue reads.
       is_bounded: whether there are loops that have one.
       transient: whether it reads a tracer, which will be gone at the next call.
       reached: whether it reads arrays that the function closes over.
@@ -108,6 +112,8 @@ class Kernel:
         plain: bool = False,
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
+        lanes: LaneRule | None = None,
+        lane_table: int | None = None,
     ):
         """Makes the program of a type.
 
@@ -120,6 +126,8 @@ class Kernel:
         self.reached = reached
         self.control_flow = control_flow
         self.max_steps = max_steps
+        self.lanes = lanes or LaneRule(step_work=target.step_work)
+        self._lane_table = lane_table
         self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands
         self.results = node_type.results
@@ -161,7 +169,11 @@ class Kernel:
         read += [v for v in self._outvars if isinstance(v, Var)]
         read = [v for v in [*read, *sources] if v in before_lanes and v not in table_vars]
         computed = list(dict.fromkeys(read))
-        self.const_vars = [*computed, *table_vars]
+        by_lanes = control_flow != "lockstep" and any(map(is_nest, self.body))
+        tables = () if lane_table is None or not by_lanes else (lane_table,)
+        self._lane_vars = [table_variable() for _ in tables]
+        self.shared = (*node_type.shared, *tables)
+        self.const_vars = [*computed, *table_vars, *self._lane_vars]
         self.num_consts = len(self.const_vars)
         ends = itertools.accumulate([len(computed), *(len(table.kinds) for table in made)])
         self.tables = tuple(
@@ -191,10 +203,14 @@ class Kernel:
         self.loose = tuple(not cares and differentiable(t) for t in self.operands)
 
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
-        """The consts, from the shared values the type reads; once per program."""
+        """The consts, from the shared values it reads (`shared`); once per program."""
+        shared, lane_tables = (
+            shared[: len(self.node_type.shared)],
+            shared[len(self.node_type.shared) :],
+        )
         consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
         tables = (table.compute(consts[source]) for table, source, _ in self.tables)
-        return [*consts, *itertools.chain(*tables)]
+        return [*consts, *itertools.chain(*tables), *lane_tables]
 
     def arguments(self, operands: Sequence[Array]) -> list[Array]:
         """The operands, with arrays in place of lists of them."""
@@ -237,7 +253,8 @@ class Kernel:
         """The body, for `vmap` without lock step."""
         if branches not in self._bodies:
             program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
-            program = without_lock_step(program, self.control_flow, branches)
+            (table,) = self._lane_vars or [None]
+            program = without_lock_step(program, self.control_flow, branches, self.lanes, table)
             self._bodies[branches] = program.eqns
         return self._bodies[branches]
 
@@ -327,6 +344,8 @@ class Kernel:
                 self.reached,
                 plain=True,
                 control_flow=self.control_flow,
+                lanes=self.lanes,
+                lane_table=self._lane_table,
             )
 
     @functools.cached_property

@@ -25,6 +25,7 @@ import jax
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._jaxpr.program_counters import STEP_WORK
 from jedbatch._layout.bucketing import (
     COARSE_BUCKETS,
     DIVERGING_BUCKETS,
@@ -64,6 +65,8 @@ class Target:
       heavy_start: above so many lanes a lane counts as light.
       light_start: what starting a chunk of light lanes costs at most, in lanes.
       chunk_bytes: bytes that a chunk may read and write.
+      step_work: floating-point operations done while a step of lanes is started whose loops or
+        branches values decide on.
       diverging: widths of the chunks of lanes whose loops or branches values decide on.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of ragged rows.
@@ -88,6 +91,7 @@ class Target:
     heavy_start: int = 16
     light_start: int = 16
     chunk_bytes: int = 16 << 20
+    step_work: float = STEP_WORK
     diverging: Buckets = DIVERGING_BUCKETS
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS

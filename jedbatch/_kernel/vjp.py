@@ -175,7 +175,10 @@ class KernelVjp:
             self._backward, self._backward_consts = closed.jaxpr, closed.consts
         programs = map(may_differ, (self._forward, self._backward))
         self._over_lanes = [
-            without_lock_step(x, kernel.control_flow) if kernel.diverges else x for x in programs
+            without_lock_step(x, kernel.control_flow, "forward", kernel.lanes)
+            if kernel.diverges
+            else x
+            for x in programs
         ]
 
     @classmethod
@@ -484,7 +487,7 @@ class KernelVjp:
             return [env[v] for v in others]
 
         program = kernel.jaxpr.replace(eqns=[eqn])
-        over_lanes = without_lock_step(program, kernel.control_flow, "reverse").eqns
+        over_lanes = without_lock_step(program, kernel.control_flow, "reverse", kernel.lanes).eqns
 
         def apply(const_values, fixed_values, row_values):
             env = dict(zip(consts, const_values, strict=True))

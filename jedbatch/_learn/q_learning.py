@@ -35,6 +35,7 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import padded
 from jedbatch._schedule.encodings import CODES, ENCODINGS, GAPS, packed
+from jedbatch._schedule.hashing import mixed, salts, slot_of
 from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
 from jedbatch._support.types import Array
@@ -181,13 +182,7 @@ def codes(looks: Seen) -> Array:
 
 def slot(code: Array, salt: Array) -> Array:
     """The row of the table for what is said about each type, int32[..., T]."""
-    mixed = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32, keepdims=True)
-    return ((mixed * np.uint32(2654435769)) >> np.uint32(33 - NUM_SLOTS.bit_length()))[..., 0]
-
-
-def salts(num_types: int) -> np.ndarray:
-    """uint32[T], fixed odd numbers to hash with."""
-    return np.random.default_rng(0).integers(1, 1 << 31, num_types).astype(np.uint32) * 2 + 1
+    return slot_of(mixed(code, salt), NUM_SLOTS)[..., 0]
 
 
 class QTable(NamedTuple):

@@ -153,6 +153,7 @@ class Plan:
     inputs: dict[str, Array]
     ragged: tuple[Any, ...] = ()  # the tables of what runs before
     routes: tuple[Route, ...] = ()  # of shards: one for all arenas, or one for each
+    lane_table: Array | None = None  # of a policy for lanes, if it has one
     host: Host | None = None
     shards: tuple[Plan, ...] = ()
 
@@ -164,9 +165,11 @@ class Plan:
         """For JAX: (leaves, static part).
 
         Returns:
-          ((tables, inputs, tables of ragged calls, routes of shards), `Static`).
+          ((tables, inputs, tables of ragged calls, routes of shards, table of a policy for lanes),
+          `Static`).
         """
-        children = self.table, self.reverse_table, self.inputs, self.ragged, self.routes
+        tables = self.table, self.reverse_table
+        children = *tables, self.inputs, self.ragged, self.routes, self.lane_table
         return children, self.static
 
     @classmethod

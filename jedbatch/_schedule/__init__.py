@@ -7,8 +7,15 @@ Read in this order:
 3. `components`: Schedules by component of types, and by rank.
 4. `heuristics`: Heuristics: policies that need no learning.
 5. `encodings`: Encodings of a frontier: what a learned policy sees.
-6. `compiled`: Algorithm 1 by the compiled core, for the policies of this package.
-7. `policy`: Policies, and Algorithm 1: runs a policy until every node of a graph is in a batch.
-8. `search`: Searching for good schedules: teachers of learned policies, and their judges.
-9. `fsm`: Policies as finite-state machines: tables from what a frontier looks like to a type.
+6. `hashing`: Hashes of encodings: what is said about each type, or about each block, as one
+   number.
+7. `compiled`: Algorithm 1 by the compiled core, for the policies of this package.
+8. `policy`: Policies, and Algorithm 1: runs a policy until every node of a graph is in a batch.
+9. `search`: Searching for good schedules: teachers of learned policies, and their judges.
+10. `fsm`: Policies as finite-state machines: tables from what a frontier looks like to a type.
+11. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
+   of a program.
+12. `lane_runs`: Recorded runs of lanes, and a simulator that runs them again under any policy.
+13. `lane_fsm`: Policies for lanes as finite-state machines: tables from where lanes wait to the
+   block that runs.
 """

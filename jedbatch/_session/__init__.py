@@ -17,14 +17,16 @@ Read in this order:
 8. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
 9. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
    made for.
-10. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-11. `portable`: Programs as data, for which other processes can lower minibatches.
-12. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
+10. `outside_values`: `OutsideValues`: what programs read besides instances: shared arguments, and
+   arrays from outside.
+11. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+12. `portable`: Programs as data, for which other processes can lower minibatches.
+13. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-13. `session`: `Session`: what a batched function keeps between minibatches.
-14. `recording`: The records of a minibatch: those that are known, and new ones.
-15. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+14. `session`: `Session`: what a batched function keeps between minibatches.
+15. `recording`: The records of a minibatch: those that are known, and new ones.
+16. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-16. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-17. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+17. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+18. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
 """

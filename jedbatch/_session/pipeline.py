@@ -289,6 +289,7 @@ def with_inputs(
         reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
+        lane_table=programs.outside.lane_table,
         host=Host(
             lowered,
             seconds,
@@ -385,7 +386,9 @@ def run_plan(
             inputs, packed = programs.run_regions(
                 static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
             )
-    shared = programs.shared_values(programs.program(signature)[1], leaves, tracers)
+    shared = programs.shared_values(
+        programs.program(signature)[1], leaves, tracers, plan.lane_table
+    )
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):

@@ -281,9 +281,10 @@ class ImportedPrograms(ProgramCache):
             programs.target,
             None,
             programs.environment,
-            None,
+            (),
             programs.control_flow,
             programs.max_steps,
+            programs.outside.lane_policy,
         )
         self._exported: ProgramForms | None = None
         self._own: dict[bytes, Kernel | None] = {}  # None for one that two have

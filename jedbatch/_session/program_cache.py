@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import finds_faults, without_mesh
@@ -51,11 +51,13 @@ from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
+from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.outside_values import OutsideValues
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import ControlFlowName, Leaf, PyTree
+from jedbatch._support.types import Array, ControlFlowName, Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 MAX_ROUND_BYTES = 1 << 28  # of these
@@ -71,6 +73,7 @@ class ProgramCache:
       target: what programs are made for.
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       max_steps: the bound of these loops; None if they have none.
+      outside: what programs read besides instances.
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
       rounds, templates, workspaces: for functions that decide on values: rounds laid out, by
@@ -84,12 +87,19 @@ class ProgramCache:
         target: Target,
         executor: str | None,
         environment: Environment | None,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
+        lane_policy: LanePolicy = least_loss,
     ):
         self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
-        self._loops: Any = {"control_flow": control_flow, "max_steps": max_steps}
+        self.outside = outside = OutsideValues(registry, environment, lane_policy)
+        self._loops: Any = {
+            "control_flow": control_flow,
+            "max_steps": max_steps,
+            "lanes": outside.lane_rule(target.step_work),
+            "lane_table": outside.lane_table_id,
+        }
         self.target = target
         self.environment = environment
         self.key = key
@@ -117,6 +127,11 @@ class ProgramCache:
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
             MAX_PROGRAMS
         )
+
+    @property
+    def arguments_key(self) -> Hashable:
+        """The key without the policy for lanes, by which it ends."""
+        return self.key[:-1]
 
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
@@ -465,7 +480,7 @@ class ProgramCache:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
         program = self._programs.get(signature)
         if program is None:
-            shared_ids = [kernel.node_type.shared for kernel in signature.kernels]
+            shared_ids = [kernel.shared for kernel in signature.kernels]
             compute, closed_over = self.registry.prologue(shared_ids)
 
             def prepare(shared: Sequence[Any]) -> list[list[Any]]:
@@ -531,69 +546,34 @@ class ProgramCache:
     # --- values that kernels share ---
 
     def shared_values(
-        self, closed_over: Sequence[int], leaves: Sequence[Leaf], tracers: Any
+        self,
+        closed_over: Sequence[int],
+        leaves: Sequence[Leaf],
+        tracers: Any,
+        lane_table: Array | None = None,
     ) -> list[Any]:
-        """Returns leaves of shared arguments, and closed-over values (see `SharedValue`)."""
-        values = list(leaves)
-        for index in closed_over:
-            value = self.registry.shared[index]
-            if value.tracer is None:
-                values.append(value.array)
-            elif isinstance(value.tracer, AccessPath) and not isinstance(tracers, dict):
-                values.append(self.reach(index))
-            else:
-                values.append(tracers[value.tracer])
-        return values
-
-    def reach(self, index: int) -> Any:
-        """The array that the function closes over and that is a shared value.
-
-        Raises `ValueError` if it is not where it was, or another one.
-        """
-        array, aval = self._found(index), self.registry.shared[index].aval
-        if not _fits(array, aval):
-            raise ValueError(
-                f"a plan reads an array {aval.str_short()} that the function closes over, "
-                f"and found {array!r} in its place; make a new plan when such arrays change in "
-                "shape or are moved, or pass them as shared arguments."
-            )
-        return array
+        """Returns leaves of shared arguments, and closed-over values; see `OutsideValues.read`."""
+        return self.outside.read(closed_over, leaves, tracers, lane_table)
 
     def reads_tracers(self, signature: Signature) -> bool:
         """Returns whether a program reads values of an outer transformation, which are reached."""
         shared = self.registry.shared
         reads = [i for i in self.program(signature)[1] if isinstance(shared[i].tracer, AccessPath)]
-        return any(isinstance(self.reach(i), Tracer) for i in reads)
+        return any(isinstance(self.outside.reach(i), Tracer) for i in reads)
 
     def can_read(self, signature: Signature, kernels: Collection[Kernel] = ()) -> bool:
         """Returns whether what a program reads is there, but for what these kernels read anyway.
 
         A kernel that does not run must not read what has gone, such as a tracer.
         """
-        return all(k in kernels or not k.reached or self._has(k) for k in signature.kernels)
+        there = self.outside.has
+        return all(
+            k in kernels or not k.reached or there(k.node_type.shared) for k in signature.kernels
+        )
 
     def _reads(self, signature: Signature) -> set[Hashable]:
         """Names of the values from outside that a program reads."""
         return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
-
-    def _has(self, kernel: Kernel) -> bool:
-        shared = self.registry.shared
-        reads = self.registry.prologue([kernel.node_type.shared])[1]
-        arrays = [(i, self._found(i)) for i in reads if isinstance(shared[i].tracer, AccessPath)]
-        return all(_fits(x, shared[i].aval) and not isinstance(x, Tracer) for i, x in arrays)
-
-    def _found(self, index: int) -> Any:
-        """Returns the object now at the end of a shared value's way; None if there is none."""
-        way = self.registry.shared[index].tracer
-        return (
-            self.environment.follow(way)
-            if self.environment and isinstance(way, AccessPath)
-            else None
-        )
-
-
-def _fits(x: Any, aval: ShapedArray) -> bool:
-    return isinstance(x, jax.Array) and (x.shape, x.dtype) == (aval.shape, aval.dtype)
 
 
 def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | None) -> int:

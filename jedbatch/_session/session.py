@@ -10,6 +10,7 @@ from jedbatch._graph.record import Record
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.registry import Registry
+from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.mapped import MappedProgram, places_of
 from jedbatch._session.options import Options
@@ -56,7 +57,8 @@ class Session:
         options: Options,
         target: Target,
         environment: Environment | None = None,
-        key: Hashable = None,
+        key: tuple[Hashable, ...] = (),
+        lane_policy: LanePolicy = least_loss,
     ) -> "Session":
         """Returns a session in which nothing has been met.
 
@@ -67,6 +69,7 @@ class Session:
           target: what to make programs for.
           environment: what the function reads besides its arguments.
           key: of this session among those of the batched function.
+          lane_policy: which block runs next where nodes are at different places of a program.
         """
         registry = Registry(avals, structure)
         programs = ProgramCache(
@@ -77,6 +80,7 @@ class Session:
             key,
             options.control_flow,
             options.max_steps,
+            lane_policy,
         )
         session = cls(registry, RecordCache(registry, options), programs)
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)

@@ -505,7 +505,7 @@ def together(shards: Sequence[Plan], found: ArrangedShards, devices: DeviceAxis)
         Route(put_everywhere(devices, route.order), put_cut(devices, route.rows))
         for route in found.routes
     )
-    return Plan(static, table, reverse_table, inputs, (), routes, None, tuple(shards))
+    return Plan(static, table, reverse_table, inputs, (), routes, shards=tuple(shards))
 
 
 def run_on_devices(

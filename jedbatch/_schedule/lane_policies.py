@@ -1,0 +1,193 @@
+"""Policies for lanes: which block runs next, where each lane is at its own place of a program.
+
+The nodes of a cell with loops in loops are lanes of a machine (see `_jaxpr.program_counters`): each
+waits at a basic block, and a *step* runs one block for some of the lanes that wait there. A policy
+says which step is next. It decides how many steps there are and how full they are, and nothing
+else: each lane goes through its blocks in its own order.
+
+A policy maps a `LaneFrontier`, how many lanes wait at each block, to the number of a step. It is
+compiled into the machine, and a simulator runs it on the host (see `lane_runs`): so it is written
+in the operations of `frontier.xp`, which is `jax.numpy` there and `numpy` here.
+
+A step of W lanes costs S + W c, where c is the work of the block and S what a step costs by itself.
+Costs are whole numbers in a unit of their own, for devices and hosts round sums and products of
+real numbers differently, and both must choose alike.
+
+Source: A. Radul, B. Patton, D. Maclaurin, M. Hoffman, R. Saurous. Automatically Batching
+Control-Intensive Programs for Modern Accelerators. MLSys 2020, for `most_lanes`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jedbatch import checks
+from jedbatch._support.types import Array
+
+LARGEST_COST = 1 << 30  # of a step, in the unit of costs
+MAX_WIDTHS = 8  # of a block
+
+
+@dataclass(frozen=True)
+class LaneBlocks:
+    """The blocks of a program at which lanes wait, `B` of them, and the steps, `K` of them.
+
+    Attributes:
+      label: what tells the program from others, whatever the number of lanes.
+      size: the number of lanes.
+      work: [B], floating-point operations of a lane in each block.
+      repeats: [B], whether a step runs a block again for the same lanes, as long as many stay.
+      block: [K], the block that each step runs, ascending.
+      width: [K], the lanes that it takes at most, ascending for each block.
+      start: floating-point operations that take as long as to start a step.
+    """
+
+    label: str
+    size: int
+    work: tuple[float, ...]
+    repeats: tuple[bool, ...]
+    block: tuple[int, ...]
+    width: tuple[int, ...]
+    start: float
+
+    @functools.cached_property
+    def operations(self) -> np.ndarray:
+        """float64[K], what a step costs in floating-point operations."""
+        return self.start + np.array(self.width) * np.array(self.work, float)[list(self.block)]
+
+    @functools.cached_property
+    def costs(self) -> np.ndarray:
+        """int32[K], what a step costs in the unit of costs."""
+        scaled = self.operations * (LARGEST_COST / self.operations.max())
+        return np.maximum(1, np.floor(scaled)).astype(np.int32)
+
+    @functools.cached_property
+    def same_block(self) -> np.ndarray:
+        """bool[K, K], whether two steps run the same block."""
+        block = np.array(self.block)
+        return block[:, None] == block[None, :]
+
+    @functools.cached_property
+    def first(self) -> np.ndarray:
+        """int32[B + 1], the first step of each block; its widths ascend."""
+        return np.searchsorted(self.block, np.arange(len(self.work) + 1)).astype(np.int32)
+
+    @functools.cached_property
+    def choices(self) -> np.ndarray:
+        """int64[K], each step as a block and which of its widths, whatever the number of lanes."""
+        block = np.array(self.block)
+        return block * MAX_WIDTHS + np.arange(len(block)) - self.first[block]
+
+    @functools.cached_property
+    def filling(self) -> np.ndarray:
+        """int32[B], how many lanes fill a step of each block, that of all lanes aside."""
+        bounds = itertools.pairwise(self.first.tolist())
+        widths = [self.width[first:end] for first, end in bounds]
+        return np.array([w[-2] if len(w) > 1 else w[-1] for w in widths], np.int32)
+
+
+class LaneFrontier(NamedTuple):
+    """What a policy for lanes sees; somebody waits.
+
+    Attributes:
+      blocks: the program, and the steps to choose from.
+      waiting: int32[B], how many lanes wait at each block.
+      xp: `numpy`, or `jax.numpy` in a program.
+    """
+
+    blocks: LaneBlocks
+    waiting: Array
+    xp: Any
+
+    @property
+    def taken(self) -> Array:
+        """int32[K], how many lanes each step would take."""
+        width = np.array(self.blocks.width, np.int32)
+        return self.xp.minimum(self.waiting[np.array(self.blocks.block)], width)
+
+    @property
+    def lost(self) -> Array:
+        """int32[K], what each step costs above the shares of its lanes, in the unit of costs.
+
+        The share of a lane is that of the cheapest step of its block, were it as full as the lanes
+        that are left could fill it. A step that nobody waits for loses more than any other.
+        """
+        xp, taken = self.xp, self.taken
+        left = self.waiting.sum(dtype=np.int32)
+        width = np.array(self.blocks.width, np.int32)
+        share = self.blocks.costs // xp.maximum(xp.minimum(width, left), 1)
+        least = xp.where(self.blocks.same_block, share[None, :], LARGEST_COST).min(1)
+        return xp.where(taken > 0, self.blocks.costs - taken * least, np.int32(2**31 - 1))
+
+    def step_of(self, block: Array) -> Array:
+        """Returns the step of a block that costs least for each lane it takes.
+
+        Args:
+          block: a number from 0 to B - 1.
+
+        Returns:
+          A number from 0 to K - 1.
+        """
+        xp = self.xp
+        price = self.blocks.costs // xp.maximum(self.taken, 1)
+        is_here = np.array(self.blocks.block, np.int32) == block
+        return xp.where(is_here, price, np.int32(2**31 - 1)).argmin()
+
+
+LanePolicy = Callable[[LaneFrontier], Array]
+
+
+def least_loss(frontier: LaneFrontier) -> Array:
+    """The step that loses least, the first of equals.
+
+    A lane's share of a step that is as full as can be is r, the least (S + W c) / min(W, lanes
+    left) over the widths of its block. With n lanes a step loses S + W c - n r: so full steps come
+    first, and a block with little work waits until many have met.
+
+    Args:
+      frontier: how many lanes wait.
+
+    Returns:
+      The number of a step.
+    """
+    return frontier.lost.argmin()
+
+
+def most_lanes(frontier: LaneFrontier) -> Array:
+    """The block at which most lanes wait, the first of equals (Radul et al. 2020).
+
+    Args:
+      frontier: how many lanes wait.
+
+    Returns:
+      The number of a step: of this block the one that costs least for each lane it takes.
+    """
+    return frontier.step_of(frontier.waiting.argmax())
+
+
+def next_step(policy: LanePolicy, frontier: LaneFrontier) -> Array:
+    """Returns the step that a policy chooses, or that of `least_loss`.
+
+    The latter where the policy names none, by a negative number, or one that nobody waits for.
+    """
+    xp, last = frontier.xp, len(frontier.blocks.block) - 1
+    if policy is least_loss:
+        return least_loss(frontier)
+    step = xp.asarray(policy(frontier), np.int32)
+    known = xp.clip(step, 0, last)
+    return xp.where((step == known) & (frontier.taken[known] > 0), known, least_loss(frontier))
+
+
+def checked_lane_policy(policy: object) -> LanePolicy:
+    """The policy, or a `TypeError` if it is none."""
+    if callable(policy) and not isinstance(policy, type):
+        return policy
+    raise TypeError(
+        f"got lane_policy={checks.brief(policy)}; expected a callable from a `LaneFrontier` to the "
+        "number of a step, such as `jedbatch.policies.most_lanes`, or what "
+        "`batched.learn(..., lanes=True)` returned."
+    )
