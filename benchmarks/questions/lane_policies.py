@@ -32,8 +32,8 @@ def work_of(counts: Any, step_work: float) -> float:
     return ran / sum(x.needed * x.work for x in counts)
 
 
-def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> None:
-    """Prints a row for each policy."""
+def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> str:
+    """Prints a row for each policy; returns how one was learned."""
     learned_from, rows = case.rows[::2], case.rows[1::2]
     fns = {
         name: jedbatch.batch(case.fn, in_axes=(None, 0), lane_policy=policy)
@@ -44,7 +44,6 @@ def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> Non
         )
     }
     machine = fns["learned"].learn(case.params, learned_from, lanes=True, episodes=args.episodes)
-    print(f"\n{name}\n{machine.report}\n")
     counts = {policy: fn.lane_steps(case.params, rows) for policy, fn in fns.items()}
     runs = [functools.partial(fn, case.params, rows) for fn in fns.values()]
     results = [np.asarray(run()[-1], float).sum() for run in runs]
@@ -64,6 +63,7 @@ def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> Non
             times.ratio(0, i),
         )
     jax.clear_caches()
+    return f"{name}\n{machine.report}"
 
 
 def main() -> None:
@@ -85,8 +85,9 @@ def main() -> None:
     print(common.machine())
     columns = "instances", "policy", "steps", "lanes", "lanes / least", "work", "ms"
     table = common.Table("", *columns, "least_loss /")
-    for name in args.cases.split(","):
-        measure(table, name, makers[name](2 * sizes[name]), args)
+    names = args.cases.split(",")
+    reports = [measure(table, name, makers[name](2 * sizes[name]), args) for name in names]
+    print("", *reports, sep="\n")
 
 
 if __name__ == "__main__":

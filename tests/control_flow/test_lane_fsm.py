@@ -352,3 +352,13 @@ def test_functions_that_decide_on_values_run_under_a_machine():
     assert machine.report.num_runs >= 1
     theirs = [spin_in_spin(W, n + 1, x) for n, x in given]
     np.testing.assert_allclose(fn(W, given), theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_exported_functions_keep_their_machine():
+    given = instances(20)
+    theirs = [whole(W, x) for x in given]
+    fn = batched()
+    fn.learn(W, given, lanes=True, episodes=2)
+    exported = fn.export(W, given, gradient=False)
+    np.testing.assert_allclose(exported(W, fn.graph(W, given)), theirs, rtol=1e-5, atol=1e-6)
