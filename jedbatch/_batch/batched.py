@@ -54,6 +54,7 @@ from jedbatch._schedule.lane_fsm import LaneFSM
 from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments
+from jedbatch._session.copies import find_batches, plan_copies
 from jedbatch._session.mapped import MIN_ROWS
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
@@ -216,7 +217,7 @@ class Batched(Generic[*Given, Result]):
             return self._run_stepwise(session, leaves, instances)
         assert plan.host is not None
         took = sum(plan.host.seconds.values())
-        self.last_rounds = Rounds([Round.of(plan.host.placed.layout, 0, took)])
+        self.last_rounds = Rounds([Round.of(plan.host.counted.layout, 0, took)])
         return self._run(plan, leaves, plan.inputs)
 
     def lane_steps(self, *args: *Given) -> LaneSteps:
@@ -566,6 +567,13 @@ class Batched(Generic[*Given, Result]):
         )
         if again is not None:
             return again
+        found = None if tracers else find_batches(session, records, policy, self._options)
+        if found is not None and not (gradient or keeps):
+            times = {**seconds, "merge": time.perf_counter() - start}
+            of = session, records, arrays, *found, policy, self._options, self._results
+            plan = plan_copies(*of, stacked=stacked, seconds=times, num_known=num_known)
+            if plan is not None:
+                return plan
         graph = Graph.select([(r.whole, r.index) for r in records])
         calls = find_calls(records, arrays)
         return make_plan(
@@ -582,6 +590,7 @@ class Batched(Generic[*Given, Result]):
             seconds={**seconds, "merge": time.perf_counter() - start},
             num_known=num_known,
             tracers=tracers,
+            batches=None if found is None else found[1].expanded(found[0], graph),
         )
 
     def _results(

@@ -389,7 +389,7 @@ class _Work:
             (np.asarray(plan.table), plan.reverse_table),
             plan.inputs,
             (trees, form.places, form.batch),
-            tuple(map(kernels.index, host.placed.kernels)),
+            tuple(map(kernels.index, host.counted.kernels)),
         )
 
 

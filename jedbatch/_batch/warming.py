@@ -244,7 +244,7 @@ def one_of_each(minibatches: Sequence[Any], plans: Sequence[Plan]) -> list[Any]:
 def num_lanes(plan: Plan) -> int:
     """Returns how many lanes a plan runs."""
     parts = plan.shards or (plan,)
-    return sum(sum(part.host.placed.lanes) for part in parts if part.host is not None)
+    return sum(sum(part.host.counted.lanes) for part in parts if part.host is not None)
 
 
 def pull_back(run: Callable[[Any], PyTree], values: PyTree) -> None:

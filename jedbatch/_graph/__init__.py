@@ -16,6 +16,8 @@ Read in this order:
 9. `graph`: Dataflow graphs of instances, as data.
 10. `degeneracy`: Graphs that hardly batch.
 11. `record`: `Record`: what recording an instance gave.
-12. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+12. `structures`: Instances of one structure: those whose graphs differ in the values of their
+   inputs alone.
+13. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

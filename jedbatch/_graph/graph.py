@@ -451,9 +451,9 @@ class Graph:
         part = Graph(names, place[self.node_type[nodes]], ptr, maker)
         part.__dict__["_edges"] = ptr, maker, reader
         part.__dict__["height"] = self.height[nodes]
-        for name in ("rank", "chain"):
+        for name in ("rank", "chain", "weight"):
             if name in self.__dict__:
-                part.__dict__[name] = getattr(self, name)[nodes]
+                part.__dict__[name] = self.__dict__[name][nodes]
         if list(types) in self.components:
             part.__dict__["components"] = [list(range(len(types)))]
         return nodes, part

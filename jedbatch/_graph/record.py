@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import ValueType
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,15 @@ class Record:
     index: int
     structure: Any
     types: tuple[tuple, ...]
+
+    @functools.cached_property
+    def held(self) -> tuple[tuple[ValueType, ...], tuple[np.ndarray, ...]] | None:
+        """(types, rows) of the chunks of its inputs; None if one is read from its arrays."""
+        chunks = self.whole.chunks[self.index]
+        rows = tuple([chunk.rows for chunk in chunks if chunk.leaf is None])
+        if len(rows) < len(chunks):
+            return None
+        return tuple([chunk.type for chunk in chunks]), rows  # type: ignore[return-value]
 
     @functools.cached_property
     def form(self) -> Hashable:

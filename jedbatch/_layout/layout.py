@@ -158,19 +158,35 @@ def lanes_of(layout: Layout, types: Sequence[int]) -> list[int]:
 
 
 def assign_lanes(
-    graph: Graph, schedule: Schedule, buckets_by_type: Sequence[Buckets | None], order: str = "auto"
+    graph: Graph,
+    schedule: Schedule,
+    buckets_by_type: Sequence[Buckets | None],
+    order: str = "auto",
+    node: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
 ) -> Layout:
     """Cuts the batches of a schedule into chunks and numbers the lanes of every type.
 
-    `buckets_by_type` has the buckets of each type id, or None for a type without nodes. Every value
-    has a row of its own.
+    Every value has a row of its own.
+
+    Args:
+      graph: the graph.
+      schedule: its batches.
+      buckets_by_type: the buckets of each type id, or None for a type without nodes.
+      order: of the nodes inside of batches.
+      node: int32[N], the nodes in this order, if it is known.
+      weight: int64[N], lanes that each node takes one after the other, if they are several. Then
+        `lane` is the first one of each, and `lane_node` is left out.
     """
-    node = ORDERS[order](graph, schedule)
+    node = ORDERS[order](graph, schedule) if node is None else node
+    node_ptr = schedule.node_ptr
+    if weight is not None:
+        node_ptr = pointers(weight[node])[node_ptr]
     counts = graph.results_per_type
     space, num_spaces = _spaces(counts.tobytes())
     compiled = core()
     if compiled is None:
-        trips, padded, start, lane_ptr = _cut_in_python(graph, schedule, buckets_by_type)
+        trips, padded, start, lane_ptr = _cut_in_python(graph, schedule, node_ptr, buckets_by_type)
         block = np.repeat(start[:, None], space.shape[1], axis=1)
         rows = np.repeat(np.diff(lane_ptr), counts)
         found = {"padded": padded}
@@ -180,13 +196,18 @@ def assign_lanes(
         lane_ptr, widest = np.empty(len(counts) + 1, np.int64), np.empty(len(counts), np.int64)
         block = np.empty((len(schedule), space.shape[1]), np.int64)
         rows = np.empty(num_spaces, np.int64)
-        types, ptr = *int32_arrays(schedule.batch_type), *int64_arrays(schedule.node_ptr)
+        types, ptr = *int32_arrays(schedule.batch_type), *int64_arrays(node_ptr)
         tables = *tables_of(tuple(buckets_by_type)), counts
         written = trips, padded, start, lane_ptr, block, rows, widest
         compiled.cut_lanes((types, ptr, *tables, *written))
         found = {"padded": padded, "widest": widest}
-    first = start + lane_ptr[schedule.batch_type]
-    lane_node, lane = _number_lanes(node, schedule.node_ptr, start, first, padded)
+    if weight is None:
+        first = start + lane_ptr[schedule.batch_type]
+        lane_node, lane = _number_lanes(node, node_ptr, start, first, padded)
+    else:
+        lane_node, lane = np.zeros(0, np.int32), np.empty(len(node), np.int64)
+        sizes = np.diff(schedule.node_ptr)
+        lane[node] = pointers(weight[node])[:-1] + (start - node_ptr[:-1]).repeat(sizes)
     layout = Layout(
         graph, schedule, order, node, trips, start, lane_ptr, lane_node, lane, space, block, rows
     )
@@ -195,10 +216,13 @@ def assign_lanes(
 
 
 def _cut_in_python(
-    graph: Graph, schedule: Schedule, buckets_by_type: Sequence[Buckets | None]
+    graph: Graph,
+    schedule: Schedule,
+    node_ptr: np.ndarray,
+    buckets_by_type: Sequence[Buckets | None],
 ) -> tuple[np.ndarray, ...]:
     """Returns (trips, lanes of each batch with padding, start, lane_ptr); see `Layout`."""
-    sizes = np.diff(schedule.node_ptr)
+    sizes = np.diff(node_ptr)
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)
     padded = np.zeros(len(schedule), np.int64)
     for buckets in {buckets for buckets in buckets_by_type if buckets is not None}:

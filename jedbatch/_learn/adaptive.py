@@ -45,13 +45,27 @@ class Adaptive:
                 return batches
             self._by_rank, self._machine, self._last = False, None, None
             self.version += 1
-        if self._machine is None or self._is_new(graph):
+        if self._machine is None or self._is_new(graph, graph.num_instances):
             graphs = [g for g in self._graphs if g.types == graph.types[: len(g.types)]]
             self._graphs = [*graphs, graph.bare()][-MAX_MINIBATCHES:]
             self._labels |= self._present(graph)
             self._most = max(self._most, graph.num_instances)
             self._machine = self._learned(graph)
             self.version += 1
+        return self._machine.schedule(graph)
+
+    def schedule_copies(self, graph: Graph, num_instances: int) -> Schedule | None:
+        """Schedules a graph whose nodes count as several, of so many instances.
+
+        None if there is something to learn from all of them.
+        """
+        if self._by_rank:
+            batches = by_rank(graph)
+            if batches is not None:
+                self._last, self._machine = graph, None
+            return batches
+        if self._machine is None or self._is_new(graph, num_instances):
+            return None
         return self._machine.schedule(graph)
 
     def _learned(self, graph: Graph) -> FSM:
@@ -68,8 +82,8 @@ class Adaptive:
     def _present(self, graph: Graph) -> set[str]:
         return {graph.labels[t] for types in graph.components for t in types}
 
-    def _is_new(self, graph: Graph) -> bool:
-        more = 4 * self._most <= graph.num_instances and self._most < MAX_INSTANCES
+    def _is_new(self, graph: Graph, num_instances: int) -> bool:
+        more = 4 * self._most <= num_instances and self._most < MAX_INSTANCES
         return more or len(self._present(graph) - self._labels) > len(self._labels)
 
     @property

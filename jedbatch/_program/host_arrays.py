@@ -37,6 +37,12 @@ def assemble(
       arrays: of the instances.
       numbers: of the instances, for messages.
     """
+    columns = _held_by_all(records)
+    if columns is not None:
+        return {
+            input_name(kind): _filled_up(kind, columns.get(kind), room)
+            for kind, room in rooms.items()
+        }
     rows: Array
     parts = collections.defaultdict(list)
     numbers = range(len(records)) if numbers is None else numbers
@@ -52,6 +58,31 @@ def assemble(
     for kind, room in rooms.items():
         inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)
     return inputs
+
+
+def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | None:
+    """Returns the input rows of all instances by kind.
+
+    None where some are not held by the graphs, or where instances have inputs of other types.
+    """
+    held = [record.held for record in records]
+    if None in held:
+        return None
+    types = held[0][0]  # type: ignore[index]
+    kinds = list(map(stored, types))
+    alike = [of_record[0] for of_record in held].count(types) == len(held)  # type: ignore[index]
+    if not alike or len(set(kinds)) < len(kinds):
+        return None
+    return {kind: [x[1][j] for x in held] for j, kind in enumerate(kinds)}  # type: ignore[index]
+
+
+def _filled_up(kind: Kind, parts: Sequence[np.ndarray] | None, capacity: int) -> np.ndarray:
+    """Returns parts [k, *shape] as one array [capacity, *shape]; rows beyond them are zeros."""
+    rows = np.zeros((capacity, *kind[0]), kind[1])
+    if parts:
+        joined = np.concatenate(parts)
+        rows[: len(joined)] = joined
+    return rows
 
 
 def pack_rows(

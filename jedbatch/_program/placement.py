@@ -73,6 +73,8 @@ class Placement:
       keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.
       target: what to make a program for.
+      num_inputs: inputs of each arena, if they are more than the graph has, whose nodes count as
+        several (see `_session.copies`).
       worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
       worth_slicing: the share of a kernel's operands that another reading must improve.
     """
@@ -91,6 +93,7 @@ class Placement:
     keeps: bool
     reuse: bool
     target: Target
+    num_inputs: tuple[int, ...] | None = None
 
     @staticmethod
     def find(
@@ -357,6 +360,8 @@ class Placement:
 
     @functools.cached_property
     def input_counts(self) -> tuple[int, ...]:
+        if self.num_inputs is not None:
+            return self.num_inputs
         return tuple(np.bincount(self.input_arena, minlength=len(self.arenas)).tolist())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -102,6 +102,7 @@ class Host:
     """The host's side of a plan: its placement, and how it was planned.
 
     Attributes:
+      made: the minibatch as the program runs it, or what makes it when somebody looks at it.
       seconds: time spent in each stage of planning.
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
@@ -111,9 +112,11 @@ class Host:
       untiled: why programs of ragged arrays run by themselves that nodes on tiles could replace,
         if there are such.
       device_seconds: a run took, if it was measured.
+      outline: what has the batches and lanes of the minibatch, and may have no more; None if that
+        is its placement.
     """
 
-    lowered: Lowered
+    made: Lowered | Callable[[], Lowered]
     seconds: Mapping[str, float]
     num_known: int = 0
     tracers: Any = ()
@@ -122,10 +125,20 @@ class Host:
     tiled: TiledRows | None = None
     untiled: str | None = None
     device_seconds: float | None = None
+    outline: Placement | None = None
+
+    @functools.cached_property
+    def lowered(self) -> Lowered:
+        return self.made() if callable(self.made) else self.made
 
     @property
     def placed(self) -> Placement:
         return self.lowered.placed
+
+    @property
+    def counted(self) -> Placement:
+        """What has the kernels, batches and lanes of the minibatch."""
+        return self.outline or self.placed
 
 
 @jax.tree_util.register_pytree_node_class

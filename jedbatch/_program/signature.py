@@ -240,8 +240,12 @@ class Signature:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether instructions are loops, all operands are gathered and every lane has own rows."""
-        loops = self.target.control == "loops"
-        return loops and self.shared_rows is None and not any(self.readings)
+        return self.is_simple and self.shared_rows is None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether instructions are loops and all operands are gathered."""
+        return self.target.control == "loops" and not any(self.readings)
 
     def lowering(
         self, kernels: tuple[Kernel, ...], type_ids: tuple[int, ...], space: np.ndarray
@@ -260,15 +264,21 @@ class Signature:
         key = kernels, type_ids, space.shape
         found = self._lowerings.get(key)
         if found is None:
-            base, columns = np.zeros(space.shape, np.int64), []
+            base = np.zeros(space.shape, np.int64)
             for t, kernel in zip(type_ids, kernels, strict=True):
                 k = self.places[kernel]
                 base[t, : len(self.bases[k])] = self.bases[k]
-                offset, (num_operands, lanes) = self.form.places["operands", k]
-                columns.append((t, k, num_operands, offset, lanes))
-            found = base, np.array(columns, np.int64).reshape(-1, 5)
-            self._lowerings[key] = found
+            found = self._lowerings[key] = base, self.operand_places(kernels, type_ids)
         return found
+
+    def operand_places(self, kernels: tuple[Kernel, ...], type_ids: tuple[int, ...]) -> np.ndarray:
+        """Returns int64[K, 5], as `lowering` does."""
+        columns = []
+        for t, kernel in zip(type_ids, kernels, strict=True):
+            k = self.places[kernel]
+            offset, (num_operands, lanes) = self.form.places["operands", k]
+            columns.append((t, k, num_operands, offset, lanes))
+        return np.array(columns, np.int64).reshape(-1, 5)
 
     @functools.cached_property
     def _lowerings(self) -> dict[Any, tuple[np.ndarray, np.ndarray]]:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.structures import weight_of
 from jedbatch._schedule.encodings import ENCODINGS, Code
-from jedbatch._schedule.frontier import Frontier, chain_rows
+from jedbatch._schedule.frontier import Frontier, chain_rows, nodes_by_type
 from jedbatch._support.native import core
 
 NUMBERS = {"agenda": 0, "height": 1, "critical": 2, "sufficient": 3}  # of heuristics
@@ -51,6 +52,7 @@ def run_compiled(
         *(_of_depths(graph) if heuristic == "agenda" else [None] * 2),
         *(_of_chains(graph) if heuristic == "sufficient" else [None] * 4),
         None if table is None else np.array(numbers, np.int64),
+        weight_of(graph),
     )
     batch_types, unseen = compiled.schedule(
         len(graph.types), NUMBERS[heuristic], list(ENCODINGS).index(encoding), table, arrays
@@ -66,7 +68,9 @@ def _of_heights(graph: Graph) -> tuple[np.ndarray, ...]:
 
 def _of_depths(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
     """(depths, float64[T] their sums)."""
-    return graph.depth, np.bincount(graph.node_type, graph.depth, len(graph.types))
+    weight = weight_of(graph)
+    depth = graph.depth if weight is None else graph.depth * weight
+    return graph.depth, np.bincount(graph.node_type, depth, len(graph.types))
 
 
 def _of_chains(graph: Graph) -> tuple[np.ndarray, ...]:
@@ -74,7 +78,7 @@ def _of_chains(graph: Graph) -> tuple[np.ndarray, ...]:
     chains = Frontier(graph).chains
     chain_of = np.full(len(graph.types), -1)
     chain_of[list(chains.blockers)] = np.arange(len(chains.blockers))
-    num_next = graph.nodes_per_type.copy()
+    num_next = nodes_by_type(graph).copy()
     num_next[list(chains.sizes)] = list(chains.sizes.values())
     relayed = np.zeros(len(graph.types), np.uint8)
     relayed[list(chains.relayed)] = 1

@@ -20,6 +20,8 @@ from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, schedule_of
 from jedbatch._support.native import core
 
+BY_RANK = "by rank"  # the policy of such schedules
+
 
 def by_component(
     graph: Graph,
@@ -87,7 +89,7 @@ def by_rank(graph: Graph) -> Schedule | None:
     place = np.empty(num_groups, np.int32)
     place[order] = np.arange(num_groups, dtype=np.int32)
     types = np.repeat(np.arange(len(graph.types), dtype=np.int32), longest)
-    return schedule_of(types[order], place[group], "by rank", bound=num_groups)
+    return schedule_of(types[order], place[group], BY_RANK, bound=num_groups)
 
 
 def _alone_by_rank(graph: Graph) -> Schedule | None:
@@ -101,7 +103,7 @@ def _alone_by_rank(graph: Graph) -> Schedule | None:
     first = np.zeros(len(graph.types), np.int32)
     first[alone] = pointers(longest[alone])[:-1]
     when, types = first[graph.node_type] + graph.rank, np.repeat(alone, longest[alone])
-    return schedule_of(types, when, "by rank", bound=len(types))
+    return schedule_of(types, when, BY_RANK, bound=len(types))
 
 
 def _compiled_by_rank(graph: Graph, compiled: Any) -> Schedule | None:
@@ -124,7 +126,7 @@ def _compiled_by_rank(graph: Graph, compiled: Any) -> Schedule | None:
         return None
     known["rank"] = rank
     types = types[:num_batches]
-    return Schedule(types, batch_ptr[: num_batches + 1], node, "by rank", num_batches)
+    return Schedule(types, batch_ptr[: num_batches + 1], node, BY_RANK, num_batches)
 
 
 def _sorted_groups(graph: Graph, group: np.ndarray, num_groups: int) -> np.ndarray:

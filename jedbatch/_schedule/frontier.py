@@ -15,10 +15,14 @@ narrow batches are run by a loop, wide ones by NumPy, on the same arrays.
 What policies may want to know beyond the number of ready nodes is computed when it is first asked
 for and kept up to date from then on: heights, longest chains, and how many nodes could run next if
 only one type counted (`num_next`).
+
+Where nodes count as several, as those of one structure do for all of its copies (see
+`_graph.structures`), so they do in all that policies ask for: then it is what they would see of a
+graph of all copies, which run side by side.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import distinct, int32_arrays, kinds_before, ranges
+from jedbatch._graph.structures import weight_of
 from jedbatch._support.native import core
 from jedbatch.errors import NothingReadyError
 
@@ -42,6 +47,8 @@ class Frontier:
 
     def __init__(self, graph: Graph):
         self.graph = checked_graph("Frontier", graph)
+        weight = weight_of(graph)
+        self._weight: list[int] | None = None if weight is None else weight.tolist()
         self._succ_ptr, self._succ = graph.succs
         self._num_succ = np.diff(self._succ_ptr)
         self._waiting = np.diff(graph.preds[0])  # int64: `subtract.at` is slow when it casts
@@ -56,13 +63,26 @@ class Frontier:
         self._tallest = [(-1, 0, 0)] * len(graph.types)
         self._longest = [-1] * len(graph.types)  # rows of the longest chains of nodes looked at
         self._watchers: list[Callable[[int, np.ndarray, np.ndarray], None]] = []
-        self.num_left = graph.nodes_per_type.tolist()
+        self.num_left = nodes_by_type(graph).tolist()
         self._admit(np.flatnonzero(self._waiting == 0))
 
     @property
     def num_ready(self) -> list[int]:
         """Nodes of each type that could run now."""
-        return list(map(len, self._ready))
+        return list(map(self.count, self._ready))
+
+    def count(self, nodes: Sequence[int] | np.ndarray) -> int:
+        """As how many some nodes count.
+
+        Args:
+          nodes: their ids.
+
+        Returns:
+          The number.
+        """
+        if self._weight is None:
+            return len(nodes)
+        return sum(map(self._weight.__getitem__, nodes))
 
     @property
     def ready_types(self) -> list[int]:
@@ -115,7 +135,7 @@ class Frontier:
             self._look(t)
             self._looked[t], self._tallest[t], self._longest[t] = 0, (-1, 0, 0), -1
         self._ready[t] = []
-        self.num_left[t] -= len(nodes)
+        self.num_left[t] -= self.count(nodes)
         if len(nodes) < WIDE_BATCH and not self._watchers:
             waiting, ptr, succ, type_of = self._few
             ready = self._ready
@@ -189,12 +209,14 @@ class Frontier:
         height, changes_type, row, waiting, _ = self._ahead
         top, count, turning = self._tallest[t]
         longest = self._longest[t]
+        weight = self._weight
         for node in nodes[num_looked:] if num_looked else nodes:
+            copies = 1 if weight is None else weight[node]
             if (h := height[node]) > top:
-                top, count, turning = h, 1, changes_type[node]
+                top, count, turning = h, copies, copies * changes_type[node]
             elif h == top:
-                count += 1
-                turning += changes_type[node]
+                count += copies
+                turning += copies * changes_type[node]
             node_rows = row[node]
             waiting[node_rows] -= 1
             if node_rows > longest:
@@ -238,6 +260,14 @@ class Frontier:
         return self._watch(_Depths(self))
 
 
+def nodes_by_type(graph: Graph) -> np.ndarray:
+    """Returns int64[T], the nodes of each type, those counted as several as so many."""
+    weight = weight_of(graph)
+    if weight is None:
+        return graph.nodes_per_type
+    return np.bincount(graph.node_type, weight, len(graph.types)).astype(np.int64)
+
+
 def chain_rows(graph: Graph, left: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
     """Returns the nodes of a graph in rows, those of one type and equal chain in each.
 
@@ -269,7 +299,8 @@ class _Depths:
 
     def __init__(self, frontier: Frontier):
         graph = frontier.graph
-        self.depth = graph.depth
+        weight = weight_of(graph)
+        self.depth = graph.depth if weight is None else graph.depth * weight
         depth = self.depth * frontier.left
         self.sums = np.bincount(graph.node_type, depth, len(graph.types)).tolist()
 
@@ -306,7 +337,8 @@ class Chains:
                 blocks = np.array([x >> bit & 1 for x in earlier], bool)
                 count = np.bincount(reader[blocks[maker]], minlength=len(kind))
                 self.blockers[a] = count
-                self.sizes[a] = int(np.count_nonzero((count == 0) & left & (self.node_type == a)))
+                next_ones = np.flatnonzero((count == 0) & left & (self.node_type == a))
+                self.sizes[a] = frontier.count(next_ones)
         self.relayed = {a for types in graph.cyclic_components if len(types) > 1 for a in types}
 
     def num_next(self, a: int) -> int:
@@ -315,12 +347,12 @@ class Chains:
     def __call__(self, a: int, nodes: np.ndarray, reached: np.ndarray) -> None:
         if a not in self.sizes:
             return
-        blockers, size = self.blockers[a], self.sizes[a] - len(nodes)
+        blockers, size = self.blockers[a], self.sizes[a] - self.frontier.count(nodes)
         while len(reached):
             np.subtract.at(blockers, reached, 1)
             released = reached[blockers[reached] == 0]
             is_same = self.node_type[released] == a
-            size += len(distinct(released[is_same]))
+            size += self.frontier.count(distinct(released[is_same]))
             if a not in self.relayed:
                 break
             elsewhere = distinct(released[~is_same])

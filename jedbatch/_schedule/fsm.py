@@ -203,6 +203,18 @@ class FSM:
         batches = by_component(graph, lambda part: self._run(part, number))
         return dataclasses.replace(batches, policy=f"FSM {self.encoding}")
 
+    def schedule_copies(self, graph: Graph, num_instances: int) -> Schedule:
+        """Schedules a graph whose nodes count as several, of so many instances.
+
+        Args:
+          graph: what to schedule (see `jedbatch._schedule.policy.schedule_copies`).
+          num_instances: as how many its instances count.
+
+        Returns:
+          The schedule.
+        """
+        return self.schedule(graph)
+
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]
         done = run_compiled(graph, self.fallback, self.encoding, self.table, numbers)

@@ -81,6 +81,28 @@ def schedule(graph: Graph, policy: Policy | None = None) -> Schedule:
     return Schedule.of(types, batches, name)
 
 
+def schedule_copies(graph: Graph, policy: Policy | None, num_instances: int) -> Schedule | None:
+    """Cuts a graph into batches whose nodes count as several (see `_graph.structures.counted`).
+
+    Copies of a node run together: those that are ready are, whatever the policy chooses.
+
+    Args:
+      graph: one instance of each structure.
+      policy: as for `schedule`.
+      num_instances: as how many they count.
+
+    Returns:
+      The schedule; None if the policy has to see every node.
+    """
+    own = getattr(policy, "schedule_copies", None)
+    if own is not None:
+        return own(graph, num_instances)
+    name = getattr(policy, "__name__", "")
+    if policy is None or policy is depth or FALLBACKS.get(name) is policy:
+        return schedule(graph, policy)
+    return None
+
+
 def checked_policy(policy: object) -> Policy:
     """The policy, or a `TypeError` if it is none."""
     if (callable(policy) or hasattr(policy, "schedule")) and not isinstance(policy, type):

@@ -28,5 +28,6 @@ Read in this order:
 16. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
 17. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-18. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+18. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
+19. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
 """

@@ -153,14 +153,8 @@ def check_look_ups(
       input_row: the row of every input.
       instance_of: the instance of a node.
     """
-    rows_known = registry.table_rows
     for t in type_ids:
-        if t not in rows_known:
-            node_type = registry.node_types[t]
-            rows_known[t] = tuple(
-                (k, n, stored(node_type.operands[k])) for k, n in table_rows(node_type).items()
-            )
-        for k, n, kind in rows_known[t]:
+        for k, n, kind in _known_rows(registry, t):
             rows = rows_of(kind)
             if not (type(rows) is np.ndarray and rows.size) or _all_below(rows, n):
                 continue
@@ -173,6 +167,27 @@ def check_look_ups(
                 value = next(x for x in indices[bad[0]].tolist() if not -n <= x < n)
                 instance = instance_of(nodes[from_inputs[bad[0]]])
                 raise IndexError(_message(registry.node_types[t].name, instance, value, n))
+
+
+def may_be_absent(registry: Registry, type_ids: Iterable[int], inputs: Mapping[str, Any]) -> bool:
+    """Returns whether `check_rows` has to look at what nodes of these types read."""
+    for t in type_ids:
+        for _, n, kind in _known_rows(registry, t):
+            rows = inputs.get(input_name(kind))
+            if type(rows) is np.ndarray and rows.size and not _all_below(rows, n):
+                return True
+    return False
+
+
+def _known_rows(registry: Registry, t: int) -> tuple[tuple[int, int, Kind], ...]:
+    """Returns (operand, rows that there are, kind) of the look-ups of a type."""
+    rows_known = registry.table_rows
+    if t not in rows_known:
+        node_type = registry.node_types[t]
+        rows_known[t] = tuple(
+            (k, n, stored(node_type.operands[k])) for k, n in table_rows(node_type).items()
+        )
+    return rows_known[t]
 
 
 def _all_below(rows: np.ndarray, n: int) -> bool:

@@ -45,6 +45,7 @@ from jedbatch._ragged.regions import Region
 from jedbatch._ragged.tiled_records import tiled_rows
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
+from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.degenerate import warn_if_degenerate
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
@@ -112,17 +113,19 @@ def arrange(
     gradient: bool,
     keeps: bool,
     brought: Collection[Hashable] | None,
+    given: tuple[Schedule, np.ndarray | None] | None = None,
 ) -> tuple[Arranged, list[float]]:
     """Returns a graph scheduled, laid out and lowered, and when each was done; see `make_plan`."""
     programs, form = session.programs, returned[1]
     clock = [time.perf_counter()]
-    batches = schedule(graph, policy)
+    batches, node = given or (schedule(graph, policy), None)
     clock.append(time.perf_counter())
     placed = programs.place(
         graph,
         batches,
         returned[0],
         options.layout,
+        node=node,
         stacked=form.batch is not None,
         keeps=keeps,
         reuse=options.reuse,
@@ -151,6 +154,7 @@ def make_plan(
     seconds: Mapping[str, float] = NO_SECONDS,
     num_known: int = 0,
     tracers: Any = (),
+    batches: tuple[Schedule, np.ndarray | None] | None = None,
 ) -> Plan:
     """Plans a graph.
 
@@ -170,6 +174,7 @@ def make_plan(
       seconds: spent in the stages before.
       num_known: instances whose graphs were known already.
       tracers: what is read from outside, by number or by name (see `SharedValue`).
+      batches: the schedule, and the nodes in the order of their lanes, if that is known.
     """
     session.note_types()
     shown = session.records.lengths.shown
@@ -183,6 +188,7 @@ def make_plan(
         gradient=gradient,
         keeps=keeps,
         brought=brought,
+        given=batches,
     )
     if brought is None and not calls and not tracers:
         stacked = returned[1].batch is not None
@@ -223,7 +229,9 @@ def plan_again(
         return None
     key = minibatch_key(records, policy, gradient, keeps, stacked)
     arranged = session.arranged.use(key)
-    if arranged is None or not session.programs.use_again(arranged.lowered):
+    if arranged is None or not session.programs.use_again(
+        arranged.lowered.signature, arranged.lowered.placed
+    ):
         return None
     if by_form:
         arranged = arranged.with_inputs([x for r in records for x in r.whole.chunks[r.index]])

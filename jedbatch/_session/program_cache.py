@@ -152,9 +152,9 @@ class ProgramCache:
         returned: dict[Kind, list[int]],
         order: str,
         *,
-        stacked: bool,
-        keeps: bool,
-        reuse: bool | None,
+        node: np.ndarray | None = None,
+        weight: np.ndarray | None = None,
+        **how: Any,
     ) -> Placement:
         """Returns a scheduled graph laid out; see `assign_lanes` and `Placement.find`."""
         type_ids = tuple(graph.present_types)
@@ -163,14 +163,12 @@ class ProgramCache:
         for t, kernel in zip(type_ids, kernels, strict=True):
             buckets[t] = kernel.buckets
         return Placement.find(
-            assign_lanes(graph, batches, buckets, order),
+            assign_lanes(graph, batches, buckets, order, node, weight),
             kernels,
             type_ids,
             returned,
-            stacked=stacked,
-            keeps=keeps,
-            reuse=reuse,
             target=self.target,
+            **how,
         )
 
     @property
@@ -204,9 +202,12 @@ class ProgramCache:
         self.note_used(lowered.signature, placed.kernels)
         return lowered
 
-    def use_again(self, lowered: Lowered) -> bool:
+    def fitting(self, placed: Placement) -> Signature | None:
+        """Returns the program in use that a minibatch is lowered for; None if it fits none."""
+        return next(self._fitting(placed, self._usable(placed)), None)
+
+    def use_again(self, signature: Signature, placed: Placement) -> bool:
         """Returns whether the program of a minibatch is still there, and notes that it is used."""
-        signature, placed = lowered.signature, lowered.placed
         if signature not in self._used or not self.can_read(signature, placed.kernels):
             return False
         self.note_used(signature, placed.kernels)

@@ -61,9 +61,17 @@ class Recording:
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
+        if len(instances[0]) == 1:
+            known: list[Any] = list(map(cache.by_id.get, [id(x) for (x,) in instances]))
+            if None not in known:
+                if cache.unmarked is not None:
+                    cache.unmarked.note(())
+                nothing: Sequence[Any] = ()
+                arrays = [nothing] * len(instances)
+                return [same[1] for same in known], arrays, [], len(instances)
         records: list[Any] = [None] * len(instances)
         keys: list[Hashable] = [None] * len(instances)
-        arrays: list[Sequence[Any]] = [()] * len(instances)
+        arrays = [()] * len(instances)
         for i, instance in enumerate(instances):
             subject = instance[0] if len(instance) == 1 else instance
             if (same := cache.by_id.get(id(subject))) is not None:

@@ -47,7 +47,8 @@ class Round:
             for t in graph.present_types
         )
         lanes = int(layout.lanes.sum())
-        return Round(instances, len(graph.node_type), len(schedule), lanes, ran, seconds, futures)
+        nodes = int(graph.nodes_per_type.sum())
+        return Round(instances, nodes, len(schedule), lanes, ran, seconds, futures)
 
     def __str__(self) -> str:
         who = f"{self.instances} waited" if self.instances else "the rest"

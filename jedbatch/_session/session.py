@@ -7,6 +7,7 @@ from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
 
 from jedbatch._graph.record import Record
+from jedbatch._graph.structures import Structures
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.registry import Registry
@@ -35,6 +36,7 @@ class Session:
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
       arranged: minibatches that were planned, by their records and what their schedule depends on.
+      structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
     """
 
@@ -45,6 +47,7 @@ class Session:
     num_types: int = 0
     new_in_a_row: int = 0
     arranged: Memory = field(default_factory=lambda: Memory(0))
+    structures: Structures = field(default_factory=lambda: Structures(0, 0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
@@ -86,6 +89,7 @@ class Session:
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
         limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
         session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
+        session.structures = Structures(options.cache_size, options.cache_bytes // 4)
         return session
 
     @property

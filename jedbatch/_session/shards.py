@@ -437,7 +437,9 @@ def plan_shards(
 
     found = session.arranged.use(key()) if num_known == len(records) else None
     took = [[0.0] * (1 + len(STAGES))] * devices.size
-    if found is None or not all(programs.use_again(x.lowered) for x in found.shards):
+    if found is None or not all(
+        programs.use_again(x.lowered.signature, x.lowered.placed) for x in found.shards
+    ):
         cut = place_shards(session, records, form_of, policy, options, devices.size, keeps=gradient)
         found, took = arrange_shards(session, cut, records, form_of, devices, gradient=gradient)
         session.arranged[key()] = found  # the policy may have learned

@@ -212,7 +212,7 @@ def test_chains_of_any_lengths_are_read_as_slices(params):
     recorded = jedbatch.batch(encode, layout="append").plan(
         params, sentences(4, 64), gradient=False
     )
-    assert recorded.host.lowered.read_bytes[SLICE] < sliced / 2
+    assert recorded.host.lowered.read_bytes[SLICE] < 0.75 * sliced  # of equal lengths
     assert f"order {plan.layout.order}" in str(plan)
     assert "read as slices" in str(plan)
 

@@ -294,6 +294,18 @@ def test_arrays_that_do_not_fit_are_refused():
     new = [np.empty_like(x) for x in columns]
     core.join([columns], (bounds, *new))
     assert_equal(new, columns)
+
+    def copies(first=0, lane=0, padded=3, operand=0, offset=0):
+        nodes = i32(0), i64(0, 1), i32(0), i64(0), i64(padded), i64(lane), i64(2), i64(first)
+        form = i64(0, 0, 1, offset, 4)
+        inputs = i32(0), i64(0), i64(5, 7)
+        table = i32(9, 9, 9, 9)
+        return 1, (*nodes, i64(0, 1), i32(operand), i64(3), *inputs, form, i32(0), table)
+
+    for operand, rows in ((0, [3, 4, 4, 3]), (-1, [5, 7, 7, 5])):
+        given = copies(operand=operand)
+        core.write_copies(*given)
+        assert given[1][-1].tolist() == rows
     wrong_calls = {
         "bounds beyond a graph": lambda: core.join([columns], (bounds + i64(1, 1, *[0] * 9), *new)),
         "a column that is too short": lambda: core.join([columns], (bounds, i32(0), *new[1:])),
@@ -328,6 +340,21 @@ def test_arrays_that_do_not_fit_are_refused():
         "an operand of a lane": lambda: core.operand_rows(
             1, (i32(0), i64(0, 1), i32(4), zeros(2), i32(0))
         ),
+        "an instance": lambda: core.digest_instances(
+            (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), zeros(0), zeros(2))
+        ),
+        "words of an instance": lambda: core.digest_instances(
+            (*columns, bounds[:10], i64(0, 2), zeros(1), zeros(2))
+        ),
+        "another instance": lambda: core.same_instance(
+            (*columns, bounds[:10]), (*columns, i64(0, 2, 0, 9, *bounds[4:10]))
+        ),
+        "a copy": lambda: core.write_copies(*copies(first=1)),
+        "a lane of a copy": lambda: core.write_copies(*copies(lane=1)),
+        "copies in too few lanes": lambda: core.write_copies(*copies(padded=1)),
+        "an operand of copies": lambda: core.write_copies(*copies(operand=1)),
+        "an input of copies": lambda: core.write_copies(*copies(operand=-2)),
+        "a table for copies": lambda: core.write_copies(*copies(offset=1)),
     }
     for call in wrong_calls.values():
         with pytest.raises(ValueError, match="do not fit"):
@@ -336,7 +363,7 @@ def test_arrays_that_do_not_fit_are_refused():
     def schedule(waiting=(0, 1), ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
         depths = i32(0, 1), np.array([1.0])
         arrays = i64(*waiting), i64(*ptr), i32(*succ), i32(*types), i32(*when)
-        return core.schedule(num_types, 0, 0, None, (*arrays, *[None] * 5, *depths, *[None] * 5))
+        return core.schedule(num_types, 0, 0, None, (*arrays, *[None] * 5, *depths, *[None] * 6))
 
     assert schedule() == ([0, 0], 0)
     with pytest.raises(ValueError, match="out of range"):

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 8 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 9 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -62,6 +62,9 @@ PyObject *find_runs(PyObject *module, PyObject *args);
 PyObject *round_key(PyObject *module, PyObject *args);
 PyObject *write_table(PyObject *module, PyObject *args);
 PyObject *write_graph(PyObject *module, PyObject *args);
+PyObject *digest_instances(PyObject *module, PyObject *given);
+PyObject *same_instance(PyObject *module, PyObject *args);
+PyObject *write_copies(PyObject *module, PyObject *args);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

@@ -36,6 +36,7 @@ typedef struct {
     const int64_t *chain_of;                 /* T: row of `blockers`, or -1 */
     const uint8_t *relayed;                  /* T */
     int64_t *blockers, *num_next;            /* K * N; T */
+    const int64_t *weight;                   /* N: as how many each counts; NULL if as one */
     int32_t *when;                           /* N: the batch of each node */
     int32_t *next;                           /* N: links of ready nodes */
     int32_t *stack;                          /* N */
@@ -52,13 +53,20 @@ typedef struct {
     const int64_t *numbers; /* of the types */
 } Policy;
 
+static int32_t
+count_of(const Frontier *f, int32_t node)
+{
+    return f->weight == NULL ? 1 : (int32_t)f->weight[node];
+}
+
 static void
 admit(Frontier *f, int32_t node)
 {
     Type *type = &f->types[f->node_type[node]];
+    int32_t count = count_of(f, node);
     f->next[node] = type->first;
     type->first = node;
-    type->num_ready++;
+    type->num_ready += count;
     if (!f->looks)
         return;
     int32_t height = f->height[node];
@@ -67,8 +75,8 @@ admit(Frontier *f, int32_t node)
         type->num_tallest = type->num_turning = 0;
     }
     if (height == type->tallest) {
-        type->num_tallest++;
-        type->num_turning += f->turns[node];
+        type->num_tallest += count;
+        type->num_turning += f->turns[node] ? count : 0;
     }
     f->left_in_row[f->row[node]]--;
     if (f->row[node] > type->longest)
@@ -95,7 +103,7 @@ release(Frontier *f, int32_t t, int32_t first, int32_t count)
                 if (--blockers[reader] != 0)
                     continue;
                 if (f->node_type[reader] == t)
-                    size++;
+                    size += count_of(f, reader);
                 else if (f->relayed[t])
                     f->stack[depth++] = reader;
             }
@@ -104,14 +112,15 @@ release(Frontier *f, int32_t t, int32_t first, int32_t count)
     f->num_next[t] = size;
 }
 
+/* Runs the ready nodes of type t; returns how many there were. */
 static int32_t
 run_type(Frontier *f, int32_t t, int32_t batch)
 {
     Type *type = &f->types[t];
-    int32_t first = type->first, count = type->num_ready;
+    int32_t first = type->first, num_nodes = 0;
     if (f->chains)
-        release(f, t, first, count);
-    type->num_left -= count;
+        release(f, t, first, type->num_ready);
+    type->num_left -= type->num_ready;
     type->first = -1;
     type->num_ready = type->num_tallest = type->num_turning = 0;
     type->tallest = -1;
@@ -120,15 +129,16 @@ run_type(Frontier *f, int32_t t, int32_t batch)
     for (int32_t node = first, after; node >= 0; node = after) {
         after = f->next[node]; /* `admit` writes that of others only */
         f->when[node] = batch;
+        num_nodes++;
         if (f->sums)
-            depths += f->depth[node];
+            depths += (int64_t)f->depth[node] * count_of(f, node);
         for (int64_t e = f->succ_ptr[node]; e < f->succ_ptr[node + 1]; e++)
             if (--f->waiting[f->succ[e]] == 0)
                 admit(f, f->succ[e]);
     }
     if (f->sums)
         f->depth_sums[t] -= (double)depths;
-    return count;
+    return num_nodes;
 }
 
 /* Whether all longest chains of the type that are left begin in ready nodes. */
@@ -301,7 +311,9 @@ prepare(Frontier *f)
                        begin >= 0 && end <= f->num_edges;
         if (!is_valid || f->waiting[i] < 0)
             goto invalid;
-        f->types[f->node_type[i]].num_left++;
+        if (f->weight != NULL && (f->weight[i] < 1 || f->weight[i] > INT32_MAX))
+            goto invalid;
+        f->types[f->node_type[i]].num_left += count_of(f, (int32_t)i);
     }
     for (Py_ssize_t e = 0; e < f->num_edges; e++)
         if (f->succ[e] < 0 || f->succ[e] >= f->num_nodes)
@@ -322,11 +334,12 @@ enum {
     DEPTH, DEPTH_SUMS,                               /* for `agenda` */
     CHAIN_OF, RELAYED, BLOCKERS, NUM_NEXT,           /* for `sufficient` */
     NUMBERS,                                         /* of a machine */
+    WEIGHT,                                          /* where nodes count as several */
     NUM_ARRAYS
 };
 /* Bytes of their items, negative where they are written to. */
 static const int item_sizes[NUM_ARRAYS] = {-8, 8,  4, 4, -4, 4,  1,  8, -8,
-                                           -8, 4, -8, 8, 1,  -8, -8, 8};
+                                           -8, 4, -8, 8, 1,  -8, -8, 8, 8};
 
 /* Whether the lengths of arrays and the rows that they name fit each other. */
 static int
@@ -334,6 +347,7 @@ fit(const Frontier *f, const Py_ssize_t *lengths)
 {
     Py_ssize_t n = f->num_nodes, t = f->num_types, num_rows = lengths[LEFT_IN_ROW];
     int fits = t > 0 && lengths[WAITING] == n && lengths[SUCC_PTR] == n + 1 && lengths[WHEN] == n;
+    fits = fits && (f->weight == NULL || lengths[WEIGHT] == n);
     if (fits && f->looks) {
         fits = lengths[HEIGHTS] == n && lengths[TURNS] == n && lengths[ROW] == n &&
                lengths[LAST_ROW] == t;
@@ -407,6 +421,7 @@ schedule(PyObject *module, PyObject *args)
         .turns = data[TURNS], .row = data[ROW], .left_in_row = data[LEFT_IN_ROW],
         .last_row = data[LAST_ROW], .depth_sums = data[DEPTH_SUMS], .chain_of = data[CHAIN_OF],
         .relayed = data[RELAYED], .blockers = data[BLOCKERS], .num_next = data[NUM_NEXT],
+        .weight = data[WEIGHT],
         .when = data[WHEN], .looks = data[HEIGHTS] != NULL, .sums = data[DEPTH] != NULL,
         .chains = data[CHAIN_OF] != NULL,
     };

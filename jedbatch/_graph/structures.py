@@ -1,0 +1,164 @@
+"""Instances of one structure: those whose graphs differ in the values of their inputs alone.
+
+Trees of one shape have the same nodes and edges, and everything that planning finds out about one
+of them holds for all. So instances are told apart by *structure*: a digest of every instance of a
+graph is found in one pass over it, instances whose digests agree are compared once, and from then
+on a record knows its structure.
+
+The twin in C is `_support/c/structures.c`.
+"""
+
+import functools
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import ValueType
+from jedbatch._support.caches import Memory
+from jedbatch._support.native import core
+
+KNOWN = "_structure"  # where a record keeps its structure
+
+
+class Structure:
+    """What instances have in common whose graphs differ in the values of their inputs alone.
+
+    Attributes:
+      record: of one of them.
+    """
+
+    __slots__ = ("__dict__", "record")
+
+    def __init__(self, record: Record):
+        self.record = record
+
+    @functools.cached_property
+    def order(self) -> tuple[bytes, ...]:
+        """The graph written out: puts structures in an order that depends on nothing else."""
+        form: tuple = self.record.form  # type: ignore[assignment]
+        return form[:4]
+
+
+class Structures:
+    """The structures that were met.
+
+    Args:
+      limit: how many are kept.
+      most: bytes of graphs that are kept for them, about.
+    """
+
+    def __init__(self, limit: int, most: int):
+        self._known: Memory = Memory(limit, most, _bytes_of)
+        self._types: dict[ValueType, int] = {}
+
+    def of(self, records: Sequence[Record]) -> list[Structure] | None:
+        """Returns the structure of each record; None if one of them has none.
+
+        Graphs for all lengths have none.
+        """
+        try:
+            return [record.__dict__[KNOWN] for record in records]
+        except KeyError:
+            pass
+        digests: dict[int, list[bytes]] = {}
+        for record in records:
+            if KNOWN in record.__dict__:
+                continue
+            if type(record) is not Record:
+                return None
+            graph = record.whole
+            if id(graph) not in digests:
+                digests[id(graph)] = self._digests(graph)
+            self._note(record, digests[id(graph)][record.index])
+        return [record.__dict__[KNOWN] for record in records]
+
+    def _note(self, record: Record, digest: bytes) -> None:
+        """Finds the structure of a record, by its digest."""
+        key: Hashable = digest, record.structure, record.types
+        structure = self._known.get(key)
+        if structure is None or not compute_the_same(structure.record, record):
+            structure = self._known[key] = Structure(record)
+        record.__dict__[KNOWN] = structure
+
+    def _digests(self, graph: Graph) -> list[bytes]:
+        """Returns a digest for every instance of a graph."""
+        types = self._types
+        words: list[int] = []
+        for chunk in graph.inputs:
+            words += types.setdefault(chunk.type, len(types)), len(chunk)
+        counts = np.fromiter(map(len, graph.chunks), np.int64, graph.num_instances)
+        return digests_of(graph, np.array(words, np.int64), pointers(2 * counts))
+
+
+def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[bytes]:
+    """Returns 16 bytes for every instance, equal for those that compute the same.
+
+    Args:
+      graph: of the instances.
+      words: int64[...], what is to agree besides nodes, operands and outputs.
+      word_ptr: int64[B + 1], the share of each instance.
+    """
+    compiled, count = core(), graph.num_instances
+    if compiled is None:
+        ends = word_ptr.tolist()
+        digests = []
+        for i in range(count):
+            hashed = hashlib.blake2b(words[ends[i] : ends[i + 1]].tobytes(), digest_size=16)
+            for part in Record(graph, i, None, ()).form[:4]:  # type: ignore[index]
+                hashed.update(len(part).to_bytes(8, "little") + part)
+            digests.append(hashed.digest())
+        return digests
+    found = np.empty((count, 2), np.int64)
+    bounds = np.frombuffer(b"".join(graph.bounds), np.int64)
+    compiled.digest_instances((*_columns(graph), bounds, word_ptr, words, found))
+    raw = found.tobytes()
+    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+
+
+def compute_the_same(one: Record, other: Record) -> bool:
+    """Returns whether the graphs of two instances differ in the values of their inputs alone."""
+    compiled = core()
+    if one is other:
+        return True
+    if compiled is None:
+        return one.form == other.form
+    chunks = one.whole.chunks[one.index], other.whole.chunks[other.index]
+    inputs, others = ([(chunk.type, len(chunk)) for chunk in own] for own in chunks)
+    return inputs == others and compiled.same_instance(_share(one), _share(other))
+
+
+def _share(record: Record) -> tuple[np.ndarray, ...]:
+    graph = record.whole
+    return *_columns(graph), np.frombuffer(graph.bounds[record.index], np.int64)
+
+
+def _bytes_of(_: Hashable, structure: Structure) -> int:
+    graph = structure.record.whole  # kept as a whole, but mostly with others
+    return graph.nbytes // graph.num_instances
+
+
+def _columns(graph: Graph) -> tuple[np.ndarray, ...]:
+    return (
+        *int32_arrays(graph.node_type),
+        *int64_arrays(graph.operand_ptr),
+        *int32_arrays(graph.operand, graph.outputs),
+    )
+
+
+def counted(graph: Graph, counts: np.ndarray) -> Graph:
+    """Returns the same graph, each instance of which counts as so many, int64[B]."""
+    same = object.__new__(Graph)
+    same.__dict__.update(graph.__dict__)
+    weight = counts[graph.node_instance]
+    of_types = np.bincount(graph.node_type, weight, len(graph.types)).astype(np.int64)
+    same.__dict__.update(weight=weight, nodes_per_type=of_types)
+    return same
+
+
+def weight_of(graph: Graph) -> np.ndarray | None:
+    """Returns int64[N], how many nodes each node counts as; None if each counts as one."""
+    return graph.__dict__.get("weight")

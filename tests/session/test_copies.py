@@ -1,0 +1,225 @@
+"""Minibatches in which structures recur, against the same planned instance by instance."""
+
+import jax
+import numpy as np
+import pytest
+from cases.compiled_core import assert_equal, both, columns, compiled
+
+import jedbatch
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.structures import Structures, compute_the_same, counted
+from jedbatch._schedule.frontier import Frontier
+from jedbatch._schedule.heuristics import FALLBACKS, depth
+from jedbatch._schedule.policy import schedule, schedule_copies
+from jedbatch._session.copies import Copies
+from jedbatch._session.verify import verify
+from jedbatch.models.workloads import WORKLOADS
+
+POLICIES = {**FALLBACKS, "depth": depth, "none": None}
+
+
+def random_graph(rng, num_nodes, num_types):
+    """A graph whose nodes read up to three of the last ten before them."""
+    makers = [
+        rng.choice(np.arange(max(0, i - 10), i), min(i, rng.integers(4)), replace=False).tolist()
+        for i in range(num_nodes)
+    ]
+    types = rng.integers(num_types, size=num_nodes).tolist()
+    return Graph.from_dag(types, makers, names=[f"type {t}" for t in range(num_types)])
+
+
+def batches_of(graph, batches):
+    """The nodes of each batch, as sets."""
+    return [(t, set(nodes.tolist())) for t, nodes in batches.batches]
+
+
+def expanded(graph, copies, batches):
+    """The batches of a graph of single copies, in terms of that of all copies."""
+    first = np.cumsum([0, *np.repeat(np.diff(graph.node_ptr), copies)])
+    begins = np.cumsum([0, *copies])
+    found = []
+    for t, nodes in batches.batches:
+        own = set()
+        for node in nodes.tolist():
+            i = int(graph.node_instance[node])
+            within = node - int(graph.node_ptr[i])
+            own |= {int(first[k]) + within for k in range(begins[i], begins[i + 1])}
+        found.append((t, own))
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("seed", range(6))
+def test_counted_nodes_run_as_their_copies_do(monkeypatch, name, native, seed):
+    """The frontier's numbers are sums over copies, so a policy sees the same."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+    rng = np.random.default_rng(seed)
+    parts = [random_graph(rng, int(rng.integers(5, 40)), 4) for _ in range(3)]
+    copies = rng.integers(1, 6, len(parts))
+    distinct = Graph.concatenate(parts)
+    whole = Graph.concatenate([g for g, n in zip(parts, copies, strict=True) for _ in range(n)])
+    policy = POLICIES[name]
+    few = schedule_copies(counted(distinct, copies), policy, int(copies.sum()))
+    few.check(distinct)
+    many = schedule(whole, policy)
+    assert batches_of(whole, many) == expanded(distinct, copies, few)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_frontier_counts_copies(seed):
+    """All that a policy can ask for, while random types run."""
+    rng = np.random.default_rng(seed)
+    parts = [random_graph(rng, 30, 3) for _ in range(3)]
+    copies = rng.integers(1, 5, len(parts))
+    whole = Graph.concatenate([g for g, n in zip(parts, copies, strict=True) for _ in range(n)])
+    few, many = Frontier(counted(Graph.concatenate(parts), copies)), Frontier(whole)
+    while ready := many.ready_types:
+        assert few.ready_types == ready
+        assert few.num_ready == many.num_ready
+        assert few.num_left == many.num_left
+        for t in ready:
+            assert few.tallest(t) == many.tallest(t)
+            assert few.shortens(t) == many.shortens(t)
+            assert few.num_next(t) == many.num_next(t)
+            assert few.mean_depth(t) == pytest.approx(many.mean_depth(t))
+        t = int(rng.choice(ready))
+        few.run(t), many.run(t)
+
+
+def mixture(name, seed, size=24, shapes=5):
+    """Instances of a workload, each several times, some with other numbers; and what runs them."""
+    workload = WORKLOADS[name]
+    instances, sizes = workload.load(limit=shapes)
+    cells = workload.cells(hidden=4, **sizes)
+    rng = np.random.default_rng(seed)
+    drawn = [instances[i] for i in rng.integers(len(instances), size=size)]
+    return drawn, cells.init(jax.random.key(0)), workload.scorer(cells), workload.policy()
+
+
+def planned_alone(monkeypatch, make):
+    """Returns the result of a function with instances planned one by one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "of", staticmethod(lambda *_: None))
+        return make()
+
+
+@pytest.mark.parametrize("name", ["treelstm", "lattice_lstm", "tagger", "mvrnn", "childsum"])
+@pytest.mark.parametrize("how", ["inference", "rows used again", "training"])
+def test_plans_have_the_batches_and_lanes_of_all_instances(monkeypatch, name, how):
+    reuse, gradient = how == "rows used again", how == "training"
+    instances, params, score, policy = mixture(name, 0)
+
+    def plans():
+        batched = jedbatch.batch(score, policy=policy, reuse=reuse)
+        pieces = instances, instances[::-1], instances[:17], instances[3:]
+        return batched, [batched.plan(params, few, gradient=gradient) for few in pieces]
+
+    batched, found = plans()
+    for own, other in zip(found, planned_alone(monkeypatch, plans)[1], strict=True):
+        verify(own)
+        own.schedule.check(own.graph)
+        own.layout.check(own.graph)
+        assert_equal(batches_of(own.graph, own.schedule), batches_of(other.graph, other.schedule))
+        np.testing.assert_array_equal(own.layout.lanes, other.layout.lanes)
+        np.testing.assert_array_equal(own.graph.operand, other.graph.operand)
+        gathered, before = (x.host.lowered.read_bytes[0] for x in (own, other))
+        assert gathered <= 1.01 * before
+        np.testing.assert_array_equal(own.table, own.host.lowered.table)
+    loop = [score(params, x) for x in instances]
+    for got, expected in zip(batched.apply(params, found[0]), loop, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_structures_are_scheduled_not_instances(monkeypatch):
+    """Minibatches that fit a program are planned without the graph of all instances."""
+    instances, params, score, _ = mixture("treelstm", 1, size=40)
+    batched = jedbatch.batch(score)
+    batched.plan(params, instances, gradient=False)
+    selected = []
+    select = Graph.select
+
+    def counting(parts):
+        selected.append(len(parts))
+        return select(parts)
+
+    monkeypatch.setattr(Graph, "select", staticmethod(counting))
+    plan = batched.plan(params, instances[::-1], gradient=False)
+    assert all(n <= 5 for n in selected)
+    assert plan.graph.num_instances == 40
+    assert selected[-1] == 40
+    few = batched.plan(params, instances[7:], gradient=False)
+    assert few.host.counted.lanes == few.host.placed.lanes
+    assert few.host.counted.input_counts == few.host.placed.input_counts
+
+
+def test_rounds_count_all_copies(monkeypatch):
+    instances, params, score, _ = mixture("treelstm", 2)
+    batched = jedbatch.batch(score)
+    batched(params, instances)
+    batched(params, instances[::-1])
+    own = batched.last_rounds[0]
+    other = jedbatch.batch(score)
+    planned_alone(monkeypatch, lambda: other(params, instances[::-1]))
+    expected = other.last_rounds[0]
+    assert (own.nodes, own.batches, own.lanes) == (expected.nodes, expected.batches, expected.lanes)
+    assert [x[1:] for x in own.ran] == [x[1:] for x in expected.ran]
+
+
+@compiled
+@pytest.mark.parametrize("name", ["treelstm", "lattice_gru", "treegru"])
+def test_plans_are_equal_in_python(monkeypatch, name):
+    instances, params, score, policy = mixture(name, 3)
+
+    def plans():
+        batched = jedbatch.batch(score, policy=policy)
+        pieces = instances, instances[::-1], instances[2:]
+        return [x for few in pieces for x in columns(batched.plan(params, few, gradient=False))]
+
+    assert_equal(*both(monkeypatch, plans))
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
+    """By what is written out of a graph."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+    instances, params, score, _ = mixture("treelstm", 4, size=30, shapes=12)
+    batched = jedbatch.batch(score)
+    session = batched._session((params,))[0]
+    records = [batched._record(session, [(x,)])[0][0] for x in instances[:10]]
+    records += batched._record(session, [(x,) for x in instances])[0]
+    found = Structures(100, 1 << 20).of(records)
+    for a, own in zip(records, found, strict=True):
+        for b, other in zip(records, found, strict=True):
+            assert (own is other) == (a.form == b.form) == compute_the_same(a, b)
+
+
+def test_results_come_back_in_the_order_of_instances():
+    @jedbatch.cell
+    def add(a, b):
+        return a + b
+
+    def total(tree):
+        return tree if isinstance(tree, int) else add(total(tree[0]), total(tree[1]))
+
+    rng = np.random.default_rng(0)
+    forms = [lambda a, b, c: (a, (b, c)), lambda a, b, c: ((a, b), c), lambda a, b, c: a]
+
+    def plain(tree):
+        return tree if isinstance(tree, int) else plain(tree[0]) + plain(tree[1])
+
+    for out_axes in (0, None):
+        batched = jedbatch.batch(total, in_axes=0, out_axes=out_axes)
+        for _ in range(5):
+            which = rng.integers(3, size=20)
+            trees = [forms[k](*rng.integers(100, size=3).tolist()) for k in which]
+            assert [int(x) for x in batched(trees)] == list(map(plain, trees))
+
+
+def test_a_row_that_is_not_there_is_named():
+    table = np.arange(6, dtype=np.float32)
+    look_up = jedbatch.cell(lambda table, i: table[i])
+    batched = jedbatch.batch(lambda table, i: look_up(table, i) + 1)
+    batched(table, [1, 2, 3, 4])
+    with pytest.raises(IndexError, match="instance 2 looks up row 7"):
+        batched(table, [1, 2, 7, 4])
