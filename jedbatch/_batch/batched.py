@@ -567,11 +567,11 @@ class Batched(Generic[*Given, Result]):
         )
         if again is not None:
             return again
-        found = None if tracers else find_batches(session, records, policy, self._options)
+        options = self._options
+        found = None if tracers else find_batches(session, records, policy, options, seconds)
         if found is not None and not (gradient or keeps):
-            times = {**seconds, "merge": time.perf_counter() - start}
-            of = session, records, arrays, *found, policy, self._options, self._results
-            plan = plan_copies(*of, stacked=stacked, seconds=times, num_known=num_known)
+            of = session, records, arrays, found, policy, options, self._results
+            plan = plan_copies(*of, stacked=stacked, num_known=num_known)
             if plan is not None:
                 return plan
         graph = Graph.select([(r.whole, r.index) for r in records])
@@ -583,14 +583,14 @@ class Batched(Generic[*Given, Result]):
             arrays,
             self._results(records, graph.outputs, find_slices(calls, records), stacked=stacked),
             policy,
-            self._options,
+            options,
             gradient=gradient,
             keeps=keeps,
             calls=calls,
             seconds={**seconds, "merge": time.perf_counter() - start},
             num_known=num_known,
             tracers=tracers,
-            batches=None if found is None else found[1].expanded(found[0], graph),
+            batches=found and found.batches.expanded(found.copies, graph),
         )
 
     def _results(

@@ -22,6 +22,7 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.native import core
 
 KNOWN = "_structure"  # where a record keeps its structure
+DIGESTS = "_digests"  # where a graph keeps those of its instances
 
 
 class Structure:
@@ -55,28 +56,35 @@ class Structures:
         self._known: Memory = Memory(limit, most, _bytes_of)
         self._types: dict[ValueType, int] = {}
 
-    def of(self, records: Sequence[Record]) -> list[Structure] | None:
-        """Returns the structure of each record; None if one of them has none.
+    def of(self, records: Sequence[Record], most: int) -> list[Structure] | None:
+        """Returns the structure of each record; None if there are more than `most` of them.
 
-        Graphs for all lengths have none.
+        None, too, if a record is for all lengths, which has no structure.
         """
         try:
             return [record.__dict__[KNOWN] for record in records]
         except KeyError:
             pass
-        digests: dict[int, list[bytes]] = {}
-        for record in records:
-            if KNOWN in record.__dict__:
-                continue
-            if type(record) is not Record:
-                return None
-            graph = record.whole
-            if id(graph) not in digests:
-                digests[id(graph)] = self._digests(graph)
-            self._note(record, digests[id(graph)][record.index])
+        if any(type(record) is not Record for record in records):
+            return None
+        if _are_of_many_sizes(records, most):
+            return None
+        found: list[Hashable] = [r.__dict__.get(KNOWN) or self._digest(r) for r in records]
+        if len(set(found)) > most:
+            return None
+        for record, digest in zip(records, found, strict=True):
+            if KNOWN not in record.__dict__:
+                self._note(record, digest)
         return [record.__dict__[KNOWN] for record in records]
 
-    def _note(self, record: Record, digest: bytes) -> None:
+    def _digest(self, record: Record) -> bytes:
+        """Returns the digest of an instance, and finds those of all that were recorded with it."""
+        known = record.whole.__dict__
+        if DIGESTS not in known:
+            known[DIGESTS] = self._digests(record.whole)
+        return known[DIGESTS][record.index]
+
+    def _note(self, record: Record, digest: Hashable) -> None:
         """Finds the structure of a record, by its digest."""
         key: Hashable = digest, record.structure, record.types
         structure = self._known.get(key)
@@ -86,12 +94,21 @@ class Structures:
 
     def _digests(self, graph: Graph) -> list[bytes]:
         """Returns a digest for every instance of a graph."""
-        types = self._types
-        words: list[int] = []
+        number = {id(chunk.type): 0 for chunk in graph.inputs}
         for chunk in graph.inputs:
-            words += types.setdefault(chunk.type, len(types)), len(chunk)
+            if not number[id(chunk.type)]:
+                number[id(chunk.type)] = self._types.setdefault(chunk.type, 1 + len(self._types))
+        words = [(number[id(chunk.type)], len(chunk)) for chunk in graph.inputs]
         counts = np.fromiter(map(len, graph.chunks), np.int64, graph.num_instances)
-        return digests_of(graph, np.array(words, np.int64), pointers(2 * counts))
+        return digests_of(graph, np.array(words, np.int64).ravel(), pointers(2 * counts))
+
+
+def _are_of_many_sizes(records: Sequence[Record], most: int) -> bool:
+    """Returns whether instances recorded together are of more than `most` sizes, at a glance."""
+    graph = records[0].whole
+    if len(records) != graph.num_instances or any(r.whole is not graph for r in records):
+        return False
+    return len(set(np.diff(graph.node_ptr).tolist())) > most
 
 
 def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[bytes]:

@@ -1,9 +1,9 @@
 """Minibatches in which structures recur: planned once for all instances of a structure.
 
 Instances of one structure (see `_graph.structures`) go through a schedule side by side: a policy
-runs all ready nodes of a type, so copies of a node are in one batch. Where at least every other
-instance is a copy, only the distinct structures are scheduled, as a graph whose nodes count as
-often as there are copies of them, and laid out, copies next to each other:
+runs all ready nodes of a type, so copies of a node are in one batch. Where there are many to a
+structure, only the distinct ones are scheduled, as a graph whose nodes count as often as there are
+copies of them, and laid out, copies next to each other:
 
     instances     a b a a b            distinct   a × 3, b × 2
     batches       of the nodes of a and b that are ready, each of them 3 or 2 lanes
@@ -21,6 +21,7 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +50,7 @@ from jedbatch._session.verify import verify
 from jedbatch._support.native import core
 from jedbatch._support.types import Array
 
-MIN_COPIES = 2  # instances to a structure, in the mean
+MIN_COPIES = 4  # instances to a structure, in the mean: to find copies takes time, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +70,9 @@ class Copies:
     @staticmethod
     def of(session: Session, records: Sequence[Record]) -> Copies | None:
         """Returns the instances by structure; None if few of them have the same."""
-        structures = session.structures.of(records)
-        if structures is None:
-            return None
-        found = dict.fromkeys(structures)
-        if MIN_COPIES * len(found) > len(records):
+        most = len(records) // MIN_COPIES
+        structures = session.structures.of(records, most)
+        if structures is None or len(found := dict.fromkeys(structures)) > most:
             return None
         distinct = tuple(sorted(found, key=lambda s: s.order))
         number = {structure: d for d, structure in enumerate(distinct)}
@@ -341,30 +340,48 @@ def head_of(placed: Placement, signature: Signature) -> np.ndarray | None:
     return table
 
 
-def find_batches(
-    session: Session, records: Sequence[Record], policy: Policy, options: Options
-) -> tuple[Copies, Batches] | None:
-    """Returns the instances of a minibatch by structure and their batches.
+class BatchedCopies(NamedTuple):
+    """The instances of a minibatch by structure, their batches, and the time of each stage."""
 
-    None if few have the same structure, or if the policy has to see all of them.
+    copies: Copies
+    batches: Batches
+    seconds: dict[str, float]
+
+
+def find_batches(
+    session: Session,
+    records: Sequence[Record],
+    policy: Policy,
+    options: Options,
+    seconds: Mapping[str, float],
+) -> BatchedCopies | None:
+    """Returns the instances of a minibatch by structure, and their batches.
+
+    None if few have the same structure, or if the policy has to see all of them. `seconds` were
+    spent in the stages before.
     """
+    clock = [time.perf_counter()]
     copies = Copies.of(session, records)
-    batches = copies and Batches.find(session, copies, policy, options.layout)
-    return (copies, batches) if copies and batches else None
+    clock.append(time.perf_counter())
+    if copies is None:
+        return None
+    batches = Batches.find(session, copies, policy, options.layout)
+    if batches is None:
+        return None
+    merge, scheduled = clock[1] - clock[0], time.perf_counter() - clock[1]
+    return BatchedCopies(copies, batches, {**seconds, "merge": merge, "schedule": scheduled})
 
 
 def plan_copies(
     session: Session,
     records: Sequence[Record],
     arrays: Sequence[Sequence[Array]],
-    copies: Copies,
-    batches: Batches,
+    given: BatchedCopies,
     policy: Policy,
     options: Options,
     results: Callable[..., Returned],
     *,
     stacked: bool,
-    seconds: Mapping[str, float],
     num_known: int,
 ) -> Plan | None:
     """Plans a minibatch for inference from its distinct structures; None if that cannot be done.
@@ -376,15 +393,14 @@ def plan_copies(
       session: whose programs may be used.
       records: the graphs of the instances.
       arrays: the arrays of the instances, which inputs are read from.
-      copies: the instances by structure.
-      batches: of them.
+      given: the instances by structure, and their batches.
       policy: that made the batches.
       options: say how to lay values out.
       results: what `form_of_results` does, for these records.
       stacked: whether results are.
-      seconds: spent in the stages before.
       num_known: instances whose graphs were known already.
     """
+    copies, batches, seconds = given
     programs = session.programs
     if core() is None:
         return None

@@ -188,7 +188,7 @@ def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
     session = batched._session((params,))[0]
     records = [batched._record(session, [(x,)])[0][0] for x in instances[:10]]
     records += batched._record(session, [(x,) for x in instances])[0]
-    found = Structures(100, 1 << 20).of(records)
+    found = Structures(100, 1 << 20).of(records, len(records))
     for a, own in zip(records, found, strict=True):
         for b, other in zip(records, found, strict=True):
             assert (own is other) == (a.form == b.form) == compute_the_same(a, b)
