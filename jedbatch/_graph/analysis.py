@@ -133,6 +133,8 @@ def ranks(
 
     Nodes of types outside of the components are of rank 0.
     """
+    if not components:
+        return np.zeros(len(node_type), np.int32)
     found = _compiled_chains(node_type, num_types, edges, components, is_ahead=False)
     if found is not None:
         return found - np.int32(1)

@@ -5,16 +5,33 @@ The core runs a graph to its end at once (`_support/c/frontier.c`); here it is g
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import int32_arrays
 from jedbatch._graph.structures import weight_of
 from jedbatch._schedule.encodings import ENCODINGS, Code
-from jedbatch._schedule.frontier import Frontier, chain_rows, nodes_by_type
+from jedbatch._schedule.frontier import Frontier, nodes_by_type
 from jedbatch._support.native import core
 
+AHEAD = ("height", "critical")  # heuristics that look at heights and chains alone
 NUMBERS = {"agenda": 0, "height": 1, "critical": 2, "sufficient": 3}  # of heuristics
+
+
+class Part(NamedTuple):
+    """Nodes of a graph that run by themselves.
+
+    Attributes:
+      types: ids of their types.
+      when: int32[N], to which the batch of each of them is written.
+      first: the number of the first batch.
+    """
+
+    types: Sequence[int]
+    when: np.ndarray
+    first: int
 
 
 def run_compiled(
@@ -23,6 +40,7 @@ def run_compiled(
     encoding: str = "base",
     table: Mapping[Code, int] | None = None,
     numbers: Sequence[int] = (),
+    part: Part | None = None,
 ) -> tuple[list[int], np.ndarray, int] | None:
     """Cuts a graph into batches; None if there is no compiled core.
 
@@ -32,6 +50,8 @@ def run_compiled(
       encoding: what the codes of `table` mean.
       table: the type to run by the code of a frontier, in a machine's numbers.
       numbers: the machine's numbers of the types.
+      part: the nodes to run; None if all are. Only for the heuristics of `AHEAD`; heights and
+        chains are those of the whole graph.
 
     Returns:
       (type of each batch, int32[N] the batch of each node, batches left to the heuristic).
@@ -40,30 +60,30 @@ def run_compiled(
     if compiled is None or not len(graph.node_type):
         return None
     succ_ptr, succ = graph.succs
-    when = np.empty(len(graph.node_type), np.int32)
-    looks = heuristic in ("height", "critical") or (table is not None and encoding == "phase")
+    inside = None
+    if part is None:
+        part = Part([], np.empty(len(graph.node_type), np.int32), 0)
+    else:
+        inside = np.zeros(len(graph.types), np.uint8)
+        inside[part.types] = 1
+    looks = heuristic in AHEAD or (table is not None and encoding == "phase")
     arrays = (
-        np.diff(graph.preds[0]),
         succ_ptr,
         succ,
-        np.ascontiguousarray(graph.node_type, np.int32),
-        when,
-        *(_of_heights(graph) if looks else [None] * 5),
+        *int32_arrays(graph.node_type),
+        part.when,
+        inside,
+        *((graph.height, graph.chain) if looks else [None] * 2),
         *(_of_depths(graph) if heuristic == "agenda" else [None] * 2),
         *(_of_chains(graph) if heuristic == "sufficient" else [None] * 4),
         None if table is None else np.array(numbers, np.int64),
         weight_of(graph),
     )
+    codes = list(ENCODINGS).index(encoding)
     batch_types, unseen = compiled.schedule(
-        len(graph.types), NUMBERS[heuristic], list(ENCODINGS).index(encoding), table, arrays
+        len(graph.types), NUMBERS[heuristic], codes, table, part.first, arrays
     )
-    return batch_types, when, unseen
-
-
-def _of_heights(graph: Graph) -> tuple[np.ndarray, ...]:
-    """(heights, whether nodes turn, their rows, nodes of each row, the last row of each type)."""
-    row, num_nodes, last = chain_rows(graph)
-    return graph.height, graph.changes_type.view(np.uint8), row, num_nodes, last
+    return batch_types, part.when, unseen
 
 
 def _of_depths(graph: Graph) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._schedule.compiled import run_compiled
+from jedbatch._schedule.compiled import AHEAD, Part, run_compiled
 from jedbatch._schedule.components import by_component
 from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, Code, encode
 from jedbatch._schedule.frontier import Frontier
@@ -198,9 +198,12 @@ class FSM:
         """
         checked_graph("FSM.schedule", graph)
         number = dict(zip(graph.labels, self.numbers(graph.labels), strict=True))
-        if self.encoding == "phase" and any(len(types) > 1 for types in graph.components):
-            _ = graph.chain  # of all components at once: kept for instances that come again
-        batches = by_component(graph, lambda part: self._run(part, number))
+        batches = by_component(
+            graph,
+            lambda part: self._run(part, number),
+            solve_inside=self._run_inside if self.fallback in AHEAD else None,
+            needs_chains=self.encoding == "phase",
+        )
         return dataclasses.replace(batches, policy=f"FSM {self.encoding}")
 
     def schedule_copies(self, graph: Graph, num_instances: int) -> Schedule:
@@ -214,6 +217,12 @@ class FSM:
           The schedule.
         """
         return self.schedule(graph)
+
+    def _run_inside(self, graph: Graph, part: Part) -> tuple[list[int], int] | None:
+        """Runs a component of types by the compiled core; None if there is none."""
+        numbers = self.numbers(graph.labels)
+        done = run_compiled(graph, self.fallback, self.encoding, self.table, numbers, part)
+        return done and (done[0], done[2])
 
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]

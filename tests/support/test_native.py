@@ -360,10 +360,10 @@ def test_arrays_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="do not fit"):
             call()
 
-    def schedule(waiting=(0, 1), ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
+    def schedule(ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
         depths = i32(0, 1), np.array([1.0])
-        arrays = i64(*waiting), i64(*ptr), i32(*succ), i32(*types), i32(*when)
-        return core.schedule(num_types, 0, 0, None, (*arrays, *[None] * 5, *depths, *[None] * 6))
+        arrays = i64(*ptr), i32(*succ), i32(*types), i32(*when)
+        return core.schedule(num_types, 0, 0, None, 0, (*arrays, *[None] * 3, *depths, *[None] * 6))
 
     assert schedule() == ([0, 0], 0)
     with pytest.raises(ValueError, match="out of range"):
@@ -373,7 +373,7 @@ def test_arrays_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="out of range"):
         schedule(ptr=(0, 2, 1))
     with pytest.raises(ValueError, match="wait for each other"):
-        schedule(waiting=(1, 1))
+        schedule(ptr=(0, 1, 2), succ=(1, 0))
     for wrong in ({"when": (0,)}, {"ptr": (0, 1)}, {"num_types": 0}):
         with pytest.raises(ValueError, match="do not fit"):
             schedule(**wrong)

@@ -24,14 +24,16 @@ typedef struct {
 } Type;
 
 typedef struct {
-    Py_ssize_t num_nodes, num_edges, num_types;
-    int64_t *waiting;                        /* N: makers that have not run */
+    Py_ssize_t num_nodes, num_edges, num_types, num_left; /* how many nodes run, at first */
+    const uint8_t *inside;                   /* T: whether nodes run; NULL if all do */
+    int32_t *waiting;                        /* N: makers that have not run */
     const int64_t *succ_ptr;                 /* N + 1 */
     const int32_t *succ, *node_type, *depth; /* M, N, N */
     const int32_t *height;                   /* N */
-    const uint8_t *turns;                    /* N */
-    const int64_t *row;                      /* N: nodes of one type and equal chain */
-    int64_t *left_in_row, *last_row;         /* R; T */
+    const int32_t *chain;                    /* N: its row among those of its type */
+    uint8_t *turns;                          /* N */
+    int64_t *left_in_row, *first_row;        /* R; T + 1: nodes of one type and equal chain */
+    int64_t *last_row;                       /* T */
     double *depth_sums;                      /* T */
     const int64_t *chain_of;                 /* T: row of `blockers`, or -1 */
     const uint8_t *relayed;                  /* T */
@@ -78,9 +80,10 @@ admit(Frontier *f, int32_t node)
         type->num_tallest += count;
         type->num_turning += f->turns[node] ? count : 0;
     }
-    f->left_in_row[f->row[node]]--;
-    if (f->row[node] > type->longest)
-        type->longest = f->row[node];
+    int64_t row = f->first_row[f->node_type[node]] + f->chain[node];
+    f->left_in_row[row]--;
+    if (row > type->longest)
+        type->longest = row;
 }
 
 /* Nodes of type t ran: those that they alone kept from being next of their type are no longer. */
@@ -134,7 +137,7 @@ run_type(Frontier *f, int32_t t, int32_t batch)
             depths += (int64_t)f->depth[node] * count_of(f, node);
         for (int64_t e = f->succ_ptr[node]; e < f->succ_ptr[node + 1]; e++)
             if (--f->waiting[f->succ[e]] == 0)
-                admit(f, f->succ[e]);
+                admit(f, f->succ[e]); /* those that do not run wait for ever */
     }
     if (f->sums)
         f->depth_sums[t] -= (double)depths;
@@ -271,10 +274,10 @@ look_up(Frontier *f, const Policy *policy)
 /* Runs all nodes; appends the types of batches to a list. The batches left to the heuristic, or -1
  * on errors. */
 static Py_ssize_t
-run_all(Frontier *f, const Policy *policy, PyObject *batch_types)
+run_all(Frontier *f, const Policy *policy, int32_t first, PyObject *batch_types)
 {
-    Py_ssize_t left = f->num_nodes, unseen = 0;
-    for (int32_t batch = 0; left > 0; batch++) {
+    Py_ssize_t left = f->num_left, unseen = 0;
+    for (int32_t batch = first; left > 0; batch++) {
         f->num_ready_types = 0;
         for (int32_t t = 0; t < f->num_types; t++)
             if (f->types[t].num_ready > 0)
@@ -301,23 +304,82 @@ run_all(Frontier *f, const Policy *policy, PyObject *batch_types)
     return unseen;
 }
 
+static int
+runs(const Frontier *f, int32_t node)
+{
+    return f->inside == NULL || f->inside[f->node_type[node]];
+}
+
+/* Counts the makers of each node that run, and finds which nodes turn. */
+static void
+look_at_edges(Frontier *f)
+{
+    for (Py_ssize_t i = 0; i < f->num_nodes; i++)
+        f->waiting[i] = runs(f, (int32_t)i) ? 0 : INT32_MAX;
+    for (Py_ssize_t i = 0; i < f->num_nodes; i++) {
+        if (!runs(f, (int32_t)i))
+            continue;
+        for (int64_t e = f->succ_ptr[i]; e < f->succ_ptr[i + 1]; e++) {
+            int32_t reader = f->succ[e];
+            if (!runs(f, reader))
+                continue;
+            f->waiting[reader]++;
+            if (f->looks && f->height[i] == f->height[reader] + 1 &&
+                f->node_type[i] != f->node_type[reader])
+                f->turns[i] = 1;
+        }
+    }
+}
+
+/* Puts the nodes that run in rows; 0 if there was enough memory. */
+static int
+fill_rows(Frontier *f)
+{
+    int64_t *last = f->last_row, num_rows = 0;
+    for (Py_ssize_t i = 0; i < f->num_nodes; i++)
+        if (f->chain[i] > last[f->node_type[i]])
+            last[f->node_type[i]] = f->chain[i];
+    for (Py_ssize_t t = 0; t < f->num_types; t++) {
+        f->first_row[t] = num_rows;
+        num_rows += last[t] + 1;
+        last[t] = num_rows - 1;
+    }
+    f->left_in_row = calloc(num_rows + 1, sizeof(int64_t));
+    if (f->left_in_row == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < f->num_nodes; i++)
+        if (runs(f, (int32_t)i))
+            f->left_in_row[f->first_row[f->node_type[i]] + f->chain[i]]++;
+    for (Py_ssize_t t = 0; t < f->num_types; t++) /* never empty, before those of the type */
+        f->left_in_row[f->first_row[t]]++;
+    return 0;
+}
+
 /* Checks that edges and types are in range and takes the counts; 0 if all is well. */
 static int
 prepare(Frontier *f)
 {
+    f->num_left = 0;
     for (Py_ssize_t i = 0; i < f->num_nodes; i++) {
         int64_t begin = f->succ_ptr[i], end = f->succ_ptr[i + 1];
         int is_valid = f->node_type[i] >= 0 && f->node_type[i] < f->num_types && begin <= end &&
                        begin >= 0 && end <= f->num_edges;
-        if (!is_valid || f->waiting[i] < 0)
+        is_valid = is_valid && (!f->looks || (f->chain[i] >= 0 && f->chain[i] <= f->num_nodes));
+        if (!is_valid || (f->weight != NULL && (f->weight[i] < 1 || f->weight[i] > INT32_MAX)))
             goto invalid;
-        if (f->weight != NULL && (f->weight[i] < 1 || f->weight[i] > INT32_MAX))
-            goto invalid;
-        f->types[f->node_type[i]].num_left += count_of(f, (int32_t)i);
+        if (runs(f, (int32_t)i)) {
+            f->types[f->node_type[i]].num_left += count_of(f, (int32_t)i);
+            f->num_left++;
+        }
     }
     for (Py_ssize_t e = 0; e < f->num_edges; e++)
         if (f->succ[e] < 0 || f->succ[e] >= f->num_nodes)
             goto invalid;
+    look_at_edges(f);
+    if (f->looks && fill_rows(f) < 0)
+        return -1;
     for (Py_ssize_t i = 0; i < f->num_nodes; i++)
         if (f->waiting[i] == 0)
             admit(f, (int32_t)i);
@@ -329,8 +391,9 @@ invalid:
 
 /* The arrays that `schedule` gets, in this order. */
 enum {
-    WAITING, SUCC_PTR, SUCC, NODE_TYPE, WHEN,        /* always */
-    HEIGHTS, TURNS, ROW, LEFT_IN_ROW, LAST_ROW,      /* to look at heights and chains */
+    SUCC_PTR, SUCC, NODE_TYPE, WHEN,                 /* always */
+    INSIDE,                                          /* where only nodes of some types run */
+    HEIGHTS, CHAIN,                                  /* to look at heights and chains */
     DEPTH, DEPTH_SUMS,                               /* for `agenda` */
     CHAIN_OF, RELAYED, BLOCKERS, NUM_NEXT,           /* for `sufficient` */
     NUMBERS,                                         /* of a machine */
@@ -338,24 +401,18 @@ enum {
     NUM_ARRAYS
 };
 /* Bytes of their items, negative where they are written to. */
-static const int item_sizes[NUM_ARRAYS] = {-8, 8,  4, 4, -4, 4,  1,  8, -8,
-                                           -8, 4, -8, 8, 1,  -8, -8, 8, 8};
+static const int item_sizes[NUM_ARRAYS] = {8, 4, 4, -4, 1, 4, 4, 4, -8, 8, 1, -8, -8, 8, 8};
 
-/* Whether the lengths of arrays and the rows that they name fit each other. */
+/* Whether the lengths of arrays fit each other. */
 static int
 fit(const Frontier *f, const Py_ssize_t *lengths)
 {
-    Py_ssize_t n = f->num_nodes, t = f->num_types, num_rows = lengths[LEFT_IN_ROW];
-    int fits = t > 0 && lengths[WAITING] == n && lengths[SUCC_PTR] == n + 1 && lengths[WHEN] == n;
-    fits = fits && (f->weight == NULL || lengths[WEIGHT] == n);
-    if (fits && f->looks) {
-        fits = lengths[HEIGHTS] == n && lengths[TURNS] == n && lengths[ROW] == n &&
-               lengths[LAST_ROW] == t;
-        for (Py_ssize_t i = 0; fits && i < n; i++)
-            fits = f->row[i] >= 0 && f->row[i] < num_rows;
-        for (Py_ssize_t i = 0; fits && i < t; i++)
-            fits = f->last_row[i] >= 0 && f->last_row[i] < num_rows;
-    }
+    Py_ssize_t n = f->num_nodes, t = f->num_types;
+    int fits = t > 0 && lengths[SUCC_PTR] == n + 1 && lengths[WHEN] == n &&
+               (f->inside == NULL || lengths[INSIDE] == t) &&
+               (f->weight == NULL || lengths[WEIGHT] == n);
+    if (fits && f->looks)
+        fits = lengths[HEIGHTS] == n && lengths[CHAIN] == n;
     if (fits && f->sums)
         fits = lengths[DEPTH] == n && lengths[DEPTH_SUMS] == t;
     if (fits && f->chains) {
@@ -375,7 +432,12 @@ allocate(Frontier *f)
     f->ready = malloc(f->num_types * sizeof(int32_t));
     f->codes = malloc(f->num_types * sizeof(int64_t));
     f->types = calloc(f->num_types, sizeof(Type));
-    if (!f->next || !f->stack || !f->ready || !f->codes || !f->types) {
+    f->waiting = malloc((f->num_nodes + 1) * sizeof(int32_t));
+    f->turns = f->looks ? calloc(f->num_nodes + 1, 1) : NULL;
+    f->first_row = malloc(f->num_types * sizeof(int64_t));
+    f->last_row = calloc(f->num_types, sizeof(int64_t));
+    if (!f->next || !f->stack || !f->ready || !f->codes || !f->types || !f->waiting ||
+        (f->looks && !f->turns) || !f->first_row || !f->last_row) {
         PyErr_NoMemory();
         return -1;
     }
@@ -394,10 +456,15 @@ release_memory(Frontier *f)
     free(f->ready);
     free(f->codes);
     free(f->types);
+    free(f->waiting);
+    free(f->turns);
+    free(f->first_row);
+    free(f->last_row);
+    free(f->left_in_row);
 }
 
-/* schedule(num_types, heuristic, encoding, table, arrays): (types of batches, batches left to the
- * heuristic). `arrays` has None for those that nobody needs; `table` is None without a machine. */
+/* schedule(num_types, heuristic, encoding, table, first, arrays): (types of batches, batches left to
+ * the heuristic); the batches are numbered from `first` on. `arrays` has None for those that nobody needs; `table` is None without a machine. */
 PyObject *
 schedule(PyObject *module, PyObject *args)
 {
@@ -405,8 +472,9 @@ schedule(PyObject *module, PyObject *args)
     Policy policy;
     PyObject *given, *result = NULL, *batch_types;
     Py_ssize_t num_types;
-    if (!PyArg_ParseTuple(args, "niiOO!", &num_types, &policy.heuristic, &policy.encoding,
-                          &policy.table, &PyTuple_Type, &given))
+    int first;
+    if (!PyArg_ParseTuple(args, "niiOiO!", &num_types, &policy.heuristic, &policy.encoding,
+                          &policy.table, &first, &PyTuple_Type, &given))
         return NULL;
     Buffers buffers = {0};
     void *data[NUM_ARRAYS];
@@ -416,10 +484,9 @@ schedule(PyObject *module, PyObject *args)
     policy.numbers = data[NUMBERS];
     Frontier f = {
         .num_nodes = lengths[NODE_TYPE], .num_edges = lengths[SUCC], .num_types = num_types,
-        .waiting = data[WAITING], .succ_ptr = data[SUCC_PTR], .succ = data[SUCC],
-        .node_type = data[NODE_TYPE], .depth = data[DEPTH], .height = data[HEIGHTS],
-        .turns = data[TURNS], .row = data[ROW], .left_in_row = data[LEFT_IN_ROW],
-        .last_row = data[LAST_ROW], .depth_sums = data[DEPTH_SUMS], .chain_of = data[CHAIN_OF],
+        .succ_ptr = data[SUCC_PTR], .succ = data[SUCC], .node_type = data[NODE_TYPE],
+        .inside = data[INSIDE], .depth = data[DEPTH], .height = data[HEIGHTS],
+        .chain = data[CHAIN], .depth_sums = data[DEPTH_SUMS], .chain_of = data[CHAIN_OF],
         .relayed = data[RELAYED], .blockers = data[BLOCKERS], .num_next = data[NUM_NEXT],
         .weight = data[WEIGHT],
         .when = data[WHEN], .looks = data[HEIGHTS] != NULL, .sums = data[DEPTH] != NULL,
@@ -434,7 +501,7 @@ schedule(PyObject *module, PyObject *args)
     if (!has_all || !fit(&f, lengths)) {
         PyErr_SetString(PyExc_ValueError, "arrays of a graph do not fit each other");
     } else if (allocate(&f) == 0 && prepare(&f) == 0 && (batch_types = PyList_New(0)) != NULL) {
-        Py_ssize_t unseen = run_all(&f, &policy, batch_types);
+        Py_ssize_t unseen = run_all(&f, &policy, first, batch_types);
         if (unseen >= 0)
             result = Py_BuildValue("(On)", batch_types, unseen);
         Py_DECREF(batch_types);

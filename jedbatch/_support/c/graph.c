@@ -517,12 +517,47 @@ longest_ahead(PyObject *module, PyObject *given)
     return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
+enum { FEW_TYPES = 8 }; /* of which 16-bit lengths fill a register */
+
+/* Does the same as `follow_chains` for up to `FEW_TYPES` types, and fewer nodes than 16 bits count. */
+static int
+follow_few_chains(const Typed *x, const int32_t *places, int is_ahead, int32_t *longest)
+{
+    int16_t(*chains)[FEW_TYPES] = calloc(x->num_nodes + 1, sizeof *chains);
+    if (chains == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < x->num_nodes; i++)
+        if (places[x->node_type[i]] >= 0)
+            chains[i][places[x->node_type[i]]] = 1;
+    for (Py_ssize_t i = 0; i < x->num_edges; i++) {
+        Py_ssize_t e = is_ahead ? x->num_edges - 1 - i : i;
+        int32_t before = is_ahead ? x->reader[e] : x->maker[e];
+        int32_t after = is_ahead ? x->maker[e] : x->reader[e], own = places[x->node_type[after]];
+        if (own < 0 || places[x->node_type[before]] < 0)
+            continue;
+        const int16_t *restrict from = chains[before];
+        int16_t *restrict to = chains[after], length = (int16_t)(from[own] + 1);
+        for (int k = 0; k < FEW_TYPES; k++)
+            to[k] = from[k] > to[k] ? from[k] : to[k];
+        to[own] = length > to[own] ? length : to[own];
+    }
+    for (Py_ssize_t i = 0; i < x->num_nodes; i++)
+        if (places[x->node_type[i]] >= 0)
+            longest[i] = chains[i][places[x->node_type[i]]];
+    free(chains);
+    return 0;
+}
+
 /* Follows the chains of all types of a component at once: `places` says which of the component's
  * `count` types a type is, -1 elsewhere. Returns -1 without memory. */
 static int
 follow_chains(const Typed *x, const int32_t *places, Py_ssize_t count, int is_ahead,
               int32_t *longest)
 {
+    if (count <= FEW_TYPES && x->num_nodes < INT16_MAX)
+        return follow_few_chains(x, places, is_ahead, longest);
     int32_t *index = malloc((x->num_nodes + 1) * sizeof(int32_t));
     Py_ssize_t num_inside = 0;
     for (Py_ssize_t i = 0; index != NULL && i < x->num_nodes; i++)

@@ -75,12 +75,29 @@ order_types(Found *found, uint8_t *reaches, Py_ssize_t num_types)
     return count;
 }
 
+/* Makes the ranks 0 of nodes whose types read other types in a circle. */
+static void
+keep_ranks_alone(Found *found, const uint8_t *reaches, Py_ssize_t num_types,
+                 const int32_t *node_type, Py_ssize_t num_nodes, int32_t *rank)
+{
+    int64_t *is_alone = found->order; /* not needed any more */
+    for (Py_ssize_t t = 0; t < num_types; t++) {
+        is_alone[t] = 1;
+        for (Py_ssize_t u = 0; u < num_types; u++)
+            if (t != u && reaches[t * num_types + u] && reaches[u * num_types + t])
+                is_alone[t] = 0;
+    }
+    for (Py_ssize_t i = 0; i < num_nodes; i++)
+        rank[i] = is_alone[node_type[i]] ? rank[i] : 0;
+}
+
 /* rank_batches(share, (type of nodes, results of types, operand_ptr, operands, edge_ptr, makers,
  * readers, rank, batch of nodes, batch_ptr, nodes of batches, type of batches, in chains, reads,
  * reaches)): writes edges as `find_edges` does, and relations of types as `relate_types`; for each
  * type whether at least a `share` of its edges are in chains, as `find_chained` counts them; the
  * rank of each node, and a batch for every rank of every type. Returns the numbers of edges and of
- * batches; -1 for the second if types read each other, and then there are no ranks and batches. */
+ * batches; -1 for the second if types read each other, and then there are no batches, and ranks
+ * of types that read no other one in a circle only. */
 PyObject *
 rank_batches(PyObject *module, PyObject *args)
 {
@@ -139,6 +156,8 @@ rank_batches(PyObject *module, PyObject *args)
             in_chains[t] = found.edges[t] > 0 && found.links[t] >= share * found.edges[t];
         memcpy(data[REACHES], reads, lengths[READS]);
         num_alone = fits ? order_types(&found, data[REACHES], num_types) : -1;
+        if (fits && num_alone < 0)
+            keep_ranks_alone(&found, data[REACHES], num_types, node_type, num_nodes, rank);
     }
     if (num_alone >= 0) {
         for (Py_ssize_t i = 0; i < num_nodes; i++) {
