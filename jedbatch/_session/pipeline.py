@@ -88,8 +88,16 @@ class Arranged(NamedTuple):
         for of_inputs in ("chunks", "nbytes"):
             graph.__dict__.pop(of_inputs, None)
         layout = _copied(placed.layout, graph=graph)
-        lowered = _copied(self.lowered, placed=_copied(placed, layout=layout))
+        moved = _copied(placed, layout=layout)
+        for of_inputs in ("exist", "_numbers"):
+            moved.__dict__.pop(of_inputs, None)
+        lowered = _copied(self.lowered, placed=moved)
         return self._replace(graph=graph, lowered=lowered)
+
+    def has_lists_of(self, other: "Arranged") -> bool:
+        """Returns whether the same elements of lists exist in another minibatch of these graphs."""
+        own, others = self.lowered.placed.exist, other.lowered.placed.exist
+        return all(np.array_equal(own[t], others[t]) for t in own)
 
 
 def _copied(x: Any, **changes: Any) -> Any:
@@ -234,7 +242,10 @@ def plan_again(
     ):
         return None
     if by_form:
+        before = arranged
         arranged = arranged.with_inputs([x for r in records for x in r.whole.chunks[r.index]])
+        if not arranged.has_lists_of(before):  # whose lengths are values of inputs
+            return None
     session.note_types()
     clock = [time.perf_counter()] * len(STAGES)
     return with_inputs(

@@ -223,3 +223,24 @@ def test_a_row_that_is_not_there_is_named():
     batched(table, [1, 2, 3, 4])
     with pytest.raises(IndexError, match="instance 2 looks up row 7"):
         batched(table, [1, 2, 7, 4])
+
+
+@pytest.mark.parametrize("copies", [1, 3, 12])
+def test_lists_that_repeat_elements_are_told_from_shorter_ones(copies):
+    """Where several lengths share a type, the graph of a list reads elements that do not exist."""
+    leaf = jedbatch.cell(lambda table, i: table[i])
+    add_all = jedbatch.cell(lambda table, xs: jax.numpy.tanh(sum(xs)))
+
+    def total(table, instance):
+        words, which = instance
+        leaves = [leaf(table, word) for word in words]
+        return add_all(table, [leaves[k] for k in which])
+
+    table = jax.random.normal(jax.random.key(0), (10, 4))
+    batched = jedbatch.batch(total)
+    batched(table, [((1, 2, 3, 4, 5, 6, 7), tuple(range(n))) for n in range(1, 8)] * 3)
+    for which in ((0, 1), (0, 1, 0), (0, 1, 0, 0), (0, 1, 0), (0, 1, 0, 0, 0)):
+        instances = [((1, 2), which)] * copies
+        found = batched(table, instances)
+        expected = [total(table, x) for x in instances]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
