@@ -1,7 +1,8 @@
 """Does planning cost what structures cost, or what instances cost? And what do unseen ones cost?
 
 known       minibatches of trees that were all met before, in another order, and so planned together
-            for the first time: 4 trees of 4 shapes, and 256 of the same 4 shapes with other words.
+            for the first time: 4 trees of 4 shapes, and 256 of the same 4 shapes with other words,
+            64 of each, or each time in other numbers.
 unseen      64 instances never seen before of three workloads of `jedbatch.models`, each with the
             policy of this package.
 one tree    never seen before, and known but not as a minibatch.
@@ -96,12 +97,15 @@ def known(hidden: int, repeats: int) -> dict[str, Row]:
     pool = [[with_words(root, draws) for _ in range(COPIES)] for root in four]
     fn = jedbatch.batch(score)
     planned(fn, params, list(itertools.chain(*pool)))
-    few, many = [], []
+    few, many, mixed = [], [], []
     for _ in range(repeats):
         few.append(planned(fn, params, [x[int(draws.integers(COPIES))] for x in pool]))
         order = draws.permutation(SHAPES * COPIES)
         many.append(planned(fn, params, [pool[i // COPIES][i % COPIES] for i in order]))
-    return {"4 known trees": median(few[2:]), "256 known trees": median(many[2:])}
+        drawn = draws.integers(SHAPES * COPIES, size=SHAPES * COPIES)
+        mixed.append(planned(fn, params, [pool[i // COPIES][i % COPIES] for i in drawn]))
+    rows = {"4 known trees": few, "256 known trees": many, "256 in other numbers": mixed}
+    return {name: median(found[2:]) for name, found in rows.items()}
 
 
 def unseen(name: str, hidden: int, repeats: int) -> tuple[Row, Callable]:
