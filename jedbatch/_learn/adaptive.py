@@ -54,7 +54,7 @@ class Adaptive:
             self.version += 1
         return self._machine.schedule(graph)
 
-    def schedule_copies(self, graph: Graph, num_instances: int) -> Schedule | None:
+    def _schedule_copies(self, graph: Graph, num_instances: int) -> Schedule | None:
         """Schedules a graph whose nodes count as several, of so many instances.
 
         None if there is something to learn from all of them.

@@ -69,9 +69,9 @@ class Frontier:
     @property
     def num_ready(self) -> list[int]:
         """Nodes of each type that could run now."""
-        return list(map(self.count, self._ready))
+        return list(map(self._count, self._ready))
 
-    def count(self, nodes: Sequence[int] | np.ndarray) -> int:
+    def _count(self, nodes: Sequence[int] | np.ndarray) -> int:
         """As how many some nodes count.
 
         Args:
@@ -135,7 +135,7 @@ class Frontier:
             self._look(t)
             self._looked[t], self._tallest[t], self._longest[t] = 0, (-1, 0, 0), -1
         self._ready[t] = []
-        self.num_left[t] -= self.count(nodes)
+        self.num_left[t] -= self._count(nodes)
         if len(nodes) < WIDE_BATCH and not self._watchers:
             waiting, ptr, succ, type_of = self._few
             ready = self._ready
@@ -338,7 +338,7 @@ class Chains:
                 count = np.bincount(reader[blocks[maker]], minlength=len(kind))
                 self.blockers[a] = count
                 next_ones = np.flatnonzero((count == 0) & left & (self.node_type == a))
-                self.sizes[a] = frontier.count(next_ones)
+                self.sizes[a] = frontier._count(next_ones)
         self.relayed = {a for types in graph.cyclic_components if len(types) > 1 for a in types}
 
     def num_next(self, a: int) -> int:
@@ -347,12 +347,12 @@ class Chains:
     def __call__(self, a: int, nodes: np.ndarray, reached: np.ndarray) -> None:
         if a not in self.sizes:
             return
-        blockers, size = self.blockers[a], self.sizes[a] - self.frontier.count(nodes)
+        blockers, size = self.blockers[a], self.sizes[a] - self.frontier._count(nodes)
         while len(reached):
             np.subtract.at(blockers, reached, 1)
             released = reached[blockers[reached] == 0]
             is_same = self.node_type[released] == a
-            size += self.frontier.count(distinct(released[is_same]))
+            size += self.frontier._count(distinct(released[is_same]))
             if a not in self.relayed:
                 break
             elsewhere = distinct(released[~is_same])

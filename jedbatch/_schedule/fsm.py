@@ -206,16 +206,8 @@ class FSM:
         )
         return dataclasses.replace(batches, policy=f"FSM {self.encoding}")
 
-    def schedule_copies(self, graph: Graph, num_instances: int) -> Schedule:
-        """Schedules a graph whose nodes count as several, of so many instances.
-
-        Args:
-          graph: what to schedule (see `jedbatch._schedule.policy.schedule_copies`).
-          num_instances: as how many its instances count.
-
-        Returns:
-          The schedule.
-        """
+    def _schedule_copies(self, graph: Graph, num_instances: int) -> Schedule:
+        """Schedules a graph whose nodes count as several, of so many instances."""
         return self.schedule(graph)
 
     def _run_inside(self, graph: Graph, part: Part) -> tuple[list[int], int] | None:

@@ -94,7 +94,7 @@ def schedule_copies(graph: Graph, policy: Policy | None, num_instances: int) -> 
     Returns:
       The schedule; None if the policy has to see every node.
     """
-    own = getattr(policy, "schedule_copies", None)
+    own = getattr(policy, "_schedule_copies", None)
     if own is not None:
         return own(graph, num_instances)
     name = getattr(policy, "__name__", "")
