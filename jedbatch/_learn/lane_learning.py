@@ -11,13 +11,15 @@ for a constant. The learner sees, for each block, whether nobody, few, many or e
 there (see `_schedule.lane_fsm`), and updates a table by N-step returns, as `q_learning` does. It
 begins with what the better of `least_loss` and `most_lanes` does, which is valued by its returns;
 what was never tried is tried by exploration alone. Each episode has a random part of the lanes of a
-run. The returns of a few words about each block are noisy, so what has the greatest value is only
-proposed: code by code, what was met most often first, it is kept where that makes the recorded runs
-cheaper.
+run, of which a quarter is held back. The returns of a few words about each block are noisy, so what
+has the greatest value is only proposed: code by code, what was met most often first, it is kept
+where that makes runs cheaper of as many lanes, drawn from those that are learned from, some twice
+and others never.
 
 Where a lane goes does not depend on the policy, so a recorded run is all there is to know: episodes
 run on the host and compute nothing. What was learned is kept for a program of blocks if it costs
-less than `least_loss` on the recorded runs, all of them; otherwise all is left to that.
+less than `least_loss` on the recorded runs, and less by a hundredth on runs of lanes held back;
+otherwise all is left to that.
 """
 
 import collections
@@ -41,8 +43,10 @@ from jedbatch._schedule.lane_policies import (
 from jedbatch._schedule.lane_runs import LaneRun, LaneSimulator, SimulatedRun, simulate
 from jedbatch._support.progress import progress_bar
 
-MAX_SIMULATED = 60_000  # steps of all episodes on a program: some five seconds
-MIN_STEPS = 8  # of a run, to learn from it
+MAX_SIMULATED = 200_000  # steps of all episodes on a program: some twenty seconds
+NUM_TRIALS = 3  # runs of drawn lanes that tables are judged by, and as many of those held back
+HELD_BACK = 0.25  # of the lanes of each run
+COST_MARGIN = 0.99  # what is not this much better is taken for as good
 JUDGED_EVERY = 8  # episodes
 STEPS = 8  # N of the returns
 DISCOUNT = 0.9
@@ -159,7 +163,13 @@ class _LaneLearner:
         self.entries: list[tuple[str, float, int, int]] = []
         self.curve: list[tuple[int, float]] = []
         self._label = runs[0].blocks.label
-        self._useful = sum(run.useful for run in runs)
+        orders = [rng.permutation(len(run.ptr) - 1) for run in runs]
+        ends = [round(HELD_BACK * len(order)) for order in orders]
+        pairs = list(zip(orders, ends, strict=True))
+        self._learned = [order[end:] for order, end in pairs]
+        held_back = [order[:end] if end else order for order, end in pairs]
+        self._trials = [self._drawn(self._learned) for _ in range(NUM_TRIALS)]
+        self._held_back = [self._drawn(held_back) for _ in range(NUM_TRIALS)]
         self._num_choices = len(runs[0].blocks.work) * MAX_WIDTHS
         self._value: dict[LaneCode, np.ndarray] = {}  # by choice, see `LaneBlocks`
         self._tries: dict[LaneCode, np.ndarray] = {}
@@ -170,15 +180,14 @@ class _LaneLearner:
         costs = {policy: self._enter(policy.__name__, policy) for policy in TEACHERS}
         teacher = min(TEACHERS, key=lambda policy: costs[policy])
         table: Table = {}
-        least, done = costs[least_loss], 0
-        for run in self.runs if episodes else ():
+        least, done = self._cost(self._trials, least_loss)[0], 0
+        for run in self._trials if episodes else ():
             self._episode(run, teacher, 0.0)
         if episodes and teacher is not least_loss:
             table, least = self._better(table, least, self._greedy())
         for done in progress_bar(range(1, 1 + episodes), "Q-learning of lanes", progress):
             share = min(1.0, done / (0.8 * episodes))
-            run = self.runs[int(self.rng.integers(len(self.runs)))]
-            self._episode(self._part(run), None, EXPLORES[0] + np.diff(EXPLORES)[0] * share)
+            self._episode(self._part(), None, EXPLORES[0] + np.diff(EXPLORES)[0] * share)
             is_last = done == episodes or 2 * self._simulated > MAX_SIMULATED
             if not done % JUDGED_EVERY or is_last:
                 table, least = self._better(table, least, self._greedy())
@@ -188,6 +197,8 @@ class _LaneLearner:
         for code, choice in self._proposals() if episodes else ():
             if table.get(code) != choice and self._simulated <= MAX_SIMULATED:
                 table, least = self._better(table, least, {**table, code: choice})
+        if table and not self._is_better(LaneFSM.of({self._label: table})):
+            table = {}
         if episodes:
             policy = LaneFSM.of({self._label: table}) if table else least_loss
             self._enter(f"LaneFSM by Q-learning, {done} episodes", policy)
@@ -196,29 +207,41 @@ class _LaneLearner:
 
     def _better(self, table: Table, least: float, other: Table) -> tuple[Table, float]:
         """Returns the cheaper of two tables and its cost, of which that of the first is known."""
-        cost = self._cost(self._run(LaneFSM.of({self._label: other})))
+        cost = self._cost(self._trials, LaneFSM.of({self._label: other}))[0]
         return (other, cost) if cost < least else (table, least)
 
-    def _run(self, policy: LanePolicy) -> list[SimulatedRun]:
-        found = [simulate(run, policy) for run in self.runs]
-        self._simulated += sum(x.started for x in found)
-        return found
+    def _is_better(self, machine: LaneFSM) -> bool:
+        """Returns whether a machine costs less on the runs, and clearly on lanes held back."""
+        own, default = (self._cost(self.runs, p)[0] for p in (machine, least_loss))
+        other, usual = (self._cost(self._held_back, p)[0] for p in (machine, least_loss))
+        return own < default and other < COST_MARGIN * usual
 
-    def _cost(self, found: Sequence[SimulatedRun]) -> float:
-        return sum(x.cost for x in found) / max(1.0, self._useful)
+    def _cost(
+        self, runs: Sequence[LaneRun], policy: LanePolicy
+    ) -> tuple[float, list[SimulatedRun]]:
+        """Returns operations of all steps over those that lanes need, and the simulated runs."""
+        found = [simulate(run, policy) for run in runs]
+        self._simulated += sum(x.started for x in found)
+        useful = sum(run.useful for run in runs)
+        return sum(x.cost for x in found) / max(1.0, useful), found
 
     def _enter(self, name: str, policy: LanePolicy) -> float:
-        """Notes what a policy costs, and returns it."""
-        found = self._run(policy)
+        """Notes what a policy costs on the runs, and returns it."""
+        cost, found = self._cost(self.runs, policy)
         steps, lanes, _ = sum(x.counts.sum(0) for x in found).tolist()
-        self.entries.append((name, self._cost(found), steps, lanes))
-        return self.entries[-1][1]
+        self.entries.append((name, cost, steps, lanes))
+        return cost
 
-    def _part(self, run: LaneRun) -> LaneRun:
-        """Returns a random part of a run."""
-        size = len(run.ptr) - 1
-        count = max(1, round(size * self.rng.uniform(0.25, 1.0)))
-        return run.part(np.sort(self.rng.choice(size, count, replace=False)))
+    def _drawn(self, lanes: Sequence[np.ndarray]) -> LaneRun:
+        """Returns a run of as many lanes as one of the runs, drawn from some with replacement."""
+        i = int(self.rng.integers(len(self.runs)))
+        return self.runs[i].part(self.rng.choice(lanes[i], len(self.runs[i].ptr) - 1))
+
+    def _part(self) -> LaneRun:
+        """Returns a random part of the lanes of a run that are learned from."""
+        i = int(self.rng.integers(len(self.runs)))
+        count = max(1, round(len(self._learned[i]) * self.rng.uniform(0.25, 1.0)))
+        return self.runs[i].part(np.sort(self.rng.choice(self._learned[i], count, replace=False)))
 
     def _choose(self, frontier: LaneFrontier, code: LaneCode, explores: float) -> int:
         """Returns the step of greatest value, or a random one."""

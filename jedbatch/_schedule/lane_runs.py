@@ -59,7 +59,7 @@ class LaneRun:
         return float((np.array(self.blocks.work, float)[self.block] * self.trips).sum())
 
     def part(self, lanes: np.ndarray) -> "LaneRun":
-        """Returns the run of some of the lanes, ascending; as many places are there for them."""
+        """Returns the run of some lanes, in this order; as many places are there for them."""
         rows = [np.arange(self.ptr[i], self.ptr[i + 1]) for i in lanes.tolist()]
         visits = np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)
         ptr = np.append(0, np.cumsum([len(x) for x in rows])).astype(np.int64)
