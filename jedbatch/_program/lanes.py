@@ -23,6 +23,7 @@ from jedbatch._support.types import Array, PyTree
 
 Lane = int | jax.Array  # the first of some lanes
 Values = Sequence[jax.Array | None]  # None for what there is none of, or nobody reads
+StandIn = tuple[jax.Array, Sequence[jax.Array]]  # (whether some lane is alive, the rows of one)
 
 
 def run_lanes(
@@ -86,41 +87,45 @@ class Lanes:
 
         In lanes where a cotangent does not exist, it and the rows may be anything.
         """
-        everywhere = None
-        if not tap.linear:  # a row of zeros might not give zero; that of an alive lane will do
-            everywhere = functools.reduce(jnp.logical_or, self._alive(tap, 0, self.capacity))
-            first = self._rows(tap, jnp.argmax(everywhere), 1)
+        stand_in = self.stand_in(tap)
+        block = functools.partial(self.add_block, tap, stand_in)
+        return each_block(self.blocks, self.capacity, self.trips, block, list(total))
 
-        def block(width, lane, total):
-            alive = self._alive(tap, lane, width)
-            triples = zip(alive, self._cotangents(tap, lane, width), tap.shapes, strict=True)
-            cotangent_rows = [
-                where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
-                for flags, x, shape in triples
-            ]
-            live = functools.reduce(jnp.logical_or, alive)
-            rows = self._rows(tap, lane, width)
-            other_rows = [jnp.zeros_like(x) for x in rows] if tap.linear else first
-            rows = [
-                jnp.where(broadcast_flags(live, x), x, y)
-                for x, y in zip(rows, other_rows, strict=True)
-            ]
-            total, consts = list(total), self.consts
-            if tap.linear:
+    def stand_in(self, tap: Tap) -> StandIn | None:
+        """Returns what takes the place of rows of no lane; None if rows of zeros do."""
+        if tap.linear:
+            return None
+        # A row of zeros might not give zero; that of an alive lane will do.
+        everywhere = functools.reduce(jnp.logical_or, self._alive(tap, 0, self.capacity))
+        return everywhere.any(), self._rows(tap, jnp.argmax(everywhere), 1)
+
+    def add_block(
+        self, tap: Tap, stand_in: StandIn | None, width: int, lane: Lane, total: Values
+    ) -> list[jax.Array | None]:
+        """Returns gradients of consts, to which those of `width` lanes from `lane` on are added.
+
+        `stand_in` is that of the tap.
+        """
+        alive = self._alive(tap, lane, width)
+        triples = zip(alive, self._cotangents(tap, lane, width), tap.shapes, strict=True)
+        cotangent_rows = [
+            where_alive(broadcast_flags(flags, x), x).reshape(len(x), *shape)
+            for flags, x, shape in triples
+        ]
+        live = functools.reduce(jnp.logical_or, alive)
+        rows = self._rows(tap, lane, width)
+        other_rows = [jnp.zeros_like(x) for x in rows] if stand_in is None else stand_in[1]
+        rows = [
+            jnp.where(broadcast_flags(live, x), x, y) for x, y in zip(rows, other_rows, strict=True)
+        ]
+        total, consts = list(total), self.consts
+        try:
+            if stand_in is None:
                 added = functools.partial(tap.added, [total[c] for c in tap.consts], consts)
                 gradients = added(rows, cotangent_rows, all_lanes=self.blocks is None)
             else:
                 pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
-                assert everywhere is not None
-                gradients = [
-                    total[c] + where_alive(everywhere.any(), gradient) for c, gradient in pairs
-                ]
-            for c, x in zip(tap.consts, gradients, strict=True):
-                total[c] = x
-            return total
-
-        try:
-            return each_block(self.blocks, self.capacity, self.trips, block, list(total))
+                gradients = [total[c] + where_alive(stand_in[0], x) for c, x in pairs]
         except Exception as error:
             error.add_note(
                 "This happened while results were differentiated with respect to what all "
@@ -128,6 +133,9 @@ class Lanes:
                 "is wanted through it, write `jax.lax.stop_gradient` around it."
             )
             raise
+        for c, x in zip(tap.consts, gradients, strict=True):
+            total[c] = x
+        return total
 
     def pull_back_table(self, table: ConstTable, total: Values) -> list[jax.Array | None]:
         """Returns gradients of consts, with those of a table as a part of those of its source."""

@@ -7,7 +7,7 @@ are taken from all rows at once. It runs in blocks of a few widths (`Target.bloc
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -247,8 +247,7 @@ class RowReverse:
         if any(map(self.has_cotangent, back.refused)):
             KernelVjp(kernel, list(back.refused))  # raises the error of JAX
         moves = self._moving_rows()
-        sums, slots = self._sweep(residuals, moves)
-        of_consts = self._weight_gradients(residuals, slots, moves)
+        sums, of_consts = self._sweep(residuals, moves)
         of_operands: list[Array] = [None] * len(self.arguments.operands)
         for j, x in zip(self._moving, sums, strict=True):
             of_operands[j] = x if any(map(self.has_cotangent, back.flow[j])) else None
@@ -291,14 +290,20 @@ class RowReverse:
 
     def _sweep(
         self, residuals: Sequence[jax.Array], moves: jax.Array
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns (cotangents of the moving operands, slots for the rows that taps read)."""
+    ) -> tuple[list[jax.Array], list[jax.Array | None]]:
+        """Returns (cotangents of the moving operands, those of the consts).
+
+        What a block adds to the gradients of consts is added with the block, which is wide.
+        """
         function, arguments = self.function, self.arguments
         back, moving = function.kernel.reverse, self._moving
         prepared = back.prepare(arguments.consts)
+        taps = [t for t in back.taps if any(self.has_cotangent(s) for x in t.sources for s in x)]
+        tapped_lanes = self._lanes(residuals, moves)
+        stand_ins = list(map(tapped_lanes.stand_in, taps))
 
         def block(width, lane, state):
-            sums, slots = list(state[0]), state[1]
+            sums, gradients = list(state[0]), state[1]
             moves_here = slice_rows(moves, lane, width)
             operands = function.operands_at(arguments, lane, width)
             results = [slice_rows(x, lane, width) for x in self.results]
@@ -316,7 +321,14 @@ class RowReverse:
                     sums[k] = put(sums[k], x, lane)
                 else:
                     sums[k] = sums[k].at[slice_rows(arguments.call, lane, width)].add(x)
-            return sums, [put(x, y, lane) for x, y in zip(slots, rows, strict=True)]
+            lanes = replace(
+                tapped_lanes,
+                operands=lambda *_: operands,
+                cotangents=lambda tap, *_: [rows[c] for c in tap.cotangents],
+            )
+            for tap, stand_in in zip(taps, stand_ins, strict=True):
+                gradients = lanes.add_block(tap, stand_in, width, lane, gradients)
+            return sums, gradients
 
         capacity = function.capacity
         sums = [
@@ -329,17 +341,16 @@ class RowReverse:
         behind = function.with_zeros_behind(arguments.total, [sums[k] for k in by_row])
         for k, x in zip(by_row, behind, strict=True):
             sums[k] = x
-        slots = [function.unwritten(kind, "slot", n) for n, kind in enumerate(back.cotangents)]
-        return each_block(function.buckets, capacity, arguments.trips, block, (sums, slots))
+        gradients: list[jax.Array | None] = [None] * function.kernel.num_consts
+        for c in dict.fromkeys(c for tap in taps for c in tap.consts):
+            gradients[c] = jnp.zeros(*function.kernel.const_kinds[c])
+        return each_block(function.buckets, capacity, arguments.trips, block, (sums, gradients))
 
-    def _weight_gradients(
-        self, residuals: Sequence[jax.Array], slots: Sequence[jax.Array], moves: jax.Array
-    ) -> list[Array]:
-        """Returns the cotangents of the consts of the kernel."""
+    def _lanes(self, residuals: Sequence[jax.Array], moves: jax.Array) -> Lanes:
+        """Returns the lanes of which the gradients of consts are added up."""
         function, arguments = self.function, self.arguments
-        kernel = function.kernel
-        lanes = Lanes(
-            kernel,
+        return Lanes(
+            function.kernel,
             arguments.consts,
             residuals,
             functools.partial(function.operands_at, arguments),
@@ -349,14 +360,4 @@ class RowReverse:
             function.buckets,
             function.capacity,
             arguments.trips,
-            lambda tap, lane, width: [slice_rows(slots[c], lane, width) for c in tap.cotangents],
         )
-        gradients: list[Array] = [None] * kernel.num_consts
-        for tap in kernel.reverse.taps:
-            if not any(self.has_cotangent(s) for sources in tap.sources for s in sources):
-                continue
-            for c in tap.consts:
-                if gradients[c] is None:
-                    gradients[c] = jnp.zeros(*kernel.const_kinds[c])
-            gradients = lanes.add_gradient(tap, gradients)
-        return gradients
