@@ -17,6 +17,7 @@ a and b of cotangents are exchanged.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,11 @@ class DifferentiableProgram:
         self.pull_back = pull_back
         self.known: Callable = run_known or (lambda *args: (bind_program(self, args), []))
 
+    @functools.cached_property
+    def traced(self) -> Callable:
+        """`run`, which JAX traces once for all uses of the program in a program of its own."""
+        return jax.jit(self.run)
+
 
 class WithTangents(DifferentiableProgram):
     """A program of arguments and of tangents of some of them, with tangents as further results.
@@ -67,9 +73,9 @@ class WithTangents(DifferentiableProgram):
         self.num_args = len(which)
         self.flags: list[bool] = []
 
-    def note(self, results: Sequence[jax.Array]) -> None:
-        """Notes what the results of the program are."""
-        self.flags = list(map(has_tangent, results))
+    def note(self, results: Sequence[Any]) -> None:
+        """Notes what the results of the program, or their types, are."""
+        self.flags = [has_gradient(x.dtype) for x in results]
 
     def spread(self, tangents: Sequence[Array]) -> list[Array]:
         """The tangents of the results, None where there is none."""
@@ -253,8 +259,16 @@ def _run_program(*args: Array, program: DifferentiableProgram) -> list[Array]:
     return list(program.run(*args))
 
 
-def _result_types(*avals: Any, program: DifferentiableProgram) -> Any:
-    return jax.make_jaxpr(program.run)(*avals).out_avals
+def _run_traced(*args: Array, program: DifferentiableProgram) -> list[Array]:
+    return list(program.traced(*args))
+
+
+def _result_types(*avals: Any, program: DifferentiableProgram) -> list[Any]:
+    if not isinstance(program, WithTangents):
+        return list(jax.make_jaxpr(program.traced)(*avals).out_avals)
+    results = _result_types(*avals[: program.num_args], program=program.of)
+    program.note(results)
+    return [*results, *(x.to_tangent_aval() for x in results if has_gradient(x.dtype))]
 
 
 def _push(
@@ -301,7 +315,7 @@ for _p in (program_p, with_tangents_p):
     _p.def_abstract_eval(_result_types)
     ad.primitive_jvps[_p] = _push
     batching.fancy_primitive_batchers[_p] = _batch
-    mlir.register_lowering(_p, mlir.lower_fun(_run_program, multiple_results=True))
+    mlir.register_lowering(_p, mlir.lower_fun(_run_traced, multiple_results=True))
 
 
 def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
