@@ -58,6 +58,7 @@ class Symmetric(DifferentiableProgram):
         self.refuse = refuse
         self.save = DifferentiableProgram(self._save, self._pull_back_save)
         self.num_results = 0  # known once it has run
+        self._reverses: dict[tuple, _Reverse] = {}
 
     def _known(self, *args: Array) -> tuple[list[Array], list[Array]]:
         outs = bind_program(self.save, args)
@@ -78,7 +79,10 @@ class Symmetric(DifferentiableProgram):
     def _pull_back(
         self, args: Partial, residuals: Partial, cotangents: Partial, wanted: Sequence[bool]
     ) -> Any:
-        reverse = _Reverse(self, len(args), cotangents, wanted)
+        key = len(args), tuple(c is None for c in cotangents), tuple(wanted)
+        if key not in self._reverses:
+            self._reverses[key] = _Reverse(self, len(args), cotangents, wanted)
+        reverse = self._reverses[key]
         present = [c for c in cotangents if c is not None]
         return reverse.spread(bind_program(reverse, [*args, *residuals, *present]))
 
@@ -173,36 +177,52 @@ def spread_tangents(tangents: Sequence[Array], like: Sequence[Any]) -> list[Arra
     return spread_to(tangents, [i for i, x in enumerate(like) if has_tangent(x)], like)
 
 
-def run_differentiably(
-    run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None], args: PyTree
-) -> list[Array]:
-    """Runs a function with loops in both halves, differentiable in both modes and to any order.
+class DifferentiableFunction:
+    """A function with loops in both halves, differentiable in both modes and to any order.
 
-    Args:
-      run: from arguments to a list of results.
-      known: from arguments to (results, residuals), lists.
-      pull_back: from (arguments, results, residuals, cotangents of the results, None where there is
-        none) to cotangents of the arguments, None where there is none.
-      refuse: see `Symmetric`.
-      args: a pytree.
+    It is traced once, and differentiated once, for all calls with arguments of the same types.
     """
-    leaves, structure = jax.tree.flatten(args)
-    tree: Any = structure
 
-    def flat_run(*given: Array) -> list[Array]:
-        return list(run(jax.tree.unflatten(tree, given)))
+    def __init__(
+        self, run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None]
+    ):
+        """Prepares a function, which must not close over values that are being traced.
 
-    def flat_known(*given: Array) -> tuple[list[Array], list[Array]]:
-        results, residuals = known(jax.tree.unflatten(tree, given))
-        return list(results), [*results, *residuals]
+        Args:
+          run: from arguments, a pytree, to a list of results.
+          known: from arguments to (results, residuals), lists.
+          pull_back: from (arguments, results, residuals, cotangents of the results, None where
+            there is none) to cotangents of the arguments, None where there is none.
+          refuse: see `Symmetric`.
+        """
+        self._run, self._known, self._pull_back = run, known, pull_back
+        self._refuse = refuse
+        self._programs: dict[Any, Symmetric] = {}
 
-    def flat_pull_back(leaves_in: Any, saved: Any, cotangents: Partial, _: Any) -> list[Array]:
-        count = len(cotangents)
-        arguments = jax.tree.unflatten(tree, leaves_in)
-        back = pull_back(arguments, saved[:count], saved[count:], cotangents)
-        return tree.flatten_up_to(back)
+    def __call__(self, args: PyTree) -> list[Array]:
+        """Returns the results of some arguments."""
+        leaves, structure = jax.tree.flatten(args)
+        if structure not in self._programs:
+            self._programs[structure] = self._program(structure)
+        return bind_program(self._programs[structure], leaves)
 
-    return bind_program(Symmetric(flat_run, flat_known, flat_pull_back, refuse), leaves)
+    def _program(self, tree: Any) -> Symmetric:
+        """Returns the function of the leaves of such arguments."""
+
+        def run(*leaves: Array) -> list[Array]:
+            return list(self._run(jax.tree.unflatten(tree, leaves)))
+
+        def known(*leaves: Array) -> tuple[list[Array], list[Array]]:
+            results, residuals = self._known(jax.tree.unflatten(tree, leaves))
+            return list(results), [*results, *residuals]
+
+        def pull_back(leaves: Any, saved: Any, cotangents: Partial, _: Any) -> list[Array]:
+            count = len(cotangents)
+            arguments = jax.tree.unflatten(tree, leaves)
+            back = self._pull_back(arguments, saved[:count], saved[count:], cotangents)
+            return tree.flatten_up_to(back)
+
+        return Symmetric(run, known, pull_back, self._refuse)
 
 
 def refuse_rules(subject: str, equations: Sequence[Equation]) -> None:

@@ -20,7 +20,9 @@ NAME = "uninitialized"
 uninitialized_p = Primitive("uninitialized")
 
 
-def uninitialized(shape: tuple[int, ...], dtype: Dtype, name: str) -> Array:
+def uninitialized(
+    shape: tuple[int, ...], dtype: Dtype, name: str, number: Array | None = None
+) -> Array:
     """Returns an array of any values.
 
     Args:
@@ -28,17 +30,20 @@ def uninitialized(shape: tuple[int, ...], dtype: Dtype, name: str) -> Array:
       dtype: of its elements.
       name: tells it apart from others of its program, which XLA would take for the same one and
         copy.
+      number: int32[], tells it apart from others of its name, which is that of all uses of a
+        function; None if there is one.
     """
-    return uninitialized_p.bind(shape=shape, dtype=np.dtype(dtype), name=name)
+    given = [] if number is None else [number]
+    return uninitialized_p.bind(*given, shape=shape, dtype=np.dtype(dtype), name=name)
 
 
 @uninitialized_p.def_impl
-def _zeros(*, shape, dtype, name):
+def _zeros(*_, shape, dtype, name):
     return jnp.zeros(shape, dtype)
 
 
 @uninitialized_p.def_abstract_eval
-def _type(*, shape, dtype, name):
+def _type(*_, shape, dtype, name):
     return ShapedArray(shape, dtype)
 
 

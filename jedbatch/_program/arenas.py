@@ -53,7 +53,12 @@ def zeros(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
     return jnp.zeros((rows, *shape), dtype)
 
 
-def empty(rows: int, kind: tuple[tuple[int, ...], Dtype], *name: Any) -> Array:
-    """An arena, any of whose rows is read only after it is written; `name` is its own."""
+def empty(
+    rows: int, kind: tuple[tuple[int, ...], Dtype], *name: Any, number: Array | None = None
+) -> Array:
+    """An arena, any of whose rows is read only after it is written.
+
+    `name`, and with it `number`, are its own (see `uninitialized`).
+    """
     shape, dtype = kind
-    return uninitialized((rows, *shape), dtype, " ".join(map(str, name)))
+    return uninitialized((rows, *shape), dtype, " ".join(map(str, name)), number)

@@ -31,10 +31,17 @@ class IndexPhase:
         self.phase = phase
         self._indexed = {id(eqn) for eqn in phase.indexed}
 
-    def run(self, batch: PackedBatch, env: Bindings) -> list[Array]:
+    def run(
+        self,
+        batch: PackedBatch,
+        shared: Sequence[jax.Array],
+        reads: Sequence[jax.Array],
+        number: int,
+    ) -> list[Array]:
         """Returns the variables that the phase writes: packed rows, or [K, ...]."""
         phase = self.phase
-        step = _Step(batch, {v: env[v] for v in (*phase.shared, *phase.reads)}, phase.shared)
+        env = dict(zip((*phase.shared, *phase.reads), (*shared, *reads), strict=True))
+        step = _Step(batch, env, phase.shared)
         for eqn in phase.equations:
             if id(eqn) in self._indexed:
                 out = [step.indexed(eqn)]

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.derivatives import with_replaced
-from jedbatch._jaxpr.interpret import Bindings, has_gradient, run_equations
+from jedbatch._jaxpr.interpret import has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
-from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
+from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, moving_calls, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
@@ -150,6 +150,7 @@ class InstancePhase:
 
     def __init__(self, phase: Phase):
         self.phase = phase
+        self._functions: dict[RowCapacity, DifferentiableFunction] = {}
         self._tiles = find_tiles(phase)
         self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
         inexact = [
@@ -158,10 +159,20 @@ class InstancePhase:
         ]
         self._moving_shared, self._moving, self._returned = inexact
 
-    def run(self, batch: PackedBatch, env: Bindings) -> list[Array]:
+    def run(
+        self,
+        batch: PackedBatch,
+        shared: Sequence[jax.Array],
+        reads: Sequence[jax.Array],
+        number: int,
+    ) -> list[Array]:
         """Returns the variables that the phase writes: packed rows, or [K, ...]."""
-        shared = [env[v] for v in self.phase.shared]
-        operands = [env[v] for v in self.phase.reads]
+        if batch.capacity not in self._functions:
+            self._functions[batch.capacity] = self._function(batch.without_table())
+        return self._functions[batch.capacity]((list(shared), list(reads), batch.table))
+
+    def _function(self, batch: PackedBatch) -> DifferentiableFunction:
+        """Returns the phase as a function of (shared values, what it reads, a table)."""
 
         def run(arguments):
             shared, operands, table = arguments
@@ -174,9 +185,8 @@ class InstancePhase:
         refuse = functools.partial(
             refuse_rules, "what is done to arrays of any length", self.phase.equations
         )
-        arguments = shared, operands, batch.table
-        return run_differentiably(
-            run, lambda arguments: (run(arguments), []), pull_back, refuse, arguments
+        return DifferentiableFunction(
+            run, lambda arguments: (run(arguments), []), pull_back, refuse
         )
 
     def _forward(

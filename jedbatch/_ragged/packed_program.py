@@ -5,11 +5,15 @@ few instances at a time (see `_ragged.instance_phase`), phases by index on all r
 `_ragged.index_phase`). Loops run over what exists, so a program is
 compiled once for all combinations of lengths. Nothing is padded from one instance to another.
 
+Phases that do the same, such as those of the layers of a Transformer, are one function: it is
+traced, differentiated and written down for XLA once, and called with the weights of each. XLA puts
+the calls in line, and compiles loops and operations that are the same once.
+
 Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +28,14 @@ from jedbatch._jaxpr.interpret import (
     value_of,
 )
 from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
-from jedbatch._jaxpr.versions import Atom
+from jedbatch._jaxpr.versions import Atom, OpenProgram
 from jedbatch._kernel.target import CPU
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
 from jedbatch._ragged.index_phase import IndexPhase
 from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
-from jedbatch._ragged.phases import PhasedProgram
+from jedbatch._ragged.phases import Phase, PhasedProgram
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE_ROWS
 from jedbatch._support.types import Array, AxisSize
@@ -45,13 +49,32 @@ class PackedProgram:
       extents: of the rows it keeps, in the order of `RowCapacity.rows`.
     """
 
-    def __init__(self, phased: PhasedProgram):
+    def __init__(
+        self, phased: PhasedProgram, key_of: Callable[[OpenProgram], Hashable] | None = None
+    ):
+        """Prepares a program.
+
+        Args:
+          phased: the program.
+          key_of: from a program to a key that is equal for programs that are equal up to the names
+            of variables; None if no phases are to be compared.
+        """
         self.phased = phased
         self.extents = phased.extents
-        self._phases = [
-            IndexPhase(p) if p.indexed else InstancePhase(p) if p.extent is None else RowPhase(p, n)
-            for n, p in enumerate(phased.phases)
-        ]
+        runners: dict[Hashable, RowPhase | InstancePhase | IndexPhase] = {}
+        self._runners = []
+        for n, phase in enumerate(phased.phases):
+            key: Hashable = n
+            if key_of is not None and not phase.indexed:
+                key = phase.extent, len(phase.shared), key_of(phased.program_of(phase))
+            if key not in runners:
+                runners[key] = _runner(phase)
+            self._runners.append(runners[key])
+
+    @property
+    def distinct_phases(self) -> int:
+        """The number of phases that are traced: those that are equal count once."""
+        return len(set(map(id, self._runners)))
 
     def form(self, capacity: RowCapacity) -> TableLayout:
         """Returns the layout of the table of a minibatch."""
@@ -184,8 +207,10 @@ class PackedProgram:
         defined = set(env)
         env.update(zip(phased.operands, operands, strict=True))
         batch = PackedBatch(self.extents, phased.symbols, capacity, table)
-        for phase in self._phases:
-            env.update(zip(phase.phase.writes, phase.run(batch, env), strict=True))
+        for n, (phase, runner) in enumerate(zip(phased.phases, self._runners, strict=True)):
+            shared_values, read = ([env[v] for v in vs] for vs in (phase.shared, phase.reads))
+            results = runner.run(batch, shared_values, read, n)
+            env.update(zip(phase.writes, results, strict=True))
 
         def returned(atom: Atom) -> Array:
             value = value_of(atom, env)
@@ -195,3 +220,10 @@ class PackedProgram:
             return jnp.broadcast_to(value, (capacity.calls, *jnp.shape(value)))
 
         return list(map(returned, phased.jaxpr.outvars))
+
+
+def _runner(phase: Phase) -> RowPhase | InstancePhase | IndexPhase:
+    """Returns what runs a phase, and all that are equal to it."""
+    if phase.indexed:
+        return IndexPhase(phase)
+    return InstancePhase(phase) if phase.extent is None else RowPhase(phase)

@@ -151,6 +151,11 @@ class PackedBatch:
         """Returns the same with another table, such as a traced one."""
         return PackedBatch(self.extents, self.symbols, self.capacity, table)
 
+    def without_table(self) -> "PackedBatch":
+        """Returns the same for what is known of all minibatches."""
+        nothing: Any = None
+        return self.reading(nothing)
+
     def index(self, extent: AxisSize) -> int:
         """Returns the number of an extent."""
         return self.extents.index(extent)

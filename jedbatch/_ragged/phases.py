@@ -120,6 +120,16 @@ class PhasedProgram:
         """Variables of what each instance brings."""
         return self.jaxpr.invars[self.num_shared :]
 
+    def program_of(self, phase: Phase) -> OpenProgram:
+        """Returns a phase as a program: of the values that are shared, and of what it reads."""
+        program: OpenProgram = self.jaxpr.replace(
+            constvars=[],
+            invars=[*phase.shared, *phase.reads],
+            outvars=list(phase.writes),
+            eqns=list(phase.equations),
+        )
+        return program
+
     @functools.cached_property
     def extents(self) -> list[AxisSize]:
         """The extents of rows that are kept, each once."""

@@ -221,7 +221,7 @@ class Regions:
         region = self._ids.get(key)
         if region is None:
             shared, operands, closed, shapes = make()
-            packed = PackedProgram(find_phases(closed, len(shared)))
+            packed = PackedProgram(find_phases(closed, len(shared)), self.registry.keys.jaxpr_key)
             packed.try_out([self.registry.shared[s].aval for s in shared])
             results = [ValueType(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]
             order = map(list(symbols).index, packed.phased.symbols)

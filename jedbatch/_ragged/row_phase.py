@@ -17,10 +17,10 @@ from jax import lax
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
-from jedbatch._jaxpr.interpret import Bindings, run_equations
+from jedbatch._jaxpr.interpret import run_equations
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at
-from jedbatch._jaxpr.symmetric import refuse_rules, run_differentiably
+from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
@@ -29,7 +29,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, empty, put, slice_rows, take, zeros
 from jedbatch._program.lanes import Lane, Lanes, each_block, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
-from jedbatch._ragged.packing import PackedBatch, moving_calls, ragged_axis, row_shape
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, moving_calls, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 from jedbatch._support.types import Array
@@ -42,8 +42,9 @@ class RowPhase:
     and the position of the row, if that matters.
     """
 
-    def __init__(self, phase: Phase, number: int):
-        self.phase, self.number = phase, number
+    def __init__(self, phase: Phase):
+        self.phase = phase
+        self._functions: dict[RowCapacity, RowFunction] = {}
         self._extents = [
             e.params["dim"] for e in phase.equations if e.primitive.name == "dim_as_value"
         ]
@@ -80,30 +81,33 @@ class RowPhase:
         run_equations(phase.equations, env, rule)
         return [env[v] for v in phase.writes]
 
-    def run(self, batch: PackedBatch, env: Bindings) -> list[Array]:
-        """Returns the variables that the phase writes, packed."""
-        phase = self.phase
-        e = batch.index(phase.extent)
+    def run(
+        self,
+        batch: PackedBatch,
+        shared: Sequence[jax.Array],
+        reads: Sequence[jax.Array],
+        number: int,
+    ) -> list[Array]:
+        """Returns the variables that the phase writes, packed; `number` is that of the phase."""
+        e = batch.index(self.phase.extent)
         lengths = batch.lengths()
-        operands = [env[v] for v in phase.reads]
+        operands = [*reads]
         operands += [jnp.asarray(extent_at(d, lengths), jnp.int32) for d in self._extents]
-        by_row = [ragged_axis(v) is not None for v in phase.reads] + [False] * len(self._extents)
         if self._placed:
             operands.append(batch.positions(e))
-            by_row.append(True)
-        consts = self.kernel.prologue([env[v] for v in phase.shared])
-        capacity = batch.capacity
-        function = RowFunction(
-            self.kernel,
-            capacity.rows[e],
-            capacity.calls,
-            capacity.blocks(e),
-            tuple(by_row),
-            self.number,
-        )
-        return function(
-            RowArguments(consts, operands, batch.get("call", e), batch.total(e), batch.trips(e))
-        )
+        consts = self.kernel.prologue(shared)
+        if batch.capacity not in self._functions:
+            self._functions[batch.capacity] = self._function(batch.capacity, e)
+        call, total, trips = batch.get("call", e), batch.total(e), batch.trips(e)
+        arguments = RowArguments(consts, operands, call, total, trips, jnp.int32(number))
+        return self._functions[batch.capacity].differentiable(arguments)
+
+    def _function(self, capacity: RowCapacity, e: int) -> "RowFunction":
+        """Returns the kernel for packed rows of extent number e."""
+        by_row = [ragged_axis(v) is not None for v in self.phase.reads]
+        by_row += [False] * len(self._extents) + [True] * self._placed
+        rows, calls = capacity.rows[e], capacity.calls
+        return RowFunction(self.kernel, rows, calls, capacity.blocks(e), tuple(by_row))
 
 
 class RowArguments(NamedTuple):
@@ -115,6 +119,7 @@ class RowArguments(NamedTuple):
       call: int32[R], the call of every row.
       total: int32[], how many rows exist.
       trips: how many blocks of each width there are; None if all rows are one block.
+      number: int32[], of the phase in its program.
     """
 
     consts: Sequence[jax.Array]
@@ -122,6 +127,7 @@ class RowArguments(NamedTuple):
     call: jax.Array
     total: jax.Array
     trips: jax.Array | None
+    number: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +143,6 @@ class RowFunction:
       num_calls: K.
       buckets: how rows are cut into blocks; None if they are not.
       by_row: for each operand, whether it has a row for every row, [R, ...], or for every call.
-      number: of the phase in its program.
     """
 
     kernel: Kernel
@@ -145,10 +150,10 @@ class RowFunction:
     num_calls: int
     buckets: Buckets | None
     by_row: tuple[bool, ...]
-    number: int
 
-    def __call__(self, arguments: RowArguments) -> list[jax.Array]:
-        """Returns the results of the kernel for every row, [R, ...] each."""
+    @functools.cached_property
+    def differentiable(self) -> DifferentiableFunction:
+        """From `RowArguments` to the results of the kernel for every row, [R, ...] each."""
 
         def run(arguments):
             return self._forward(arguments, keep_residuals=False)[0]
@@ -163,7 +168,7 @@ class RowFunction:
             return RowArguments(of_consts, of_operands, *nothing)
 
         refuse = functools.partial(refuse_rules, "what is done to rows of arrays", self.kernel.body)
-        return run_differentiably(run, save, pull_back, refuse, arguments)
+        return DifferentiableFunction(run, save, pull_back, refuse)
 
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
@@ -180,11 +185,14 @@ class RowFunction:
             rows.append(x)
         return rows
 
-    def unwritten(self, kind: Kind, *name: Any) -> jax.Array:
-        """Returns R rows, each of which is written before it is read; `name` is their own."""
+    def unwritten(self, number: jax.Array, kind: Kind, *name: Any) -> jax.Array:
+        """Returns R rows, each of which is written before it is read.
+
+        `name` is their own in the phase of a number.
+        """
         if self.buckets is None:
             return zeros(self.capacity, kind)
-        return empty(self.capacity, kind, "rows", self.number, *name)
+        return empty(self.capacity, kind, "rows", *name, number=number)
 
     def with_zeros_behind(self, total: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns R rows each, of which those that no block will write are zeros.
@@ -216,10 +224,13 @@ class RowFunction:
             return [put(x, y, lane) for x, y in zip(state, [*out[0], *out[1]], strict=True)]
 
         results = [
-            self.unwritten((t.shape, t.dtype), "result", n) for n, t in enumerate(kernel.results)
+            self.unwritten(arguments.number, (t.shape, t.dtype), "result", n)
+            for n, t in enumerate(kernel.results)
         ]
         made = self.with_zeros_behind(arguments.total, results)
-        made += [self.unwritten(kind, "residual", n) for n, kind in enumerate(saved)]
+        made += [
+            self.unwritten(arguments.number, kind, "residual", n) for n, kind in enumerate(saved)
+        ]
         state = each_block(self.buckets, self.capacity, arguments.trips, block, made)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
@@ -332,7 +343,7 @@ class RowReverse:
 
         capacity = function.capacity
         sums = [
-            function.unwritten((x.shape[1:], x.dtype), "sum", j)
+            function.unwritten(arguments.number, (x.shape[1:], x.dtype), "sum", j)
             if function.by_row[j]
             else jnp.zeros_like(x)
             for j, x in ((j, arguments.operands[j]) for j in moving)
