@@ -34,7 +34,7 @@ from jedbatch._layout.bucketing import (
 )
 from jedbatch._support.types import TargetName
 
-BLOCK_BUCKETS = Buckets((16, 192, 768), 16)
+BLOCK_BUCKETS = Buckets((16, 192), 16)
 LEAST_START = 8  # what starting a chunk costs at least, in lanes
 NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)

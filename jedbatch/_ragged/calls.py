@@ -42,6 +42,7 @@ from jedbatch._support.types import Array
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
 TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
+MANY_ROWS = 768  # the same of rows, or of those in one block
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def calls_fit(calls: RegionCalls, capacity: RowCapacity) -> bool:
     return (
         capacity.sizes.holds(calls.need)
         and capacity.calls <= max(MANY_CALLS, MAX_OVERSIZE * len(calls.calls))
-        and _is_near(calls.rows, capacity, capacity.target.blocks.widths[-1])
+        and _is_near(calls.rows, capacity, max(MANY_ROWS, capacity.target.blocks.widths[-1]))
         and (not capacity.slots or slots_of(calls.longest, capacity.groups) is not None)
     )
 
@@ -241,7 +242,7 @@ def _straight_capacity(
 def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tuple[int, ...]:
     """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
     rows = [-(-round_up(n * CAPACITY_HEADROOM) // block) * block for n in calls.rows]
-    if model and _is_near(rows, model, block):
+    if model and _is_near(rows, model, max(MANY_ROWS, block)):
         rows = list(map(max, rows, model.rows))
     return tuple(rows)
 

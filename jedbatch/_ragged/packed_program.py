@@ -159,13 +159,13 @@ class PackedProgram:
 
         `shared` are the shapes of what all calls share.
         """
-        widest = CPU.blocks.widths[-1]
-        rows, lengths = (widest,) * len(self.extents), (CPU.shortest, 2 * TILE_ROWS)
+        narrowest = CPU.blocks.widths[0]  # blocks of other widths do the same
+        rows, lengths = (narrowest,) * len(self.extents), (CPU.shortest, 2 * TILE_ROWS)
         capacity = RowCapacity(2, rows, lengths, True, CPU)
         table = jax.ShapeDtypeStruct((self.form(capacity).size,), np.int32)
         operands = []
         for v in self.phased.operands:
-            lead = capacity.calls if ragged_axis(v) is None else widest
+            lead = capacity.calls if ragged_axis(v) is None else narrowest
             operands.append(jax.ShapeDtypeStruct((lead, *row_shape(v)), v.aval.dtype))
 
         run = functools.partial(self.run, capacity)

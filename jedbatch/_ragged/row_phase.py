@@ -1,8 +1,8 @@
 """Phases over rows: equations that do the same to every row, of all instances.
 
 Such a phase is a kernel whose lanes are rows (see `_kernel.kernel`), so that its weights' gradients
-are taken from all rows at once. It runs in blocks of a few widths (`Target.blocks`: 768, 192 and
-16 rows on a CPU); how many of each there are is data, so few rows are computed that are not read.
+are taken from many rows at once. It runs in blocks of a few widths (`Target.blocks`: 192 and 16
+rows on a CPU); how many of each there are is data, so few rows are computed that are not read.
 """
 
 import functools
