@@ -83,6 +83,20 @@ def test_layers_that_are_alike_are_one_function():
     assert found[3] == found[5] < 2 * found[1]
 
 
+def test_a_weight_more_is_no_loop_more():
+    """Gradients of all weights are added up in the loops that pull back rows."""
+
+    def scaled(params, x):
+        scale, layers = params
+        return encoder(layers, jnp.tanh(x * scale["by"][None] + scale["to"][None]))
+
+    layers = parameters(1)
+    scale = {"by": jnp.full(HIDDEN, 0.5, np.float32), "to": jnp.full(HIDDEN, 0.1, np.float32)}
+    batched = compared(scaled, (scale, layers))
+    fewer = jedbatch.batch(lambda params, x: encoder(params, jnp.tanh(x * 0.5 + 0.1)))
+    assert loops(batched, (scale, layers)) == loops(fewer, layers)
+
+
 def test_minibatches_of_other_sizes():
     params = parameters(3)
     batched = compared(encoder, params)
