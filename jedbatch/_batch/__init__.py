@@ -15,10 +15,12 @@ Read in this order:
 10. `one_by_one`: Results one by one, on the host, as streams and servers ask a batched function
     for them.
 11. `streaming`: Streams: results of any number of instances, one by one, in bounded memory.
-12. `learning`: `Batched.learn`: policies learned from instances, for nodes and for lanes.
-13. `batched`: `Batched`: a function of many instances, made of one of one instance.
-14. `batch`: the composition of everything else.
-15. `step_work`: What a step of lanes costs by itself on this machine.
-16. `calibrate`: The costs of batches on this machine.
-17. `info`: The installation: versions, devices, and whether planning is compiled.
+12. `lane_counts`: `Batched.lane_steps`: counts of what loops and branches run that values decide
+    on.
+13. `learning`: `Batched.learn`: policies learned from instances, for nodes and for lanes.
+14. `batched`: `Batched`: a function of many instances, made of one of one instance.
+15. `batch`: the composition of everything else.
+16. `step_work`: What a step of lanes costs by itself on this machine.
+17. `calibrate`: The costs of batches on this machine.
+18. `info`: The installation: versions, devices, and whether planning is compiled.
 """

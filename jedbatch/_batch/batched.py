@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.sharding import Mesh
 
 from jedbatch import checks
 from jedbatch._batch.ahead import plans
+from jedbatch._batch.lane_counts import lane_steps
 from jedbatch._batch.learning import learn
 from jedbatch._batch.nested import results_inside
 from jedbatch._batch.on_devices import (
@@ -37,7 +37,6 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
-from jedbatch._jaxpr.lane_steps import LaneSteps, counting
 from jedbatch._kernel.target import target_of
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
@@ -220,45 +219,6 @@ class Batched(Generic[*Given, Result]):
         self.last_rounds = Rounds([Round.of(plan.host.counted.layout, 0, took)])
         return self._run(plan, leaves, plan.inputs)
 
-    def lane_steps(self, *args: *Given) -> LaneSteps:
-        """Runs the function, and counts what loops and branches that values decide on did.
-
-        They run some nodes at a time, their lanes, and some of these are empty or done with a loop
-        (see `control_flow` of `jedbatch.batch`). For each loop, branch, and block of nested loops,
-        the counts say how many steps ran, how many lanes they ran, and how many lanes had to run:
-        the steps that each node takes by itself, added up, which is the least for any order. What
-        runs in lock step is not counted, and nodes that fill up a chunk count as others do. The
-        function is compiled anew for this, so it is slow: for looking at a minibatch, not for
-        running it.
-
-        Args:
-          *args: as for a call.
-
-        Returns:
-          The counts, to look at or print.
-
-        Raises:
-          ValueError, TypeError: as a call does, or arguments are traced.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, jedbatch
-          >>> @jedbatch.cell
-          ... def halve(x):
-          ...     return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
-          >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
-          >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
-          >>> counts.steps, counts.lanes, counts.needed
-          (9, 480, 276)
-        """
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
-            raise TypeError(
-                "`lane_steps` got values that JAX traces; expected arrays. It counts what has run: "
-                "call it outside of `jax.jit` and of derivatives."
-            )
-        with counting() as counter:
-            self._counting_twin()(*args)
-            return counter.result()
-
     def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
         """What is made of all that is computed; None if the function decides on values on the way.
 
@@ -370,6 +330,7 @@ class Batched(Generic[*Given, Result]):
         return self._lasting_plan(session, instances, gradient)
 
     learn = learn
+    lane_steps = lane_steps
     plans = plans
     planner = planner
     stream = stream
