@@ -20,7 +20,6 @@ Read in this order:
 13. `learning`: `Batched.learn`: policies learned from instances, for nodes and for lanes.
 14. `batched`: `Batched`: a function of many instances, made of one of one instance.
 15. `batch`: the composition of everything else.
-16. `step_work`: What a step of lanes costs by itself on this machine.
-17. `calibrate`: The costs of batches on this machine.
-18. `info`: The installation: versions, devices, and whether planning is compiled.
+16. `calibrate`: The costs of batches on this machine.
+17. `info`: The installation: versions, devices, and whether planning is compiled.
 """

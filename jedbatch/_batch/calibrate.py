@@ -8,17 +8,13 @@ and `calibrate` measures these numbers. Every node runs once, whatever the sched
 schedules of a graph agree in the second and third term; what a policy can save is the sum of
 `per_batch` over its batches. A `Calibration` is therefore an objective for `jedbatch.learn` and
 the searches: the cost of a batch of each type.
-
-Where values decide on loops, a step of lanes costs something by itself, too (see `step_work`). That
-decides whether loops run by lanes or in lock step, and how wide steps are; `Calibration.target` is
-a target that knows what was measured.
 """
 
 import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +24,14 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._batch.batched import Batched
-from jedbatch._batch.step_work import measure_step_work
 from jedbatch._graph.graph import Graph, InputRows, checked_graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import is_key, row_bytes, stored
-from jedbatch._kernel.target import Target, checked_target, target_of
 from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._support.files import write_text
-from jedbatch._support.types import PyTree, TargetName
+from jedbatch._support.types import PyTree
 
 FORMAT = "jedbatch calibration, version 1"
 COUNTS, WIDTHS = (16, 80), (8, 64)  # batches and nodes in each of the programs that are timed
@@ -60,14 +54,11 @@ class Calibration:
       types: the costs of each node type, by its label.
       per_byte: microseconds per byte gathered.
       machine: where this was measured.
-      step_work: floating-point operations that take as long as to start a step of lanes whose loops
-        or branches values decide on; None if there were none.
     """
 
     types: Mapping[str, TypeCost]
     per_byte: float
     machine: str = ""
-    step_work: float | None = None
 
     def __post_init__(self) -> None:
         checks.of_type("Calibration", self.types, Mapping, "a dict from labels to costs")
@@ -75,8 +66,6 @@ class Calibration:
             checks.of_type("Calibration", cost, TypeCost, "a dict from labels to costs")
         checks.number("Calibration", "per_byte", self.per_byte, least=0)
         checks.of_type("Calibration", self.machine, str, "a text that names the machine")
-        if self.step_work is not None:
-            checks.number("Calibration", "step_work", self.step_work, above=0)
         if not self.types:
             raise ValueError(
                 "`Calibration` got no types; expected the costs of at least one, as "
@@ -125,23 +114,6 @@ class Calibration:
         per_node = np.array([c.per_node + self.per_byte * c.bytes for c in costs])
         return float(self(graph)[schedule.batch_type].sum() + per_node[graph.node_type].sum())
 
-    def target(self, target: TargetName | Target | None = None) -> Target:
-        """Returns a target for this machine, to pass as `target=` to `jedbatch.batch`.
-
-        With it, `control_flow="auto"` chooses between lanes and lock step by what was measured.
-
-        Args:
-          target: "cpu", "gpu", or a target to begin with; None for JAX's default device.
-
-        Returns:
-          The same target with `step_work` as measured, if it was.
-
-        Raises:
-          TypeError, ValueError: there is no such target.
-        """
-        given = checked_target(target, "`Calibration.target`") or target_of(())
-        return given if self.step_work is None else replace(given, step_work=self.step_work)
-
     def __str__(self) -> str:
         lines = [
             f"Calibration of {len(self.types)} types on {self.machine}: "
@@ -149,8 +121,6 @@ class Calibration:
             "  µs/batch   µs/node  type",
         ]
         lines += [f"  {c.per_batch:8.2f}  {c.per_node:8.3f}  {t}" for t, c in self.types.items()]
-        if self.step_work is not None:
-            lines.append(f"A step of lanes starts in the time of {self.step_work:.3g} operations")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -163,7 +133,6 @@ class Calibration:
             "format": FORMAT,
             "machine": self.machine,
             "per_byte": self.per_byte,
-            "step_work": self.step_work,
             "types": {label: vars(cost) for label, cost in self.types.items()},
         }
         write_text("Calibration.save", path, json.dumps(content, indent=1) + "\n")
@@ -204,7 +173,6 @@ class Calibration:
                 },
                 _cost(content, "per_byte"),
                 machine,
-                _cost(content, "step_work") if content.get("step_work") is not None else None,
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
@@ -222,8 +190,7 @@ def calibrate(
 ) -> Calibration:
     """Measures what batches of each node type cost on this machine.
 
-    Compiles and times a small program for every type, some seconds each, and two more where values
-    decide on loops or branches: what a step of lanes costs by itself. Run it when the machine
+    Compiles and times a small program for every type, some seconds each. Run it when the machine
     does nothing else, and keep the result: `Calibration.save`.
 
     Args:
@@ -234,8 +201,7 @@ def calibrate(
         the median type.
 
     Returns:
-      The calibration, for `jedbatch.learn(..., objective=calibration)`, and for
-      `jedbatch.batch(..., target=calibration.target())` where values decide on loops or branches.
+      The calibration, for `jedbatch.learn(..., objective=calibration)`.
 
     Raises:
       TypeError: it is no batched function, or arguments are not what it takes.
@@ -290,10 +256,8 @@ def calibrate(
         label: TypeCost(max(floor, cost.per_batch), cost.per_node, cost.bytes)
         for label, cost in types.items()
     }
-    diverges = any(session.programs.kernel(t).diverges for t in graph.present_types)
-    step_work = measure_step_work(repeat) if diverges else None
-    machine = f"{platform.machine()}, {jax.devices()[0].device_kind}, JAX {jax.__version__}"
-    return Calibration(types, per_byte, machine, step_work)
+    device = jax.devices()[0].device_kind
+    return Calibration(types, per_byte, f"{platform.machine()}, {device}, JAX {jax.__version__}")
 
 
 def _only(graph: Graph, t: int, num_nodes: int) -> Record:

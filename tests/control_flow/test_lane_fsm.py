@@ -362,3 +362,15 @@ def test_exported_functions_keep_their_machine():
     fn.learn(W, given, lanes=True, episodes=2)
     exported = fn.export(W, given, gradient=False)
     np.testing.assert_allclose(exported(W, fn.graph(W, given)), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_lanes_or_lock_step_by_what_a_step_costs():
+    """`auto` runs by lanes where a step costs little, and in lock step where it costs much."""
+    rows = rows_of(instances())
+    counts = {}
+    for step_work in (100.0, 1e9):
+        target = jedbatch.Target("some", step_work=step_work)
+        fn = jedbatch.batch(lambda w, n, x: spin_in_spin(w, n, x), (None, 0, 0), target=target)
+        counts[step_work] = fn.lane_steps(W, *rows)
+    assert {x.what for x in counts[100.0]} == {"block"}
+    assert not counts[1e9]

@@ -1,17 +1,14 @@
 """Calibration: a sum that can be checked, files, and its use as an objective."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jedbatch
 from jedbatch import Calibration, calibrate, learn
 from jedbatch._batch.calibrate import TypeCost
-from jedbatch._batch.step_work import TRIPS, _program
 
 
 @jedbatch.cell
@@ -116,66 +113,3 @@ def test_malformed_files(text, match, tmp_path):
         Calibration.load(path)
     assert "`Calibration.load` cannot read" in str(caught.value)
     assert len(str(caught.value)) < 1000
-
-
-# --- steps of lanes ---
-
-
-@jedbatch.cell
-def spin(p, n, x):
-    """A loop in a loop; a trip of the inner one has some 8,000 operations."""
-
-    def body(carry):
-        i, x = carry
-        x = lax.fori_loop(0, i % 3, lambda _, x: jnp.tanh(p @ x), x)
-        return i + 1, jnp.sin(x)
-
-    return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
-
-
-def spun(p, instance):
-    return spin(p, *instance)
-
-
-MATRIX = jnp.eye(64)
-STARTS = [(n % 5, np.full(64, 0.1 * n, np.float32)) for n in range(40)]
-
-
-def test_a_step_of_lanes_is_measured_where_values_decide(tmp_path, measured):
-    found = calibrate(jedbatch.batch(spun), MATRIX, STARTS, repeat=2)
-    assert found.step_work > 0
-    assert "A step of lanes starts in the time of" in str(found)
-    found.save(tmp_path / "costs.json")
-    assert Calibration.load(tmp_path / "costs.json") == found
-    target = found.target("gpu")
-    assert target == dataclasses.replace(jedbatch.Target.named("gpu"), step_work=found.step_work)
-    assert found.target().name in ("cpu", "gpu")
-    assert measured[1].step_work is None  # nothing decides there
-    assert measured[1].target("cpu") == jedbatch.Target.named("cpu")
-    written = json.loads((tmp_path / "costs.json").read_text())
-    del written["step_work"]  # as files were before
-    (tmp_path / "old.json").write_text(json.dumps(written))
-    assert Calibration.load(tmp_path / "old.json").step_work is None
-    with pytest.raises(ValueError, match=r"step_work=0"):
-        dataclasses.replace(found, step_work=0)
-
-
-def test_what_is_known_of_a_step_is_counted_not_measured():
-    _, (started, work) = _program(48)
-    of_a_trip = 2 * 48 * 48 + 48  # a product, and a tanh
-    trips = 64 * TRIPS + sum(np.random.default_rng(0).integers(0, 2, 64))
-    assert 0 < started < trips
-    assert work >= of_a_trip * trips * 0.9
-
-
-def test_lanes_or_lock_step_by_what_a_step_costs():
-    """`auto` runs by lanes where a step costs little, and in lock step where it costs much."""
-    theirs = [spun(MATRIX, x) for x in STARTS]
-    counts = {}
-    for step_work in (1e3, 1e9):
-        costs = Calibration({"a": TypeCost(1, 1, 1)}, 0, step_work=step_work)
-        batched = jedbatch.batch(spun, target=costs.target("cpu"))
-        np.testing.assert_allclose(batched(MATRIX, STARTS), theirs, rtol=1e-4, atol=1e-5)
-        counts[step_work] = batched.lane_steps(MATRIX, STARTS)
-    assert {x.what for x in counts[1e3]} == {"block"}
-    assert not counts[1e9]
