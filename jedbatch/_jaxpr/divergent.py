@@ -46,6 +46,7 @@ BranchesName = Literal["forward", "reverse", "both"]
 LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
+MANY_BYTES = 1 << 17  # of lanes that run, beyond which those that change are moved one by one
 BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
 
 # Of these JAX expects that the same results differ from lane to lane whether differentiated or not;
@@ -352,16 +353,14 @@ def refilled(
 
         state = goes_on, carry, tally
         goes_on, carry, tally = lax.while_loop(none_leaves, one_step, state)
-        written = jnp.where(goes_on, size, lane)
-        pairs = zip(ends, carry, strict=True)
-        ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
         place = next_one + jnp.cumsum(~goes_on, dtype=jnp.int32) - 1
-        lane = jnp.where(goes_on, lane, left.at[place].get(mode="fill", fill_value=size))
-        mine = _where(goes_on, mine, _rows(own, lane))
-        carry = _where(goes_on, carry, _rows(ends, lane))
+        comes = jnp.where(goes_on, lane, left.at[place].get(mode="fill", fill_value=size))
+        put = _put_one_by_one if row_bytes * at_a_time >= MANY_BYTES else _put_together
+        mine, carry, ends = put(goes_on, lane, comes, own, mine, carry, ends)
         next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
-        return lane, lane < size, next_one, mine, carry, ends, tally
+        return comes, comes < size, next_one, mine, carry, ends, tally
 
+    row_bytes = sum(x.nbytes // size for x in (*own, *start))
     lane = left[:at_a_time]
     state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
     state = (*state, ends, tally)
@@ -369,6 +368,64 @@ def refilled(
     if tally is not None:
         tell("loop", [(0, body_work, size), (0, body_work, at_a_time)], tally)
     return ends
+
+
+def _put_together(
+    goes_on: Array,
+    leaves: Array,
+    comes: Array,
+    own: Sequence[Array],
+    mine: Sequence[Array],
+    carry: Sequence[Array],
+    ends: Sequence[Array],
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Puts lanes in the places of those that are done; the first is false there.
+
+    Args:
+      goes_on: bool[W].
+      leaves: int[W], the lane at each place; N where there is none.
+      comes: int[W], the lane that is to be there.
+      own: constants of all lanes, [N, ...] each.
+      mine: those of the lanes at the places, [W, ...] each.
+      carry: what these carry.
+      ends: what all carry, [N, ...] each.
+
+    Returns:
+      (mine, carry, ends) with the lanes that come, and what lanes carried that leave.
+    """
+    written = jnp.where(goes_on, len(ends[0]), leaves)
+    pairs = zip(ends, carry, strict=True)
+    ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
+    mine = _where(goes_on, mine, _rows(own, comes))
+    return mine, _where(goes_on, carry, _rows(ends, comes)), ends
+
+
+def _put_one_by_one(
+    goes_on: Array,
+    leaves: Array,
+    comes: Array,
+    own: Sequence[Array],
+    mine: Sequence[Array],
+    carry: Sequence[Array],
+    ends: Sequence[Array],
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Does as `_put_together`, and touches rows of lanes that leave and come only."""
+    (places,) = jnp.nonzero(~goes_on, size=len(goes_on), fill_value=0)
+
+    def put(i: Array, state: Any) -> Any:
+        mine, carry, ends = state
+        place = places[i]
+        old, new = leaves[place], comes[place]
+        pairs = zip(ends, carry, strict=True)
+        ends = [x.at[old].set(y[place], mode="drop") for x, y in pairs]
+        mine = [x.at[place].set(y.at[new].get(mode="clip")) for x, y in zip(mine, own, strict=True)]
+        pairs = zip(carry, ends, strict=True)
+        carry = [x.at[place].set(y.at[new].get(mode="clip")) for x, y in pairs]
+        return mine, carry, ends
+
+    state = list(mine), list(carry), list(ends)
+    found: Any = lax.fori_loop(0, (~goes_on).sum(dtype=jnp.int32), put, state)
+    return found
 
 
 def _counted(tally: Array | None, row: int, goes_on: Array) -> Array | None:

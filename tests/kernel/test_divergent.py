@@ -11,6 +11,7 @@ from cases.helpers import check
 from jax import lax
 
 import jedbatch
+from jedbatch._jaxpr import divergent
 from jedbatch._jaxpr.divergent import BLOCK, lanes_at_a_time, without_lock_step
 
 rng = np.random.default_rng(0)
@@ -92,8 +93,10 @@ COUNTS = {
 }
 
 
+@pytest.mark.parametrize("moved", ["together", "one by one"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_loops_give_what_they_give_one_by_one(counts):
+def test_loops_give_what_they_give_one_by_one(counts, moved, monkeypatch):
+    monkeypatch.setattr(divergent, "MANY_BYTES", 0 if moved == "one by one" else 1 << 30)
     n = jnp.asarray(COUNTS[counts], jnp.int32)
     x = jnp.asarray(rng.normal(size=(len(n), 4)), jnp.float32)
     ours, theirs = jax.jit(over_lanes(steps, n, x))(n, x), loop(steps, n, x)
@@ -113,7 +116,10 @@ def test_loops_end_by_what_they_compute_and_nest():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_each_lane_has_random_numbers_of_its_own():
+@pytest.mark.parametrize("many_bytes", [0, 1 << 30])
+def test_each_lane_has_random_numbers_of_its_own(many_bytes, monkeypatch):
+    monkeypatch.setattr(divergent, "MANY_BYTES", many_bytes)
+
     def walk(key, n):
         def body(carry):
             key, i, x = carry
