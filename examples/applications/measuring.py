@@ -256,12 +256,17 @@ def draw(found: dict[str, Found], path: Path, illustrate: Callable[[Any], None])
         times = [1e3 * float(np.median(getattr(found[side], name))) for side in names]
         label = "from instances to results" if name == "unseen" else "of what is prepared"
         right.plot(times, range(len(names)), mark, label=label, alpha=0.8)
-    right.set_xscale("log")
+    first, last = right.get_xlim()
+    if last > 10 * first:
+        right.set_xscale("log")
+    else:
+        right.set_xlim(0, last)
     right.set_yticks(range(len(names)), [name.replace("`", "") for name in names])
     right.set_ylim(len(names) - 0.5, -0.5)
     right.set_xlabel("milliseconds for a minibatch")
     right.grid(axis="x", which="both", alpha=0.3)
-    right.legend(fontsize="small")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 2, "frameon": False}
+    right.legend(fontsize="small", **above)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
