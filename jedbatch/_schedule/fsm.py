@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import operator
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.heuristics import FALLBACKS
 from jedbatch._schedule.policy import schedule
 from jedbatch._schedule.schedule import Schedule, schedule_of
-from jedbatch._support.files import write_text
+from jedbatch._support.files import content_of, read_text, reading, write_text
 from jedbatch._support.state_diagram import state_diagram
 
 FORMAT = "jedbatch policy, version 1"
@@ -331,11 +330,8 @@ class FSM:
           ValueError: it is not a policy, or one of another version.
         """
         checks.of_type("FSM.from_json", text, str, "a text", "`FSM.load` reads a file.")
-        try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                version = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {checks.brief(version)}, not {FORMAT!r}")
+        with reading("FSM", source):
+            content = content_of(text, FORMAT)
             encoding, types = content["encoding"], content["types"]
             for name in ("types", "states"):
                 if not isinstance(content[name], list):
@@ -358,12 +354,6 @@ class FSM:
                 for state in content["states"]
             )
             return FSM(encoding, tuple(types), states, content["fallback"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"`FSM.load` cannot read {source}: {checks.cut(reason)}. It expects a file written "
-                "by `FSM.save`."
-            ) from error
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as JSON: types by label, each state with what it runs and when.
@@ -390,9 +380,7 @@ class FSM:
           TypeError: it is no name of a file.
           ValueError: it is not a policy, or one of another version.
         """
-        name = os.fsdecode(checks.path("FSM.load", path))
-        text = Path(name).read_text(encoding="utf-8", errors="replace")
-        return FSM.from_json(text, repr(name))
+        return FSM.from_json(*read_text("FSM.load", path))
 
 
 @functools.lru_cache(maxsize=MAX_MATCHED)

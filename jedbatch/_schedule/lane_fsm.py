@@ -17,7 +17,6 @@ which types of nodes are ready.
 
 import functools
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._schedule.hashing import mixed, salts, slot_of
 from jedbatch._schedule.lane_policies import MAX_WIDTHS, LaneFrontier
-from jedbatch._support.files import write_text
+from jedbatch._support.files import content_of, read_text, reading, write_text
 from jedbatch._support.types import Array
 
 LANE_FORMAT = "jedbatch policy for lanes, version 1"
@@ -255,11 +254,8 @@ class LaneFSM:
           ValueError: it is not a policy for lanes, or one of another version.
         """
         checks.of_type("LaneFSM.from_json", text, str, "a text", "`LaneFSM.load` reads a file.")
-        try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.get("format") != LANE_FORMAT:
-                version = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {checks.brief(version)}, not {LANE_FORMAT!r}")
+        with reading("LaneFSM", source):
+            content = content_of(text, LANE_FORMAT)
             decisions = tuple(
                 LaneDecision(
                     checks.whole("LaneFSM.load", "program", x["program"]),
@@ -270,12 +266,6 @@ class LaneFSM:
                 for x in content["decisions"]
             )
             return LaneFSM(tuple(content["programs"]), decisions)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"`LaneFSM.load` cannot read {source}: {checks.cut(reason)}. It expects a file "
-                "written by `LaneFSM.save`."
-            ) from error
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as JSON, whole or not at all.
@@ -300,9 +290,7 @@ class LaneFSM:
           TypeError: it is no name of a file.
           ValueError: it is not a policy for lanes, or one of another version.
         """
-        name = os.fsdecode(checks.path("LaneFSM.load", path))
-        text = Path(name).read_text(encoding="utf-8", errors="replace")
-        return LaneFSM.from_json(text, repr(name))
+        return LaneFSM.from_json(*read_text("LaneFSM.load", path))
 
 
 def _described(code: Sequence[int]) -> str:
