@@ -26,7 +26,7 @@ DIGESTS = "_digests"  # where a graph keeps those of its instances
 
 
 class Structure:
-    """What instances have in common whose graphs differ in the values of their inputs alone.
+    """The structure of instances whose graphs differ in the values of their inputs alone.
 
     Attributes:
       record: of one of them.

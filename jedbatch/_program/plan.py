@@ -137,7 +137,7 @@ class Host:
 
     @property
     def counted(self) -> Placement:
-        """What has the kernels, batches and lanes of the minibatch."""
+        """The placement with the kernels, batches and lanes of the minibatch."""
         return self.outline or self.placed
 
 

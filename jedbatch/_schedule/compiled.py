@@ -20,7 +20,7 @@ AHEAD = ("height", "critical")  # heuristics that look at heights and chains alo
 NUMBERS = {"agenda": 0, "height": 1, "critical": 2, "sufficient": 3}  # of heuristics
 
 
-class Part(NamedTuple):
+class PartOfGraph(NamedTuple):
     """Nodes of a graph that run by themselves.
 
     Attributes:
@@ -40,7 +40,7 @@ def run_compiled(
     encoding: str = "base",
     table: Mapping[Code, int] | None = None,
     numbers: Sequence[int] = (),
-    part: Part | None = None,
+    part: PartOfGraph | None = None,
 ) -> tuple[list[int], np.ndarray, int] | None:
     """Cuts a graph into batches; None if there is no compiled core.
 
@@ -62,7 +62,7 @@ def run_compiled(
     succ_ptr, succ = graph.succs
     inside = None
     if part is None:
-        part = Part([], np.empty(len(graph.node_type), np.int32), 0)
+        part = PartOfGraph([], np.empty(len(graph.node_type), np.int32), 0)
     else:
         inside = np.zeros(len(graph.types), np.uint8)
         inside[part.types] = 1

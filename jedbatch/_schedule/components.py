@@ -17,7 +17,7 @@ import numpy as np
 from jedbatch._graph.analysis import MANY_TYPES, MIN_CHAINED_SHARE
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
-from jedbatch._schedule.compiled import Part
+from jedbatch._schedule.compiled import PartOfGraph
 from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, schedule_of
 from jedbatch._support.native import core
 
@@ -29,7 +29,7 @@ def by_component(
     solve: Callable[[Graph], Schedule],
     weights: np.ndarray | None = None,
     *,
-    solve_inside: Callable[[Graph, Part], tuple[list[int], int] | None] | None = None,
+    solve_inside: Callable[[Graph, PartOfGraph], tuple[list[int], int] | None] | None = None,
     needs_chains: bool = False,
 ) -> Schedule:
     """Schedules one component of types after the other.
@@ -69,7 +69,7 @@ def by_component(
             start += longest[t]
             bound += longest[t] if weights is None else float(np.full(longest[t], weights[t]).sum())
             continue
-        done = solve_inside and solve_inside(graph, Part(types, when_inside, start))
+        done = solve_inside and solve_inside(graph, PartOfGraph(types, when_inside, start))
         if done:
             inside[types] = True
             batch_types.append(np.array(done[0], np.int32))

@@ -26,7 +26,7 @@ from typing import Any
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._schedule.compiled import AHEAD, Part, run_compiled
+from jedbatch._schedule.compiled import AHEAD, PartOfGraph, run_compiled
 from jedbatch._schedule.components import by_component
 from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, Code, encode
 from jedbatch._schedule.frontier import Frontier
@@ -209,7 +209,7 @@ class FSM:
         """Schedules a graph whose nodes count as several, of so many instances."""
         return self.schedule(graph)
 
-    def _run_inside(self, graph: Graph, part: Part) -> tuple[list[int], int] | None:
+    def _run_inside(self, graph: Graph, part: PartOfGraph) -> tuple[list[int], int] | None:
         """Runs a component of types by the compiled core; None if there is none."""
         numbers = self.numbers(graph.labels)
         done = run_compiled(graph, self.fallback, self.encoding, self.table, numbers, part)

@@ -91,7 +91,7 @@ class LaneBlocks:
 
 
 class LaneFrontier(NamedTuple):
-    """What a policy for lanes sees; somebody waits.
+    """The state that a policy for lanes sees; somebody waits.
 
     Attributes:
       blocks: the program, and the steps to choose from.

@@ -108,7 +108,7 @@ class LaneSimulator:
 
     @property
     def frontier(self) -> LaneFrontier:
-        """What a policy sees."""
+        """Returns the state that a policy sees."""
         return LaneFrontier(self.run.blocks, self.waiting, np)
 
     def _arrive(self, lane: int, block: int) -> None:

@@ -182,7 +182,7 @@ class Batches:
 
 @dataclass(frozen=True, eq=False)
 class LoweredCopies:
-    """What the table of a minibatch is written from, for any order of its instances.
+    """The parts that the table of a minibatch is written from, for any order of its instances.
 
     Letters: `D` structures, `N` nodes and `I` inputs of the distinct ones, `A` arenas, `S` batches.
 
