@@ -181,9 +181,10 @@ def batch(
       max_steps: how many steps a `while_loop`, or a `fori_loop` whose length is a value, takes at
         most, and how often an instance waits for values on which Python decides. Where more would
         be taken, a call raises `jedbatch.errors.UnfinishedLoopError`, which names the instances.
-        Under `jax.jit`, in derivatives and over several devices nothing can be raised: real numbers
-        that come of a loop which was stopped are NaN. Loops over the rows of arrays whose lengths
-        differ end with these, and have no bound. None, the default, stops no loop, as JAX does.
+        Under `jax.jit`, in derivatives and in exported functions nothing can be raised: real
+        numbers that come of a loop which was stopped are NaN. Loops over the rows of arrays whose
+        lengths differ end with these, and have no bound. None, the default, stops no loop, as JAX
+        does.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model

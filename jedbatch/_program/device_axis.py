@@ -49,6 +49,9 @@ class OnDevices:
         cut = devices.spec
         tables = cut, cut, EVERYWHERE
         self.once = compiled_for(self._mapped(self._once, (EVERYWHERE, cut, tables), EVERYWHERE))
+        self.watched = compiled_for(
+            self._mapped(self._watched, (EVERYWHERE, cut, tables), EVERYWHERE)
+        )
         save_specs = EVERYWHERE, cut, tables
         self.saved = compiled_for(self._mapped(self._save, save_specs, (EVERYWHERE, cut)))
         self.reversed = compiled_for(self._reverse_mapped, static_argnums=0)
@@ -56,6 +59,13 @@ class OnDevices:
     def infer(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> Pieces:
         """The pieces returned from each arena."""
         return self.once(self.fused._weights(shared), inputs, tables)
+
+    def watch(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> tuple[Pieces, Any]:
+        """The pieces returned from each arena, and where loops were stopped (see `Forward`).
+
+        The latter are those of all shards, bool[shards, lanes] each.
+        """
+        return self.watched(self.fused._weights(shared), inputs, tables)
 
     def save(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> tuple[Pieces, Any]:
         """The pieces returned from each arena, and the state of each device after its loops."""
@@ -88,6 +98,12 @@ class OnDevices:
         table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]
         outputs = self.fused._once(weights, _own(inputs), table)
         return self._gathered(outputs, rows, order)
+
+    def _watched(self, weights, inputs, tables):
+        table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]
+        outputs, flags = self.fused._watched(weights, _own(inputs), table)
+        every = jax.tree.map(lambda x: lax.all_gather(x, self.devices.names), flags)
+        return self._gathered(outputs, rows, order), every
 
     def _save(self, shared, inputs, tables):
         table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,6 +114,7 @@ class Host:
       device_seconds: a run took, if it was measured.
       outline: what has the batches and lanes of the minibatch, and may have no more; None if that
         is its placement.
+      numbers: of the instances, where they are a part of a minibatch; None where they are all.
     """
 
     made: Lowered | Callable[[], Lowered]
@@ -126,6 +127,7 @@ class Host:
     untiled: str | None = None
     device_seconds: float | None = None
     outline: Placement | None = None
+    numbers: Sequence[int] | None = None
 
     @functools.cached_property
     def lowered(self) -> Lowered:

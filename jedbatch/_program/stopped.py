@@ -29,17 +29,52 @@ def check_plan(
       flags: of each of its kernels bool[lanes], or nothing.
       placed: the nodes of the plan; None if they are not known, so that none is named.
     """
+    check(signature, flags, lambda kernel, lanes: _instances_of(kernel, lanes, placed))
+
+
+def check_shards(
+    signature: Signature,
+    flags: Sequence[Sequence[Array]],
+    shards: Sequence[tuple[Placement, np.ndarray] | None],
+) -> None:
+    """Raises `UnfinishedLoopError` if a loop was stopped in a shard of a plan.
+
+    Args:
+      signature: of the program.
+      flags: of each of its kernels bool[shards, lanes], or nothing.
+      shards: of each its nodes, and the numbers of its instances; None if they are not known, as
+        those of other processes, whose instances are named there.
+    """
 
     def instances_of(kernel: object, lanes: np.ndarray) -> np.ndarray | None:
-        if placed is None:
-            return None if lanes.any() else np.zeros(0, np.int64)
-        if kernel not in placed.kernels:
-            return np.zeros(0, np.int64)
-        nodes = placed.nodes[placed.type_ids[placed.kernels.index(kernel)]]
-        nodes = nodes[lanes[placed.layout.lane[nodes]]]
-        return np.searchsorted(placed.graph.node_ptr, nodes, side="right") - 1
+        named, unnamed = [np.zeros(0, np.int64)], False
+        for own, known in zip(lanes, shards, strict=True):
+            found = _instances_of(kernel, own, None if known is None else known[0])
+            if known is None or found is None:
+                unnamed |= found is None
+            else:
+                named.append(known[1][found])
+        numbers = np.concatenate(named)
+        return None if unnamed and not len(numbers) else numbers
 
     check(signature, flags, instances_of)
+
+
+def _instances_of(kernel: object, lanes: np.ndarray, placed: Placement | None) -> np.ndarray | None:
+    """Returns the instances of the lanes of a kernel that are marked; None if they are not known.
+
+    Args:
+      kernel: whose lanes they are.
+      lanes: bool[lanes].
+      placed: the nodes; None if they are not known.
+    """
+    if placed is None:
+        return None if lanes.any() else np.zeros(0, np.int64)
+    if kernel not in placed.kernels:
+        return np.zeros(0, np.int64)
+    nodes = placed.nodes[placed.type_ids[placed.kernels.index(kernel)]]
+    nodes = nodes[lanes[placed.layout.lane[nodes]]]
+    return np.searchsorted(placed.graph.node_ptr, nodes, side="right") - 1
 
 
 def check(

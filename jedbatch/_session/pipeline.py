@@ -318,6 +318,7 @@ def with_inputs(
             lengths.shown,
             tiled_rows(records, regions.tiles.rows),
             regions.tiles.apart if calls else None,
+            numbers=numbers,
         ),
     )
     if is_wanted():

@@ -42,6 +42,7 @@ from jedbatch._program.sharded import (
     stacked_shards,
 )
 from jedbatch._program.signature import Signature
+from jedbatch._program.stopped import check_shards, has_bounds
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._session.degenerate import warn_if_degenerate
 from jedbatch._session.indices import check_rows
@@ -503,11 +504,12 @@ def together(shards: Sequence[Plan], found: ArrangedShards, devices: DeviceAxis)
     inputs = {name: stacked_shards([x.inputs[name] for x in shards]) for name in first.inputs}
     table = stacked_shards([x.table for x in shards])
     table, reverse_table, inputs = put_cut(devices, (table, reverse_table, inputs))
+    lane_table = put_everywhere(devices, first.lane_table)
     routes = tuple(
         Route(put_everywhere(devices, route.order), put_cut(devices, route.rows))
         for route in found.routes
     )
-    return Plan(static, table, reverse_table, inputs, (), routes, shards=tuple(shards))
+    return Plan(static, table, reverse_table, inputs, (), routes, lane_table, shards=tuple(shards))
 
 
 def run_on_devices(
@@ -524,7 +526,7 @@ def run_on_devices(
     static, programs = plan.static, programs_of(plan)
     signature, devices = static.signature, static.devices
     assert devices is not None
-    shared = programs.shared_values(programs.program(signature)[1], leaves, ())
+    shared = programs.shared_values(programs.program(signature)[1], leaves, (), plan.lane_table)
     shared = gathered(devices, on_all_processes(devices, shared))
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)
@@ -534,7 +536,11 @@ def run_on_devices(
     arguments = shared, rows, (table, own_rows, order)
     executor = programs.executor_on(signature, devices)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
-        return executor.infer(*arguments)
+        if not has_bounds(signature):
+            return executor.infer(*arguments)
+        outputs, flags = executor.watch(*arguments)
+        check_shards(signature, flags, _known_shards(plan, devices))
+        return outputs
 
     def reverse_of(table, exist, moving):
         reverse = static.reverse
@@ -550,6 +556,16 @@ def run_on_devices(
     run = Differentiable(lambda _: executor, signature, split_pieces, join, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*arguments, plan.reverse_table)
+
+
+def _known_shards(plan: Plan, devices: DeviceAxis) -> list[tuple[Placement, np.ndarray] | None]:
+    """Returns for each shard its nodes and the numbers of its instances; None if not known."""
+    known: list[tuple[Placement, np.ndarray] | None] = [None] * devices.size
+    own = [s for s, owner in enumerate(devices.owners) if owner == jax.process_index()]
+    for s, shard in zip(own, plan.shards, strict=False):  # none once the plan was flattened
+        assert shard.host is not None
+        known[s] = shard.host.placed, np.array(shard.host.numbers, np.int64)
+    return known
 
 
 def _parts(plan: Plan) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

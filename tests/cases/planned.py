@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 import jedbatch
 
@@ -31,6 +32,17 @@ def encode(params, tree):
         return leaf(params, tree)
     children = [encode(params, child) for child in tree]
     return double(params, *children) if len(tree) == 1 else add(params, *children)
+
+
+@jedbatch.cell
+def spin(params, number):
+    """Loops in a loop."""
+
+    def body(carry):
+        i, x = carry
+        return i + 1, lax.fori_loop(0, i, lambda _, x: jnp.tanh(x @ params["left"]), x)
+
+    return lax.while_loop(lambda c: c[0] < number, body, (0, params["table"][0]))[1]
 
 
 @dataclass(frozen=True)

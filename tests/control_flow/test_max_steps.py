@@ -145,6 +145,17 @@ def test_plans_raise_where_they_can_and_give_nan_where_not(executor):
     assert np.isnan(slope[5]).all()
 
 
+@pytest.mark.slow
+def test_exported_functions_give_nan():
+    batched = jedbatch.batch(one, max_steps=BOUND)
+    given = instances(6, [2])
+    exported = batched.export(W, given, gradient=False)
+    out = exported(W, batched.graph(W, given))
+    assert np.isnan(out[2]).all()
+    theirs = [jax.jit(one)(W, x) for i, x in enumerate(given) if i != 2]
+    np.testing.assert_allclose(np.delete(out, 2, axis=0), theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_rows_of_arrays_are_named():
     batched = jedbatch.batch(lambda w, n, x: settle(w, n, x), in_axes=(None, 0, 0), max_steps=BOUND)
     n = jnp.asarray(rng.integers(0, BOUND, 70), jnp.int32)

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jedbatch
 from jedbatch import testing
 from jedbatch.data import synthetic_treebank
+from jedbatch.errors import UnfinishedLoopError
+from jedbatch.policies import LaneFSM
 
 DEVICES = np.array(jax.devices())
 MESH = Mesh(DEVICES, ("data",))
@@ -328,6 +330,52 @@ def check_transfers():
     ENCODE.apply(p, plan)
     with jax.transfer_guard("disallow"):
         ENCODE.apply(p, ENCODE.plan(p, trees(16, seed=1), mesh=MESH))
+
+
+@jedbatch.cell
+def spin(p, n):
+    """n steps of loops in a loop; negative n never ends."""
+
+    def body(carry):
+        i, x = carry
+        return i + 1, jax.lax.fori_loop(0, i, lambda _, x: jnp.tanh(x @ p["w"][:4] + x), x)
+
+    return jax.lax.while_loop(lambda c: c[0] != n, body, (0, p["e"][0]))[1]
+
+
+def check_loops_under_a_learned_policy():
+    """A plan keeps the table that it was made with, on all devices; another compiles nothing."""
+    numbers = [3, 0, 5, 1, 2, 4, 6, 1, 0, 2, 3]
+    batched = jedbatch.batch(spin, control_flow="lanes", lane_policy=LaneFSM.of({}), max_steps=7)
+    traced = []
+
+    @jax.jit
+    def apply(p, plan):
+        traced.append(1)
+        return batched.apply(p, plan)
+
+    plans, tables = [], []
+    for machine in (LaneFSM.of({}), LaneFSM.of({"nothing to 1": {(1, 1): (0, 0)}})):
+        batched.lane_policy = machine
+        plans.append(batched.plan(PARAMS, numbers, gradient=False, mesh=MESH))
+        tables.append(machine.table)
+    assert (tables[0] != tables[1]).any()
+    for plan, table in zip(plans, tables, strict=True):
+        np.testing.assert_array_equal(plan.lane_table, table)
+        assert plan.lane_table.sharding.device_set == set(DEVICES)
+        assert_close(loop(spin, PARAMS, numbers), apply(PARAMS, plan))
+        assert_close(loop(spin, PARAMS, numbers), batched.apply(PARAMS, plan))
+    assert len(traced) == 1
+    numbers[4] = numbers[9] = -1  # in shards of their own
+    plan = batched.plan(PARAMS, numbers, gradient=False, mesh=MESH)
+    message = raised(lambda: batched.apply(PARAMS, plan), UnfinishedLoopError)
+    assert "max_steps=7" in message
+    assert "instances 4, 9." in message
+    leaves, form = jax.tree.flatten(plan)
+    nameless = jax.tree.unflatten(form, leaves)
+    assert "instances" not in raised(lambda: batched.apply(PARAMS, nameless), UnfinishedLoopError)
+    stopped = np.isnan(apply(PARAMS, plan)).any(axis=1)
+    assert np.flatnonzero(stopped).tolist() == [4, 9]
 
 
 def raised(run, kind):
