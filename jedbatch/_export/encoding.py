@@ -73,9 +73,15 @@ def target_to_json(target: Target) -> dict[str, Any]:
 
 
 def target_written(written: Mapping[str, Any]) -> Target:
-    """Returns what `target_to_json` wrote."""
+    """Returns what `target_to_json` wrote, in this version or another one.
+
+    What a version before did not have is as by default, and what a later one has besides is left
+    out: tables depend on neither, or the version of files would be another one.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Target):
+        if field.name not in written and field.name != "name":
+            continue
         x = written[field.name]
         if isinstance(getattr(CPU, field.name), Buckets):
             values[field.name] = buckets_of(x)
