@@ -272,6 +272,14 @@ def _calculating(calculate: Callable) -> Callable:
     return method
 
 
+def _power(extent: Any, power: Any, *modulo: Any) -> Any:
+    """Returns an extent raised to a power: an extent, or an array where it may be no extent."""
+    if is_symbolic_dim(power) or (type(power) is int and power >= 0):
+        return Base.__pow__(extent, power, *modulo)
+    base = extent * 1.0 if type(power) in (int, float) else extent.__jax_array__()
+    return pow(base, power, *modulo)
+
+
 class Extent(Base):
     """A symbolic dimension on which Python may not decide."""
 
@@ -305,7 +313,7 @@ class Extent(Base):
     __rsub__ = _calculating(Base.__rsub__)
     __mul__ = _calculating(Base.__mul__)
     __rmul__ = _calculating(Base.__rmul__)
-    __pow__ = _calculating(Base.__pow__)
+    __pow__ = _calculating(_power)
     __floordiv__ = _calculating(Base.__floordiv__)
     __rfloordiv__ = _calculating(Base.__rfloordiv__)
     __mod__ = _calculating(Base.__mod__)

@@ -15,7 +15,8 @@ from jedbatch.errors import (
     RecompilationWarning,
 )
 
-GROWING_PLANS = 6  # plans in a row with types that none before had
+GROWING_PLANS = 6  # plans in a row with types that none before had,
+GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
 
 
 def warn_if_degenerate(
@@ -44,6 +45,16 @@ def warn_if_degenerate(
         )
         text += f"Instances are grouped by equal shapes, since {apart}. " if apart else ""
         warn_once(cause, f"{text}{cure}", warned)
+        return
+    if apart and new_in_a_row >= GROUPED_PLANS:
+        warn_once(
+            cause,
+            f"{new_in_a_row} minibatches in a row had lengths that none before had, each of which "
+            f"is compiled and run by itself. Instances are grouped by equal shapes, since {apart}. "
+            "Write it with operations that run for several lengths at once, or pad arrays to a few "
+            "lengths",
+            warned,
+        )
         return
     last = len(graph.types) - 1
     grows = new_in_a_row >= GROWING_PLANS and last >= MAX_TYPES

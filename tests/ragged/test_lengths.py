@@ -319,6 +319,22 @@ def test_what_holds_for_all_lengths_is_no_look():
     assert apart(batched) is None
 
 
+def test_powers_of_lengths_are_numbers():
+    """Other ones than whole powers are no extents."""
+
+    def fn(w, x):
+        n, total = x.shape[0], (x @ w).sum()
+        exponents = (2, 0.5, -0.5, -1, np.float32(1.5), jnp.float32(-2), jnp.int32(2))
+        return [total * n**p for p in exponents] + [total * (n + 1) ** 0.5, total * 2.0**n]
+
+    xs = [x for (x,) in arrays((3,), (5,), (1,))]
+    assert apart(agree(fn, xs)) is None
+    kinds = [[r.dtype for r in fn(WEIGHT, x)] for x in xs]
+    assert [
+        [r.dtype for r in out] for out in jedbatch.batch(fn, out_axes=None)(WEIGHT, xs)
+    ] == kinds
+
+
 def test_reasons_are_sentences_about_the_program():
     for fn in (
         lambda w, x: jnp.linspace(0.0, 1.0, x.shape[0]).sum(),

@@ -97,6 +97,23 @@ def test_types_that_grow_from_minibatch_to_minibatch():
     batched.plan(W, list(range(44, 51)))
 
 
+def test_lengths_that_are_new_in_each_minibatch():
+    batched = jedbatch.batch(inverses)
+    minibatches = [[np.ones((n, 3), np.float32) for n in range(k, k + 3)] for k in (2, 5, 8, 11)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)
+        for squares in (*minibatches[:2], minibatches[0], *minibatches[:2]):
+            batched.plan(W, squares)
+        batched.plan(W, minibatches[2])
+    batched.plan(W, minibatches[3])
+    fresh = jedbatch.batch(inverses)
+    message = "3 minibatches in a row .*since .*`lu` of"
+    with pytest.warns(GroupedByShapesWarning, match=message) as warned:  # noqa: PT031
+        for squares in minibatches:
+            fresh.plan(W, squares)
+    assert len(warned) == 1
+
+
 def test_very_many_types_of_some_nodes():
     def fn(w, n):
         return sum(jnp.broadcast_to(w * i, (n,)).max() for i in range(6))
