@@ -8,7 +8,8 @@ saturation  instances per second of requests that all come at once (`server`); o
             before, which leaves out planning (`planned`). All in minibatches of `--batch`.
 latency     milliseconds from when a request was due to its result, of requests that come at random
             (Poisson), at shares of the saturation of the server: by the server; one by one;
-            and in fixed batches of 32 that wait for 50 ms at most.
+            and in fixed batches of 32 that wait for 50 ms at most. Python's collections of garbage
+            do not look at what was there before (`gc.freeze`).
 endurance   `--requests` requests, one in a hundred malformed and one in a hundred cancelled, and
             weights are swapped 20 times. Results are compared with those of either weights,
             computed before; the memory of the process is read along the way.
@@ -18,6 +19,7 @@ The load comes from the event loop of the server, in the same process.
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -177,6 +179,8 @@ async def latencies(model: Model, rate: float, seconds: float, rounds: int) -> l
             name: await stack.enter_async_context(model.server(**options))
             for name, options in ways.items()
         }
+        gc.collect()
+        gc.freeze()  # as `python -m jedbatch serve` does
         count = max(20, int(rate * seconds))
         for number in range(rounds + 1):  # the first warms up
             for name, server in servers.items():
