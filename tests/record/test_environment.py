@@ -224,9 +224,10 @@ def test_evaluated_first_and_differentiated_then():
 
 def test_functions_that_decide_on_values():
     layer = Layer()
-    fn = lambda x: layer(x) if layer(x).sum() > 3.5 else -layer(x)  # noqa: E731
+    fn = lambda x: layer(x) if layer(x).sum() > 0 else -2 * layer(x)  # noqa: E731
     batched = jedbatch.batch(fn, in_axes=0)
-    xs = [np.float32(-3.0), np.float32(2.0)]
+    xs = [np.float32(-1.5), np.float32(-0.5)]
+    assert [bool(layer(x).sum() > 0) for x in xs] == [False, True]
     agrees(batched, fn, xs)
     layer.w = layer.w * -1
     agrees(batched, fn, xs)
