@@ -3,6 +3,9 @@
 The tests of a package lie in the folder of its name, programs and helpers that several of them use
 in `cases`, texts that must not change by accident in `golden`. Tests marked as slow are the rest of
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
+
+Most of the time of tests goes into compiling. Tests of what programs compute compile as users do,
+the others and slow ones with little optimization of the machine's code (`is_optimized`).
 """
 
 import gc
@@ -29,6 +32,53 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
+GIVEN = LITTLE in os.environ
+# What programs compute is the subject of the tests of these; those of the other folders are of what
+# is recorded, planned, kept and said, and compile the same kinds of programs on the way.
+OPTIMIZED = {
+    "control_flow",
+    "export",
+    "graph",
+    "kernel",
+    "layout",
+    "models",
+    "program",
+    "ragged",
+    "test_tiny.py",
+}
+
+
+def is_optimized(item):
+    """Returns whether the programs of a test are compiled as users compile them.
+
+    Slow tests are the rest of a table that has cases which are. The marks `optimized` and
+    `unoptimized` say otherwise.
+    """
+    if item.get_closest_marker("optimized"):
+        return True
+    if item.get_closest_marker("unoptimized") or item.get_closest_marker("slow"):
+        return False
+    return item.path.relative_to(Path(__file__).parent).parts[0] in OPTIMIZED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Compiles the programs of a test and of processes it starts with much or little optimization.
+
+    What is given in the environment holds for all of them.
+    """
+    if GIVEN or is_optimized(item):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LITTLE, "1")
+        jax.config.update(LITTLE.lower(), True)
+        try:
+            return (yield)
+        finally:
+            jax.config.update(LITTLE.lower(), False)
 
 
 MOST_MAPPINGS = (

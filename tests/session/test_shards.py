@@ -38,7 +38,7 @@ def test_eight_devices():
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
     if jax.config.jax_compilation_cache_dir:
@@ -50,6 +50,7 @@ def test_eight_devices():
     assert not done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.optimized  # other functions of shards are compiled with little
 def test_one_device():
     batched, p = jedbatch.batch(total), jnp.ones(3)
     plan = batched.plan(p, TREES, mesh=mesh_of(1))
