@@ -1,5 +1,7 @@
 """Policies for lanes that are learned: tables on hosts and devices, files, batched functions."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,9 @@ from jedbatch._schedule.lane_policies import (
     next_step,
 )
 from jedbatch._schedule.lane_runs import LaneRun, simulate
+
+# Programs of lanes are compiled as users do in `test_program_counters.py`.
+pytestmark = pytest.mark.unoptimized
 
 LABELS = ("a to 1", "b to 0")
 
@@ -204,6 +209,9 @@ def whole(w, instance):
     return spin_in_spin(w, *instance)
 
 
+alone = jax.jit(whole)  # else its loops are compiled for each instance
+
+
 def batched(**options):
     return jedbatch.batch(whole, control_flow="lanes", target=TARGET, **options)
 
@@ -218,52 +226,58 @@ def rows_of(given):
     return jnp.asarray([n for n, _ in given]), jnp.stack([x for _, x in given])
 
 
-@pytest.mark.parametrize("made", mostly_slow([by_rows, batched], "by_rows"))
-def test_a_machine_is_data_of_compiled_programs(made):
+@pytest.fixture(params=mostly_slow([by_rows, batched], "by_rows"), scope="module")
+def learned(request):
+    """A function, its arguments and results, its machine, and what was counted by each policy."""
     given = instances()
-    theirs = [whole(W, x) for x in given]
-    fn, args = made(), rows_of(given) if made is by_rows else [given]
-    default = fn.lane_steps(W, *args)
+    theirs = [alone(W, x) for x in given]
+    fn, args = request.param(), rows_of(given) if request.param is by_rows else [given]
+    counts = {"least_loss": fn.lane_steps(W, *args)}
     machine = fn.learn(W, *args, lanes=True, episodes=8)
     assert fn.lane_policy is machine
+    counts["LaneFSM"] = fn.lane_steps(W, *args)
+    return SimpleNamespace(fn=fn, args=args, theirs=theirs, machine=machine, counts=counts)
+
+
+def test_a_machine_is_data_of_compiled_programs(learned):
+    fn, args, theirs, counts = learned.fn, learned.args, learned.theirs, learned.counts
+    fn.lane_policy = learned.machine
     np.testing.assert_allclose(fn(W, *args), theirs, rtol=1e-5, atol=1e-6)
-    assert fn.lane_steps(W, *args).needed == default.needed
+    assert counts["LaneFSM"].needed == counts["least_loss"].needed
     compiled = fn.compilations
-    program = machine.report.entries[0].program
+    program = learned.machine.report.entries[0].program
     codes = [(a, b, c) for a in range(4) for b in range(4) for c in range(4) if a or b or c]
     others = [
         LaneFSM.of({program: {c: (int(np.flatnonzero(c)[k]), w) for c in codes}})
         for k, w in ((0, 0), (-1, 2))
     ]
-    counts = []
     for other in others:
         fn.lane_policy = other
         np.testing.assert_allclose(fn(W, *args), theirs, rtol=1e-5, atol=1e-6)
         assert fn.compilations == compiled
-        counts.append(fn.lane_steps(W, *args))
-        assert counts[-1].needed == default.needed
-    assert counts[0].steps != counts[1].steps  # they do something else
+    last = fn.lane_steps(W, *args)
+    assert last.needed == counts["LaneFSM"].needed
+    assert last.steps != counts["LaneFSM"].steps  # it does something else
 
 
-def test_the_report_is_what_the_device_counts():
+def test_the_report_is_what_the_device_counts(learned):
     """Steps and lanes of every policy in the report, against those that ran."""
-    rows = rows_of(instances())
-    fn = by_rows()
-    machine = fn.learn(W, *rows, lanes=True, episodes=8)
-    for entry in machine.report.entries:
+    fn, counts = learned.fn, learned.counts
+    fn.lane_policy = policies.most_lanes
+    counts["most_lanes"] = fn.lane_steps(W, *learned.args)
+    entries = learned.machine.report.entries
+    assert {entry.policy.partition(" ")[0] for entry in entries} == counts.keys()
+    for entry in entries:
         name = entry.policy.partition(" ")[0]
-        fn.lane_policy = machine if name == "LaneFSM" else getattr(policies, name)
-        counts = fn.lane_steps(W, *rows)
-        assert (counts.steps, counts.lanes) == (entry.steps, entry.lanes), name
-        assert counts.needed == machine.report.needed[entry.program]
+        assert (counts[name].steps, counts[name].lanes) == (entry.steps, entry.lanes), name
+        assert counts[name].needed == learned.machine.report.needed[entry.program]
 
 
 def test_plans_keep_the_table_they_were_made_with():
     """A plan is data of a compiled program, so is its table, under `jit` too."""
-    given = instances()
-    theirs = [whole(W, x) for x in given]
-    fn = batched()
-    fn.learn(W, given, lanes=True, episodes=2)
+    given = instances(12)
+    theirs = [alone(W, x) for x in given]
+    fn = batched(lane_policy=LaneFSM.of({"nothing to 1": {(1, 0): (0, 0)}}))
     traced = []
 
     @jax.jit
@@ -320,13 +334,11 @@ def test_gradients_around_loops_under_a_machine():
 
 def test_policies_for_lanes_are_given_by_name_or_value():
     given = instances()
-    theirs = [whole(W, x) for x in given]
-    counts = {}
+    theirs = [alone(W, x) for x in given]
     for policy in (policies.least_loss, policies.most_lanes):
         fn = by_rows(lane_policy=policy)
         np.testing.assert_allclose(fn(W, *rows_of(given)), theirs, rtol=1e-5, atol=1e-6)
-        counts[policy] = fn.lane_steps(W, *rows_of(given))
-    assert counts[policies.least_loss].needed == counts[policies.most_lanes].needed
+        assert fn.lane_policy is policy
     with pytest.raises(TypeError, match="got lane_policy='most_lanes'; expected a callable"):
         batched(lane_policy="most_lanes")
     fn = batched()
@@ -357,7 +369,7 @@ def test_functions_that_decide_on_values_run_under_a_machine():
 @pytest.mark.slow
 def test_exported_functions_keep_their_machine():
     given = instances(20)
-    theirs = [whole(W, x) for x in given]
+    theirs = [alone(W, x) for x in given]
     fn = batched()
     fn.learn(W, given, lanes=True, episodes=2)
     exported = fn.export(W, given, gradient=False)

@@ -24,6 +24,9 @@ from jedbatch._schedule.lane_policies import (
 )
 from jedbatch._schedule.lane_runs import LaneRun, LaneSimulator, simulate
 
+# Programs of lanes are compiled as users do in `test_program_counters.py`.
+pytestmark = pytest.mark.unoptimized
+
 SIZE = 37
 STEP_WORK = 300.0  # little, for blocks of these programs to have several widths
 
@@ -59,6 +62,12 @@ def run(fn, policy, n, x, records=True):
     return jax.tree.unflatten(jax.tree.structure(shape), outs), counter
 
 
+@functools.cache
+def ran(fn, policy, size=SIZE, most=7):
+    """The same for `instances`, compiled once for all tests."""
+    return run(fn, policy, *instances(size, most))
+
+
 def counted(counter, blocks):
     """Returns int64[K, 3], what was counted of the steps of some blocks."""
     counts = np.zeros((len(blocks.block), 3), np.int64)
@@ -79,9 +88,9 @@ def test_policies_change_no_result_and_take_the_steps_that_are_simulated(case):
     n, x = instances()
     theirs = [jax.jit(fn)(a, b) for a, b in zip(n, x, strict=True)]
     theirs = jax.tree.map(lambda *xs: np.stack(xs), *theirs)
-    _, recorded = run(fn, least_loss, n, x)
+    _, recorded = ran(fn, least_loss)
     (known,) = recorded.runs
-    ours, counter = run(fn, policy, n, x)
+    ours, counter = ran(fn, policy)
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     (again,) = counter.runs
@@ -95,8 +104,8 @@ def test_policies_change_no_result_and_take_the_steps_that_are_simulated(case):
 
 
 def test_what_is_recorded_is_what_instances_do():
-    n, x = instances()
-    _, counter = run(loop_in_loop, most_lanes, n, x)
+    n, _ = instances()
+    _, counter = ran(loop_in_loop, most_lanes)
     (known,) = counter.runs
     for lane, often in enumerate(n.tolist()):
         visits = slice(known.ptr[lane], known.ptr[lane + 1])
@@ -111,8 +120,7 @@ def test_what_is_recorded_is_what_instances_do():
 
 
 def test_a_part_of_a_run_is_that_of_its_lanes():
-    n, x = instances()
-    (whole,) = run(loop_in_scan, least_loss, n, x)[1].runs
+    (whole,) = ran(loop_in_scan, least_loss)[1].runs
     lanes = np.arange(0, SIZE, 3)
     part = whole.part(lanes)
     part.check()
@@ -123,17 +131,18 @@ def test_a_part_of_a_run_is_that_of_its_lanes():
 
 
 def test_counting_alone_records_nothing():
-    n, x = instances()
-    assert not run(loop_in_loop, least_loss, n, x, records=False)[1].runs
+    counter = run(loop_in_loop, least_loss, *instances(4), records=False)[1]
+    assert counter.found
+    assert not counter.runs
 
 
 def test_runs_of_many_widths():
     """More lanes than a step takes, in programs of several blocks with much work."""
-    n, x = instances(150, 9)
-    (known,) = run(switch_in_loop_in_loop, least_loss, n, x)[1].runs
+    many = functools.partial(ran, switch_in_loop_in_loop, size=150, most=9)
+    (known,) = many(policy=least_loss)[1].runs
     assert len(known.blocks.block) > len(known.blocks.work)
     for policy in (least_loss, most_lanes):
-        counter = run(switch_in_loop_in_loop, policy, n, x)[1]
+        counter = many(policy=policy)[1]
         found = simulate(known, policy)
         np.testing.assert_array_equal(found.counts, counted(counter, known.blocks))
 
