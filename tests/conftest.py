@@ -34,6 +34,11 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_collection_modifyitems(items):
+    """Begins with the longest test, which would run alone at the end."""
+    items.sort(key=lambda item: item.name != "test_eight_devices")
+
+
 LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
 GIVEN = LITTLE in os.environ
 # What programs compute is the subject of the tests of these; those of the other folders are of what
