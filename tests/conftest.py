@@ -4,8 +4,8 @@ The tests of a package lie in the folder of its name, programs and helpers that 
 in `cases`, texts that must not change by accident in `golden`. Tests marked as slow are the rest of
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
 
-Most of the time of tests goes into compiling. Tests of what programs compute compile as users do,
-the others and slow ones with little optimization of the machine's code (`is_optimized`).
+Most of the time of tests goes into compiling. All but slow ones compile as users do, these with
+little optimization of the machine's code (`is_optimized`).
 """
 
 import gc
@@ -41,32 +41,14 @@ def pytest_collection_modifyitems(items):
 
 LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
 GIVEN = LITTLE in os.environ
-# What programs compute is the subject of the tests of these; those of the other folders are of what
-# is recorded, planned, kept and said, and compile the same kinds of programs on the way.
-OPTIMIZED = {
-    "control_flow",
-    "export",
-    "graph",
-    "kernel",
-    "layout",
-    "models",
-    "program",
-    "ragged",
-    "test_tiny.py",
-}
 
 
 def is_optimized(item):
     """Returns whether the programs of a test are compiled as users compile them.
 
-    Slow tests are the rest of a table that has cases which are. The marks `optimized` and
-    `unoptimized` say otherwise.
+    Slow tests are the rest of a table that has cases which are.
     """
-    if item.get_closest_marker("optimized"):
-        return True
-    if item.get_closest_marker("unoptimized") or item.get_closest_marker("slow"):
-        return False
-    return item.path.relative_to(Path(__file__).parent).parts[0] in OPTIMIZED
+    return not (item.get_closest_marker("slow") or item.get_closest_marker("unoptimized"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,7 +52,6 @@ def test_everything_public_is_documented():
                     assert inspect.getdoc(value), f"{name}.{member}"
 
 
-@pytest.mark.optimized  # as those who read it run it
 def test_readme_runs():
     """All Python blocks, one after the other; `print` shows what the README says it shows."""
     text = README.read_text()

@@ -30,6 +30,7 @@ def mesh_of(*shape):
     return Mesh(np.array(jax.devices()[:1]).reshape(shape), names)
 
 
+@pytest.mark.unoptimized  # programs of one shard are compiled as users do
 def test_eight_devices():
     """See `eight_devices.py`."""
     script = Path(__file__).parent / "eight_devices.py"
@@ -50,7 +51,6 @@ def test_eight_devices():
     assert not done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.optimized  # other functions of shards are compiled with little
 def test_one_device():
     batched, p = jedbatch.batch(total), jnp.ones(3)
     plan = batched.plan(p, TREES, mesh=mesh_of(1))
