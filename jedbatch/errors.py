@@ -193,8 +193,8 @@ class ManyTypesWarning(PerformanceWarning):
 class GroupedByShapesWarning(PerformanceWarning):
     """Instances whose arrays differ in length are not batched with each other.
 
-    **Symptom.** As of `ManyTypesWarning`, or three minibatches in a row compile anew; a printed plan
-    says "grouped by equal shapes".
+    **Symptom.** As of `ManyTypesWarning`, or three minibatches in a row are compiled anew; a
+    printed plan says "grouped by equal shapes".
 
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or
