@@ -22,6 +22,8 @@ from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, Dtype
 
+JOINED_BYTES = 1 << 16  # of input rows that are joined first; memory for more is mapped anew
+
 
 def assemble(
     rooms: Mapping[Kind, int],
@@ -79,8 +81,10 @@ def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | No
 def _filled_up(kind: Kind, parts: Sequence[np.ndarray] | None, capacity: int) -> np.ndarray:
     """Returns parts [k, *shape] as one array [capacity, *shape]; rows beyond them are zeros."""
     rows = np.zeros((capacity, *kind[0]), kind[1])
-    if parts:
-        joined = np.concatenate(parts)
+    if parts and rows.nbytes > JOINED_BYTES:
+        np.concatenate(parts, out=rows[: sum(map(len, parts))])
+    elif parts:
+        joined = np.concatenate(parts)  # each part takes less time than to a place that is given
         rows[: len(joined)] = joined
     return rows
 
