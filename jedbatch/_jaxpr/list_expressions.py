@@ -27,7 +27,9 @@ class Expression:
       of_element: whether there is one for each element.
       args: ids of the expressions it reads.
       shape, dtype: of the value, or of one element's.
-      run: maps the values of `args` to the value; None of what is below.
+      run: maps the values of `args` to the value; None of what is below. Of an operation with many
+        results, to all of them.
+      result: which of the results of `run` it is; None if `run` returns it alone.
       given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
         ("one by the length",).
       reduction: (operation, whether elements were rows of an array) if it reduces elements.
@@ -41,11 +43,16 @@ class Expression:
     shape: tuple[int, ...]
     dtype: Dtype
     run: Callable[..., Any] | None = None
+    result: int | None = None
     given: tuple[Any, ...] | None = None
     reduction: tuple[str, bool] | None = None
     joins: str | None = None
     chained: tuple[str, int, int] | None = None
     repeated: tuple[int, tuple[int, ...]] | None = None
+
+    def value_of(self, made: Any) -> Any:
+        """The value, from what `run` returns."""
+        return made if self.result is None else made[self.result]
 
 
 class Expressions:
@@ -89,8 +96,7 @@ class Expressions:
         of_element = any(x.of_element for x in read)
         ids = []
         for k, x in enumerate(made):
-            of_result = lambda *values, k=k: run(*values)[k]  # noqa: E731
-            expression = Expression(of_element, tuple(args), x.shape, x.dtype, of_result, **facts)
+            expression = Expression(of_element, tuple(args), x.shape, x.dtype, run, k, **facts)
             ids.append(self.add((key, k), expression))
         self._made[key, *args] = ids
         return ids
@@ -127,7 +133,9 @@ class Expressions:
             )
         if y.given is not None:
             is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
-            return is_number and x.dtype == y.dtype and x.run is not None and x.run() == 1
+            if not is_number or x.dtype != y.dtype or x.run is None:
+                return False
+            return bool(x.value_of(x.run()) == 1)
         if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
             return False
         return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
@@ -172,6 +180,7 @@ class Expressions:
                 stacked.append(own[0] if is_sum else without_others(jnp.stack(own), exists))
             by_number = dict(zip(inputs, given, strict=True))
             values: dict[int, Array] = {}
+            made: dict[tuple[Callable, tuple[int, ...]], Any] = {}  # by operations, all results
             for index in self._read_by(results):
                 x = self.all[index]
                 first = self.all[x.args[0]].given if x.args else None
@@ -183,10 +192,13 @@ class Expressions:
                 elif x.reduction is not None:
                     values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
                 else:
-                    axes = [0 if self.all[a].of_element else None for a in x.args]
                     assert x.run is not None
-                    call = jax.vmap(x.run, axes, axis_size=capacity) if x.of_element else x.run
-                    values[index] = call(*(values[a] for a in x.args))
+                    operation = x.run, x.args
+                    if operation not in made:
+                        axes = [0 if self.all[a].of_element else None for a in x.args]
+                        call = jax.vmap(x.run, axes, axis_size=capacity) if x.of_element else x.run
+                        made[operation] = call(*(values[a] for a in x.args))
+                    values[index] = x.value_of(made[operation])
             return [values[index] for index in results]
 
         return run

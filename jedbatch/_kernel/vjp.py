@@ -42,7 +42,7 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
-from jedbatch._kernel.weight_gradients import Tap
+from jedbatch._kernel.weight_gradients import MatrixProduct, Tap
 from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
@@ -509,6 +509,7 @@ class KernelVjp:
             linear=name in LINEAR_OPERATIONS or name in LOOK_UPS,
             look_up=name in LOOK_UPS,
             scale=name == "mul" and len(others) == 1 and _alike(*eqn.invars, *eqn.outvars),
+            product=MatrixProduct.of(eqn, kernel.is_const),
         )
 
     def _make_returned(self, s: int) -> Tap:

@@ -1,16 +1,69 @@
-"""Gradients of consts: from the rows that they met, and the cotangents of what came of it."""
+"""Gradients of consts: from the rows that they met, and the cotangents of what came of it.
+
+That of a matrix is one product of all rows with all cotangents. What JAX makes of a product under
+`vmap` is this product too, but with rows of lists it sums over an axis that XLA:CPU has to move
+first, which takes longer than the product.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.sums import added
+from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources
+from jedbatch._kernel.products import is_lopsided
 from jedbatch._support.types import Array
+
+
+class MatrixProduct(NamedTuple):
+    """A product of a vector, or of the rows of a matrix, with a matrix among the consts.
+
+    Attributes:
+      row_axis: the axis of the rows over which it sums.
+      weight_axis: that of the const.
+      weight_first: whether the const is its first factor.
+      precision: of the product.
+    """
+
+    row_axis: int
+    weight_axis: int
+    weight_first: bool
+    precision: Any
+
+    @staticmethod
+    def of(eqn: Equation, is_const: Callable[[Any], bool]) -> "MatrixProduct | None":
+        """Returns what an equation is; None if it is no such product of equal floats."""
+        if eqn.primitive.name != "dot_general":
+            return None
+        (sums, batch), sides = eqn.params["dimension_numbers"], eqn.invars
+        kinds = {str(x.aval.dtype) for x in (*sides, *eqn.outvars)}
+        which = [k for k, x in enumerate(sides) if is_const(x)]
+        if len(which) != 1 or any(batch) or [*map(len, sums)] != [1, 1] or len(kinds) != 1:
+            return None
+        (weight,) = which
+        row, const = sides[1 - weight].aval, sides[weight].aval
+        if not kinds <= {"float32", "float64"} or row.ndim not in (1, 2) or const.ndim != 2:
+            return None
+        if is_lopsided(eqn.params["precision"]):
+            return None
+        (row_axis,), (weight_axis,) = sums[1 - weight], sums[weight]
+        return MatrixProduct(row_axis, weight_axis, weight == 0, eqn.params["precision"])
+
+    def gradient(self, rows: Array, cotangents: Array) -> Array:
+        """The gradient of the const, from rows and cotangents of all lanes."""
+        if rows.ndim == 3:
+            rows = jnp.moveaxis(rows, 1 + self.row_axis, 2)
+            cotangents = jnp.moveaxis(cotangents, 1, 2) if self.weight_first else cotangents
+            rows, cotangents = (x.reshape(-1, x.shape[2]) for x in (rows, cotangents))
+        first, second = (rows, cotangents) if self.weight_axis == 0 else (cotangents, rows)
+        return lax.dot_general(first, second, (((0,), (0,)), ((), ())), precision=self.precision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +81,7 @@ class Tap:
       linear: zero rows give zero, so lanes that never ran may hold zeros.
       look_up: its gradient is a scatter.
       scale: it multiplies a row by a const of its shape, element by element.
+      product: of a row or rows with a matrix, which it is; None of other operations.
     """
 
     consts: tuple[int, ...]
@@ -40,6 +94,7 @@ class Tap:
     linear: bool = True
     look_up: bool = False
     scale: bool = False
+    product: MatrixProduct | None = None
 
     def gradient(
         self, consts: Sequence[Array], rows: Array, cotangents: Sequence[Array]
@@ -51,6 +106,9 @@ class Tap:
             ones = jnp.ones(len(row), terms.dtype)
             total = jnp.dot(ones, terms, precision=jax.lax.Precision.HIGHEST)
             return [total.reshape(row.shape[1:])]
+        if self.product is not None:
+            (row,), (cotangent,) = rows, cotangents
+            return [self.product.gradient(row, cotangent)]
         fixed = [consts[c] for c in self.fixed]
 
         def batched(moving):

@@ -146,6 +146,20 @@ def test_lists_that_are_only_summed():
     assert_close(of_sum([W, x], [total, *h], length), whole([W, x], [*h, *h], length), rtol=1e-6)
 
 
+def test_operations_with_many_results_run_once():
+    def in_parts(w, x, *states):
+        first, second = jnp.split(sum(h for h, _ in states) @ w, 2)
+        return first * second, sum(jnp.split(c, 2)[0] for _, c in states)
+
+    expressions = Expressions(Keys().params_key)
+    results = rolled(expressions, in_parts, 3, counts=True)
+    program = expressions.program(results, [0, 1], summed=[False] * 2, capacity=4)
+    args = [W, jnp.ones(2)], [jnp.ones(2)] * 8, jnp.int32(3)
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(program)(*args).jaxpr.eqns]
+    assert names.count("split") == 2
+    assert_close((*program(*args),), in_parts(W, None, *[(jnp.ones(2),) * 2] * 3), 1e-6)
+
+
 @pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up])
 def test_programs_of_one_element_are_recognized(cell):
     """They have no reductions; what is said of longer lists is what they do, and of others not."""
