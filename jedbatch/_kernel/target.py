@@ -38,7 +38,7 @@ BLOCK_BUCKETS = Buckets((16, 192), 16)
 LEAST_START = 8  # what starting a chunk costs at least, in lanes
 NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
-HEAVY_BLOCKS, LIGHT_BLOCKS = Buckets((64, 256)), Buckets((64,))  # of 512 rows are slower
+HEAVY_BLOCKS, LIGHT_BLOCKS = Buckets((64, 256)), Buckets((64, 512))
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (

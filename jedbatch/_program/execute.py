@@ -467,8 +467,7 @@ class Backward:
             total = [jnp.zeros(*kind) if c in sources else None for c, kind in kinds]
             if taps:
                 lanes = self._lanes(k, consts[k], tables, arenas, state)
-            for tap in taps:
-                total = lanes.add_gradient(tap, total)
+                total = lanes.add_gradients(total)
             for table in kernel.tables:
                 found = set().union(*(sources.pop(c, ()) for c in table.results))
                 if found:

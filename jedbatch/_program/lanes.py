@@ -82,14 +82,21 @@ class Lanes:
     trips: jax.Array | None
     cotangents: Callable[[Tap, Lane, int], Sequence[jax.Array]] | None = None
 
-    def add_gradient(self, tap: Tap, total: Values) -> list[jax.Array | None]:
-        """Returns gradients of consts, to which what a tapped operation contributes is added.
+    def add_gradients(self, total: Values) -> list[jax.Array | None]:
+        """Returns gradients of consts, to which what all tapped operations contribute is added.
 
         In lanes where a cotangent does not exist, it and the rows may be anything.
         """
-        stand_in = self.stand_in(tap)
-        block = functools.partial(self.add_block, tap, stand_in)
-        return each_block(self.blocks, self.capacity, self.trips, block, list(total))
+        taps = self.kernel.reverse.taps
+        stand_ins = list(map(self.stand_in, taps))
+
+        def block(width: int, lane: Lane, total: Values) -> Values:
+            for tap, stand_in in zip(taps, stand_ins, strict=True):
+                total = self.add_block(tap, stand_in, width, lane, total)
+            return total
+
+        found = each_block(self.blocks, self.capacity, self.trips, block, list(total))
+        return list(found)
 
     def stand_in(self, tap: Tap) -> StandIn | None:
         """Returns what takes the place of rows of no lane; None if rows of zeros do."""
