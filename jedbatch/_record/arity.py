@@ -33,6 +33,7 @@ from jedbatch._support.types import Array
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
 # Elements there is room for in types that serve several lengths.
 CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
+CAPACITIES_OF_SUMS = CAPACITIES[1:]  # where all lists are summed as they are read
 LONG = 64  # longer lists are rolled up as soon as they are met
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
 
@@ -212,6 +213,24 @@ class CellCalls:
             if is_operand
         )
 
+    def capacity(self, rolled: Rolled, key: Any) -> int:
+        """Returns the elements there is room for in the type that serves a type of a key.
+
+        Elements that do not exist cost next to nothing in lists that are summed as they are read,
+        so there are fewer types of these.
+        """
+        summed, (in_lists, _) = self._summed(key), key[4]
+        capacities = CAPACITIES_OF_SUMS if all(summed) and not in_lists else CAPACITIES
+        return next(c for c in capacities if c >= rolled.length)
+
+    def _summed(self, key: Any) -> tuple[bool, ...]:
+        """Returns for each leaf of the elements whether nothing but its sum is read."""
+        results, _, _, elements, _ = key
+        return tuple(
+            t.dtype in SUMMED and self._expressions.is_only_summed(results, leaf)
+            for leaf, t in enumerate(elements)
+        )
+
     def padded_type(self, rolled: Rolled, key: Any, of: NodeType, capacity: int) -> NodeType:
         """Returns the type with room for so many elements that serves types of one key.
 
@@ -246,10 +265,8 @@ class CellCalls:
             with pause():
                 return jax.make_jaxpr(run)(*shared_avals, *given, *lists, length)
 
-        leaves = range(len(elements))
         closed = traced([False] * len(elements))
-        can_sum = [self._expressions.is_only_summed(results, leaf) for leaf in leaves]
-        summed = tuple(can and t.dtype in SUMMED for can, t in zip(can_sum, elements, strict=True))
+        summed = self._summed(key)
         lists = ListOperands(
             len(inputs),
             capacity,
@@ -331,7 +348,7 @@ class Arities:
                     self.revision += rolled.node_type != node_type
 
     def _padded(self, calls: CellCalls, rolled: Rolled, key: Hashable) -> PaddedCalls:
-        capacity = next(c for c in CAPACITIES if c >= rolled.length)
+        capacity = calls.capacity(rolled, key)
         if (key, capacity) not in calls.padded_types:
             of = self._node_types[rolled.node_type]
             new = calls.padded_type(rolled, key, of, capacity)

@@ -343,7 +343,7 @@ def bag(p, numbers):
     return bag_sum(p, 1.0 + len(numbers), [item(p, float(i)) for i in numbers])
 
 
-SUMS = [[1, 2], [2, 3, 2], [4], [3, 1, 2, 2], [2, 1, 1, 1, 5], [1, 2, 3, 4, 5, 6, 7]]
+SUMS = [[1, 2], [2, 3, 2], [4], [3, 1, 2, 2], [2, 1, 1, 1, 5], [1, 2, 3, 4, 5, 6, 7], [2] * 9]
 
 
 def summed(batched, *args):
@@ -353,11 +353,14 @@ def summed(batched, *args):
 
 
 def test_sums_of_lists_are_read_as_sums():
-    """Elements that are there twice count twice; those that do not exist have no cotangent."""
+    """Elements that are there twice count twice; those that do not exist have no cotangent.
+
+    Of lists that are only summed there are no types for up to four elements.
+    """
     batched = check(bag, W, SUMS, inference=True)
-    assert sorted(summed(batched, W, SUMS)) == [4, 8]
+    assert sorted(summed(batched, W, SUMS)) == [8, 32]
     with compilations() as made:
-        batched(W, [[5, 5, 5, 5], [1, 1, 2], [7], [2, 3], [2, 1], [1, 2, 3, 4, 5, 6]])
+        batched(W, [[5, 5, 5, 5], [1, 1, 2], [7], [2, 3], [2, 1], [1, 2, 3, 4, 5, 6], [3] * 11])
     assert not made
     plan = batched.plan(W, SUMS, gradient=True)
     check_plan(plan)
