@@ -54,9 +54,10 @@ from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._kernel.operand_lists import ListPlaces, single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
+from jedbatch._kernel.residuals import KEPT, is_kept
 from jedbatch._kernel.tables import Table, tabulated
 from jedbatch._kernel.target import CPU, Target
-from jedbatch._kernel.vjp import PRODUCT, PRODUCTS, KernelVjp, differentiable, tap
+from jedbatch._kernel.vjp import KernelVjp, differentiable, tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._support.types import Array, ControlFlowName
 
@@ -287,8 +288,8 @@ class Kernel:
 
         def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             outs = self.run(eqn, values)
-            if eqn.primitive.name in PRODUCTS:
-                outs = [checkpoint_name(x, PRODUCT) for x in outs]
+            if is_kept(eqn):
+                outs = [checkpoint_name(x, KEPT) for x in outs]
             return [
                 tap(x, deltas[v]) if v in deltas else x
                 for v, x in zip(eqn.outvars, outs, strict=True)

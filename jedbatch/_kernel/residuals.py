@@ -1,17 +1,37 @@
 """Residuals: what the reverse of a kernel reads of the forward pass, and where it finds it.
 
 Consts, operands and results are there anyway and are read again; what is made of consts alone is
-computed again, once per program; everything else is saved, a row for each lane.
+computed again, once per program. Of everything else products and large reductions are saved, a row
+for each lane, and what is made of these element by element is computed again.
 """
 
 import enum
 from typing import Any
 
+import jax
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import dependents, reads
+from jedbatch._jaxpr.interpret import dependents, is_inexact, reads
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._support.types import Array
+
+# Worth keeping for the reverse.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+# So are these if their results are smaller than their operands by a factor, `LEAST_REDUCTION`.
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+LEAST_REDUCTION = 4
+
+KEPT = "kept"
+keep_some = jax.checkpoint_policies.save_only_these_names(KEPT)
+
+
+def is_kept(eqn: Equation) -> bool:
+    """Returns whether the results of an operation are kept for the reverse."""
+    name = eqn.primitive.name
+    if name not in REDUCTIONS:
+        return name in PRODUCTS
+    (x,), (result,) = eqn.invars, eqn.outvars
+    return is_inexact(result) and result.aval.size * LEAST_REDUCTION <= x.aval.size
 
 
 class Source(enum.Enum):

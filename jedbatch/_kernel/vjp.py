@@ -7,9 +7,10 @@ result, one row per lane, and the const's gradient is computed afterwards from a
 one large matrix product for `x @ w`, one sum for a bias, one scatter for an embedding. Any other
 operation with a const (a `scan` over weights, say) is differentiated again from its operands.
 
-The reverse of a lane is `jax.vjp` of the lane. Of what it would save we keep products; operands,
-results and consts are read again, and elementwise work is done again, which costs less than the
-memory to keep it. A cell that runs a loop of its own keeps what JAX keeps.
+The reverse of a lane is `jax.vjp` of the lane. Of what it would save we keep products, and what
+reductions make of many elements, such as the maximum in a softmax. Operands, results and consts are
+read again, and elementwise work is done again, which costs less than the memory to keep it. A cell
+that runs a loop of its own keeps what JAX keeps.
 """
 
 import functools
@@ -41,7 +42,7 @@ from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
-from jedbatch._kernel.residuals import Residuals, Source, Sourced, recomputable
+from jedbatch._kernel.residuals import Residuals, Source, Sourced, keep_some, recomputable
 from jedbatch._kernel.weight_gradients import MatrixProduct, Tap
 from jedbatch._support.types import Array, Leaf
 
@@ -51,15 +52,11 @@ ADDITIVE_OPERATIONS = frozenset({"add", "add_any", "sub"})
 LINEAR_OPERATIONS = ADDITIVE_OPERATIONS | {"dot_general", "mul", "conv_general_dilated"}
 # The gradient is a scatter, better done once than block by block.
 LOOK_UPS = frozenset({"gather", "dynamic_slice"})
-# Worth keeping for the reverse.
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # What runs a program of its own is not run again.
 LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
 
 CONSTS = -1  # in place of an operand
 MAX_SLOTS = 62  # results of a node told apart; further ones are always alive
-PRODUCT = "product"
-keep_products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
 
 def differentiable(value_type: ValueType) -> bool:
@@ -340,7 +337,7 @@ class KernelVjp:
                 return out, (results, [env[v] for v in wanted])
 
             if cheap:
-                run = jax.checkpoint(run, policy=keep_products, prevent_cse=False)
+                run = jax.checkpoint(run, policy=keep_some, prevent_cse=False)
             if not self.returned:  # not even differentiated
                 return kernel.forward(consts, operands), [], []
             deltas = [jnp.zeros(a.shape, a.dtype) for a in kinds]
