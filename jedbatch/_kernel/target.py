@@ -38,7 +38,9 @@ BLOCK_BUCKETS = Buckets((16, 192), 16)
 LEAST_START = 8  # what starting a chunk costs at least, in lanes
 NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
-HEAVY_BLOCKS, LIGHT_BLOCKS = Buckets((64, 256)), Buckets((64, 512))
+BLOCK_ROWS = 512  # up to which lanes that multiply several rows by each weight are put together
+HEAVY_BLOCKS = Buckets((64, 256))  # products of 512 rows, for large matrices, take a seventh longer
+LIGHT_BLOCKS = Buckets((64, 512))
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (
@@ -156,6 +158,7 @@ class Target:
         is_light = self._start(work) > self.heavy_start
         blocks = self.light_blocks if is_light else self.heavy_blocks
         fitting = [w for w in blocks.widths if w * row_bytes <= self.chunk_bytes]
+        rows *= blocks.widths[-1] / max(blocks.widths[-1], BLOCK_ROWS)
         parts = 1 << max(0, int(math.log2(max(1, rows))))
         widths = dict.fromkeys(
             max(NARROWEST_BLOCK, w // parts) for w in fitting or [NARROWEST_BLOCK]
