@@ -35,6 +35,7 @@ def _extremes(dtype: Dtype) -> tuple[Any, Any]:
 
 
 MAX_UNROLLED = 64  # steps of a chain that are compiled one by one
+MAX_SUMMED_ONE_BY_ONE = 8  # rows
 
 # Of two values, of the rows of an array, and what changes nothing, by dtype.
 FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
@@ -76,6 +77,23 @@ def _extreme_jvp(op: str, primals: tuple, tangents: tuple) -> tuple[Array, Array
     return total, moved / equal.sum(0).astype(moved.dtype)
 
 
+@jax.custom_jvp
+def _sum_of_few(x: Array, exists: Array) -> Array:
+    """The sum of the rows that exist, in their order.
+
+    XLA:CPU makes a loop of all of it; for `jnp.sum` it writes the rows with zeros between them.
+    """
+    rows = [jnp.where(exists[k], x[k], jnp.zeros_like(x[k])) for k in range(len(exists))]
+    return functools.reduce(lax.add, rows)
+
+
+@_sum_of_few.defjvp
+def _sum_of_few_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Of the rows at once, as that of each is a row among zeros, transposed."""
+    x, exists = primals
+    return _sum_of_few(x, exists), jnp.where(_of_rows(exists, x), tangents[0], 0).sum(0)
+
+
 def reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array) -> Array:
     """The reduction of the elements that exist, after a base."""
     op, rows = reduction
@@ -83,6 +101,9 @@ def reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array)
     x, *base = values
     if rows and op in ("max", "min") and has_gradient(x.dtype):
         total = _extreme(op, x, exists)
+        return join(*base, total) if base else total
+    if op == "add" and len(exists) <= MAX_SUMMED_ONE_BY_ONE and x.dtype in (np.float32, np.float64):
+        total = _sum_of_few(x, exists)
         return join(*base, total) if base else total
     if rows or op == "add":
         total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
