@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.sharding import Mesh
 
 from jedbatch import checks
@@ -35,9 +35,8 @@ from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.configuration import configuration, without_mesh
+from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
-from jedbatch._kernel.target import target_of
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
@@ -47,12 +46,11 @@ from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
-from jedbatch._record.instance_arrays import array_type
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.lane_fsm import LaneFSM
 from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.arguments import Arguments
+from jedbatch._session.arguments import Arguments, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
 from jedbatch._session.mapped import MIN_ROWS
 from jedbatch._session.options import Options
@@ -116,6 +114,7 @@ class Batched(Generic[*Given, Result]):
         self._recording = Recording(fn, self._arguments.join, options.key)
         self.last_rounds: Rounds = Rounds()
         self._sessions: Memory = Memory(MAX_SESSIONS)
+        self._types_of_leaves = TypesOfLeaves()
         self._compiled_before = 0  # programs that were forgotten
         self._planning = threading.RLock()  # planning changes the sessions
         self._keeping = threading.Lock()
@@ -429,9 +428,8 @@ class Batched(Generic[*Given, Result]):
     ) -> tuple[Session, list[Any]]:
         """Returns (the session for shared arguments of this structure, their leaves)."""
         leaves, structure = self._arguments.leaves(shared)
-        types = tuple(map(array_type, leaves))
-        found = devices.target if devices is not None else target_of(leaves)
-        target = self._options.target or found
+        types, found = self._types_of_leaves.of(leaves)
+        target = self._options.target or (found if devices is None else devices.target)
         lanes = self._lane_policy  # of machines all have one key: tables are read from outside
         of_lanes = isinstance(lanes, LaneFSM) or Same(lanes)
         key = tree_key(structure), types, target, *configuration(), of_lanes
@@ -481,7 +479,7 @@ class Batched(Generic[*Given, Result]):
                 arrays,
                 self._policy,
                 gradient=gradient,
-                keeps=gradient or bool(tracers) or any(isinstance(x, Tracer) for x in values),
+                keeps=gradient or bool(tracers) or any_traced(values),
                 seconds=seconds,
                 num_known=num_known,
                 tracers=tracers,

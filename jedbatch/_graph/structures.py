@@ -23,6 +23,8 @@ from jedbatch._support.native import core
 
 KNOWN = "_structure"  # where a record keeps its structure
 DIGESTS = "_digests"  # where a graph keeps those of its instances
+SHORT_FORM = "_short_form"  # where a record keeps it
+MAX_SHORT_NODES = 16  # of an instance whose form is looked at among any number of others
 
 
 class Structure:
@@ -54,6 +56,7 @@ class Structures:
 
     def __init__(self, limit: int, most: int):
         self._known: Memory = Memory(limit, most, _bytes_of)
+        self._short_forms: Memory = Memory(limit)
         self._types: dict[ValueType, int] = {}
 
     def of(self, records: Sequence[Record], most: int) -> list[Structure] | None:
@@ -76,6 +79,20 @@ class Structures:
             if KNOWN not in record.__dict__:
                 self._note(record, digest)
         return [record.__dict__[KNOWN] for record in records]
+
+    def short_form(self, record: Record) -> Hashable:
+        """Returns what is equal for records of few nodes of one form; of others the record."""
+        known = record.__dict__.get(SHORT_FORM)
+        if known is None:
+            first, last = np.frombuffer(record.whole.bounds[record.index], np.int64)[:2].tolist()
+            if last - first > MAX_SHORT_NODES:
+                return record
+            form = record.form
+            known = self._short_forms.get(form)
+            if known is None:
+                known = self._short_forms[form] = object()
+            record.__dict__[SHORT_FORM] = known
+        return known
 
     def _digest(self, record: Record) -> bytes:
         """Returns the digest of an instance, and finds those of all that were recorded with it."""

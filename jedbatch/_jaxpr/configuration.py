@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -28,6 +29,11 @@ def is_staging() -> bool:
         return not isinstance(trace, type(EAGER))
 
 
+def any_traced(values: Iterable[object]) -> bool:
+    """Returns whether any of some values is traced."""
+    return any(issubclass(kind, Tracer) for kind in set(map(type, values)))
+
+
 def without_mesh() -> Any:
     """Returns a context in which no mesh is set, to trace what is run later, wherever that is.
 
@@ -50,7 +56,7 @@ def finds_faults() -> bool:
 def devices_of(values: Any) -> tuple[Any, ...] | None:
     """The device that values are bound to, if to one; None if traced or on several devices."""
     leaves = jax.tree.leaves(values)
-    if any(isinstance(x, Tracer) for x in leaves):
+    if any_traced(leaves):
         return None
     arrays = (x for x in leaves if isinstance(x, jax.Array) and x.committed)
     devices = {

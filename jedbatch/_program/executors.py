@@ -146,7 +146,9 @@ class Fused:
 
     def _weights(self, shared: Sequence[Array]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""
-        if finds_faults() or not all(map(is_lasting, shared)) or not self._has_prologue(shared):
+        if finds_faults() or self._prologue is False or not all(map(is_lasting, shared)):
+            return {"shared": shared}
+        if not self._has_prologue(shared):
             return {"shared": shared}
         packed = self._packed
         if packed is None or not packed.is_of(shared):

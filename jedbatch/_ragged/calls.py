@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
@@ -32,7 +31,6 @@ from jedbatch._ragged.groups import (
     pairs_in,
     slots_of,
 )
-from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
@@ -44,6 +42,8 @@ TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with th
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 MANY_ROWS = 768  # the same of rows, or of those in one block
 
+Targets = Mapping[tuple[int, int, int], int]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -51,11 +51,6 @@ class Stage:
 
     region: Region
     capacity: RowCapacity
-
-    def operand_name(self, k: int) -> str:
-        """Returns the name of an operand among a plan's inputs."""
-        kind = self.region.operands[k]
-        return f"region {self.region.id}, operand {k}: {kind}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +125,7 @@ class RegionCalls:
     @functools.cached_property
     def guarded(self) -> bool:
         """Returns whether some length is 0 that phases over instances know."""
-        return any(bool((self.lengths[s] == 0).any()) for s in self.region.packed.phased.padded)
+        return any(not self.lengths[s].all() for s in self.region.packed.phased.padded)
 
     @functools.cached_property
     def need(self) -> Capacity:
@@ -255,9 +250,8 @@ def _is_near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
 def make_ragged_calls(
     stages: Sequence[Stage],
     calls: Sequence[RegionCalls],
-    records: Sequence[Record],
     arrays: Sequence[Sequence[Array]],
-    placed: Placement,
+    targets: Targets,
     signature: Signature,
 ) -> RaggedCalls:
     """Returns the calls of a minibatch, ready to run.
@@ -265,37 +259,30 @@ def make_ragged_calls(
     Args:
       stages: regions, and the capacities for their calls.
       calls: of each region.
-      records: of each instance.
       arrays: of each instance.
-      placed: the graph that reads the results.
+      targets: where the graph reads the results.
       signature: of its program.
     """
-    rows = _targets(records, placed)
     operands: dict[str, Any] = {}
     exist = computed = 0
     for stage, region_calls in zip(stages, calls, strict=True):
-        packed = region_calls.region.packed
-        for e, extent in enumerate(packed.extents):
-            if any(phase.extent == extent for phase in packed.phased.phases):
-                total = int(region_calls.counts[e].sum())
-                exist += total
-                blocks = stage.capacity.blocks(e)
-                if blocks is None:
-                    computed += stage.capacity.rows[e]
-                else:
-                    computed += int(blocks.lanes(blocks.cover(np.array([total]))[0]))
-        for k, kind in enumerate(region_calls.region.operands):
+        region = region_calls.region
+        for e in region.packed.row_wise:
+            exist += region_calls.rows[e]
+            computed += stage.capacity.computed(e, region_calls.rows[e])
+        for k, name in enumerate(region.operand_names):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]
                 for call, (i, _) in zip(region_calls.calls, region_calls.places, strict=True)
             ]
-            operands[stage.operand_name(k)] = _packed(kind, values, packed, stage.capacity)
+            operands[name] = _packed(region, k, values, stage.capacity)
     return RaggedCalls(
         tuple(stages),
         tuple(
-            c.region.packed.table(s.capacity, c.lengths) for s, c in zip(stages, calls, strict=True)
+            c.region.packed.table(s.capacity, c.lengths, c.counts)
+            for s, c in zip(stages, calls, strict=True)
         ),
-        tuple(_columns(s, c, rows, signature) for s, c in zip(stages, calls, strict=True)),
+        tuple(_columns(s, c, targets, signature) for s, c in zip(stages, calls, strict=True)),
         operands,
         (exist, computed),
     )
@@ -305,6 +292,8 @@ def _refuse_empty(
     region: Region, lengths: Mapping[str, np.ndarray], places: Sequence[tuple[int, int]]
 ) -> None:
     phased = region.packed.phased
+    if phased.lacks_nothing and all(x.all() for x in lengths.values()):
+        return
     none = np.zeros(len(places), bool)
     for x in lengths.values():
         none |= x == 0
@@ -329,9 +318,16 @@ def _refuse_empty(
             raise nothing_error(places[empty[0]][0], operation, extent)
 
 
-def _targets(records: Sequence[Record], placed: Placement) -> dict[tuple[int, int, int], int]:
+def returns_ragged(record: Record) -> bool:
+    """Returns whether results of an instance have ragged axes: how long they are is in its plan."""
+    return isinstance(record, RaggedRecord) and bool(record.ragged)
+
+
+def find_targets(records: Sequence[Record], placed: Placement) -> Targets:
     """Returns the row of inputs for each (instance, call, result) that the graph reads."""
-    targets = {}
+    targets: dict[tuple[int, int, int], int] = {}
+    if not any(isinstance(record, RaggedRecord) for record in records):
+        return targets
     position = 0
     for i, record in enumerate(records):
         own_inputs = record.whole.chunks[record.index]
@@ -347,7 +343,7 @@ def _targets(records: Sequence[Record], placed: Placement) -> dict[tuple[int, in
 
 
 def _columns(
-    stage: Stage, calls: RegionCalls, targets: Mapping[tuple, int], signature: Signature
+    stage: Stage, calls: RegionCalls, targets: Targets, signature: Signature
 ) -> tuple[np.ndarray, ...]:
     """Returns for each result that is not ragged the row of every call."""
     columns = []
@@ -360,19 +356,16 @@ def _columns(
     return tuple(columns)
 
 
-def _packed(
-    value_type: ValueType, values: Sequence[Array], packed: PackedProgram, capacity: RowCapacity
-) -> Any:
-    """Returns the operands of all calls as one array: [R, ...] if ragged, or [K, ...].
+def _packed(region: Region, k: int, values: Sequence[Array], capacity: RowCapacity) -> Any:
+    """Returns operand `k` of all calls as one array: [R, ...] if ragged, or [K, ...].
 
     Rows beyond the last repeat it, if there is any, where they are not cut into blocks.
     """
-    if not is_ragged(value_type.shape):
+    value_type, e = region.operands[k], region.operand_extents[k]
+    if e is None:
         return pack_rows(stored(value_type), [x[None] for x in values], capacity.calls)
-    extent, *shape = value_type.shape
-    rows = capacity.rows[packed.extents.index(extent)]
-    kind = tuple(shape), value_type.dtype
-    return pack_rows(kind, values, rows, repeats_last=bool(capacity.slots))
+    kind = value_type.shape[1:], value_type.dtype
+    return pack_rows(kind, values, capacity.rows[e], repeats_last=bool(capacity.slots))
 
 
 def run_regions(
@@ -395,10 +388,9 @@ def run_regions(
     results: list[list[Any]] = []
     for stage, values, table, columns in zip(stages, shared, tables, targets, strict=True):
         region = stage.region
-        names = [stage.operand_name(k) for k in range(len(region.operands))]
         operands = [
             from_stored(jnp.asarray(graph_inputs.pop(name)), kind)
-            for name, kind in zip(names, region.operands, strict=True)
+            for name, kind in zip(region.operand_names, region.operands, strict=True)
         ]
         values_returned = region.packed.run(stage.capacity, values, operands, table)
         results.append([])

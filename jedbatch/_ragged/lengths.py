@@ -32,6 +32,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 )
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array, AxisSize, Dtype
 
 LETTERS = "nmkl"
@@ -39,6 +40,10 @@ ArrayType = tuple[
     tuple[AxisSize, ...], Dtype, bool
 ]  # (shape, dtype, weak), an extent may be a symbol
 Pair = tuple[int, int]  # of arrays of an instance
+# Types of arrays, arrays by symbol, and for each array its length, or -1 - the first array that it
+# shares a symbol with.
+SymbolicTypes = tuple[list[ArrayType], dict[str, list[int]], tuple[int, ...]]
+MAX_KNOWN = 64  # types with symbols that are kept for a family
 MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
 
@@ -53,6 +58,7 @@ class LengthFamily:
       groups: arrays, in any number, that instances are told apart by which of are equally long.
       apart: why instances are recorded by their shapes, by which of these are equal.
       shared: the arrays that share a symbol, by which are equal.
+      known: types of arrays with symbols, by what these depend on (see `Lengths`).
     """
 
     def __init__(self, types: Sequence[ArrayType]):
@@ -63,6 +69,7 @@ class LengthFamily:
         self.groups: list[list[int]] = []
         self.apart: dict[bytes, str] = {}
         self.shared: dict[bytes, list[int]] = {}
+        self.known: Memory = Memory(MAX_KNOWN)
 
     def observe(self, lengths: Sequence[int]) -> None:
         """Takes note of one instance."""
@@ -75,15 +82,19 @@ class LengthFamily:
     def add(self, pairs: Iterable[Pair]) -> None:
         """Tells instances apart by more pairs."""
         self.pairs.update(dict.fromkeys(pairs))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets what follows from how instances are told apart."""
         self.apart.clear()
         self.shared.clear()
+        self.known.clear()
 
     def group(self, groups: list[list[int]]) -> None:
         """Tells instances apart by which arrays of each group are equally long."""
         if groups != self.groups:
             self.groups = groups
-            self.apart.clear()
-            self.shared.clear()
+            self._forget()
 
     def tells(self, a: int, b: int) -> bool:
         """Returns whether instances are told apart by whether two arrays are equally long."""
@@ -249,6 +260,31 @@ class Lengths:
         ragged: list[int],
         equal: bytes,
     ) -> RaggedTypes:
+        scope = self._scope()
+        which = tuple(ragged)
+        others = list(lengths)
+        for i in ragged:
+            others[i] = -1
+        decisive = scope, which, equal, tuple(others)
+        known = family.known.get(decisive)
+        if known is None:
+            known = self._symbolic(scope, family, lengths, ragged, equal)
+            family.known[decisive] = known
+        types, symbols, classes = known
+        key: Hashable = None
+        if general is not None:
+            key = ("ragged", scope, general, classes, which)
+        return RaggedTypes(key, types, symbols, family, lengths)
+
+    def _symbolic(
+        self,
+        scope: tuple[int | None, int],
+        family: LengthFamily,
+        lengths: Sequence[int],
+        ragged: Sequence[int],
+        equal: bytes,
+    ) -> SymbolicTypes:
+        """Returns the types of arrays with symbols for those lengths that are ragged."""
         classes = family.classes(equal)
         symbols: dict[str, list[int]] = {}
         names: dict[int, str] = {}
@@ -256,19 +292,14 @@ class Lengths:
             ((n, *shape[1:]) if shape else (), dtype, weak)
             for n, (shape, dtype, weak) in zip(lengths, family.types, strict=True)
         ]
-        scope = self._scope()
+        fixed = list(lengths)
         for i in ragged:
             name = names.setdefault(classes[i], _name(len(names)))
             symbols.setdefault(name, []).append(i)
             shape, dtype, weak = types[i]
             types[i] = (self._symbol(scope, name), *shape[1:]), dtype, weak
-        key: Hashable = None
-        if general is not None:
-            fixed = list(lengths)
-            for i in ragged:
-                fixed[i] = -1 - classes[i]
-            key = ("ragged", scope, general, tuple(fixed), tuple(ragged))
-        return RaggedTypes(key, types, symbols, family, lengths)
+            fixed[i] = -1 - classes[i]
+        return types, symbols, tuple(fixed)
 
     def relate(self, recorded: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
         """Takes note of lengths that have been compared; whether to record again.

@@ -47,6 +47,7 @@ class PackedProgram:
     Attributes:
       phased: the program.
       extents: of the rows it keeps, in the order of `RowCapacity.rows`.
+      row_wise: the numbers of those that phases run over.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class PackedProgram:
         """
         self.phased = phased
         self.extents = phased.extents
+        over = [phase.extent for phase in phased.phases]
+        self.row_wise = [e for e, extent in enumerate(self.extents) if extent in over]
         runners: dict[Hashable, RowPhase | InstancePhase | IndexPhase] = {}
         self._runners = []
         for n, phase in enumerate(phased.phases):
@@ -87,8 +90,19 @@ class PackedProgram:
             np.broadcast_to(np.maximum(0, extent_at(e, lengths)), (calls,)) for e in self.extents
         ]
 
-    def table(self, capacity: RowCapacity, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the int32 table of calls whose symbols have these values, int[calls] each."""
+    def table(
+        self,
+        capacity: RowCapacity,
+        lengths: Mapping[str, np.ndarray],
+        row_counts: Sequence[np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Returns the int32 table of calls.
+
+        Args:
+          capacity: that it is for.
+          lengths: the values of the symbols, int[calls] each.
+          row_counts: of these lengths, if they are known.
+        """
         form = self.form(capacity)
         table = np.zeros(form.size, np.int32)
         stacked = np.stack([lengths[s] for s in self.phased.symbols])
@@ -106,7 +120,7 @@ class PackedProgram:
             assert not capacity.slots  # there is a slot for every call
             order, trips = form.view(table, "order"), form.view(table, "trips")
             self._write_order(capacity, longest, order, trips)
-        for e, counts in enumerate(self.row_counts(lengths)):
+        for e, counts in enumerate(row_counts or self.row_counts(lengths)):
             total = int(counts.sum())
             starts = np.cumsum(counts) - counts
             form.view(table, "starts", e)[:calls] = starts
@@ -144,15 +158,17 @@ class PackedProgram:
         capacity: RowCapacity, longest: np.ndarray, order: np.ndarray, trips: np.ndarray
     ) -> None:
         """Writes which calls run one after the other, by length, and how often they do."""
+        group = np.searchsorted(capacity.lengths, longest)
+        sizes = np.bincount(group, minlength=len(trips))
+        together = np.array(capacity.together)
+        trips[:] = -(-sizes // together)
+        calls = np.argsort(group, kind="stable")
+        places = np.arange(len(calls))
+        places += np.repeat(
+            (trips * together).cumsum() - trips * together - sizes.cumsum() + sizes, sizes
+        )
         order[:] = capacity.calls
-        first = 0
-        least = (-1, *capacity.lengths)
-        groups = zip(capacity.lengths, capacity.together, strict=True)
-        for c, (length, together) in enumerate(groups):
-            calls = np.flatnonzero((longest <= length) & (longest > least[c]))
-            trips[c] = -(-len(calls) // together)
-            order[first : first + len(calls)] = calls
-            first += int(trips[c]) * together
+        order[places] = calls
 
     def try_out(self, shared: Sequence[jax.Array]) -> None:
         """Traces a run and its reverse, so that what cannot be run raises its error now.

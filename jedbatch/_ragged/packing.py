@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import Buckets
+from jedbatch._layout.bucketing import Buckets, in_blocks
 from jedbatch._program.arenas import row, take
 from jedbatch._program.capacity import Capacity
 from jedbatch._program.tables import TableLayout
@@ -55,6 +55,22 @@ class RowCapacity:
     def groups(self) -> Groups:
         """The groups of instances that run at once."""
         return self.lengths, self.slots
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.calls, self.rows, self.lengths, self.guarded, self.target, self.slots))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Returns the fields: strings have other hashes in other processes."""
+        return {name: x for name, x in self.__dict__.items() if name != "_hash"}
+
+    def computed(self, e: int, total: int) -> int:
+        """Returns how many rows are computed where so many of an extent exist."""
+        blocks = self.blocks(e)
+        return self.rows[e] if blocks is None else in_blocks(total, blocks)
 
     def blocks(self, e: int) -> Buckets | None:
         """Returns the widths of blocks of the rows of an extent; None if all are one block."""
@@ -100,6 +116,7 @@ def _often_used(blocks: Buckets, rows: int) -> Buckets:
     return Buckets((narrowest, *often), blocks.overhead)
 
 
+@functools.lru_cache(256)
 def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
     """Returns the layout of the table of a minibatch."""
     form = TableLayout()

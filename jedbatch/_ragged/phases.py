@@ -162,6 +162,13 @@ class PhasedProgram:
         """The ragged extents of values, each once."""
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
 
+    @functools.cached_property
+    def lacks_nothing(self) -> bool:
+        """Whether instances have all rows they need as long as none of their lengths is 0."""
+        needed = [*self.all_extents, *(e for e, _ in self.nonempty)]
+        extents_are_lengths = all(str(e) in self.symbols for e in needed)
+        return extents_are_lengths and not (self.looked_up or self.taken)
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.phases))
 

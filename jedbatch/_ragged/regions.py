@@ -50,6 +50,8 @@ class Region:
       operands, results: value types of a call. A table is a result with a row for every entry.
       shapes: of the results, as the function has them.
       packed: the program.
+      operand_names: of the operands among the inputs of a plan.
+      operand_extents: for each operand the number of its extent; None if it is not ragged.
       order: for each symbol of the program, its number among those of a call.
     """
 
@@ -70,6 +72,13 @@ class Region:
         self.results: tuple[ValueType, ...] = tuple(results)
         self.shapes: tuple[tuple[AxisSize, ...], ...] = tuple(shapes)
         self.packed = packed
+        self.operand_names = tuple(
+            f"region {id}, operand {k}: {kind}" for k, kind in enumerate(self.operands)
+        )
+        self.operand_extents = tuple(
+            packed.extents.index(kind.shape[0]) if is_ragged(kind.shape) else None
+            for kind in self.operands
+        )
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -113,6 +122,17 @@ class RaggedRecord(Record):
     num_arrays: int = 0
     ragged: tuple[tuple[int, int, int], ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+
+    @functools.cached_property
+    def form(self) -> Hashable:
+        """Equal for instances whose graphs differ in the values of their inputs alone.
+
+        Those call the same regions, and read the same results of them.
+        """
+        leaves = [chunk.leaf for chunk in self.whole.chunks[self.index]]
+        results = tuple([None if k is None else max(-1, k - self.num_arrays) for k in leaves])
+        regions = tuple([call.region.id for call in self.calls])
+        return super().form, results, regions, self.places, self.ragged
 
 
 class Regions:

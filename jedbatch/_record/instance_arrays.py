@@ -28,6 +28,7 @@ from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
 LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+ArrayType = tuple[tuple[int, ...], Any, bool]  # (shape, dtype, weak)
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
@@ -45,7 +46,7 @@ def is_array(x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
-def array_type(x: Leaf) -> tuple[tuple[int, ...], Any, bool]:
+def array_type(x: Leaf) -> ArrayType:
     """(shape, dtype, weak) of an array or number as JAX sees it.
 
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.

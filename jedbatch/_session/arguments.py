@@ -2,6 +2,8 @@
 
 import enum
 import functools
+import operator
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +14,10 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._jaxpr.identity import Same
+from jedbatch._kernel.target import Target, target_of
+from jedbatch._program.executors import is_lasting
 from jedbatch._record.environment import Environment
-from jedbatch._record.instance_arrays import flatten, is_array
+from jedbatch._record.instance_arrays import ArrayType, array_type, flatten, is_array
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
@@ -189,7 +193,7 @@ class Arguments:
         """
         owner = f"the shared argument of the batched `{self.name}`"
         leaves, structure = flatten(shared, owner)
-        if not all(map(_is_parameter, leaves)):
+        if not _are_parameters(leaves):
             marked = [x if _is_parameter(x) else self._marked(x, shared) for x in leaves]
             leaves, structure = flatten(jax.tree.unflatten(structure, marked), owner)
         return leaves, structure
@@ -204,6 +208,35 @@ class Arguments:
             f"at {jax.tree_util.keystr(path)}; expected arrays, functions and strings. "
             "Close over other configuration, or bind it with `functools.partial`."
         )
+
+
+class TypesOfLeaves:
+    """The types of shared leaves, and the target of the device that they are on.
+
+    They are kept as long as the very same arrays come again, as those of a model do.
+    """
+
+    def __init__(self) -> None:
+        # References to the arrays, the default device then, what was found.
+        self._latest: tuple[tuple[weakref.ref, ...], object, tuple[Any, Target]] | None = None
+
+    def of(self, leaves: Sequence[Any]) -> tuple[tuple[ArrayType, ...], Target]:
+        """Returns ((shape, dtype, weak) of each leaf, the target of their device)."""
+        config: Any = jax.config
+        device, latest = config.jax_default_device, self._latest
+        if latest is not None and latest[1] is device and _refer_to(latest[0], leaves):
+            return latest[2]
+        found = tuple(map(array_type, leaves)), target_of(leaves)
+        if all(map(is_lasting, leaves)):
+            self._latest = tuple(map(weakref.ref, leaves)), device, found
+        return found
+
+
+def _refer_to(references: Sequence[weakref.ref], values: Sequence[Any]) -> bool:
+    """Returns whether values are the very same as those that are referred to."""
+    if len(references) != len(values):
+        return False
+    return all(map(operator.is_, map(operator.call, references), values))
 
 
 class Minibatches(Iterator[list[Any]]):
@@ -388,6 +421,17 @@ def _written(fn: Any) -> Hashable:
     if environment is None:
         environment = _environments[key] = Environment(fn)
     return environment.written()
+
+
+def _are_parameters(leaves: Sequence[object]) -> bool:
+    """Returns whether all leaves of shared arguments are arrays or numbers.
+
+    Of arrays of JAX, and of numbers, one of a type says it for all.
+    """
+    some: dict[type, Any] = {type(x): x for x in leaves}
+    if any(issubclass(kind, np.ndarray) for kind in some):
+        return all(map(_is_parameter, leaves))
+    return all(map(_is_parameter, some.values()))
 
 
 def _is_parameter(leaf: object) -> bool:

@@ -8,17 +8,17 @@ results are made of.
 
 import functools
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, InputRows
 from jedbatch._graph.record import Record
+from jedbatch._jaxpr.configuration import any_traced
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.transfers import handed_over
@@ -40,8 +40,15 @@ from jedbatch._program.returned import (
 )
 from jedbatch._program.stopped import check_plan, has_bounds
 from jedbatch._program.verify import is_wanted
-from jedbatch._ragged.calls import RegionCalls, make_ragged_calls
-from jedbatch._ragged.regions import Region
+from jedbatch._ragged.calls import (
+    RegionCalls,
+    Targets,
+    find_calls,
+    find_targets,
+    make_ragged_calls,
+    returns_ragged,
+)
+from jedbatch._ragged.regions import RaggedRecord, Region
 from jedbatch._ragged.tiled_records import tiled_rows
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
@@ -68,6 +75,7 @@ class Arranged(NamedTuple):
       form: how values that arenas return become results.
       lowered: the graph, scheduled and laid out, for a program.
       reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
+      targets: where the graph reads results of regions (see `find_targets`).
     """
 
     graph: Graph
@@ -75,6 +83,7 @@ class Arranged(NamedTuple):
     lowered: Lowered
     reverse: ReverseSignature | None
     reverse_table: np.ndarray | None
+    targets: Targets
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +123,7 @@ def _copied(x: Any, **changes: Any) -> Any:
 def arrange(
     session: Session,
     graph: Graph,
+    records: Sequence[Record],
     returned: Returned,
     policy: Policy,
     options: Options,
@@ -139,11 +149,12 @@ def arrange(
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
+    targets = find_targets(records, placed)
     if gradient:
         apart = told_apart(placed, form) or None
         lowered, backward = programs.lower_both(placed, apart, brought)
-        return Arranged(graph, form, lowered, *backward), clock
-    return Arranged(graph, form, programs.lower(placed, brought), None, None), clock
+        return Arranged(graph, form, lowered, *backward, targets), clock
+    return Arranged(graph, form, programs.lower(placed, brought), None, None, targets), clock
 
 
 def make_plan(
@@ -190,6 +201,7 @@ def make_plan(
     arranged, clock = arrange(
         session,
         graph,
+        records,
         returned,
         policy,
         options,
@@ -198,9 +210,10 @@ def make_plan(
         brought=brought,
         given=batches,
     )
-    if brought is None and not calls and not tracers:
+    if brought is None and not tracers and not any(map(returns_ragged, records)):
         stacked = returned[1].batch is not None
-        session.arranged[minibatch_key(records, policy, gradient, keeps, stacked)] = arranged
+        key = minibatch_key(session, records, policy, gradient, keeps, stacked)
+        session.arranged[key] = arranged
     return with_inputs(
         session,
         arranged,
@@ -229,13 +242,13 @@ def plan_again(
 ) -> Plan | None:
     """Returns a plan for instances that were planned together before, in this order, or None.
 
-    Of a few it is enough that such with graphs of the same form were. All but the values of their
-    inputs is as it was then.
+    Of a few, or of such with ragged arrays, it is enough that others with graphs of the same form
+    were. All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
-    by_form = are_few(records)
+    by_form = are_few(records) or any(isinstance(r, RaggedRecord) for r in records)
     if tracers or (num_known < len(records) and not by_form):
         return None
-    key = minibatch_key(records, policy, gradient, keeps, stacked)
+    key = minibatch_key(session, records, policy, gradient, keeps, stacked)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(
         arranged.lowered.signature, arranged.lowered.placed
@@ -247,17 +260,37 @@ def plan_again(
         if not arranged.has_lists_of(before):  # whose lengths are values of inputs
             return None
     session.note_types()
+    start = time.perf_counter()
+    calls = find_calls(records, arrays)
     clock = [time.perf_counter()] * len(STAGES)
     return with_inputs(
-        session, arranged, records, arrays, clock, seconds, keeps=keeps, num_known=num_known
+        session,
+        arranged,
+        records,
+        arrays,
+        clock,
+        {**seconds, "merge": clock[0] - start},
+        keeps=keeps,
+        calls=calls,
+        num_known=num_known,
     )
 
 
 def minibatch_key(
-    records: Sequence[Record], policy: Policy, gradient: bool, keeps: bool, stacked: bool
+    session: Session,
+    records: Sequence[Record],
+    policy: Policy,
+    gradient: bool,
+    keeps: bool,
+    stacked: bool,
 ) -> Hashable:
     """Returns what decides how instances are planned together."""
-    parts = [r.form for r in records] if are_few(records) else records
+    parts: Iterable[Hashable] = records
+    if are_few(records):
+        parts = [r.form for r in records]
+    elif any(isinstance(r, RaggedRecord) for r in records):
+        short_form = session.structures.short_form
+        parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
     return (*parts, Same(policy), version_of(policy), gradient, keeps, stacked)
 
 
@@ -288,7 +321,7 @@ def with_inputs(
 
     `clock` says when each stage was done, and `numbers` those of the instances, for messages.
     """
-    graph, form, lowered, reverse, reverse_table = arranged
+    graph, form, lowered, reverse, reverse_table, targets = arranged
     placed = lowered.placed
     programs, signature = session.programs, lowered.signature
     inputs = assemble(signature.input_rooms, records, arrays, numbers)
@@ -296,7 +329,7 @@ def with_inputs(
     ragged_calls = None
     if calls:
         stages = [programs.stage(calls_of_region) for calls_of_region in calls]
-        ragged_calls = make_ragged_calls(stages, calls, records, arrays, placed, signature)
+        ragged_calls = make_ragged_calls(stages, calls, arrays, targets, signature)
         inputs |= ragged_calls.operands
     clock = [*clock, time.perf_counter()]
     seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
@@ -411,7 +444,7 @@ def run_plan(
     )
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+    if not any_traced(jax.tree.leaves(arguments)):
         executor = programs.executor(signature, arguments)
         if not has_bounds(signature):
             return executor.infer(*arguments), packed

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.configuration import finds_faults, without_mesh
+from jedbatch._jaxpr.configuration import any_traced, finds_faults, without_mesh
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -493,7 +493,7 @@ class ProgramCache:
 
     def executor(self, signature: Signature, values: PyTree) -> Fused | Dispatch:
         """Returns the executor of a program on values; on traced ones always the fused one."""
-        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(values))
+        traced = any_traced(jax.tree.leaves(values))
         name = "fused" if traced or self._executor is None else self._executor
         key = signature, name, finds_faults()  # programs return rows that nobody reads
         executor = self._executors.get(key)

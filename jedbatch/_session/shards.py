@@ -362,7 +362,7 @@ def arrange_shards(
     form, routes = find_routes(lowered[0].signature, cut, records, form_of, devices)
     seconds = (time.perf_counter() - start) / num_shards
     shards = [
-        Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None)
+        Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None, {})
         for s, (own, own_form) in enumerate(zip(lowered, cut.forms, strict=True))
     ]
     return ArrangedShards(cut.members, shards, form, routes), [[*x, seconds] for x in cut.took]
@@ -434,7 +434,7 @@ def plan_shards(
     programs = session.programs
 
     def key() -> Any:
-        return minibatch_key(records, policy, gradient, gradient, True), devices.size
+        return minibatch_key(session, records, policy, gradient, gradient, True), devices.size
 
     found = session.arranged.use(key()) if num_known == len(records) else None
     took = [[0.0] * (1 + len(STAGES))] * devices.size
