@@ -8,6 +8,7 @@ repeat a live one. How a batch is cut depends on its size alone, never on what w
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,9 +123,14 @@ def num_widths(buckets: Buckets, largest: int) -> int:
 
 
 @functools.lru_cache(4096)
+def blocks_of(lanes: int, blocks: Buckets) -> tuple[int, ...]:
+    """Returns how many blocks of each width cover so many lanes."""
+    return tuple(blocks.cover(np.array([lanes]))[0].tolist())
+
+
 def in_blocks(lanes: int, blocks: Buckets) -> int:
     """Returns the lanes of the blocks that cover so many lanes."""
-    return int(blocks.lanes(blocks.cover(np.array([lanes])))[0])
+    return sum(map(operator.mul, blocks_of(lanes, blocks), blocks.widths))
 
 
 FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))

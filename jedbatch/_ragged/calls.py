@@ -5,6 +5,7 @@ regions and writes their results into the rows of inputs from which the graph re
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
 from jedbatch._kernel.target import Target
-from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, Capacity, round_up
+from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, round_up
 from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
 from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.placement import Placement
@@ -127,18 +128,6 @@ class RegionCalls:
         """Returns whether some length is 0 that phases over instances know."""
         return any(not self.lengths[s].all() for s in self.region.packed.phased.padded)
 
-    @functools.cached_property
-    def need(self) -> Capacity:
-        """The sizes that a program must have to run the calls."""
-        return Capacity(
-            {
-                "calls": {None: len(self.calls)},
-                "rows": dict(enumerate(self.rows)),
-                "longest": {None: int(self.longest.max())},
-                "guarded": {None: int(self.guarded)},
-            }
-        )
-
 
 def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> list[RegionCalls]:
     """Returns the calls of a minibatch by region.
@@ -189,7 +178,10 @@ def find_slices(
 def calls_fit(calls: RegionCalls, capacity: RowCapacity) -> bool:
     """Returns whether a program can run calls without too much room going to waste."""
     return (
-        capacity.sizes.holds(calls.need)
+        len(calls.calls) <= capacity.calls
+        and all(map(operator.le, calls.rows, capacity.rows))
+        and int(calls.longest.max()) <= capacity.longest
+        and calls.guarded <= capacity.guarded
         and capacity.calls <= max(MANY_CALLS, MAX_OVERSIZE * len(calls.calls))
         and _is_near(calls.rows, capacity, max(MANY_ROWS, capacity.target.blocks.widths[-1]))
         and (not capacity.slots or slots_of(calls.longest, capacity.groups) is not None)

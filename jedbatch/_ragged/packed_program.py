@@ -12,6 +12,7 @@ the calls in line, and compiles loops and operations that are the same once.
 Letters: `K` calls (instances, or parts of instances that run a program), `R` capacity of rows.
 """
 
+import bisect
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -30,6 +31,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
 from jedbatch._jaxpr.versions import Atom, OpenProgram
 from jedbatch._kernel.target import CPU
+from jedbatch._layout.bucketing import blocks_of
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
 from jedbatch._ragged.index_phase import IndexPhase
@@ -62,6 +64,9 @@ class PackedProgram:
         """
         self.phased = phased
         self.extents = phased.extents
+        self._symbol_of_extent = [
+            str(e) if str(e) in phased.symbols else None for e in self.extents
+        ]
         over = [phase.extent for phase in phased.phases]
         self.row_wise = [e for e, extent in enumerate(self.extents) if extent in over]
         runners: dict[Hashable, RowPhase | InstancePhase | IndexPhase] = {}
@@ -87,7 +92,10 @@ class PackedProgram:
         """Returns int[K] for each extent: the rows of every call."""
         calls = len(next(iter(lengths.values())))
         return [
-            np.broadcast_to(np.maximum(0, extent_at(e, lengths)), (calls,)) for e in self.extents
+            np.broadcast_to(np.maximum(0, extent_at(e, lengths)), (calls,))
+            if symbol is None
+            else lengths[symbol]
+            for e, symbol in zip(self.extents, self._symbol_of_extent, strict=True)
         ]
 
     def table(
@@ -105,10 +113,12 @@ class PackedProgram:
         """
         form = self.form(capacity)
         table = np.zeros(form.size, np.int32)
-        stacked = np.stack([lengths[s] for s in self.phased.symbols])
-        calls = stacked.shape[1]
-        form.view(table, "lengths")[:, :calls] = stacked
-        form.view(table, "lengths")[:, calls:] = stacked[:, :1]
+        of_symbols = form.view(table, "lengths")
+        for i, symbol in enumerate(self.phased.symbols):
+            values = lengths[symbol]
+            calls = len(values)
+            of_symbols[i, :calls] = values
+            of_symbols[i, calls:] = values[0]
         form.view(table, "calls")[:] = calls
         longest = self.longest(lengths)
         slots = slots_of(longest, capacity.groups) if capacity.slots else None
@@ -118,8 +128,10 @@ class PackedProgram:
             form.view(table, "order")[slots] = np.arange(calls)
         else:
             assert not capacity.slots  # there is a slot for every call
-            order, trips = form.view(table, "order"), form.view(table, "trips")
-            self._write_order(capacity, longest, order, trips)
+            order, trips = self._order(capacity, longest.tolist())
+            form.view(table, "order")[:] = capacity.calls
+            form.view(table, "order")[: len(order)] = order
+            form.view(table, "trips")[:] = trips
         for e, counts in enumerate(row_counts or self.row_counts(lengths)):
             total = int(counts.sum())
             starts = np.cumsum(counts) - counts
@@ -136,13 +148,15 @@ class PackedProgram:
                 rows = np.minimum(np.arange(capacity.rows[e]), total)
                 form.view(table, "place", e)[:] = places[rows]
             elif blocks is not None:
-                form.view(table, "blocks", e)[:] = blocks.cover(np.array([total]))[0]
+                form.view(table, "blocks", e)[:] = blocks_of(total, blocks)
         return table
 
     def longest(self, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns int[K]: the greatest length of each call that phases over instances know."""
         calls = len(next(iter(lengths.values())))
         known = [lengths[s] for s in sorted(self.phased.padded)]
+        if len(known) == 1:
+            return known[0]
         return np.max(known, axis=0) if known else np.zeros(calls, np.int64)
 
     def has_places(self, extent: AxisSize) -> bool:
@@ -154,21 +168,16 @@ class PackedProgram:
         return dict.fromkeys(self.phased.symbols, length)
 
     @staticmethod
-    def _write_order(
-        capacity: RowCapacity, longest: np.ndarray, order: np.ndarray, trips: np.ndarray
-    ) -> None:
-        """Writes which calls run one after the other, by length, and how often they do."""
-        group = np.searchsorted(capacity.lengths, longest)
-        sizes = np.bincount(group, minlength=len(trips))
-        together = np.array(capacity.together)
-        trips[:] = -(-sizes // together)
-        calls = np.argsort(group, kind="stable")
-        places = np.arange(len(calls))
-        places += np.repeat(
-            (trips * together).cumsum() - trips * together - sizes.cumsum() + sizes, sizes
-        )
-        order[:] = capacity.calls
-        order[places] = calls
+    def _order(capacity: RowCapacity, longest: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns which calls run one after the other, by length, and how often they do."""
+        groups: list[list[int]] = [[] for _ in capacity.lengths]
+        for call, length in enumerate(longest):
+            groups[bisect.bisect_left(capacity.lengths, length)].append(call)
+        order, trips = [], []
+        for group, together in zip(groups, capacity.together, strict=True):
+            trips.append(-(-len(group) // together))
+            order += group + [capacity.calls] * (trips[-1] * together - len(group))
+        return order, trips
 
     def try_out(self, shared: Sequence[jax.Array]) -> None:
         """Traces a run and its reverse, so that what cannot be run raises its error now.

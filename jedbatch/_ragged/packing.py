@@ -22,7 +22,6 @@ from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets, in_blocks
 from jedbatch._program.arenas import row, take
-from jedbatch._program.capacity import Capacity
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._support.types import AxisSize
@@ -80,18 +79,6 @@ class RowCapacity:
     def longest(self) -> int:
         """The greatest length of an instance."""
         return self.lengths[-1]
-
-    @functools.cached_property
-    def sizes(self) -> Capacity:
-        """The sizes that calls must not exceed (see `RegionCalls.need`)."""
-        return Capacity(
-            {
-                "calls": {None: self.calls},
-                "rows": dict(enumerate(self.rows)),
-                "longest": {None: self.longest},
-                "guarded": {None: int(self.guarded)},
-            }
-        )
 
     @functools.cached_property
     def together(self) -> tuple[int, ...]:
