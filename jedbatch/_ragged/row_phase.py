@@ -194,12 +194,18 @@ class RowFunction:
             return zeros(self.capacity, kind)
         return empty(self.capacity, kind, "rows", *name, number=number)
 
-    def with_zeros_behind(self, total: jax.Array, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def with_zeros_behind(
+        self, trips: jax.Array | None, arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Returns R rows each, of which those that no block will write are zeros.
 
         Others may be anything. What is next may read all of them, or add them up.
+
+        Args:
+          trips: how many blocks of each width there will be; None if all rows are one.
+          arrays: of R rows each.
         """
-        if self.buckets is None or not arrays or not self.capacity:
+        if self.buckets is None or trips is None or not arrays or not self.capacity:
             return list(arrays)
         width = min(self.capacity, max(self.buckets.widths))
         nothing, last = [jnp.zeros_like(x[:width]) for x in arrays], self.capacity - width
@@ -208,7 +214,8 @@ class RowFunction:
             start = jnp.minimum(i * width, last)
             return [put(x, y, start) for x, y in zip(arrays, nothing, strict=True)]
 
-        first = jnp.asarray(total, jnp.int32) // width
+        written = sum(trips[i] * w for i, w in enumerate(self.buckets.widths))
+        first = jnp.asarray(written, jnp.int32) // width
         return lax.fori_loop(first, -(-self.capacity // width), block, list(arrays))
 
     def _forward(
@@ -227,7 +234,7 @@ class RowFunction:
             self.unwritten(arguments.number, (t.shape, t.dtype), "result", n)
             for n, t in enumerate(kernel.results)
         ]
-        made = self.with_zeros_behind(arguments.total, results)
+        made = self.with_zeros_behind(arguments.trips, results)
         made += [
             self.unwritten(arguments.number, kind, "residual", n) for n, kind in enumerate(saved)
         ]
@@ -349,7 +356,7 @@ class RowReverse:
             for j, x in ((j, arguments.operands[j]) for j in moving)
         ]
         by_row = [k for k, j in enumerate(moving) if function.by_row[j]]
-        behind = function.with_zeros_behind(arguments.total, [sums[k] for k in by_row])
+        behind = function.with_zeros_behind(arguments.trips, [sums[k] for k in by_row])
         for k, x in zip(by_row, behind, strict=True):
             sums[k] = x
         gradients: list[jax.Array | None] = [None] * function.kernel.num_consts

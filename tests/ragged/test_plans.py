@@ -10,9 +10,11 @@ import pytest
 
 import jedbatch
 from jedbatch._kernel.target import CPU
+from jedbatch._layout.bucketing import Buckets, blocks_of
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.phases import find_phases
+from jedbatch._ragged.row_phase import RowFunction
 from jedbatch._session import pipeline
 from jedbatch._session.arguments import TypesOfLeaves
 
@@ -151,6 +153,22 @@ def test_every_call_runs_once_in_a_group_that_is_long_enough(seed):
     for e, counts in enumerate(packed.row_counts({str(n): lengths})):
         given = packed.table(capacity, {str(n): lengths}, [counts])
         np.testing.assert_array_equal(given, table, err_msg=str(e))
+
+
+@pytest.mark.parametrize("capacity", [16, 192, 208, 384, 576])
+def test_rows_that_no_block_writes_are_zeros(capacity):
+    blocks = Buckets((16, 192) if capacity >= 192 else (16,), 16)
+    function = RowFunction(None, capacity, 1, blocks, ())
+    fill = jax.jit(lambda trips, x: function.with_zeros_behind(trips, [x])[0])
+    for total in range(0, capacity + 1, 13):
+        trips = np.array(blocks_of(total, blocks), np.int32)
+        written = int(blocks.lanes(trips))
+        filled = np.asarray(fill(trips, jnp.ones((capacity, 2))))
+        assert total <= written
+        assert not filled[written:].any()
+        wide = blocks.widths[-1]
+        last = max(0, min(written // wide * wide, capacity - wide))  # no block is filled twice
+        assert filled[:last].all()
 
 
 def test_capacities_are_equal_in_other_processes():
