@@ -190,7 +190,7 @@ def test_types_are_those_of_the_leaves_that_come():
         assert types.of([a])[0] == expected[:1]
     c = np.ones((2, 3), np.float32)
     assert types.of([c, b])[0] == expected
-    c.shape = (3, 2)  # arrays of NumPy may change
+    c.resize((3, 2), refcheck=False)  # arrays of NumPy may change
     assert types.of([c, b])[0][0] == ((3, 2), jnp.dtype("float32"), False)
     del a
     assert types.of([jnp.ones((2, 3), jnp.bfloat16)])[0][0][1] == jnp.bfloat16
