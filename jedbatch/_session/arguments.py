@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._jaxpr.configuration import configuration
 from jedbatch._jaxpr.identity import Same
 from jedbatch._kernel.target import Target, target_of
 from jedbatch._program.executors import is_lasting
@@ -213,22 +214,23 @@ class Arguments:
 class TypesOfLeaves:
     """The types of shared leaves, and the target of the device that they are on.
 
-    They are kept as long as the very same arrays come again, as those of a model do.
+    They are kept as long as the very same arrays come again, as those of a model do, and JAX is
+    configured as it was.
     """
 
     def __init__(self) -> None:
-        # References to the arrays, the default device then, what was found.
+        # References to the arrays, how JAX was configured, what was found.
         self._latest: tuple[tuple[weakref.ref, ...], object, tuple[Any, Target]] | None = None
 
     def of(self, leaves: Sequence[Any]) -> tuple[tuple[ArrayType, ...], Target]:
         """Returns ((shape, dtype, weak) of each leaf, the target of their device)."""
         config: Any = jax.config
-        device, latest = config.jax_default_device, self._latest
-        if latest is not None and latest[1] is device and _refer_to(latest[0], leaves):
+        state, latest = (config.jax_default_device, *configuration()), self._latest
+        if latest is not None and latest[1] == state and _refer_to(latest[0], leaves):
             return latest[2]
         found = tuple(map(array_type, leaves)), target_of(leaves)
         if all(map(is_lasting, leaves)):
-            self._latest = tuple(map(weakref.ref, leaves)), device, found
+            self._latest = tuple(map(weakref.ref, leaves)), state, found
         return found
 
 

@@ -192,6 +192,11 @@ def test_types_are_those_of_the_leaves_that_come():
     assert types.of([c, b])[0] == expected
     c.resize((3, 2), refcheck=False)  # arrays of NumPy may change
     assert types.of([c, b])[0][0] == ((3, 2), jnp.dtype("float32"), False)
+    with jax.enable_x64(True):
+        d = jnp.ones(3, jnp.float64)
+        assert types.of([d])[0] == (((3,), jnp.dtype("float64"), False),)
+    with pytest.raises(TypeError, match="jax_enable_x64"):
+        types.of([d])
     del a
     assert types.of([jnp.ones((2, 3), jnp.bfloat16)])[0][0][1] == jnp.bfloat16
     jax.jit(lambda x: types.of([x, b]) and x)(jnp.ones(5))
