@@ -3,7 +3,8 @@
 A gene tree is a sequence, int[sites] of nucleotides, or `(left, time, right, time)`. Under a
 general reversible model with rates Q the likelihoods of what is below a node, given its nucleotide,
 are L = (exp(Q t_left) L_left) ⊙ (exp(Q t_right) L_right), [4, sites] (Felsenstein, 1981). Trees
-differ in their taxa and in their sites. All share Q, whose gradient is asked for.
+differ in their taxa and in their sites. All share Q, whose gradient is asked for. Of proteins there
+are 20 states instead of 4; how many follows from the parameters.
 
     python examples/applications/phylogenetics.py [--quick] [--write]
 """
@@ -26,7 +27,8 @@ def spectrum(params):
     """(eigenvalues, left and right eigenvectors of Q, frequencies of nucleotides)."""
     frequencies = jax.nn.softmax(params["frequencies"])
     root = jnp.sqrt(frequencies)
-    above = jnp.zeros((4, 4)).at[jnp.triu_indices(4, 1)].set(jnp.exp(params["rates"]))
+    n = len(frequencies)
+    above = jnp.zeros((n, n)).at[jnp.triu_indices(n, 1)].set(jnp.exp(params["rates"]))
     exchange = above + above.T
     symmetric = root[:, None] * exchange * root - jnp.diag(exchange @ frequencies)
     values, vectors = jnp.linalg.eigh(symmetric)
@@ -42,8 +44,8 @@ def evolve(rates, time, likelihoods):
 
 
 @jedbatch.cell
-def observe(sequence):
-    return jax.nn.one_hot(sequence, 4, axis=0)
+def observe(rates, sequence):
+    return jax.nn.one_hot(sequence, len(rates[-1]), axis=0)
 
 
 @jedbatch.cell
@@ -53,7 +55,7 @@ def join(rates, left, left_time, right, right_time):
 
 def prune(rates, tree):
     if not isinstance(tree, tuple):
-        return observe(tree)
+        return observe(rates, tree)
     left, left_time, right, right_time = tree
     return join(rates, prune(rates, left), left_time, prune(rates, right), right_time)
 
@@ -129,7 +131,7 @@ def padded(_, trees, widths, most):
 
 def by_levels(rates, arrays):
     leaves, levels, roots, sites = arrays
-    states = [jax.nn.one_hot(leaves, 4, axis=1)]
+    states = [jax.nn.one_hot(leaves, len(rates[-1]), axis=1)]
     for children, times in levels:
         below = jnp.concatenate(states)[children]
         both = jax.vmap(jax.vmap(functools.partial(evolve, rates)))(times, below)
@@ -154,12 +156,12 @@ def num_sites(tree):
     return len(tree)
 
 
-def gene_trees(rng, count, taxa, sites):
+def gene_trees(rng, count, taxa, sites, states=4):
     """Random trees whose sequences are mutated copies of each other."""
 
     def grow(number, sequence):
         mutated = np.where(
-            rng.random(len(sequence)) < 0.1, rng.integers(4, size=len(sequence)), sequence
+            rng.random(len(sequence)) < 0.1, rng.integers(states, size=len(sequence)), sequence
         )
         if number == 1:
             return mutated.astype(np.int32)
@@ -170,16 +172,21 @@ def gene_trees(rng, count, taxa, sites):
     sizes = rng.integers(sites[0], sites[1] + 1, size=count)
     numbers = rng.integers(taxa[0], taxa[1] + 1, size=count)
     return [
-        grow(int(n), rng.integers(4, size=size)) for n, size in zip(numbers, sizes, strict=True)
+        grow(int(n), rng.integers(states, size=size))
+        for n, size in zip(numbers, sizes, strict=True)
     ]
+
+
+def parameters(rng, states=4):
+    normal = lambda size: jnp.asarray(0.3 * rng.normal(size=size), jnp.float32)
+    return {"rates": normal(states * (states - 1) // 2), "frequencies": normal(states)}
 
 
 def make(quick):
     rng = np.random.default_rng(0)
     count, taxa, sites = (6, (2, 4), (7, 8)) if quick else (100, (4, 24), (100, 1000))
     minibatches = [gene_trees(rng, count, taxa, sites) for _ in range(4 if quick else 10)]
-    normal = lambda size: jnp.asarray(0.3 * rng.normal(size=size), jnp.float32)
-    params = {"rates": normal(6), "frequencies": normal(4)}
+    params = parameters(rng)
     widths = widest(minibatches)
 
     def sides():
