@@ -179,12 +179,13 @@ async def latencies(model: Model, rate: float, seconds: float, rounds: int) -> l
             name: await stack.enter_async_context(model.server(**options))
             for name, options in ways.items()
         }
-        gc.collect()
-        gc.freeze()  # as `python -m jedbatch serve` does
         count = max(20, int(rate * seconds))
         for number in range(rounds + 1):  # the first warms up
             for name, server in servers.items():
-                took = await under_load(server, model.trees.take(count), rate, number)
+                trees = model.trees.take(count)
+                gc.collect()
+                gc.freeze()  # as `python -m jedbatch serve` does; what comes is no garbage
+                took = await under_load(server, trees, rate, number)
                 if number:
                     found[name].append(1e3 * np.percentile(took, (50, 99)))
                 sizes[name] = server.metrics.mean_batch_size
