@@ -76,7 +76,7 @@ def public_things() -> Iterator[tuple[str, object]]:
 
 
 def documents() -> list[Path]:
-    """What the tests run: the README, pages with Python blocks, and examples."""
+    """The README, pages with Python blocks, and examples, all of which the tests run."""
     pages = [ROOT / "README.md", ROOT / "examples" / "answers.md", *(ROOT / "docs").rglob("*.md")]
     scripts = [p for p in (ROOT / "examples").rglob("*.py") if p.stem != "measuring"]
     return [p for p in pages if BLOCK.search(p.read_text())] + scripts

@@ -39,7 +39,7 @@ LEAST_START = 8  # what starting a chunk costs at least, in lanes
 NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
 BLOCK_ROWS = 512  # up to which lanes that multiply several rows by each weight are put together
-HEAVY_BLOCKS = Buckets((64, 256))  # products of 512 rows, for large matrices, take a seventh longer
+HEAVY_BLOCKS = Buckets((64, 256))  # products of 512 rows take longer where matrices are large
 LIGHT_BLOCKS = Buckets((64, 512))
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.

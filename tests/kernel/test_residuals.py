@@ -1,4 +1,4 @@
-"""What the reverse of a kernel keeps of the forward pass, and what it computes again."""
+"""Residuals: products and large reductions are kept for the reverse, the rest is computed again."""
 
 import jax
 import jax.numpy as jnp

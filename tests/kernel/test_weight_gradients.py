@@ -25,7 +25,7 @@ def product(row_axis, weight_axis, weight_first, **options):
 
 
 def found(fn, x, w):
-    """What a function of a row and a const is, which is one product."""
+    """Returns the `MatrixProduct` of a function of a row and a const, which is one product."""
     closed = jax.make_jaxpr(fn)(x, w)
     (eqn,) = closed.jaxpr.eqns
     return MatrixProduct.of(eqn, lambda v: v is closed.jaxpr.invars[1])
