@@ -26,6 +26,8 @@ from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, run_lanes, widths
 from jedbatch._jaxpr.registers import BasicBlock, Instruction, Slot
 
+pytestmark = pytest.mark.unoptimized
+
 
 def stacked(fn, *args):
     """Returns the results of one instance after the other."""

@@ -8,6 +8,8 @@ from cases.helpers import assert_close
 
 import jedbatch
 
+pytestmark = pytest.mark.unoptimized
+
 HIDDEN = 8
 SIZES = [5, 1, 3, 7]
 OTHER_SIZES = [2, 40, 3, 7, 1, 5]  # few that the loop compiles anew

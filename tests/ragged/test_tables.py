@@ -22,6 +22,8 @@ from jedbatch._ragged.padded_loops import find_chain, find_count
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import find_phases, flattened
 
+pytestmark = pytest.mark.unoptimized
+
 SCOPE = export.SymbolicScope()
 N, M = make_symbol("n", SCOPE), make_symbol("m", SCOPE)
 EXIST, ROOM = {"n": 3, "m": 4}, {"n": 5, "m": 6}

@@ -11,6 +11,8 @@ from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow,
 import jedbatch
 from jedbatch import testing
 
+pytestmark = pytest.mark.unoptimized
+
 SITES = [1, 5, 8, 16, 17, 30]  # tiles have 8 rows here
 
 

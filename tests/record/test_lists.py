@@ -11,6 +11,8 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 import jedbatch
 from jedbatch.errors import PerformanceWarning
 
+pytestmark = pytest.mark.unoptimized
+
 SIZE = 4
 W = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(SIZE, SIZE)), jnp.float32),
