@@ -4,8 +4,9 @@ The tests of a package lie in the folder of its name, programs and helpers that 
 in `cases`, texts that must not change by accident in `golden`. Tests marked as slow are the rest of
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
 
-Most of the time of tests goes into compiling. All but slow ones compile as users do, these with
-little optimization of the machine's code (`is_optimized`).
+Most of the time of tests goes into compiling. Slow ones, and modules marked as `unoptimized`, whose
+programs take long, are compiled with little optimization of the machine's code, all others as
+users compile them (`is_optimized`).
 """
 
 import gc
@@ -44,10 +45,7 @@ GIVEN = LITTLE in os.environ
 
 
 def is_optimized(item):
-    """Returns whether the programs of a test are compiled as users compile them.
-
-    Slow tests are the rest of a table that has cases which are.
-    """
+    """Returns whether the programs of a test are compiled as users compile them."""
     return not (item.get_closest_marker("slow") or item.get_closest_marker("unoptimized"))
 
 
