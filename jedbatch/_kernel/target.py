@@ -80,6 +80,8 @@ class Target:
         `_ragged.groups`), and lanes up to which weight gradients are computed together.
       straight_indexed_rows: the same for regions that read or write rows by index, such as those of
         graphs, which take all rows at once there in any case.
+      microbatch_rows: above so many rows, regions without loops run a few calls at a time, which
+        together have about so many (see `_ragged.microbatches`); 0 for all calls at once.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -104,6 +106,7 @@ class Target:
     shortest: int = 8
     straight_rows: int = 0
     straight_indexed_rows: int = 1 << 17
+    microbatch_rows: int = 4096
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
@@ -230,6 +233,7 @@ GPU = Target(
     together=1,
     shortest=32,
     straight_rows=1 << 16,
+    microbatch_rows=0,
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,

@@ -5,7 +5,6 @@ regions and writes their results into the rows of inputs from which the graph re
 """
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,32 +15,17 @@ import numpy as np
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
-from jedbatch._kernel.target import Target
-from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, round_up
 from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
 from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.groups import (
-    MAX_PAIRS_PER_INDEXED_ROW,
-    MAX_PAIRS_PER_ROW,
-    find_groups,
-    fitted_lengths,
-    longest_slot,
-    pairs_in,
-    slots_of,
-)
+from jedbatch._ragged.microbatches import Microbatches, distributed, places_of_calls
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import Call, RaggedRecord, Region
 from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
-
-LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
-TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
-MANY_CALLS = 64  # a capacity for so many will do for any fewer
-MANY_ROWS = 768  # the same of rows, or of those in one block
 
 Targets = Mapping[tuple[int, int, int], int]
 
@@ -61,8 +45,9 @@ class RaggedCalls:
     Attributes:
       stages: regions, in the order of their ids.
       tables: of each region, see `PackedProgram.table`.
-      targets: for each region and each of its results that are not ragged, int32[K]: the row of
-        its arena's inputs for every call; beyond them, where there is no call.
+      targets: for each region and each of its results that are not ragged, int32[K], or of all
+        microbatches: the row of its arena's inputs for every call; beyond them, where there is no
+        call.
       operands: arrays that the regions read, by name.
       counts: (rows that exist, rows computed) of row phases.
     """
@@ -78,15 +63,18 @@ class RaggedCalls:
         """Lines of a printed plan."""
         lines = []
         for stage, table in zip(self.stages, self.tables, strict=True):
-            packed = stage.region.packed
-            form = packed.form(stage.capacity)
-            calls = int(form.view(table, "calls")[0])
-            rows = sum(int(form.view(table, "total", e)[0]) for e in range(len(packed.extents)))
+            packed, capacity = stage.region.packed, stage.capacity
+            form, tables = packed.form(capacity.of_one), packed.tables_of_each(capacity, table)
+            calls = sum(int(form.view(own, "calls")[0]) for own in tables)
+            extents = range(len(packed.extents))
+            rows = sum(int(form.view(own, "total", e)[0]) for own in tables for e in extents)
             phases = packed.phased.phases
             over_rows = sum(phase.extent is not None for phase in phases)
             by_index = sum(bool(phase.indexed) for phase in phases)
             lines.append(
-                f"  ragged    {calls} calls with {rows:,} rows: {over_rows} phases over rows, "
+                f"  ragged    {calls} calls with {rows:,} rows"
+                + (f" in {len(tables)} microbatches" if capacity.microbatches > 1 else "")
+                + f": {over_rows} phases over rows, "
                 f"{len(phases) - over_rows - by_index} over instances"
                 + (f", {by_index} by index" if by_index else "")
             )
@@ -122,6 +110,30 @@ class RegionCalls:
     def longest(self) -> np.ndarray:
         """int64[K], the greatest length of each call, see `PackedProgram.longest`."""
         return self.region.packed.longest(self.lengths)
+
+    @functools.cached_property
+    def table_of_counts(self) -> np.ndarray:
+        """int64[E, K]: the rows of every extent and call."""
+        return np.array(self.counts, np.int64).reshape(len(self.counts), len(self.calls))
+
+    def microbatches(self, capacity: RowCapacity) -> Microbatches | None:
+        """Returns the calls of each microbatch; None if there are more than there is room for."""
+        if capacity.microbatches == 1:
+            return (np.arange(len(self.calls)),)
+        if capacity not in self._microbatches:
+            self._microbatches[capacity] = distributed(
+                self.table_of_counts,
+                self.longest,
+                capacity.rows,
+                capacity.calls,
+                capacity.groups,
+                capacity.microbatches,
+            )
+        return self._microbatches[capacity]
+
+    @functools.cached_property
+    def _microbatches(self) -> dict[RowCapacity, Microbatches | None]:
+        return {}
 
     @functools.cached_property
     def guarded(self) -> bool:
@@ -175,70 +187,6 @@ def find_slices(
     return slices
 
 
-def calls_fit(calls: RegionCalls, capacity: RowCapacity) -> bool:
-    """Returns whether a program can run calls without too much room going to waste."""
-    return (
-        len(calls.calls) <= capacity.calls
-        and all(map(operator.le, calls.rows, capacity.rows))
-        and int(calls.longest.max()) <= capacity.longest
-        and calls.guarded <= capacity.guarded
-        and capacity.calls <= max(MANY_CALLS, MAX_OVERSIZE * len(calls.calls))
-        and _is_near(calls.rows, capacity, max(MANY_ROWS, capacity.target.blocks.widths[-1]))
-        and (not capacity.slots or slots_of(calls.longest, capacity.groups) is not None)
-    )
-
-
-def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | None) -> RowCapacity:
-    """Returns a capacity for calls, and for what `model` had room for if it is not much more."""
-    straight = _straight_capacity(calls, target, model)
-    if straight is not None:
-        return straight
-    model = None if model and model.slots else model
-    most = int(calls.longest.max())
-    tables = calls.region.packed.phased.has_table_loops
-    if model and most <= model.longest:
-        lengths = model.lengths
-    else:
-        headroom, power = (TABLE_HEADROOM, 3) if tables else (LENGTH_HEADROOM, 2)
-        lengths = fitted_lengths(calls.longest, target.shortest, headroom, power)
-    rows = _rows_for(calls, target.blocks.widths[-1], model)
-    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
-
-
-def _straight_capacity(
-    calls: RegionCalls, target: Target, model: RowCapacity | None
-) -> RowCapacity | None:
-    """Returns a capacity for calls without loops; None if that is too much at once."""
-    model = model if model and model.slots else None
-    most = int(calls.longest.max())
-    reach = longest_slot(most)
-    if model and most <= model.longest <= LENGTH_HEADROOM * most:
-        reach = model.longest
-    rows = _rows_for(calls, target.blocks.widths[0], model)
-    groups = find_groups(calls.longest, reach)
-    most, pairs_per_row = target.straight_rows, MAX_PAIRS_PER_ROW
-    is_indexed = any(phase.indexed for phase in calls.region.packed.phased.phases)
-    if is_indexed and target.straight_indexed_rows > most:
-        most, pairs_per_row = target.straight_indexed_rows, MAX_PAIRS_PER_INDEXED_ROW
-    if max((*rows, pairs_in(groups) // pairs_per_row)) > most:
-        return None
-    lengths, slots = groups
-    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, slots)
-
-
-def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tuple[int, ...]:
-    """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
-    rows = [-(-round_up(n * CAPACITY_HEADROOM) // block) * block for n in calls.rows]
-    if model and _is_near(rows, model, max(MANY_ROWS, block)):
-        rows = list(map(max, rows, model.rows))
-    return tuple(rows)
-
-
-def _is_near(rows: Sequence[int], compiled: RowCapacity, widest: int) -> bool:
-    """Returns whether a capacity is not much too large, in blocks of up to `widest` rows."""
-    return all(b <= MAX_OVERSIZE * max(widest, a) for a, b in zip(rows, compiled.rows, strict=True))
-
-
 def make_ragged_calls(
     stages: Sequence[Stage],
     calls: Sequence[RegionCalls],
@@ -256,25 +204,30 @@ def make_ragged_calls(
       signature: of its program.
     """
     operands: dict[str, Any] = {}
+    tables, columns = [], []
     exist = computed = 0
     for stage, region_calls in zip(stages, calls, strict=True):
-        region = region_calls.region
+        region, microbatches = region_calls.region, region_calls.microbatches(stage.capacity)
+        assert microbatches is not None  # the stage has been chosen for the calls
         for e in region.packed.row_wise:
             exist += region_calls.rows[e]
-            computed += stage.capacity.computed(e, region_calls.rows[e])
+            computed += stage.capacity.computed(e, region_calls.rows[e], len(microbatches))
         for k, name in enumerate(region.operand_names):
             values = [
                 rows_of_inputs(call.operands[k], arrays[i], i)[0]
                 for call, (i, _) in zip(region_calls.calls, region_calls.places, strict=True)
             ]
-            operands[name] = _packed(region, k, values, stage.capacity)
+            operands[name] = _packed(region, k, values, stage.capacity, microbatches)
+        tables.append(
+            region.packed.table(
+                stage.capacity, region_calls.lengths, region_calls.counts, microbatches
+            )
+        )
+        columns.append(_columns(stage, region_calls, microbatches, targets, signature))
     return RaggedCalls(
         tuple(stages),
-        tuple(
-            c.region.packed.table(s.capacity, c.lengths, c.counts)
-            for s, c in zip(stages, calls, strict=True)
-        ),
-        tuple(_columns(s, c, targets, signature) for s, c in zip(stages, calls, strict=True)),
+        tuple(tables),
+        tuple(columns),
         operands,
         (exist, computed),
     )
@@ -335,24 +288,44 @@ def find_targets(records: Sequence[Record], placed: Placement) -> Targets:
 
 
 def _columns(
-    stage: Stage, calls: RegionCalls, targets: Targets, signature: Signature
+    stage: Stage,
+    calls: RegionCalls,
+    microbatches: Microbatches,
+    targets: Targets,
+    signature: Signature,
 ) -> tuple[np.ndarray, ...]:
     """Returns for each result that is not ragged the row of every call."""
-    columns = []
+    columns, capacity = [], stage.capacity
+    places = places_of_calls(microbatches, capacity.calls)
     for k, kind in enumerate(calls.region.results):
         if not is_ragged(kind.shape):
             beyond = signature.inputs[signature.arena(kind)]
-            rows = np.full(stage.capacity.calls, beyond, np.int32)
-            rows[: len(calls.places)] = [targets.get((*p, k), beyond) for p in calls.places]
+            rows = np.full(capacity.microbatches * capacity.calls, beyond, np.int32)
+            rows[places] = [targets.get((*p, k), beyond) for p in calls.places]
             columns.append(rows)
     return tuple(columns)
 
 
-def _packed(region: Region, k: int, values: Sequence[Array], capacity: RowCapacity) -> Any:
+def _packed(
+    region: Region,
+    k: int,
+    values: Sequence[Array],
+    capacity: RowCapacity,
+    microbatches: Microbatches,
+) -> Any:
     """Returns operand `k` of all calls as one array: [R, ...] if ragged, or [K, ...].
 
-    Rows beyond the last repeat it, if there is any, where they are not cut into blocks.
+    Rows beyond the last repeat it, if there is any, where they are not cut into blocks. Of several
+    microbatches, the rows of each follow those of the one before.
     """
+    if capacity.microbatches > 1:
+        one = capacity.of_one
+        parts = [
+            _packed(region, k, [values[c] for c in calls], one, (calls,)) for calls in microbatches
+        ]
+        length = len(parts[0]) * capacity.microbatches
+        kind = parts[0].shape[1:], parts[0].dtype
+        return pack_rows(kind, parts, length)
     value_type, e = region.operands[k], region.operand_extents[k]
     if e is None:
         return pack_rows(stored(value_type), [x[None] for x in values], capacity.calls)

@@ -2,8 +2,9 @@
 
 Row-wise phases run in blocks of rows (see `_ragged.row_phase`), phases over instances by length, a
 few instances at a time (see `_ragged.instance_phase`), phases by index on all rows at once (see
-`_ragged.index_phase`). Loops run over what exists, so a program is
-compiled once for all combinations of lengths. Nothing is padded from one instance to another.
+`_ragged.index_phase`). Loops run over what exists, so a program is compiled once for all
+combinations of lengths. Nothing is padded from one instance to another. Instead of a loop for each
+phase there may be one around all of them, over microbatches (see `_ragged.microbatches`).
 
 Phases that do the same, such as those of the layers of a Transformer, are one function: it is
 traced, differentiated and written down for XLA once, and called with the weights of each. XLA puts
@@ -15,6 +16,7 @@ Letters: `K` calls (instances, or parts of instances that run a program), `R` ca
 import bisect
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +34,22 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
 from jedbatch._jaxpr.versions import Atom, OpenProgram
 from jedbatch._kernel.target import CPU
 from jedbatch._layout.bucketing import blocks_of
+from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import places_in, slots_of
 from jedbatch._ragged.index_phase import IndexPhase
 from jedbatch._ragged.instance_phase import InstancePhase
-from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape, table_form
-from jedbatch._ragged.phases import Phase, PhasedProgram
+from jedbatch._ragged.microbatch_loop import MicrobatchLoop
+from jedbatch._ragged.microbatches import Microbatches, packed_places
+from jedbatch._ragged.packing import (
+    PackedBatch,
+    RowCapacity,
+    microbatch_form,
+    ragged_axis,
+    row_shape,
+    table_form,
+)
+from jedbatch._ragged.phases import Phase, PhasedProgram, extents_of
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE_ROWS
 from jedbatch._support.types import Array, AxisSize
@@ -70,7 +82,13 @@ class PackedProgram:
         over = [phase.extent for phase in phased.phases]
         self.row_wise = [e for e, extent in enumerate(self.extents) if extent in over]
         runners: dict[Hashable, RowPhase | InstancePhase | IndexPhase] = {}
-        self._runners = []
+        self._runners: list[RowPhase | InstancePhase | IndexPhase] = []
+        self._loops: dict[RowCapacity, MicrobatchLoop] = {}
+        defined = {v for eqn in phased.before for v in eqn.outvars}
+        defined.update(phased.jaxpr.constvars, phased.jaxpr.invars[: phased.num_shared])
+        returned = [v for v in phased.jaxpr.outvars if isinstance(v, Var) and v in defined]
+        read = [v for phase in phased.phases for v in phase.shared]
+        self._shared = list(dict.fromkeys((*read, *returned)))
         for n, phase in enumerate(phased.phases):
             key: Hashable = n
             if key_of is not None and not phase.indexed:
@@ -86,7 +104,10 @@ class PackedProgram:
 
     def form(self, capacity: RowCapacity) -> TableLayout:
         """Returns the layout of the table of a minibatch."""
-        return table_form(capacity, len(self.phased.symbols))
+        symbols = len(self.phased.symbols)
+        if capacity.microbatches > 1:
+            return microbatch_form(capacity, symbols, self.returned_extents)
+        return table_form(capacity, symbols)
 
     def row_counts(self, lengths: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Returns int[K] for each extent: the rows of every call."""
@@ -103,6 +124,7 @@ class PackedProgram:
         capacity: RowCapacity,
         lengths: Mapping[str, np.ndarray],
         row_counts: Sequence[np.ndarray] | None = None,
+        microbatches: Microbatches = (),
     ) -> np.ndarray:
         """Returns the int32 table of calls.
 
@@ -110,9 +132,22 @@ class PackedProgram:
           capacity: that it is for.
           lengths: the values of the symbols, int[calls] each.
           row_counts: of these lengths, if they are known.
+          microbatches: the calls of each, if there may be several.
         """
         form = self.form(capacity)
         table = np.zeros(form.size, np.int32)
+        row_counts = row_counts or self.row_counts(lengths)
+        if capacity.microbatches > 1:
+            form.view(table, "trips")[:] = len(microbatches)
+            of_each = form.view(table, "microbatches")
+            for m, members in enumerate(microbatches):
+                own_lengths = {s: x[members] for s, x in lengths.items()}
+                own_counts = [x[members] for x in row_counts]
+                of_each[m] = self.table(capacity.of_one, own_lengths, own_counts)
+            for e in self.returned_extents:
+                rows = packed_places(row_counts[e], microbatches, capacity.rows[e])
+                form.view(table, "packed", e)[: len(rows)] = rows
+            return table
         of_symbols = form.view(table, "lengths")
         for i, symbol in enumerate(self.phased.symbols):
             values = lengths[symbol]
@@ -132,7 +167,7 @@ class PackedProgram:
             form.view(table, "order")[:] = capacity.calls
             form.view(table, "order")[: len(order)] = order
             form.view(table, "trips")[:] = trips
-        for e, counts in enumerate(row_counts or self.row_counts(lengths)):
+        for e, counts in enumerate(row_counts):
             total = int(counts.sum())
             starts = np.cumsum(counts) - counts
             form.view(table, "starts", e)[:calls] = starts
@@ -150,6 +185,19 @@ class PackedProgram:
             elif blocks is not None:
                 form.view(table, "blocks", e)[:] = blocks_of(total, blocks)
         return table
+
+    @functools.cached_property
+    def returned_extents(self) -> tuple[int, ...]:
+        """The numbers of the extents that results have."""
+        extents = {e for v in self.phased.jaxpr.outvars for e in extents_of(v)}
+        return tuple(e for e, extent in enumerate(self.extents) if extent in extents)
+
+    def tables_of_each(self, capacity: RowCapacity, table: np.ndarray) -> list[np.ndarray]:
+        """Returns the tables of microbatches, of which that of a minibatch consists."""
+        if capacity.microbatches == 1:
+            return [table]
+        form = self.form(capacity)
+        return list(form.view(table, "microbatches")[: int(form.view(table, "trips")[0])])
 
     def longest(self, lengths: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns int[K]: the greatest length of each call that phases over instances know."""
@@ -229,6 +277,43 @@ class PackedProgram:
         env = dict(zip(phased.jaxpr.constvars, phased.consts, strict=True))
         env.update(zip(phased.jaxpr.invars[: phased.num_shared], shared, strict=True))
         run_equations(phased.before, env, functools.partial(run_equation, phased.jaxpr))
+        known = [jnp.asarray(env[v]) for v in self._shared]
+        if capacity.microbatches == 1:
+            return self._run_phases(capacity, known, operands, table)
+        if capacity not in self._loops:
+            self._loops[capacity] = self._loop(capacity)
+        results = self._loops[capacity].run(known, operands, table)
+        for k, v in enumerate(phased.jaxpr.outvars):
+            axis = ragged_axis(v)
+            if axis is not None:
+                e = self.extents.index(v.aval.shape[axis])
+                packed = row(self.form(capacity), table, ("packed", e), start=0)
+                results[k] = take(results[k], packed)
+        return results
+
+    def _loop(self, capacity: RowCapacity) -> MicrobatchLoop:
+        """Returns what runs one microbatch after another."""
+        phased = self.phased
+        nothing: Any = None
+        batch = PackedBatch(self.extents, phased.symbols, capacity, nothing)
+        return MicrobatchLoop(
+            functools.partial(self._run_phases, capacity.of_one),
+            self.form(capacity),
+            phased.jaxpr.outvars,
+            batch,
+            [eqn for phase in phased.phases for eqn in phase.equations],
+        )
+
+    def _run_phases(
+        self,
+        capacity: RowCapacity,
+        known: Sequence[Array],
+        operands: Sequence[Array],
+        table: Array,
+    ) -> list[Array]:
+        """Returns the results of the phases; `known` are the values of `_shared`."""
+        phased = self.phased
+        env = dict(zip(self._shared, known, strict=True))
         defined = set(env)
         env.update(zip(phased.operands, operands, strict=True))
         batch = PackedBatch(self.extents, phased.symbols, capacity, table)

@@ -11,7 +11,7 @@ Letters: `K` calls (instances, or parts of instances that run a program), `R` ca
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ class RowCapacity:
       target: the kind of device it is made for.
       slots: how many instances run with each of these capacities, all of them at once (see
         `_ragged.groups`); nothing where instances run a few at a time, in loops.
+      microbatches: how many of them there may be, each with calls, rows and slots of these numbers
+        (see `_ragged.microbatches`).
     """
 
     calls: int
@@ -49,6 +51,12 @@ class RowCapacity:
     guarded: bool
     target: Target
     slots: tuple[int, ...] = ()
+    microbatches: int = 1
+
+    @functools.cached_property
+    def of_one(self) -> "RowCapacity":
+        """That of one microbatch."""
+        return replace(self, microbatches=1)
 
     @property
     def groups(self) -> Groups:
@@ -60,16 +68,17 @@ class RowCapacity:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.calls, self.rows, self.lengths, self.guarded, self.target, self.slots))
+        sizes = self.calls, self.rows, self.lengths, self.slots, self.microbatches
+        return hash((sizes, self.guarded, self.target))
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the fields: strings have other hashes in other processes."""
         return {name: x for name, x in self.__dict__.items() if name != "_hash"}
 
-    def computed(self, e: int, total: int) -> int:
+    def computed(self, e: int, total: int, microbatches: int = 1) -> int:
         """Returns how many rows are computed where so many of an extent exist."""
         blocks = self.blocks(e)
-        return self.rows[e] if blocks is None else in_blocks(total, blocks)
+        return microbatches * self.rows[e] if blocks is None else in_blocks(total, blocks)
 
     def blocks(self, e: int) -> Buckets | None:
         """Returns the widths of blocks of the rows of an extent; None if all are one block."""
@@ -105,7 +114,7 @@ def _often_used(blocks: Buckets, rows: int) -> Buckets:
 
 @functools.lru_cache(256)
 def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
-    """Returns the layout of the table of a minibatch."""
+    """Returns the layout of the table of a minibatch, or of one microbatch."""
     form = TableLayout()
     form.add(("lengths",), num_symbols, capacity.calls)
     if capacity.slots:
@@ -124,6 +133,25 @@ def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
             form.add(("place", e), rows)
         else:
             form.add(("blocks", e), len(blocks.widths))
+    return form
+
+
+@functools.lru_cache(256)
+def microbatch_form(
+    capacity: RowCapacity, num_symbols: int, returned: tuple[int, ...]
+) -> TableLayout:
+    """Returns the layout of the table of several microbatches.
+
+    Args:
+      capacity: that it is for.
+      num_symbols: of the program.
+      returned: the numbers of the extents of results.
+    """
+    form, size = TableLayout(), table_form(capacity.of_one, num_symbols).size
+    form.add(("trips",), 1)
+    form.add(("microbatches",), capacity.microbatches, size)
+    for e in returned:
+        form.add(("packed", e), capacity.microbatches * capacity.rows[e])
     return form
 
 

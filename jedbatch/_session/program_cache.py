@@ -46,9 +46,10 @@ from jedbatch._program.plan import Static
 from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.calls import RegionCalls, Stage, calls_fit, make_row_capacity, run_regions
+from jedbatch._ragged.calls import RegionCalls, Stage, run_regions
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
+from jedbatch._ragged.row_capacities import calls_fit, make_row_capacity
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss

@@ -29,15 +29,20 @@ def check_stages(
     """Every row of packed arrays belongs to one call, and every call is computed once."""
     rows_written: set[tuple[int, int]] = set()
     for stage, table, columns in zip(stages, tables, targets, strict=True):
-        _check_stage(stage, np.asarray(table))
-        calls = int(stage.region.packed.form(stage.capacity).view(np.asarray(table), "calls")[0])
+        packed, capacity = stage.region.packed, stage.capacity
+        tables = packed.tables_of_each(capacity, np.asarray(table))
+        require(0 < len(tables) <= capacity.microbatches, f"{len(tables)} microbatches")
+        there = np.zeros((capacity.microbatches, capacity.calls), bool)
+        for m, own_table in enumerate(tables):
+            there[m, : _check_microbatch(stage, own_table)] = True
+        _check_packed(stage, np.asarray(table), tables)
         plain = [t for t in stage.region.results if not is_ragged(t.shape)]
         for kind, column in zip(plain, columns, strict=True):
             a = signature.arena(kind)
             room = signature.inputs[a]
-            rows = np.asarray(column).tolist()
-            require(all(row == room for row in rows[calls:]), "what no call makes is written")
-            for row in rows[:calls]:
+            rows = np.asarray(column)
+            require((rows[~there.ravel()] == room).all(), "what no call makes is written")
+            for row in rows[there.ravel()].tolist():
                 if row != room:
                     most = room if known is None else known[signature.arenas[a]]
                     require(0 <= row < most, f"result of a call in row {row} of {most} inputs")
@@ -45,8 +50,9 @@ def check_stages(
                     rows_written.add((a, row))
 
 
-def _check_stage(stage: Stage, table: np.ndarray) -> None:
-    packed, room = stage.region.packed, stage.capacity
+def _check_microbatch(stage: Stage, table: np.ndarray) -> int:
+    """Raises unless every call of a microbatch is computed once; returns how many there are."""
+    packed, room = stage.region.packed, stage.capacity.of_one
     form = packed.form(room)
     require(table.shape == (form.size,), "the table of a region has another size")
     calls = int(form.view(table, "calls")[0])
@@ -86,11 +92,27 @@ def _check_stage(stage: Stage, table: np.ndarray) -> None:
     )
     if room.slots:
         _check_slots(stage, table)
+    return calls
+
+
+def _check_packed(stage: Stage, table: np.ndarray, tables: Sequence[np.ndarray]) -> None:
+    """The rows returned are those of all microbatches, each once, and of calls one by one."""
+    packed, capacity = stage.region.packed, stage.capacity
+    if capacity.microbatches == 1:
+        return
+    form = packed.form(capacity)
+    for e in packed.returned_extents:
+        totals = [
+            int(packed.form(capacity.of_one).view(own_table, "total", e)[0]) for own_table in tables
+        ]
+        exist = [m * capacity.rows[e] + row for m, n in enumerate(totals) for row in range(n)]
+        rows = form.view(table, "packed", e)[: sum(totals)].tolist()
+        require(sorted(rows) == exist, "a row returned is not that of one call")
 
 
 def _check_slots(stage: Stage, table: np.ndarray) -> None:
     """Every packed row is read from the slot of its call."""
-    packed, room = stage.region.packed, stage.capacity
+    packed, room = stage.region.packed, stage.capacity.of_one
     form = packed.form(room)
     calls = int(form.view(table, "calls")[0])
     order, slot = form.view(table, "order"), form.view(table, "slot")
