@@ -52,7 +52,7 @@ from jedbatch._ragged.packing import (
 from jedbatch._ragged.phases import Phase, PhasedProgram, extents_of
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.tiling import TILE_ROWS
-from jedbatch._support.types import Array, AxisSize
+from jedbatch._support.types import Array
 
 
 class PackedProgram:
@@ -176,7 +176,7 @@ class PackedProgram:
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
             blocks = capacity.blocks(e)
-            if slots is not None and self.has_places(self.extents[e]):
+            if slots is not None and self.has_places[e]:
                 slot_rows = [extent_at(self.extents[e], self._padded(n)) for n in capacity.lengths]
                 places = places_in(slots, slot_rows, capacity.slots, counts)
                 places = np.append(places, places[-1] if total else 0)
@@ -207,9 +207,10 @@ class PackedProgram:
             return known[0]
         return np.max(known, axis=0) if known else np.zeros(calls, np.int64)
 
-    def has_places(self, extent: AxisSize) -> bool:
-        """Returns whether rows of an extent have places among those of phases over instances."""
-        return symbols_in(extent) <= self.phased.padded
+    @functools.cached_property
+    def has_places(self) -> list[bool]:
+        """For each extent, whether its rows have places among those of phases over instances."""
+        return [symbols_in(extent) <= self.phased.padded for extent in self.extents]
 
     def _padded(self, length: int) -> dict[str, int]:
         """Returns the symbols of a call that is padded to a length."""

@@ -9,6 +9,7 @@ import collections
 import copy
 import dataclasses
 import enum
+import functools
 import itertools
 import types
 import weakref
@@ -58,6 +59,8 @@ def array_type(x: Leaf) -> ArrayType:
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
             "program to compute in 64 bits, or `x.astype(numpy.float32)`."
         )
+    if type(x) is np.ndarray:
+        return x.shape, _dtype_in_jax(x.dtype, jax.config.jax_enable_x64), False  # type: ignore[attr-defined]
     aval = getattr(x, "aval", None)
     if isinstance(aval, ShapedArray):  # `jax.typeof` adds how the array is sharded
         return aval.shape, aval.dtype, aval.weak_type
@@ -69,6 +72,12 @@ def array_type(x: Leaf) -> ArrayType:
             "expected a smaller one, or write `jax.config.update('jax_enable_x64', True)`."
         ) from None
     return aval.shape, aval.dtype, aval.weak_type
+
+
+@functools.cache
+def _dtype_in_jax(dtype: np.dtype[Any], _: bool) -> Any:
+    """The dtype of arrays of NumPy as JAX sees it, in 64-bit mode or not."""
+    return jax.typeof(np.empty(0, dtype)).dtype
 
 
 def flatten(tree: PyTree, whose: str) -> tuple[list[Leaf], PyTreeDef]:

@@ -119,7 +119,7 @@ def _check_slots(stage: Stage, table: np.ndarray) -> None:
     require(((slot >= 0) & (slot < len(order))).all(), "a call is in no slot")
     require((order[slot[:calls]] == np.arange(calls)).all(), "a call is read from another's slot")
     for e, extent in enumerate(packed.extents):
-        if not packed.has_places(extent):
+        if not packed.has_places[e]:
             continue
         begins: list[int] = []
         end = 0
