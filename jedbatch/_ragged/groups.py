@@ -6,8 +6,8 @@ and the lengths are chosen by those of the first minibatch (see `fitted_lengths`
 A GPU starts the kernels of a phase in the time in which it computes the attention of hundreds of
 rows, and a loop costs it more than that. So for a target that asks for it (`Target.straight_rows`),
 and where rows are read or written by index, on a CPU too (`Target.straight_indexed_rows`), row-wise
-phases run on all rows at once, and phases over instances on a few groups of calls, each
-padded to one length and with so many slots:
+phases run on all rows at once (of a microbatch, see `_ragged.microbatches`), and phases over
+instances on a few groups of calls, each padded to one length and with so many slots:
 
     lengths     32                    96
     slots       [a ·] [b b] [· ·]     [c c c c] [· · · ·]

@@ -31,7 +31,14 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import body_of, inlined, inner_programs, reads, used_variables
+from jedbatch._jaxpr.interpret import (
+    body_of,
+    has_gradient,
+    inlined,
+    inner_programs,
+    reads,
+    used_variables,
+)
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import (
@@ -119,6 +126,12 @@ class PhasedProgram:
     def operands(self) -> list[Any]:
         """Variables of what each instance brings."""
         return self.jaxpr.invars[self.num_shared :]
+
+    @property
+    def shared_numbers(self) -> int:
+        """How many numbers that all instances share have a gradient."""
+        shared = self.jaxpr.invars[: self.num_shared]
+        return sum(v.aval.size for v in shared if has_gradient(v.aval.dtype))
 
     def program_of(self, phase: Phase) -> OpenProgram:
         """Returns a phase as a program: of the values that are shared, and of what it reads."""

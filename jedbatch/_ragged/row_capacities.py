@@ -32,6 +32,7 @@ LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there
 TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 MANY_ROWS = 768  # the same of rows, or of those in one block
+SHARED_PER_ROW = 256  # numbers with a gradient, which each microbatch adds up, for each of its rows
 MICROBATCH_HEADROOM = 1.05  # rows of a microbatch over those of the largest: others go elsewhere
 
 
@@ -105,12 +106,15 @@ def _straight_capacity(
 def _num_microbatches(calls: RegionCalls, target: Target) -> int:
     """Returns how many microbatches have about as many rows as the target asks for.
 
-    They have more where a single call has.
+    They have more where a single call has, or where adding up gradients would take longer than the
+    rows.
     """
     if not (target.microbatch_rows and calls.rows):
         return 1
     largest = GROUP_HEADROOM * int(calls.table_of_counts.max())
-    return math.ceil(CAPACITY_HEADROOM * max(calls.rows) / max(target.microbatch_rows, largest))
+    worthwhile = calls.region.packed.phased.shared_numbers / SHARED_PER_ROW
+    rows = max(target.microbatch_rows, largest, worthwhile)
+    return math.ceil(CAPACITY_HEADROOM * max(calls.rows) / rows)
 
 
 def _of_microbatches(

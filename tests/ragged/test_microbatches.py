@@ -296,6 +296,21 @@ def test_nothing_is_compiled_late():
     assert not compiled
 
 
+def looked_up(params, graph):
+    words, source, target = graph
+    x = params["words"][words]
+    return jax.ops.segment_sum(x[source], target, x.shape[0]).sum(0)
+
+
+@pytest.mark.parametrize(("words", "several"), [(100, True), (100_000, False)])
+def test_gradients_of_large_arrays_are_added_up_seldom(words, several):
+    batched = jedbatch.batch(looked_up)
+    instances = [(np.zeros(len(x), np.int32), *ends) for x, *ends in molecules(64, 0)]
+    plan = batched.plan({"words": jnp.zeros((words, 64))}, instances)
+    stages = plan.host.ragged_calls.stages
+    assert (max(stage.capacity.microbatches for stage in stages) > 1) == several
+
+
 def test_a_gpu_runs_all_calls_at_once():
     batched = jedbatch.batch(mean_of_nodes, target="gpu")
     (stage,) = batched.plan(W, molecules(16, 0)).host.ragged_calls.stages
