@@ -140,53 +140,133 @@ class Expressions:
             return False
         return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
 
-    def is_only_summed(self, results: Sequence[int], leaf: int) -> bool:
-        """Returns whether results read nothing of a value of the elements but its sum."""
+    def parts(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+        """The ids of the values of elements that results read, if some expressions are known.
 
-        def is_leaf(index: int) -> bool:
-            return self.all[index].given == ("element", leaf)
+        Args:
+          results: ids of expressions.
+          known: ids of expressions of an element whose values are given.
 
-        if any(map(is_leaf, results)):
+        Returns:
+          Those of the leaves of elements, in their order, and then those of `known`.
+        """
+        read = map(self.all.__getitem__, read_ids := self._read_by(results, known))
+        pairs = zip(read_ids, read, strict=True)
+        leaves = [i for i, x in pairs if x.given is not None and x.given[0] == "element"]
+        return [*sorted(leaves, key=lambda i: self.all[i].given or ()), *known]
+
+    def of_one_element(self, results: Sequence[int], fixed: int) -> list[tuple[int, int]]:
+        """Expressions that depend on one leaf of an element, and on what all lists share.
+
+        Args:
+          results: ids of expressions.
+          fixed: the number of the first input that all lists share.
+
+        Returns:
+          (id, leaf) of the largest such expressions, which other expressions or results read.
+        """
+        read_by = self._read_by(results)
+        leaves: dict[int, frozenset[int]] = {}  # of the elements, by expressions of nothing else
+        for index in read_by:
+            x = self.all[index]
+            if x.given is not None:
+                kind, *where = x.given
+                if kind == "element":
+                    leaves[index] = frozenset(where)
+                elif kind == "input" and where[0] >= fixed:
+                    leaves[index] = frozenset()
+            elif x.reduction is None and all(a in leaves for a in x.args):
+                leaves[index] = frozenset().union(*(leaves[a] for a in x.args))
+        alone = {i for i, found in leaves.items() if len(found) == 1}
+        read = {a for i in read_by if i not in alone for a in self.all[i].args} | {*results}
+        found = sorted(i for i in alone & read if self.all[i].given is None)
+        return [(i, min(leaves[i])) for i in found]
+
+    def function(self, index: int, inputs: Sequence[int]) -> Callable[..., Array]:
+        """Returns an expression of one element as a function of inputs and a leaf.
+
+        Args:
+          index: its id, one of `of_one_element`.
+          inputs: the numbers of the inputs.
+        """
+
+        def run(*given: Array) -> Array:
+            *others, leaf = given
+            by_number = dict(zip(inputs, others, strict=True))
+            values: dict[int, Array] = {}
+            for i in self._read_by([index]):
+                x = self.all[i]
+                if x.given is not None:
+                    values[i] = leaf if x.given[0] == "element" else by_number[x.given[1]]
+                else:
+                    assert x.run is not None
+                    values[i] = x.value_of(x.run(*(values[a] for a in x.args)))
+            return values[index]
+
+        return run
+
+    def inputs_of(self, index: int) -> list[int]:
+        """The numbers of the inputs that an expression depends on."""
+        given = [self.all[i].given for i in self._read_by([index])]
+        return sorted(x[1] for x in given if x is not None and x[0] == "input")
+
+    def is_only_summed(self, results: Sequence[int], part: int, known: Sequence[int] = ()) -> bool:
+        """Returns whether results read nothing of a value of the elements but its sum.
+
+        Args:
+          results: ids of expressions.
+          part: the id of the value, one of `parts`.
+          known: ids of expressions of an element whose values are given.
+        """
+        if part in results:
             return False
-        for x in map(self.all.__getitem__, self._read_by(results)):
+        for index in self._read_by(results, known):
+            x = self.all[index]
             sums = x.reduction is not None and x.reduction[0] == "add"
-            if any(map(is_leaf, x.args[1:] if sums else x.args)):
+            if index not in known and part in (x.args[1:] if sums else x.args):
                 return False
         return True
 
     def program(
-        self, results: Sequence[int], inputs: Sequence[int], summed: Sequence[bool], capacity: int
+        self,
+        results: Sequence[int],
+        inputs: Sequence[int],
+        summed: Sequence[bool],
+        capacity: int,
+        parts: Sequence[int],
     ) -> Callable[..., list[Array]]:
         """Returns the program of a list of at most so many elements.
 
         Args:
           results: ids of what it returns.
           inputs: the numbers of the inputs, in the order in which they are given.
-          summed: for each of the values that an element consists of, its leaves, whether their sum
-            is given in place of them.
+          summed: for each of the values that an element consists of, whether their sum is given in
+            place of them.
           capacity: elements there is room for.
+          parts: ids of the values that an element consists of.
 
         Returns:
-          A function of the inputs in a list, of the elements' values in a list, one leaf after the
+          A function of the inputs in a list, of the elements' values in a list, one part after the
           other, of whose elements some may be anything, and of the number of elements that exist.
         """
+        sums = {part for part, is_sum in zip(parts, summed, strict=True) if is_sum}
 
         def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
             exists = jnp.arange(capacity) < length
             rest = list(elements)
-            stacked: list[Array] = []
-            for is_sum in summed:
-                own, rest = rest[: 1 if is_sum else capacity], rest[1 if is_sum else capacity :]
-                stacked.append(own[0] if is_sum else without_others(jnp.stack(own), exists))
-            by_number = dict(zip(inputs, given, strict=True))
             values: dict[int, Array] = {}
+            for part, is_sum in zip(parts, summed, strict=True):
+                own, rest = rest[: 1 if is_sum else capacity], rest[1 if is_sum else capacity :]
+                values[part] = own[0] if is_sum else without_others(jnp.stack(own), exists)
+            by_number = dict(zip(inputs, given, strict=True))
             made: dict[tuple[Callable, tuple[int, ...]], Any] = {}  # by operations, all results
-            for index in self._read_by(results):
+            for index in self._read_by(results, parts):
                 x = self.all[index]
-                first = self.all[x.args[0]].given if x.args else None
+                if index in values:
+                    continue
                 if x.given is not None:
-                    values[index] = _given(x, by_number, stacked, length)
-                elif first is not None and first[0] == "element" and summed[first[1]]:
+                    values[index] = _given(x, by_number, length)
+                elif x.args and x.args[0] in sums:
                     base = [values[a] for a in x.args[1:]]
                     values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
                 elif x.reduction is not None:
@@ -203,26 +283,28 @@ class Expressions:
 
         return run
 
-    def _read_by(self, results: Sequence[int]) -> list[int]:
-        """Returns the ids that some expressions read, in an order in which they can run."""
+    def _read_by(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+        """Returns the ids that some expressions read, in an order in which they can run.
+
+        Of what is `known` nothing is read.
+        """
         needed: set[int] = set()
         waiting = list(results)
         while waiting:
             index = waiting.pop()
             if index not in needed:
                 needed.add(index)
-                waiting += self.all[index].args
+                if index not in known:
+                    waiting += self.all[index].args
         return sorted(needed)  # what is read has been made before
 
 
-def _given(
-    x: Expression, inputs: dict[int, Array], elements: Sequence[Array], length: Array
-) -> Array:
-    """The value of an expression that is not computed."""
+def _given(x: Expression, inputs: dict[int, Array], length: Array) -> Array:
+    """The value of an expression that is neither computed nor of an element."""
     assert x.given is not None
     kind, *where = x.given
-    if kind in ("input", "element"):
+    if kind == "input":
         (k,) = where
-        return inputs[k] if kind == "input" else elements[k]
+        return inputs[k]
     number = length.astype(x.dtype)
     return number if kind == "length" else 1 / number

@@ -14,48 +14,51 @@ Read in this order:
 7. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
 8. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-9. `arity`: Cells that take lists of any length: one type for many lengths.
-10. `shared_values`: Values that do not depend on the instance, and how they are computed before
+9. `element_functions`: Functions of one element of a list, computed once where the element is
+   made.
+10. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+11. `arity`: Cells that take lists of any length: one type for many lengths.
+12. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-11. `shared_operands`: Shared arrays that cells get in place of values.
-12. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+13. `shared_operands`: Shared arrays that cells get in place of values.
+14. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-13. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
+15. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-14. `registry`: Types, shared values and calls seen while recording, interned.
-15. `failures`: What errors of users' functions say besides what JAX says: where they
+16. `registry`: Types, shared values and calls seen while recording, interned.
+17. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-16. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-17. `operators`: Indexing symbols, and Python's operators on them.
-18. `fast_path`: Recording calls of cells the second time: by a short description of their
+18. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+19. `operators`: Indexing symbols, and Python's operators on them.
+20. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-19. `slow_path`: Recording calls of cells the first time, and those without a short description.
-20. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-21. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-22. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+21. `slow_path`: Recording calls of cells the first time, and those without a short description.
+22. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+23. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+24. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-23. `recorder`: A recorder of what a function does to symbolic values.
-24. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-25. `thread_settings`: The settings of a thread, for work that goes on in another one.
-26. `deep`: Recursion deeper than Python's limit.
-27. `trace`: Recording a minibatch: every instance of it as a graph.
-28. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+25. `recorder`: A recorder of what a function does to symbolic values.
+26. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+27. `thread_settings`: The settings of a thread, for work that goes on in another one.
+28. `deep`: Recursion deeper than Python's limit.
+29. `trace`: Recording a minibatch: every instance of it as a graph.
+30. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-29. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-30. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+31. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+32. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-31. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+33. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-32. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+34. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-33. `granularity.fuse`: Finding cells without marks: operations that always run together become
+35. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-34. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+36. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-35. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+37. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-36. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-37. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+38. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+39. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-38. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+40. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

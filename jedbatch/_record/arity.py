@@ -15,19 +15,19 @@ arguments it has.
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jedbatch._graph.operations import ListOperands, Operation
-from jedbatch._graph.paths import pointers, ranges
-from jedbatch._graph.types import LENGTH, NodeType, operation_of
+from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
+from jedbatch._record.element_functions import ElementFunction, Makers, find_functions
 from jedbatch._record.instance_arrays import flatten
+from jedbatch._record.padded_calls import GivenFunctions, Padded, PaddedCalls, pad
 from jedbatch._support.types import Array
 
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
@@ -71,24 +71,6 @@ class Rolled(NamedTuple):
     keys: tuple[Hashable, Hashable]
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedCalls:
-    """How nodes of a type are nodes of another type that has room for more elements.
-
-    Attributes:
-      node_type: the id of the other type.
-      order: which of their operands nodes read as each operand of the other type but the last,
-        which is the length.
-      length: of their lists.
-      results: which results of the other type theirs are.
-    """
-
-    node_type: int
-    order: np.ndarray
-    length: int
-    results: np.ndarray
-
-
 class CellCalls:
     """The types of calls of one cell, which may differ in the length of lists.
 
@@ -98,7 +80,8 @@ class CellCalls:
       listed: by type, how many lists there are among the results, of one result for each element;
         they come first.
       rolled: the types that were rolled up, by their ids; None of those that cannot be.
-      padded_types: ids of the types that serve several lengths, by their keys and capacities.
+      padded_types: ids of the types that serve several lengths, by their keys, capacities, and
+        whether functions of elements are given.
     """
 
     def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
@@ -107,8 +90,9 @@ class CellCalls:
         self.slots: dict[int, tuple[bool, ...]] = {}
         self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
-        self.padded_types: dict[tuple[Hashable, int], int] = {}
+        self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
         self._expressions = Expressions(key_of)
+        self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
 
     def add(self, node_type: int, args: tuple, slots: Sequence[bool], listed: int) -> None:
         """Adds a type of calls."""
@@ -223,15 +207,64 @@ class CellCalls:
         capacities = CAPACITIES_OF_SUMS if all(summed) and not in_lists else CAPACITIES
         return next(c for c in capacities if c >= rolled.length)
 
-    def _summed(self, key: Any) -> tuple[bool, ...]:
-        """Returns for each leaf of the elements whether nothing but its sum is read."""
-        results, _, _, elements, _ = key
+    def _summed(self, key: Any, functions: Sequence[ElementFunction] = ()) -> tuple[bool, ...]:
+        """Returns for each part of the elements whether nothing but its sum is read."""
+        known = [f.part for f in functions]
         return tuple(
-            t.dtype in SUMMED and self._expressions.is_only_summed(results, leaf)
-            for leaf, t in enumerate(elements)
+            t.dtype in SUMMED and self._expressions.is_only_summed(key[0], part, known)
+            for part, t in self._parts(key, functions)
         )
 
-    def padded_type(self, rolled: Rolled, key: Any, of: NodeType, capacity: int) -> NodeType:
+    def _parts(self, key: Any, functions: Sequence[ElementFunction]) -> list[tuple[int, ValueType]]:
+        """(id of the expression, type) of the values that elements consist of.
+
+        All leaves, or those that are read besides functions of them, and these functions.
+        """
+        results, _, _, elements, _ = key
+        leaves = [
+            (self._expressions.given(t.shape, t.dtype, "element", leaf), t)
+            for leaf, t in enumerate(elements)
+        ]
+        if functions:
+            known = [f.part for f in functions]
+            read = self._expressions.parts(results, known)
+            leaves = [(part, t) for part, t in leaves if part in read]
+        return [*leaves, *((f.part, f.type) for f in functions)]
+
+    def functions(self, rolled: Rolled, key: Any, of: NodeType) -> tuple[ElementFunction, ...]:
+        """Returns functions of one element that can be computed where it is made."""
+        if key not in self._functions:
+            _, shared, inputs, _, _ = key
+            avals = operation_of(of).jaxpr.in_avals
+            of_element = [
+                aval
+                for role, aval in zip(rolled.roles, avals[len(shared) :], strict=True)
+                if role[2:] == (0,)
+            ]
+            own_key = operation_of(of).key
+            self._functions[key] = find_functions(
+                self._expressions, key[0], own_key, shared, len(inputs), avals, of_element
+            )
+        return self._functions[key]
+
+    def leaves_read(self, key: Any, functions: Sequence[ElementFunction]) -> list[int]:
+        """The leaves of elements that are read besides functions of them."""
+        return [leaf for leaf, t in enumerate(key[3]) if self._is_part(key, functions, leaf, t)]
+
+    def _is_part(
+        self, key: Any, functions: Sequence[ElementFunction], leaf: int, t: ValueType
+    ) -> bool:
+        part = self._expressions.given(t.shape, t.dtype, "element", leaf)
+        return part in {index for index, _ in self._parts(key, functions)}
+
+    def padded_type(
+        self,
+        rolled: Rolled,
+        key: Any,
+        of: NodeType,
+        capacity: int,
+        functions: Sequence[ElementFunction] = (),
+    ) -> NodeType:
         """Returns the type with room for so many elements that serves types of one key.
 
         Args:
@@ -239,18 +272,22 @@ class CellCalls:
           key: the key.
           of: the type.
           capacity: elements there is room for.
+          functions: of one element, whose values are given.
         """
-        results, shared, inputs, elements, (in_lists, single) = key
+        results, shared, inputs, _, (in_lists, single) = key
         avals = operation_of(of).jaxpr.in_avals
         shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
         pairs = list(zip(rolled.roles, operand_avals, strict=True))
         given = [aval for role, aval in pairs if role[0] == "input"]
-        of_element = [aval for role, aval in pairs if role[2:] == (0,)]
+        leaf_avals = [aval for role, aval in pairs if role[2:] == (0,)]
+        of_element = [leaf_avals[leaf] for leaf in self.leaves_read(key, functions)]
+        of_element += [f.program.out_avals[0] for f in functions]
+        parts, elements = zip(*self._parts(key, functions), strict=True)
 
         def traced(summed: Sequence[bool]) -> Any:
             """The program, with sums in place of some lists."""
             numbers = range(len(inputs) + len(shared))
-            program = self._expressions.program(results, numbers, summed, capacity)
+            program = self._expressions.program(results, numbers, summed, capacity, parts)
 
             def run(*values: Array) -> list[Array]:
                 others, rest = values[: len(shared)], values[len(shared) :]
@@ -266,7 +303,7 @@ class CellCalls:
                 return jax.make_jaxpr(run)(*shared_avals, *given, *lists, length)
 
         closed = traced([False] * len(elements))
-        summed = self._summed(key)
+        summed = self._summed(key, functions)
         lists = ListOperands(
             len(inputs),
             capacity,
@@ -277,9 +314,10 @@ class CellCalls:
         where = of.label[of.label.rindex(")") + 1 :]
         operands = (*inputs, *(t for t in elements for _ in range(capacity)), LENGTH)
         listed = ", ".join(map(str, (*inputs, *(f"≤{capacity} × {t}" for t in elements))))
+        kind = "list of functions" if functions else "list"
         return NodeType(
             of.name,
-            Operation(("list", capacity, operation_of(of).key), closed, lists=lists),
+            Operation((kind, capacity, operation_of(of).key), closed, lists=lists),
             operands,
             of.shared,
             (*(t for t in in_lists for _ in range(capacity)), *single),
@@ -297,7 +335,6 @@ class Arities:
 
     Attributes:
       padded: by the id of a type, how its nodes are nodes of another type.
-      revision: how often types that had been met became another type.
     """
 
     def __init__(
@@ -307,11 +344,17 @@ class Arities:
         key_of: Callable[[Any], Hashable],
     ):
         self.padded: dict[int, PaddedCalls] = {}
-        self.revision = 0
+        self._changed = 0
         self._node_types = node_types
         self._add_type = add_type
+        self._makers = Makers(node_types, add_type)
         self._key_of = key_of
         self._cells: dict[Hashable, CellCalls] = {}
+
+    @property
+    def revision(self) -> int:
+        """How often types that had been met became another type."""
+        return self._changed + self._makers.revision
 
     def note(
         self,
@@ -345,105 +388,71 @@ class Arities:
             for rolled in same:
                 if rolled.node_type not in self.padded:
                     self.padded[rolled.node_type] = self._padded(calls, rolled, key)
-                    self.revision += rolled.node_type != node_type
+                    self._changed += rolled.node_type != node_type
 
-    def _padded(self, calls: CellCalls, rolled: Rolled, key: Hashable) -> PaddedCalls:
+    def _padded(self, calls: CellCalls, rolled: Rolled, key: Any) -> PaddedCalls:
         capacity = calls.capacity(rolled, key)
-        if (key, capacity) not in calls.padded_types:
-            of = self._node_types[rolled.node_type]
-            new = calls.padded_type(rolled, key, of, capacity)
-            calls.padded_types[key, capacity] = self._add_type(new, rolled.node_type)
+        of = self._node_types[rolled.node_type]
+        functions = calls.functions(rolled, key, of)
+        for given in ((), functions) if functions else ((),):
+            if (key, capacity, bool(given)) not in calls.padded_types:
+                new = calls.padded_type(rolled, key, of, capacity, given)
+                new_id = self._add_type(new, rolled.node_type)
+                calls.padded_types[key, capacity, bool(given)] = new_id
         place = {role: k for k, role in enumerate(rolled.roles)}
-        num_leaves = sum(role[2:] == (0,) for role in place)
         inputs = [k for role, k in place.items() if role[0] == "input"]
-        elements = [
-            place["element", leaf, position if position < rolled.length else 0]
-            for leaf in range(num_leaves)
-            for position in range(capacity)
-        ]
-        order = np.array([*inputs, *elements], np.int64)
-        padded_type = calls.padded_types[key, capacity]
+
+        def order(leaves: Sequence[int]) -> np.ndarray:
+            """The operands that are elements, one leaf after the other."""
+            elements = [
+                place["element", leaf, position if position < rolled.length else 0]
+                for leaf in leaves
+                for position in range(capacity)
+            ]
+            return np.array(elements, np.int64)
+
+        padded_type = calls.padded_types[key, capacity, False]
         of_lists = calls.listed[rolled.node_type] * capacity
         results = np.arange(len(self._node_types[padded_type].results))
         exists = (results >= of_lists) | (results % capacity < rolled.length)
-        return PaddedCalls(padded_type, order, rolled.length, results[exists])
-
-    def renumber_results(self, node_type: np.ndarray, references: Sequence[np.ndarray]) -> None:
-        """Makes references to results name those of the types that nodes are padded to.
-
-        Args:
-          node_type: int32[N], the types of nodes before.
-          references: int64[...] each, to results, or to inputs as negative numbers.
-        """
-        if not self.padded:
-            return
-        num_results = np.array([len(t.results) for t in self._node_types], np.int64)
-        changed = [
-            t
-            for t in np.unique(node_type).tolist()
-            if t in self.padded and num_results[t] != num_results[self.padded[t].node_type]
-        ]
-        if not changed:
-            return
-        new_type = np.arange(len(num_results))
-        new_type[changed] = [self.padded[t].node_type for t in changed]
-        before = pointers(num_results[node_type])
-        after = pointers(num_results[new_type[node_type]])
-        place = ranges(after[:-1], num_results[node_type])
-        for t in changed:
-            nodes = np.flatnonzero(node_type == t)
-            results = self.padded[t].results
-            place[before[nodes][:, None] + np.arange(len(results))] = (
-                after[nodes][:, None] + results
+        given_functions = None
+        if functions:
+            given_functions = GivenFunctions(
+                calls.padded_types[key, capacity, True],
+                np.array([*inputs, *order(calls.leaves_read(key, functions))], np.int64),
+                functions,
+                order([f.leaf for f in functions]).reshape(len(functions), capacity),
             )
-        for read in references:
-            made = read >= 0
-            read[made] = place[read[made]]
+        return PaddedCalls(
+            padded_type,
+            np.array([*inputs, *order(range(len(key[3])))], np.int64),
+            rolled.length,
+            results[exists],
+            given_functions,
+        )
 
     def pad(
-        self, node_type: np.ndarray, arity: np.ndarray, operand: np.ndarray, first_input: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        self,
+        node_type: np.ndarray,
+        arity: np.ndarray,
+        operand: np.ndarray,
+        result: np.ndarray,
+        first_input: int,
+    ) -> Padded:
         """Makes nodes that have lists nodes of the types that serve several lengths.
 
         Args:
           node_type: int32[N], the types of nodes.
           arity: int64[N], the number of their operands.
-          operand: int64[E], what they read.
+          operand: int64[E], what they read: results, or inputs as negative numbers.
+          result: int64[...], what is returned, numbered likewise.
           first_input: the number of inputs so far; what is new counts on from it.
 
         Returns:
-          The three arrays as they are then, and of the nodes that were changed the numbers,
-          int64[n], and the lengths of their lists, int64[n], which are new inputs.
+          The nodes as they are then.
         """
-        present = np.flatnonzero(np.bincount(node_type)).tolist() if self.padded else []
-        present = [t for t in present if t in self.padded]
-        if not present:
-            nothing = np.zeros(0, np.int64)
-            return node_type, arity, operand, nothing, nothing
-        starts = pointers(arity)
-        new_type, new_arity = node_type.copy(), arity.copy()
-        nodes_of = {t: np.flatnonzero(node_type == t) for t in present}
-        for t, nodes in nodes_of.items():
-            new_type[nodes] = self.padded[t].node_type
-            new_arity[nodes] = len(self.padded[t].order) + 1
-        new_starts = pointers(new_arity)
-        new_operand = np.empty(int(new_starts[-1]), np.int64)
-        same = np.flatnonzero(new_type == node_type)
-        new_operand[ranges(new_starts[same], arity[same])] = operand[
-            ranges(starts[same], arity[same])
-        ]
-        changed = np.flatnonzero(new_type != node_type)
-        number = np.zeros(len(node_type), np.int64)
-        number[changed] = first_input + np.arange(len(changed))
-        length = np.zeros(len(node_type), np.int64)
-        for t, nodes in nodes_of.items():
-            order = self.padded[t].order
-            new_operand[new_starts[nodes][:, None] + np.arange(len(order))] = operand[
-                starts[nodes][:, None] + order
-            ]
-            new_operand[new_starts[nodes] + len(order)] = -1 - number[nodes]
-            length[nodes] = self.padded[t].length
-        return new_type, new_arity, new_operand, changed, length[changed]
+        nodes = node_type, arity, operand, result, first_input
+        return pad(self.padded, self._makers, self._node_types, *nodes)
 
 
 def _first_variable(fn: Callable) -> int | None:

@@ -184,9 +184,8 @@ def finish(
         return _finish_compiled(compiled, registry, columns, outputs, ends)
     node_type, arity, operand = find_operands(registry, int64_of(recorded), int64_of(references))
     result = int64_of(outputs)
-    registry.arities.renumber_results(node_type, (operand, result))
-    node_type, arity, operand, of_lists, lengths = registry.arities.pad(
-        node_type, arity, operand, len(input_group)
+    node_type, arity, operand, result, of_lists, lengths = registry.arities.pad(
+        node_type, arity, operand, result, len(input_group)
     )
 
     # Inputs: drop those that are not read, and group what is read the same way, by instance.

@@ -99,12 +99,20 @@ def rolled(expressions, cell, length, counts):
     return Roller(expressions, program, roles, length, counts).results()
 
 
+def parts(expressions):
+    """The ids of the two leaves of a state."""
+    return [expressions.given((2,), np.dtype(np.float32), "element", leaf) for leaf in range(2)]
+
+
 @pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "looked_up"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
     assert len(results) == 1
-    program = expressions.program(*results, inputs=[0, 1], summed=[False] * 2, capacity=6)
+    states = parts(expressions)
+    program = expressions.program(
+        *results, inputs=[0, 1], summed=[False] * 2, capacity=6, parts=states
+    )
     rng = np.random.default_rng(0)
 
     def value(run, w, *args):
@@ -133,11 +141,12 @@ def test_lists_that_are_only_summed():
     """Of these the program takes the sum, but not where an element has another use."""
     expressions = Expressions(Keys().params_key)
     only = {cell: rolled(expressions, cell, 3, counts=True) for cell in (looked_up, child_sum)}
-    leaves = {cell: [expressions.is_only_summed(r, k) for k in (0, 1)] for cell, r in only.items()}
+    states = parts(expressions)
+    leaves = {c: [expressions.is_only_summed(r, part) for part in states] for c, r in only.items()}
     assert leaves == {looked_up: [True, True], child_sum: [False, False]}  # the other is not read
     (results,) = {only[looked_up]}
     whole, of_sum = (
-        expressions.program(results, inputs=[0, 1], summed=[s, False], capacity=4)
+        expressions.program(results, inputs=[0, 1], summed=[s, False], capacity=4, parts=states)
         for s in (False, True)
     )
     x, *h = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
@@ -153,7 +162,8 @@ def test_operations_with_many_results_run_once():
 
     expressions = Expressions(Keys().params_key)
     results = rolled(expressions, in_parts, 3, counts=True)
-    program = expressions.program(results, [0, 1], summed=[False] * 2, capacity=4)
+    states = parts(expressions)
+    program = expressions.program(results, [0, 1], summed=[False] * 2, capacity=4, parts=states)
     args = [W, jnp.ones(2)], [jnp.ones(2)] * 8, jnp.int32(3)
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(program)(*args).jaxpr.eqns]
     assert names.count("split") == 2

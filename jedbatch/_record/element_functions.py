@@ -1,0 +1,218 @@
+"""Functions of one element of a list, computed once where the element is made.
+
+A child-sum TreeLSTM multiplies the state of every child by a matrix, and attention multiplies every
+key. In a node type that serves lists of several lengths this is done in all places that there are
+room for, whether an element exists or not, and again by every node that reads the element. What
+depends on an element and on shared values alone is a function of the value it is, so the node that
+makes the value computes it too, as one more result, and lists are of these results. The matrix
+product is one of consecutive rows then, of which none is padding.
+
+This is done where at least one of `LEAST_USE` values of a kind is an element, and only for
+functions that have a matrix product: others cost less than to keep their results.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jedbatch._graph.operations import Operation
+from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._jaxpr.interpret import has_gradient, performs, work
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._record.cell import pause
+from jedbatch._support.types import Array
+
+LEAST_USE = 2  # one of so many values of a kind is an element at least
+LEAST_WORK = 16  # floating-point operations for each number of the result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ElementFunction:
+    """A function of one leaf of an element, and of shared values.
+
+    Attributes:
+      key: equal for functions that are equal.
+      part: the id of the expression that it is (see `Expressions`).
+      leaf: of the element.
+      shared: ids of the shared values that it reads.
+      type: of what it returns.
+      program: maps the shared values and the leaf to it.
+    """
+
+    key: Hashable
+    part: int
+    leaf: int
+    shared: tuple[int, ...]
+    type: ValueType
+    program: Any
+
+
+def find_functions(
+    expressions: Expressions,
+    results: Sequence[int],
+    key: Hashable,
+    shared: Sequence[int],
+    first_shared: int,
+    avals: Sequence[Any],
+    elements: Sequence[Any],
+) -> tuple[ElementFunction, ...]:
+    """Returns the functions of one element that are worth being computed where it is made.
+
+    Args:
+      expressions: of lists of any length.
+      results: ids of those that are returned.
+      key: tells these expressions apart from those of others.
+      shared: ids of the shared values.
+      first_shared: the number of the input that is the first of these.
+      avals: types of the shared values.
+      elements: types of the leaves of an element.
+    """
+    found = []
+    for part, leaf in expressions.of_one_element(results, first_shared):
+        numbers = expressions.inputs_of(part)
+        given = [avals[k - first_shared] for k in numbers]
+        with pause():
+            program = jax.make_jaxpr(expressions.function(part, numbers))(*given, elements[leaf])
+        (aval,) = program.out_avals
+        if _is_worth_it(program):
+            of = tuple(shared[k - first_shared] for k in numbers)
+            value_type = ValueType(aval.shape, np.dtype(aval.dtype))
+            found.append(ElementFunction((key, part), part, leaf, of, value_type, program))
+    return tuple(found)
+
+
+def _is_worth_it(program: Any) -> bool:
+    (aval,) = program.out_avals
+    if not has_gradient(aval.dtype) or aval.weak_type or not _is_fixed(aval.shape):
+        return False
+    least = LEAST_WORK * aval.size
+    return performs(program, "dot_general") and sum(map(work, program.jaxpr.eqns)) >= least
+
+
+def _is_fixed(shape: Sequence[Any]) -> bool:
+    return all(isinstance(extent, int) for extent in shape)
+
+
+def can_compute_more(node_type: NodeType) -> bool:
+    """Returns whether nodes of a type can have more results.
+
+    Not if extents are symbols, or if what runs depends on values: such lanes run step by step.
+    """
+    if node_type.operation is None:
+        return False
+    if not all(_is_fixed(t.shape) for t in (*node_type.operands, *node_type.results)):
+        return False
+    program = operation_of(node_type).jaxpr
+    return not any(performs(program, name) for name in ("while", "cond"))
+
+
+class Made(NamedTuple):
+    """A function of a result, which the node that has the result computes as well.
+
+    Attributes:
+      result: position of the result.
+      function: the function.
+    """
+
+    result: int
+    function: ElementFunction
+
+
+def with_functions(node_type: NodeType, made: Sequence[Made]) -> NodeType:
+    """Returns a type whose nodes compute functions of their results too, behind the results."""
+    functions = [m.function for m in made]
+    own = node_type.shared
+    more = tuple(dict.fromkeys(s for f in functions for s in f.shared if s not in own))
+    avals = {
+        s: aval for f in functions for s, aval in zip(f.shared, f.program.in_avals, strict=False)
+    }
+
+    def extended(closed: Any) -> Any:
+        def run(*args: Array) -> list[Array]:
+            before, rest = args[: len(own)], args[len(own) + len(more) :]
+            values = dict(zip((*own, *more), args, strict=False))
+            results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *before, *rest)
+            computed = (
+                jax.core.eval_jaxpr(
+                    f.program.jaxpr, f.program.consts, *(values[s] for s in f.shared), results[r]
+                )[0]
+                for r, f in made
+            )
+            return [*results, *computed]
+
+        given = closed.in_avals
+        with pause():
+            return jax.make_jaxpr(run)(
+                *given[: len(own)], *(avals[s] for s in more), *given[len(own) :]
+            )
+
+    operation = operation_of(node_type)
+    lists = operation.lists
+    if lists is not None:
+        lists = dataclasses.replace(lists, program=extended(lists.program))
+    key = "with functions", operation.key, *((r, f.key) for r, f in made)
+    types = ", ".join(f"{f.type} of {r}" for r, f in made)
+    return NodeType(
+        node_type.name,
+        Operation(key, extended(operation.jaxpr), lists=lists),
+        node_type.operands,
+        (*own, *more),
+        (*node_type.results, *(f.type for f in functions)),
+        f"{node_type.label} and {types}",
+    )
+
+
+class Makers:
+    """The types whose nodes compute functions of their results, since these are elements of lists.
+
+    Args:
+      node_types: the types by their ids.
+      add_type: gives a type its id; the second argument is that of a type like it.
+
+    Attributes:
+      made: by the id of a type, what its nodes compute besides.
+      revision: how often a type has got more to compute.
+    """
+
+    def __init__(self, node_types: Sequence[NodeType], add_type: Callable[[NodeType, int], int]):
+        self.made: dict[int, tuple[Made, ...]] = {}
+        self.revision = 0
+        self._node_types = node_types
+        self._add_type = add_type
+        self._decided: dict[tuple[int, Made], bool] = {}
+        self._extended: dict[tuple[int, tuple[Made, ...]], int] = {}
+
+    def decide(self, node_type: int, made: Made, uses: int, nodes: int) -> bool:
+        """Returns whether the nodes of a type compute a function of a result.
+
+        Args:
+          node_type: the id of the type.
+          made: the function, and the result.
+          uses: how often the result is an element of a list.
+          nodes: how many nodes of the type there are.
+        """
+        key = node_type, made
+        if key not in self._decided:
+            wanted = uses * LEAST_USE >= nodes and can_compute_more(self._node_types[node_type])
+            self._decided[key] = wanted
+            if wanted:
+                self.made[node_type] = (*self.made.get(node_type, ()), made)
+                self.revision += 1
+        return self._decided[key]
+
+    def place(self, node_type: int, made: Made) -> int:
+        """The position of a function among the results of the nodes that compute it."""
+        return len(self._node_types[node_type].results) + self.made[node_type].index(made)
+
+    def extended(self, node_type: int, like: int) -> int:
+        """The id of a type whose nodes compute what those of the type `like` do besides."""
+        made = self.made.get(like, ())
+        if not made:
+            return node_type
+        if (node_type, made) not in self._extended:
+            new = with_functions(self._node_types[node_type], made)
+            self._extended[node_type, made] = self._add_type(new, node_type)
+        return self._extended[node_type, made]

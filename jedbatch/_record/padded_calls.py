@@ -1,0 +1,263 @@
+"""Nodes with lists as nodes of types that have room for more elements.
+
+Such a node reads its elements, the first of them again in the places that are left, and how many
+there are. Where the nodes that make the elements compute functions of them as well (see
+`element_functions`), it reads what these return. Results are numbered anew, since nodes may have
+more of them than were recorded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.types import NodeType
+from jedbatch._record.element_functions import ElementFunction, Made, Makers
+
+
+@dataclass(frozen=True, eq=False)
+class GivenFunctions:
+    """How nodes are nodes of a type that is given functions of the elements of their lists.
+
+    Attributes:
+      node_type: the id of the type.
+      order: which of their operands nodes read as each operand of it, but for the functions and
+        the length, which follow.
+      functions: these functions.
+      places: int64[functions, capacity], of which of their operands they are.
+    """
+
+    node_type: int
+    order: np.ndarray
+    functions: tuple[ElementFunction, ...]
+    places: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedCalls:
+    """How nodes of a type are nodes of another type that has room for more elements.
+
+    Attributes:
+      node_type: the id of the other type.
+      order: which of their operands nodes read as each operand of the other type but the last,
+        which is the length.
+      length: of their lists.
+      results: which results of the other type theirs are.
+      given: how they are nodes of a type that is given functions of the elements, if they can be.
+    """
+
+    node_type: int
+    order: np.ndarray
+    length: int
+    results: np.ndarray
+    given: GivenFunctions | None = None
+
+
+class Padded(NamedTuple):
+    """Nodes of which some have other types than were recorded.
+
+    Attributes:
+      node_type: int32[N], their types.
+      arity: int64[N], the number of their operands.
+      operand: int64[E], what they read.
+      result: int64[...], what is returned.
+      with_lists: int64[n], the numbers of nodes that read the lengths of their lists, which are new
+        inputs.
+      length: int64[n], these lengths.
+    """
+
+    node_type: np.ndarray
+    arity: np.ndarray
+    operand: np.ndarray
+    result: np.ndarray
+    with_lists: np.ndarray
+    length: np.ndarray
+
+
+class _Values:
+    """The results of recorded nodes, int64[V] each.
+
+    Attributes:
+      maker: the nodes that they are of.
+      within: their positions among the results of the type with room for more elements.
+    """
+
+    def __init__(self, nodes: "_Nodes"):
+        count = nodes.num_results[nodes.recorded]
+        first = pointers(count)
+        self.maker = np.repeat(np.arange(len(count)), count)
+        self.within = np.arange(int(first[-1])) - first[self.maker]
+        for t, of_type in nodes.with_lists.items():
+            results = nodes.padded[t].results
+            self.within[first[of_type][:, None] + np.arange(len(results))] = results
+
+
+class _Nodes:
+    """Recorded nodes, and what becomes of them.
+
+    Attributes:
+      padded: how nodes of some types have room for more elements.
+      num_results: int64[types], of each type.
+      recorded: int32[N], the types that were recorded.
+      room: int32[N], the types with room for more elements.
+      with_lists: the nodes of each of the types in `padded`.
+      start: int64[N + 1], where the operands of each node begin.
+      operand: int64[E], what they read.
+    """
+
+    def __init__(
+        self,
+        padded: Mapping[int, PaddedCalls],
+        node_types: Sequence[NodeType],
+        node_type: np.ndarray,
+        arity: np.ndarray,
+        operand: np.ndarray,
+    ):
+        self.padded = padded
+        self.num_results = np.array([len(t.results) for t in node_types], np.int64)
+        self.recorded, self.room = node_type, node_type.copy()
+        present = np.flatnonzero(np.bincount(node_type)).tolist()
+        self.with_lists = {t: np.flatnonzero(node_type == t) for t in present if t in padded}
+        for t, nodes in self.with_lists.items():
+            self.room[nodes] = padded[t].node_type
+        self.start, self.operand = pointers(arity), operand
+
+    def read(self, nodes: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """int64[n, ...]: the operands of some nodes at some places."""
+        return self.operand[self.start[nodes][:, None] + places]
+
+    def with_functions(self, makers: Makers, values: _Values) -> np.ndarray:
+        """Returns bool[N], the nodes that are given functions of their elements."""
+        given = np.zeros(len(self.recorded), bool)
+        reads: dict[ElementFunction, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for t, nodes in self.with_lists.items():
+            calls = self.padded[t]
+            if calls.given is not None:
+                given[nodes] = True
+                for f, places in zip(calls.given.functions, calls.given.places, strict=True):
+                    read = self.read(nodes, places[: calls.length])
+                    reads.setdefault(f, []).append((nodes, read))
+        if not reads:
+            return given
+        counts = np.bincount(self.room)
+        most = int(self.num_results.max())
+        for f, several in reads.items():
+            read = np.concatenate([x.ravel() for _, x in several])
+            made = read[read >= 0]
+            kinds = self.room[values.maker[made]].astype(np.int64) * most + values.within[made]
+            allowed = [
+                kind
+                for kind, uses in zip(*np.unique(kinds, return_counts=True), strict=True)
+                if makers.decide(
+                    int(kind // most), Made(int(kind % most), f), int(uses), counts[kind // most]
+                )
+            ]
+            for nodes, x in several:
+                result = np.maximum(x, 0)
+                kinds = self.room[values.maker[result]].astype(np.int64) * most
+                is_allowed = np.isin(kinds + values.within[result], allowed)
+                given[nodes] &= ((x >= 0) & is_allowed).all(axis=1)
+        return given
+
+
+def pad(
+    padded: Mapping[int, PaddedCalls],
+    makers: Makers,
+    node_types: Sequence[NodeType],
+    node_type: np.ndarray,
+    arity: np.ndarray,
+    operand: np.ndarray,
+    result: np.ndarray,
+    first_input: int,
+) -> Padded:
+    """Makes nodes that have lists nodes of the types that serve several lengths.
+
+    Args:
+      padded: by the id of a type, how its nodes are nodes of another type.
+      makers: the types whose nodes compute functions of elements.
+      node_types: the types by their ids.
+      node_type: int32[N], the types of nodes.
+      arity: int64[N], the number of their operands.
+      operand: int64[E], what they read: results, or inputs as negative numbers.
+      result: int64[...], what is returned, numbered likewise.
+      first_input: the number of inputs so far; what is new counts on from it.
+
+    Returns:
+      The nodes as they are then.
+    """
+    nothing = np.zeros(0, np.int64)
+    if not padded or not len(node_type):
+        return Padded(node_type, arity, operand, result, nothing, nothing)
+    nodes = _Nodes(padded, node_types, node_type, arity, operand)
+    if not nodes.with_lists and not makers.made:
+        return Padded(node_type, arity, operand, result, nothing, nothing)
+    values = _Values(nodes)
+    given = nodes.with_functions(makers, values)
+    new_type = nodes.room.copy()
+    new_arity = arity.copy()
+    for t, of_type in nodes.with_lists.items():
+        calls = padded[t]
+        new_arity[of_type] = len(calls.order) + 1
+        if calls.given is not None:
+            those = of_type[given[of_type]]
+            new_type[those] = calls.given.node_type
+            new_arity[those] = len(calls.given.order) + calls.given.places.size + 1
+    for like in makers.made.keys() & set(np.unique(nodes.room).tolist()):
+        of_like = nodes.room == like
+        for t in np.unique(new_type[of_like]).tolist():
+            new_type[of_like & (new_type == t)] = makers.extended(t, like)
+    first = pointers(np.array([len(t.results) for t in node_types], np.int64)[new_type])
+    place = first[values.maker] + values.within
+    references = operand.copy(), result.copy()
+    for read in references:
+        is_made = read >= 0
+        read[is_made] = place[read[is_made]]
+    starts = pointers(new_arity)
+    new_operand = np.empty(int(starts[-1]), np.int64)
+    has_list = nodes.room != node_type
+    same, changed = np.flatnonzero(~has_list), np.flatnonzero(has_list)
+    new_operand[ranges(starts[same], arity[same])] = references[0][
+        ranges(nodes.start[same], arity[same])
+    ]
+    length = np.zeros(len(node_type), np.int64)
+    for t, of_type in nodes.with_lists.items():
+        calls = padded[t]
+        length[of_type] = calls.length
+        for is_given in (False, True):
+            own = of_type[given[of_type] == is_given]
+            order = calls.given.order if is_given and calls.given else calls.order
+            to = starts[own][:, None]
+            new_operand[to + np.arange(len(order))] = references[0][
+                nodes.start[own][:, None] + order
+            ]
+            if is_given and calls.given is not None:
+                end = to + len(order)
+                for f, places in zip(calls.given.functions, calls.given.places, strict=True):
+                    read = nodes.read(own, places)
+                    new_operand[end + np.arange(len(places))] = _functions_read(
+                        makers, f, read, nodes, values, first
+                    )
+                    end = end + len(places)
+    new_operand[starts[1:][changed] - 1] = -1 - first_input - np.arange(len(changed))
+    return Padded(new_type, new_arity, new_operand, references[1], changed, length[changed])
+
+
+def _functions_read(
+    makers: Makers,
+    function: ElementFunction,
+    read: np.ndarray,
+    nodes: _Nodes,
+    values: _Values,
+    first: np.ndarray,
+) -> np.ndarray:
+    """The numbers of functions of results, `read`, if those of nodes begin at `first`."""
+    maker = values.maker[read]
+    most = int(nodes.num_results.max())
+    kinds = nodes.room[maker].astype(np.int64) * most + values.within[read]
+    known, which = np.unique(kinds, return_inverse=True)
+    position = np.array(
+        [makers.place(int(k // most), Made(int(k % most), function)) for k in known], np.int64
+    )
+    return first[maker] + position[which].reshape(read.shape)
