@@ -12,7 +12,7 @@ functions that have a matrix product: others cost less than to keep their result
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -203,9 +203,15 @@ class Makers:
                 self.revision += 1
         return self._decided[key]
 
-    def place(self, node_type: int, made: Made) -> int:
-        """The position of a function among the results of the nodes that compute it."""
-        return len(self._node_types[node_type].results) + self.made[node_type].index(made)
+    def places(self, function: ElementFunction) -> Iterator[tuple[int, int, int]]:
+        """Yields the results of which a function is computed.
+
+        As (id of the type, position of the result, position of the function among the results).
+        """
+        for t, made in self.made.items():
+            for k, (result, f) in enumerate(made):
+                if f is function:
+                    yield t, result, len(self._node_types[t].results) + k
 
     def extended(self, node_type: int, like: int) -> int:
         """The id of a type whose nodes compute what those of the type `like` do besides."""

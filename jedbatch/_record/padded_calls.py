@@ -82,6 +82,8 @@ class _Values:
     Attributes:
       maker: the nodes that they are of.
       within: their positions among the results of the type with room for more elements.
+      kind: type and position as one number, the results of all types one after the other.
+      kinds: int64[types + 1], where those of each type begin.
     """
 
     def __init__(self, nodes: "_Nodes"):
@@ -91,7 +93,15 @@ class _Values:
         self.within = np.arange(int(first[-1])) - first[self.maker]
         for t, of_type in nodes.with_lists.items():
             results = nodes.padded[t].results
-            self.within[first[of_type][:, None] + np.arange(len(results))] = results
+            if len(results) and results[-1] >= len(results):
+                self.within[first[of_type][:, None] + np.arange(len(results))] = results
+        self.kinds = pointers(nodes.num_results)
+        self.kind = self.kinds[nodes.room[self.maker]] + self.within
+
+    def of(self, kind: int) -> tuple[int, int]:
+        """(id of the type, position of the result) of a kind."""
+        node_type = int(np.searchsorted(self.kinds, kind, side="right")) - 1
+        return node_type, int(kind - self.kinds[node_type])
 
 
 class _Nodes:
@@ -105,6 +115,7 @@ class _Nodes:
       with_lists: the nodes of each of the types in `padded`.
       start: int64[N + 1], where the operands of each node begin.
       operand: int64[E], what they read.
+      num_inputs: inputs that some of them read, at least.
     """
 
     def __init__(
@@ -123,6 +134,7 @@ class _Nodes:
         for t, nodes in self.with_lists.items():
             self.room[nodes] = padded[t].node_type
         self.start, self.operand = pointers(arity), operand
+        self.num_inputs = -int(min(0, operand.min(initial=0)))
 
     def read(self, nodes: np.ndarray, places: np.ndarray) -> np.ndarray:
         """int64[n, ...]: the operands of some nodes at some places."""
@@ -141,24 +153,17 @@ class _Nodes:
                     reads.setdefault(f, []).append((nodes, read))
         if not reads:
             return given
-        counts = np.bincount(self.room)
-        most = int(self.num_results.max())
+        counts = np.bincount(self.room, minlength=len(self.num_results))
         for f, several in reads.items():
             read = np.concatenate([x.ravel() for _, x in several])
-            made = read[read >= 0]
-            kinds = self.room[values.maker[made]].astype(np.int64) * most + values.within[made]
-            allowed = [
-                kind
-                for kind, uses in zip(*np.unique(kinds, return_counts=True), strict=True)
-                if makers.decide(
-                    int(kind // most), Made(int(kind % most), f), int(uses), counts[kind // most]
-                )
-            ]
-            for nodes, x in several:
-                result = np.maximum(x, 0)
-                kinds = self.room[values.maker[result]].astype(np.int64) * most
-                is_allowed = np.isin(kinds + values.within[result], allowed)
-                given[nodes] &= ((x >= 0) & is_allowed).all(axis=1)
+            uses = np.bincount(values.kind[read[read >= 0]], minlength=int(values.kinds[-1]))
+            allowed = np.zeros(len(uses), bool)
+            for kind in np.flatnonzero(uses).tolist():
+                t, result = values.of(kind)
+                allowed[kind] = makers.decide(t, Made(result, f), int(uses[kind]), int(counts[t]))
+            is_allowed = np.append(allowed[values.kind], np.zeros(self.num_inputs, bool))
+            for nodes, x in several:  # inputs are negative
+                given[nodes] &= is_allowed[x].all(axis=1)
         return given
 
 
@@ -204,16 +209,20 @@ def pad(
             those = of_type[given[of_type]]
             new_type[those] = calls.given.node_type
             new_arity[those] = len(calls.given.order) + calls.given.places.size + 1
-    for like in makers.made.keys() & set(np.unique(nodes.room).tolist()):
-        of_like = nodes.room == like
-        for t in np.unique(new_type[of_like]).tolist():
-            new_type[of_like & (new_type == t)] = makers.extended(t, like)
+    extended = np.arange(len(node_types))
+    rooms = np.flatnonzero(np.bincount(nodes.room)).tolist()
+    for like in sorted(makers.made.keys() & set(rooms)):
+        own = nodes.room == like
+        for t in np.flatnonzero(np.bincount(new_type[own])).tolist():
+            extended[t] = makers.extended(t, like)
+    new_type = extended[new_type].astype(node_type.dtype)
     first = pointers(np.array([len(t.results) for t in node_types], np.int64)[new_type])
     place = first[values.maker] + values.within
     references = operand.copy(), result.copy()
     for read in references:
         is_made = read >= 0
         read[is_made] = place[read[is_made]]
+    numbers = _Numbers(makers, values, first)
     starts = pointers(new_arity)
     new_operand = np.empty(int(starts[-1]), np.int64)
     has_list = nodes.room != node_type
@@ -227,6 +236,8 @@ def pad(
         length[of_type] = calls.length
         for is_given in (False, True):
             own = of_type[given[of_type] == is_given]
+            if not len(own):
+                continue
             order = calls.given.order if is_given and calls.given else calls.order
             to = starts[own][:, None]
             new_operand[to + np.arange(len(order))] = references[0][
@@ -236,28 +247,25 @@ def pad(
                 end = to + len(order)
                 for f, places in zip(calls.given.functions, calls.given.places, strict=True):
                     read = nodes.read(own, places)
-                    new_operand[end + np.arange(len(places))] = _functions_read(
-                        makers, f, read, nodes, values, first
-                    )
+                    new_operand[end + np.arange(len(places))] = numbers.of(f)[read]
                     end = end + len(places)
     new_operand[starts[1:][changed] - 1] = -1 - first_input - np.arange(len(changed))
     return Padded(new_type, new_arity, new_operand, references[1], changed, length[changed])
 
 
-def _functions_read(
-    makers: Makers,
-    function: ElementFunction,
-    read: np.ndarray,
-    nodes: _Nodes,
-    values: _Values,
-    first: np.ndarray,
-) -> np.ndarray:
-    """The numbers of functions of results, `read`, if those of nodes begin at `first`."""
-    maker = values.maker[read]
-    most = int(nodes.num_results.max())
-    kinds = nodes.room[maker].astype(np.int64) * most + values.within[read]
-    known, which = np.unique(kinds, return_inverse=True)
-    position = np.array(
-        [makers.place(int(k // most), Made(int(k % most), function)) for k in known], np.int64
-    )
-    return first[maker] + position[which].reshape(read.shape)
+class _Numbers:
+    """The numbers of functions of results, if results of nodes begin at `first`."""
+
+    def __init__(self, makers: Makers, values: _Values, first: np.ndarray):
+        self._makers, self._values, self._first = makers, values, first
+        self._known: dict[ElementFunction, np.ndarray] = {}
+
+    def of(self, function: ElementFunction) -> np.ndarray:
+        """int64[V]: of the values for which there is no number it is anything."""
+        if function not in self._known:
+            values = self._values
+            position = np.zeros(int(values.kinds[-1]), np.int64)
+            for t, result, place in self._makers.places(function):
+                position[values.kinds[t] + result] = place
+            self._known[function] = self._first[values.maker] + position[values.kind]
+        return self._known[function]

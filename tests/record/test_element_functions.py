@@ -8,6 +8,7 @@ from cases.helpers import check, compilations
 
 import jedbatch
 from jedbatch._graph.types import operation_of
+from jedbatch.testing import check_plan
 
 SIZE = 8
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -208,3 +209,14 @@ def test_single_instances():
     batched(P, instances)
     for tree in instances:
         assert_close(batched(P, [tree])[0], fn(P, tree))
+
+
+def test_plans_are_right_and_can_be_exported():
+    fn, instances = encoder(child_sum), trees(8, MANY)
+    batched = jedbatch.batch(fn)
+    exported = batched.export(P, instances, gradient=True)
+    for seed in range(3):
+        more = trees(seed, np.random.default_rng(seed).integers(0, 10, 5))
+        check_plan(batched.plan(P, more, gradient=True))
+        plan = exported.plan(batched.graph(P, more).split(), gradient=True)
+        assert_close(exported.apply(P, plan), jnp.stack([fn(P, t) for t in more]))
