@@ -1,15 +1,18 @@
 """`Batched.lane_steps`: counts of what loops and branches run that values decide on."""
 
+import collections
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
+from jedbatch import checks
+from jedbatch._batch.streaming import MAX_BATCH
 from jedbatch._jaxpr.lane_steps import LaneSteps, counting
 from jedbatch._support.types import PyTree
 
 
-def lane_steps(batched: Any, *args: PyTree) -> LaneSteps:
+def lane_steps(batched: Any, *args: PyTree, batch_size: int | None = None) -> LaneSteps:
     """Runs the function, and counts what loops and branches that values decide on did.
 
     They run some nodes at a time, their lanes, and some of these are empty or done with a loop
@@ -23,6 +26,8 @@ def lane_steps(batched: Any, *args: PyTree) -> LaneSteps:
     Args:
       batched: the batched function.
       *args: as for a call.
+      batch_size: counts what `stream` runs with minibatches of so many instances; None counts what
+        a call runs.
 
     Returns:
       The counts, to look at or print.
@@ -45,6 +50,12 @@ def lane_steps(batched: Any, *args: PyTree) -> LaneSteps:
             "`lane_steps` got values that JAX traces; expected arrays. It counts what has run: "
             "call it outside of `jax.jit` and of derivatives."
         )
+    if batch_size is not None:
+        checks.whole("lane_steps", "batch_size", batch_size, least=1, most=MAX_BATCH)
     with counting() as counter:
-        batched._counting_twin()(*args)
+        twin = batched._counting_twin()
+        if batch_size is None:
+            twin(*args)
+        else:
+            collections.deque(twin.stream(*args, batch_size=batch_size, ahead=0), maxlen=0)
         return counter.result()

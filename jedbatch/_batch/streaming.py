@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from jedbatch import checks
 from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
-from jedbatch._batch.one_by_one import OneByOne, settled
+from jedbatch._batch.one_by_one import OneByOne, Settled, settled
+from jedbatch._batch.refilling import BegunSegment, Lanes, OpenInstances
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 
@@ -33,7 +34,12 @@ class Begun(NamedTuple):
 
 
 def stream(
-    batched: Any, *args: Any, batch_size: int = 64, ahead: int = 2, ordered: bool = True
+    batched: Any,
+    *args: Any,
+    batch_size: int = 64,
+    ahead: int = 2,
+    ordered: bool = True,
+    refill: bool = True,
 ) -> Iterator[Any]:
     """Yields the result of each of any number of instances, which are read as they are needed.
 
@@ -41,6 +47,15 @@ def stream(
     others are used. No more of them is held than `ahead` minibatches and the one at hand. The
     thread ends once the iterator is closed, as where a `for` loop is left, and sees JAX configured
     as it is where `stream` is called. Functions that decide on values run in it.
+
+    Loops whose length values decide on (`jax.lax.while_loop`) need not end with their minibatch,
+    where all instances have one structure and such loops, call no Python and are short, and
+    `control_flow` is not "lockstep": an instance that is done leaves its lane to one of the next
+    minibatch, and those that take long go on beside them. Fewer than two minibatches are in lanes
+    at a time. In order, results wait for an instance that takes long while up to 8 more minibatches
+    are read and computed; then it is run to its end. Where each instance has a structure of its
+    own, as trees have, the loops of a minibatch end with it. `lane_steps` with a `batch_size`
+    counts what a stream runs.
 
     Args:
       batched: the batched function.
@@ -53,6 +68,9 @@ def stream(
       ordered: whether results come in the order of the instances, by themselves. If not, pairs
         `(number, result)` come as soon as results are there, with the number of the instance from
         0 on.
+      refill: whether loops may go on beside the next minibatch. If not, the results of a minibatch
+        do not wait for the next one to be read, as is needed where what is read next depends on
+        them.
 
     Returns:
       An iterator of results, pytrees of arrays of NumPy, which are read-only; random keys are
@@ -75,30 +93,54 @@ def stream(
     checks.whole("stream", "batch_size", batch_size, least=1, most=MAX_BATCH)
     checks.whole("stream", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.flag("stream", "ordered", ordered)
+    checks.flag("stream", "refill", refill)
     shared, rows = batched._arguments.streams(args)
     one_by_one = OneByOne("stream", batched, shared)
-    source = MinibatchSource(rows, batch_size)
-
-    def make() -> Any:
-        found = source.minibatch()
-        if found is None:
-            return END
-        first, instances = found
-        try:
-            plan = one_by_one.plan(shared, instances)
-            return Begun(first, instances, one_by_one.start(shared, instances, plan))
-        except Exception:  # in its turn, and once it is known whose it is
-            return Begun(first, instances, None)
-
+    lanes = Lanes(one_by_one, shared, batch_size, ordered) if refill else None
+    minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size), lanes)
     settings, of_thread = ThreadSettings(), ThreadSettings()
 
     def work() -> Any:
-        return of_thread.run(make)
+        return of_thread.run(lambda: next(minibatches, END))
 
     def run(instances: Sequence[tuple]) -> list[PyTree]:
         return settings.run(lambda: one_by_one.run(shared, instances))
 
     return _results(in_thread(work, ahead) if ahead else in_turn(work), run, ordered)
+
+
+def _begun(
+    one_by_one: OneByOne, shared: tuple[Any, ...], source: "MinibatchSource", lanes: Lanes | None
+) -> Iterator[Begun | BegunSegment]:
+    """Yields minibatches as the device begins with them, by lanes as long as they fit these."""
+    count, found = 0, source.minibatch()
+    while found is not None:
+        first, instances = found
+        begun = lanes.take(first, instances) if lanes is not None else None
+        if begun is not None:
+            yield begun
+        else:
+            yield from lanes.end(first) if lanes is not None else ()
+            lanes = None
+            yield _planned(one_by_one, shared, first, instances)
+        count = first + len(instances)
+        try:
+            found = source.minibatch()
+        except Exception:
+            yield from lanes.end(count) if lanes is not None else ()
+            raise
+    yield from lanes.end(count) if lanes is not None else ()
+
+
+def _planned(
+    one_by_one: OneByOne, shared: tuple[Any, ...], first: int, instances: Sequence[tuple]
+) -> Begun:
+    """Plans a minibatch, and has the device begin."""
+    try:
+        plan = one_by_one.plan(shared, instances)
+        return Begun(first, instances, one_by_one.start(shared, instances, plan))
+    except Exception:  # in its turn, and once it is known whose it is
+        return Begun(first, instances, None)
 
 
 class MinibatchSource:
@@ -130,37 +172,61 @@ class MinibatchSource:
 
 
 def _results(
-    minibatches: Iterator[Begun], run: Callable[[Sequence[tuple]], list[PyTree]], ordered: bool
+    minibatches: Iterator[Begun | BegunSegment],
+    run: Callable[[Sequence[tuple]], list[PyTree]],
+    ordered: bool,
 ) -> Iterator[Any]:
     """Yields the results of minibatches, those of some by halves (see `settled`)."""
+    lanes = OpenInstances(run)
+    following, waiting = 0, {}  # the next in order, and outcomes that wait for those before them
+    failed: tuple[int, Exception] | None = None  # out of order, the first
     try:
-        for first, instances, fetch in minibatches:
-            for number, result in enumerate(_of_minibatch(instances, fetch, run, first), first):
-                yield result if ordered else (number, result)
+        for begun in minibatches:
+            if isinstance(begun, BegunSegment):
+                outcomes = lanes.settle(begun)
+            else:
+                outcomes = _of_minibatch(begun, run)
+            for number, outcome in outcomes:
+                if not ordered:
+                    if outcome.error is not None:
+                        if failed is None or number < failed[0]:
+                            failed = number, outcome.error
+                    elif failed is None or number < failed[0]:
+                        yield number, outcome.result
+                    continue
+                waiting[number] = outcome
+                while following in waiting:
+                    result, error = waiting.pop(following)
+                    if error is not None:
+                        raise _noted(following, error)
+                    following += 1
+                    yield result
+            if failed is not None and not lanes.any_before(failed[0]):
+                raise _noted(*failed)
     finally:
         minibatches.close()  # type: ignore[attr-defined]
 
 
 def _of_minibatch(
-    instances: Sequence[tuple],
-    fetch: Callable[[], list[PyTree]] | None,
-    run: Callable[[Sequence[tuple]], list[PyTree]],
-    first: int,
-) -> Iterator[PyTree]:
-    """Yields the results of a minibatch until one of its instances, from number `first`, fails."""
+    begun: Begun, run: Callable[[Sequence[tuple]], list[PyTree]]
+) -> Iterator[tuple[int, Settled]]:
+    """Yields (number, outcome) of the instances of a minibatch."""
+    first, instances, fetch = begun
     if fetch is not None:
         try:
             results = fetch()
         except Exception:  # found again below
             fetch = None
         else:
-            yield from results
+            yield from enumerate((Settled(result, None) for result in results), first)
             return
-    for number, (result, error) in enumerate(settled(run, instances), first):
-        if error is not None:
-            error.add_note(
-                f"This happened in instance {number} of a stream, which was run by itself, so "
-                "that it is number 0 elsewhere in this message."
-            )
-            raise error
-        yield result
+    yield from enumerate(settled(run, instances), first)
+
+
+def _noted(number: int, error: Exception) -> Exception:
+    """Returns the error of an instance, with a note."""
+    error.add_note(
+        f"This happened in instance {number} of a stream, which was run by itself, so that it is "
+        "number 0 elsewhere in this message."
+    )
+    return error

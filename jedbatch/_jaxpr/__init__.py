@@ -31,16 +31,18 @@ Read in this order:
 19. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
 20. `program_counters`: A machine for lanes that are at different places of a program.
-21. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+21. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+   segments.
+22. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-22. `branch_residuals`: Residuals of branches, without those that are there anyway.
-23. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+23. `branch_residuals`: Residuals of branches, without those that are there anyway.
+24. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-24. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+25. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-25. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+26. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-26. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-27. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+27. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+28. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -77,6 +77,18 @@ class LaneRule:
     step_work: float = STEP_WORK
 
 
+class Leave(NamedTuple):
+    """When lanes are left where they are: once few are left, and none of these has to end.
+
+    Attributes:
+      few: int32[], how many.
+      must_end: bool[N], which have to come to the end.
+    """
+
+    few: Array
+    must_end: Array
+
+
 class _LaneState(NamedTuple):
     """The state that a step changes; `B` blocks and `N` lanes."""
 
@@ -86,6 +98,7 @@ class _LaneState(NamedTuple):
     count: Array  # [B], how many wait
     tally: Array | None  # int32[steps, 3]: how often each ran, its lanes, those needed; or None
     clock: Array | None  # steps so far, where they are recorded
+    at: Array | None  # [N], the block that each lane is at; None where all run to the end
     choice: Array  # the number of the next step; that of all steps where no lane is left
 
 
@@ -181,12 +194,13 @@ def pays(
 ) -> bool:
     """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
     found: list[BlockProgram] = []
-    jax.eval_shape(lambda *args: found.append(_cut(program, args, in_batched)), *args)
+    jax.eval_shape(lambda *args: found.append(cut_for(program, args, in_batched)), *args)
     works = [block.work for block in found[0].blocks[1:-1]]
     return len(works) > 1 and size * max(works) >= LEAST_WORK * step_work
 
 
-def _cut(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
+def cut_for(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
+    """Returns a program cut into blocks; arguments as in `run_lanes`."""
     given = [
         Slot(x.shape[1:], x.dtype) if batched else x
         for x, batched in zip(args, in_batched, strict=True)
@@ -233,52 +247,80 @@ def _run(
     size: int,
     rule: LaneRule,
 ) -> list[Array]:
-    blocks = _cut(program, args, in_batched)
+    blocks = cut_for(program, args, in_batched)
     of_lanes = itertools.compress(args, in_batched)
     registers = {
-        slot: to_stored(x, _kind(slot)) for slot, x in zip(blocks.operands, of_lanes, strict=True)
+        slot: to_stored(x, kind_of(slot)) for slot, x in zip(blocks.operands, of_lanes, strict=True)
     }
     for slot in blocks.registers:
         if slot not in registers:
-            shape, dtype = stored(_kind(slot))
+            shape, dtype = stored(kind_of(slot))
             registers[slot] = jnp.zeros((size, *shape), dtype)
     # All lanes run the first block together, and the last one, where all of them end.
     first, last = blocks.blocks[0], blocks.blocks[-1]
-    outs, after, _ = _over_lanes(first, {x: _all(registers, x) for x in first.inputs}, size)
-    registers |= _as_stored(first, outs)
+    registers, after = run_alone(first, registers, size)
     if last is not first:
-        registers = _until_last(blocks, registers, after, size, rule)
-        values = {x: _all(registers, x) for x in last.inputs}
-        outs, _, writes = _over_lanes(last, values, size)
-        assert not writes
-        registers |= _as_stored(last, outs)
+        registers, _ = until_last(blocks, registers, after, jnp.ones(size, bool), rule)
+        registers, _ = run_alone(last, registers, size)
+    return results_in(blocks, registers, size)
+
+
+def run_alone(block: BasicBlock, registers: Registers, size: int) -> tuple[Registers, Array]:
+    """Runs a block that writes no rows of arrays for all lanes.
+
+    Returns:
+      (the registers after it, int32[N] the block that each lane comes to).
+    """
+    outs, after, writes = _over_lanes(block, {x: _all(registers, x) for x in block.inputs}, size)
+    assert not writes
+    return registers | _as_stored(block, outs), after
+
+
+def results_in(program: BlockProgram, registers: Registers, size: int) -> list[Array]:
+    """Returns the results [N, ...] of lanes that are at the end."""
     return [
         _all(registers, x) if isinstance(x, Slot) else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-        for x in blocks.results
+        for x in program.results
     ]
 
 
-def _until_last(
+def until_last(
     program: BlockProgram,
     registers: Registers,
     after: Array,
-    size: int,
+    exists: Array,
     rule: LaneRule,
-) -> Registers:
-    """Runs lanes until all have come to the last block; `after` is where they are at first."""
+    leave: Leave | None = None,
+) -> tuple[Registers, Array]:
+    """Runs lanes until all have come to the last block, or are left on the way.
+
+    Args:
+      program: cut into blocks.
+      registers: of lanes.
+      after: int32[N], the block that each is at.
+      exists: bool[N], whether there is one.
+      rule: how they run.
+      leave: when they are left; None for never.
+
+    Returns:
+      (the registers, int32[N] the block that each is at).
+    """
+    size = len(after)
     between = program.blocks[1:-1]
     blocks = lane_blocks(program, size, rule.step_work)
     steps = list(zip(blocks.block, blocks.width, strict=True))
-    choose = _chooser(blocks, rule.policy)
-    arrived = _Arrived(after - 1, jnp.ones(size, bool), len(between))
+    end = len(program.blocks) - 1
+    choose = _chooser(blocks, rule.policy, leave, end)
+    arrived = _Arrived(after - 1, exists, len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
-    read = [x for x in registers if any(_touches(block, x) for block in between)]
+    read = [x for x in registers if any(touches(block, x) for block in between)]
     tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
-    clock = jnp.int32(0) if is_recording() else None
+    clock = jnp.int32(0) if is_recording() and leave is None else None
+    at = None if leave is None else jnp.where(exists, after, end)
     state = _LaneState(
-        {x: registers[x] for x in read}, queue, none, count, tally, clock, choose(count)
+        {x: registers[x] for x in read}, queue, none, count, tally, clock, at, choose(count, at)
     )
     bodies = [
         functools.partial(_step, between[b], width, choose, size, rule, number)
@@ -305,20 +347,29 @@ def _until_last(
         return [state.registers[x] for x in read], *state[1:]
 
     values = lax.while_loop(lambda values: values[-1] < len(steps), round_of, unpack(state))
-    end = pack(values)
-    if end.tally is not None:
+    state = pack(values)
+    if state.tally is not None:
         parts = [(between[b].number, between[b].work, width) for b, width in steps]
-        tell("block", parts, end.tally)
-        tell_end(blocks, end.tally)
-    return registers | end.registers
+        tell("block", parts, state.tally)
+        if state.clock is not None:
+            tell_end(blocks, state.tally)
+    return registers | state.registers, jnp.full(size, end) if state.at is None else state.at
 
 
-def _chooser(blocks: LaneBlocks, policy: LanePolicy) -> Callable[[Array], Array]:
-    """Returns a function from how many lanes wait at each block to the number of a step."""
+def _chooser(
+    blocks: LaneBlocks, policy: LanePolicy, leave: Leave | None, end: int
+) -> Callable[[Array, Array | None], Array]:
+    """Returns a function to the number of a step, or of steps where lanes end or are left.
+
+    It is given how many lanes wait at each block, and at which each is, if they may be left;
+    `end` is the last one.
+    """
     every = len(blocks.block)
 
-    def choose(count: Array) -> Array:
+    def choose(count: Array, at: Array | None) -> Array:
         is_left = count.sum() > 0
+        if leave is not None:
+            is_left = (count.sum() > leave.few) | (leave.must_end & (at != end)).any()
         if every == 1:
             return jnp.where(is_left, 0, 1).astype(jnp.int32)
         step = next_step(policy, LaneFrontier(blocks, count, jnp))
@@ -344,11 +395,11 @@ def _step(
     exists = place < taken
     lanes = state.queue[here, (head + jnp.minimum(place, taken - 1)) % size]
     written = jnp.where(exists, lanes, size)
-    values = {x: from_stored(state.registers[x][lanes], _kind(x)) for x in block.inputs}
+    values = {x: from_stored(state.registers[x][lanes], kind_of(x)) for x in block.inputs}
     for access in block.reads:
         index = values[access.index] if isinstance(access.index, Slot) else access.index
         row = state.registers[access.array][lanes, index]
-        values[access.row] = from_stored(row, _kind(access.row))
+        values[access.row] = from_stored(row, kind_of(access.row))
     if block.repeats:
         full = jnp.minimum(width, state.count.sum())
         outs, after, ran, trips = _repeated(block, values, exists, full, rule.step_work)
@@ -360,7 +411,7 @@ def _step(
     for slot, kept in _as_stored(block, outs).items():
         registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
     for access, (index, row) in zip(block.writes, writes, strict=True):
-        array, kept = access.array, to_stored(row, _kind(access.row))
+        array, kept = access.array, to_stored(row, kind_of(access.row))
         registers[array] = registers[array].at[written, index].set(kept, mode="drop")
     head = state.head.at[here].set((head + taken) % size)
     count = state.count.at[here].add(-taken)
@@ -368,8 +419,10 @@ def _step(
     queue, count = arrived.put(lanes, state.queue, head, count)
     tally = None if state.tally is None else state.tally.at[number].add(ran)
     clock = None if state.clock is None else state.clock + 1
-    tell_visits(here, state.clock, lanes, trips)
-    return _LaneState(registers, queue, head, count, tally, clock, choose(count))
+    at = None if state.at is None else state.at.at[written].set(after, mode="drop")
+    if state.clock is not None:
+        tell_visits(here, state.clock, lanes, trips)
+    return _LaneState(registers, queue, head, count, tally, clock, at, choose(count, at))
 
 
 def _counts(trips: Any, width: int, needed: Array) -> Array:
@@ -400,9 +453,9 @@ def _repeated(
     width = len(exists)
     fixed = {x: y for x, y in values.items() if x not in block.outputs}
     start = [
-        values[x] if x in values else from_stored(jnp.zeros((width, *kept), dtype), _kind(x))
+        values[x] if x in values else from_stored(jnp.zeros((width, *kept), dtype), kind_of(x))
         for x in block.outputs
-        for kept, dtype in [stored(_kind(x))]
+        for kept, dtype in [stored(kind_of(x))]
     ]
 
     def trip(state: Any) -> Any:
@@ -470,20 +523,22 @@ def _over_lanes(
     return found
 
 
-def _touches(block: BasicBlock, slot: Slot) -> bool:
+def touches(block: BasicBlock, slot: Slot) -> bool:
+    """Returns whether a block reads or writes a register, or rows of it."""
     rows = [x.array for x in (*block.reads, *block.writes)]
     return slot in block.inputs or slot in block.outputs or slot in rows
 
 
 def _as_stored(block: BasicBlock, outs: Sequence[Array]) -> Registers:
-    return {x: to_stored(y, _kind(x)) for x, y in zip(block.outputs, outs, strict=True)}
+    return {x: to_stored(y, kind_of(x)) for x, y in zip(block.outputs, outs, strict=True)}
 
 
 def _all(registers: Registers, slot: Slot) -> Array:
-    return from_stored(registers[slot], _kind(slot))
+    return from_stored(registers[slot], kind_of(slot))
 
 
-def _kind(slot: Slot) -> ValueType:
+def kind_of(slot: Slot) -> ValueType:
+    """Returns the shape and dtype of the values of a register."""
     return ValueType(slot.shape, slot.dtype)
 
 

@@ -237,7 +237,18 @@ class Kernel:
     ) -> tuple[list[Array], list[Array]]:
         """The results of one lane, and, if loops have a bound, whether one was stopped."""
         with program_of(self.node_type):
-            results, env = self.evaluate(consts, operands, {}, self._over_lanes(branches))
+            return self._bounded(consts, operands, self._over_lanes(branches))
+
+    def forward_alone(
+        self, consts: Sequence[Array], operands: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Does as `forward_bounded`, by loops and branches that are those of one lane."""
+        return self._bounded(consts, operands, self.body)
+
+    def _bounded(
+        self, consts: Sequence[Array], operands: Sequence[Array], body: Sequence[Equation]
+    ) -> tuple[list[Array], list[Array]]:
+        results, env = self.evaluate(consts, operands, {}, body)
         return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property
@@ -345,6 +356,7 @@ class Kernel:
                 self.reached,
                 plain=True,
                 control_flow=self.control_flow,
+                max_steps=self.max_steps,
                 lanes=self.lanes,
                 lane_table=self._lane_table,
             )

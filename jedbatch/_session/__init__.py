@@ -23,11 +23,12 @@ Read in this order:
 12. `portable`: Programs as data, for which other processes can lower minibatches.
 13. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-14. `session`: `Session`: what a batched function keeps between minibatches.
-15. `recording`: The records of a minibatch: those that are known, and new ones.
-16. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+14. `refilled`: Instances of a stream whose loops go on from one minibatch to the next.
+15. `session`: `Session`: what a batched function keeps between minibatches.
+16. `recording`: The records of a minibatch: those that are known, and new ones.
+17. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-17. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-18. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
-19. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+18. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+19. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
+20. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
 """

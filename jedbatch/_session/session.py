@@ -7,7 +7,7 @@ from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
 
 from jedbatch._graph.record import Record
-from jedbatch._graph.structures import Structures
+from jedbatch._graph.structures import Structure, Structures
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.registry import Registry
@@ -17,6 +17,7 @@ from jedbatch._session.mapped import MappedProgram, places_of
 from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
+from jedbatch._session.refilled import RefilledProgram
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
@@ -38,6 +39,7 @@ class Session:
       arranged: minibatches that were planned, by their records and what their schedule depends on.
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
+      refilled: programs for streams, by the structure of an instance and the size of minibatches.
     """
 
     registry: Registry
@@ -49,6 +51,9 @@ class Session:
     arranged: Memory = field(default_factory=lambda: Memory(0))
     structures: Structures = field(default_factory=lambda: Structures(0, 0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
+        default_factory=lambda: Memory(MAX_PROGRAMS)
+    )
+    refilled: dict[tuple[Structure, int], RefilledProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
 
@@ -114,6 +119,22 @@ class Session:
         if program is None:
             program = self.mapped[record, places] = MappedProgram(record, self.programs, places)
         return program if program.takes(instances.arrays) else None
+
+    def refilled_program(self, records: Sequence[Record], size: int) -> RefilledProgram | None:
+        """Returns the program for a stream; None if its minibatches are better planned.
+
+        Args:
+          records: of some instances.
+          size: instances in a minibatch.
+        """
+        structures = self.structures.of(records, 2)  # those known count apart from their digest
+        if structures is None or len(set(structures)) > 1:
+            return None
+        key = structures[0], size
+        program = self.refilled.get(key)
+        if program is None:
+            program = self.refilled[key] = RefilledProgram(structures[0], self.programs, size)
+        return program if program.shape is not None else None
 
     def note_types(self) -> None:
         """Notes how many node types there are when a minibatch is planned."""
