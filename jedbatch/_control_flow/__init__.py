@@ -5,12 +5,15 @@ Read in this order:
 1. `fibers`: Instances that take turns: each runs until it needs a value that is not computed yet.
 2. `growth`: The capacity of the programs of rounds, and how it grows.
 3. `growing_array`: `GrowingArray`: what is recorded, as arrays that grow at their end.
-4. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from
+4. `steps`: `Steps`: what an instance records between two decisions, and whether it records the
+   same again.
+5. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from
    anything else.
-5. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
+6. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
    of its values.
-6. `templates`: Templates of rounds, made of rounds that ran.
-7. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
-8. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-9. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+7. `templates`: Templates of rounds, made of rounds that ran.
+8. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
+9. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
+10. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+11. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

@@ -42,6 +42,8 @@ class Fibers:
     Attributes:
       waiting: what each fibre said when it began to wait.
       current: the instance whose turn it is.
+      fiber: the fibre whose turn it is.
+      owners: the instance that each fibre belongs to.
     """
 
     def __init__(self, run: Callable[[int], None], count: int):
@@ -60,17 +62,17 @@ class Fibers:
         self._hub = greenlet.getcurrent()
         self._ready: collections.deque[int] = collections.deque()
         self._fibers: dict[int, Any] = {}
-        self._instance: list[int] = []  # that a fibre belongs to
+        self.owners: list[int] = []
         self._whole: dict[int, int] = {}  # the fibre that a part is part of
         self._parts: dict[int, int] = {}  # how many parts of a fibre are not done
-        self._fiber = -1  # whose turn it is
+        self.fiber = -1
         for i in range(count):
             self.add(functools.partial(run, i), i)
 
     def add(self, run: Callable[[], None], instance: int) -> int:
         """Adds a fibre of an instance, whose turn will come; returns its number."""
-        fiber = len(self._instance)
-        self._instance.append(instance)
+        fiber = len(self.owners)
+        self.owners.append(instance)
         self._fibers[fiber] = made = greenlet.greenlet(run, self._hub)
         made.gr_context = contextvars.copy_context()
         self._ready.append(fiber)
@@ -88,11 +90,11 @@ class Fibers:
         Raises:
           Exception: an instance raised it; a note names the instance.
         """
-        ready, fibers, owners = self._ready, self._fibers, self._instance
+        ready, fibers, owners = self._ready, self._fibers, self.owners
         instances = []
         with take_current_trace():  # each fibre sets its own, and takes it along when it waits
             while ready:
-                self._fiber = fiber = ready.popleft()
+                self.fiber = fiber = ready.popleft()
                 self.current = instance = owners[fiber]
                 running = fibers[fiber]
                 try:
@@ -117,7 +119,7 @@ class Fibers:
 
     def wait(self, reason: Any) -> None:
         """Called by an instance: returns once `resume` was called and its turn has come."""
-        self.waiting[self._fiber] = reason
+        self.waiting[self.fiber] = reason
         with take_current_trace():
             self._hub.switch()
 
@@ -130,7 +132,7 @@ class Fibers:
 
         If parts raise errors, the error of the first of them is raised when all are done.
         """
-        whole = self._fiber
+        whole = self.fiber
         results: list[Array] = [None] * len(parts)
         errors: dict[int, Exception] = {}
 
@@ -141,7 +143,7 @@ class Fibers:
                 errors[i] = error
 
         for i in range(len(parts)):
-            self._whole[self.add(functools.partial(run, i), self._instance[whole])] = whole
+            self._whole[self.add(functools.partial(run, i), self.owners[whole])] = whole
         self._parts[whole] = len(parts)
         if parts:
             self._give_way()

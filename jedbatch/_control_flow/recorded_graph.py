@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jedbatch._control_flow.growing_array import GrowingArray
+from jedbatch._control_flow.recorded import Recorded
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.storage import Kind, stored
@@ -38,7 +39,8 @@ class RecordedGraph:
         self.recorder = recorder
         (self.turns,) = lists_of_ints(recorder.result, 1)
         self._num_references = 0
-        self._ran: list[tuple[int, RoundTemplate, np.ndarray]] = []
+        self._ran: list[tuple[np.ndarray, RoundTemplate, np.ndarray]] = []
+        self._ran_ahead: list[tuple[np.ndarray, np.ndarray]] = []  # nodes and their lanes
         self.node_type = GrowingArray(np.int32)
         self.node_owner = GrowingArray(np.int32)
         self.lane = GrowingArray(np.int64)
@@ -60,22 +62,48 @@ class RecordedGraph:
 
     def note_run(
         self,
-        first_node: int,
+        new: Recorded,
         template: RoundTemplate,
         first_lane: np.ndarray,
         rows: tuple[np.ndarray, np.ndarray],
-    ) -> None:
-        """Notes that what was recorded last runs like a round before.
+    ) -> np.ndarray:
+        """Notes that what was recorded last runs like a round before; returns the nodes that run.
 
         Args:
-          first_node: of the round.
+          new: what was recorded.
           template: of the round.
           first_lane: int64[K], of each of its kernels.
           rows: of its values and of its inputs.
         """
-        self._ran.append((first_node, template, first_lane))
-        self.value_row.extend(rows[0])
-        self.input_row.extend(rows[1])
+        nodes = new.nodes_at(template.nodes)
+        self._ran.append((nodes, template, first_lane))
+        if len(self.value_row) == new.first.values and len(self.input_row) == new.first.inputs:
+            self.value_row.extend(rows[0])
+            self.input_row.extend(rows[1])
+        else:  # it has been taken up, or a part of it was foreseen
+            self.value_row.array[new.values_at(np.arange(len(rows[0])))] = rows[0]
+            self.input_row.array[new.inputs_at(np.arange(len(rows[1])))] = rows[1]
+        return nodes
+
+    def note_ahead(
+        self,
+        nodes: tuple[np.ndarray, np.ndarray],
+        values: tuple[np.ndarray, np.ndarray],
+        inputs: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Notes that some of what was recorded since the last round has been computed.
+
+        Args:
+          nodes: some nodes, and their lanes.
+          values: their results, and the rows of these.
+          inputs: what they read, and the rows of these.
+        """
+        recorder = self.recorder
+        self._ran_ahead.append(nodes)
+        self.value_row.extend(np.full(recorder.num_values - len(self.value_row), NOT_RUN))
+        self.input_row.extend(np.full(len(recorder.input_group) - len(self.input_row), -1))
+        for column, (numbers, rows) in ((self.value_row, values), (self.input_row, inputs)):
+            column.array[numbers] = rows
 
     def take_up(self) -> None:
         """Takes up what was recorded since the last time."""
@@ -99,12 +127,15 @@ class RecordedGraph:
             column.extend(np.repeat(owner, np.diff(end, prepend=len(column))))
         self.value_row.extend(np.full(len(self.value_node) - len(self.value_row), NOT_RUN))
         self.input_row.extend(np.full(len(self.input_owner) - len(self.input_row), -1))
-        for begin, template, first_lane in self._ran:
+        for nodes, template, first_lane in self._ran:
             layout = template.placed.layout
             offset = np.zeros(len(layout.lanes), np.int64)
             offset[list(template.placed.type_ids)] = first_lane
-            self.lane.array[begin + template.nodes] = layout.lane + offset[layout.graph.node_type]
+            self.lane.array[nodes] = layout.lane + offset[layout.graph.node_type]
+        for nodes, lanes in self._ran_ahead:
+            self.lane.array[nodes] = lanes
         self._ran.clear()
+        self._ran_ahead.clear()
 
     def needed(self, values: np.ndarray) -> np.ndarray:
         """The nodes that values depend on and that have not run, instance after instance."""

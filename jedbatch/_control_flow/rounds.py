@@ -34,7 +34,9 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
 from jax.tree_util import PyTreeDef
 
+from jedbatch._control_flow.ahead import FIRST_STEPS, Ahead, RanAhead, Script, next_most
 from jedbatch._control_flow.fibers import Fibers
+from jedbatch._control_flow.steps import COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
 from jedbatch._jaxpr.configuration import EAGER, configuration
@@ -53,6 +55,7 @@ from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import begin_recording, cut_inputs, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
+from jedbatch._session.indices import fewest_rows
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.round import Round
@@ -301,6 +304,13 @@ class Attempt:
         self._rounds_like: dict[Layout, Round] = {}
         self._waited: dict[int, tuple[int, int]] = {}  # how often, and the last round, by instance
         self._results: list[Any] = [None] * len(call.instances)
+        self._steps = Steps(self.recorder, len(call.instances))
+        self._is_same: dict[int, bool] = {}  # whether a fibre's step is like the one before
+        self._may_run_ahead = not saving and self.workspace.trial is None
+        self._most_ahead = FIRST_STEPS
+        self._ran: RanAhead | None = None  # in the latest round
+        self._scripts: dict[int, Script] = {}  # of fibres, by what ran ahead
+        self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
         self._fibers = Fibers(self._record, len(call.instances))
 
     def turns(self) -> float:
@@ -311,10 +321,12 @@ class Attempt:
         try:
             while True:
                 begun = time.perf_counter()
-                fibers.turns(self.workspace.graph.note_turn)
+                fibers.turns(self._note_turn if self._ran else self.workspace.graph.note_turn)
                 if len(recorder.tracers) > self._num_tracers:
                     self._call.tracers = recorder.tracers
                     raise GuardFailed
+                if self._ran is not None:
+                    self._note_ahead(self._ran)
                 if not fibers.waiting:
                     return begun
                 self._round(begun)
@@ -330,6 +342,7 @@ class Attempt:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
+        self._steps.begin(self._fibers.fiber)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
             mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
@@ -345,6 +358,10 @@ class Attempt:
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
         recorder = self.recorder
+        if self._scripts and type(symbol) is Value and recording.recorder is recorder:
+            value = self._foreseen_value(symbol.index)
+            if value is not None:
+                return value
         if recording.recorder is not recorder:
             raise SymbolicValueError(
                 "a cell decides on the value of an array that it closes over; inside of cells "
@@ -374,20 +391,52 @@ class Attempt:
             if key < 0:
                 known[key] = self._input_value(-1 - key)
             else:
-                instance = recorder._instance
+                instance, fiber = recorder._instance, self._fibers.fiber
                 self._count_wait()
+                if fiber not in self._is_same:
+                    self._is_same[fiber] = self._steps.follow(fiber, key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
+                self._go_on(fiber)
         return known[key]
 
-    def _count_wait(self) -> None:
-        """Raises `UnfinishedLoopError` if the instance that asks has waited too often."""
+    def _go_on(self, fiber: int) -> None:
+        """Notes that a fibre goes on, after others have recorded."""
+        self._steps.begin(fiber)
+        script = self._scripts.get(fiber)
+        if script is not None:
+            script.first_input = len(self.recorder.input_group)
+
+    def _foreseen_value(self, key: int) -> np.ndarray | None:
+        """The value of a result if it has been computed; None if the instance has to wait."""
+        value = self._known.get(key)
+        fiber = self._fibers.fiber
+        script = self._scripts.get(fiber)
+        if value is not None or script is None or key < 0:
+            return value
+        same = self._steps.follow(fiber, key)
+        value = script.next(self.recorder.input_value) if same else None
+        if value is None:
+            script.close()
+            self._is_same[fiber] = same
+            return None
+        self._count_wait(foreseen=True)
+        self._known[key] = value
+        return value
+
+    def _count_wait(self, foreseen: bool = False) -> None:
+        """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
+
+        It counts, too, if it need not wait for what was `foreseen`.
+        """
         bound, current = self._session.programs.max_steps, self._fibers.current
         if bound is None:
             return
         now = len(self._call.rounds)
         waited, latest = self._waited.get(current, (0, -1))
-        if latest != now:  # its parts may wait in the same round
+        if foreseen:
+            waited += 1
+        elif latest != now:  # its parts may wait in the same round
             waited, latest = waited + 1, now
         self._waited[current] = waited, latest
         if waited > bound:
@@ -407,12 +456,17 @@ class Attempt:
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder
+            self._steps.begin(self._fibers.fiber)
             with set_current_trace(trace):
                 recorder.turn_to(instance)
                 return part()
 
+        fiber = self._fibers.fiber
+        if fiber in self._scripts:
+            self._scripts[fiber].close()
         results = self._fibers.together([functools.partial(run, part) for part in parts])
         recorder.turn_to(instance)
+        self._steps.begin(fiber)
         return results
 
     @unguarded
@@ -439,16 +493,57 @@ class Attempt:
         """Computes what instances wait for."""
         waiting = self._fibers.waiting
         values = list(dict.fromkeys(waiting.values()))
+        ahead = self._ahead() if len(values) == len(waiting) else None
         with pause():
-            layout, computed = self.workspace.compute(int64_of(values), read=True)
+            layout, computed, ran = self.workspace.compute(int64_of(values), True, ahead)
         self._known.update(zip(values, computed, strict=True))
-        self._note_round(layout, len(waiting), start)
+        self._note_round(layout, len(waiting), start, 0 if ran is None else ran.ahead)
+        self._is_same.clear()
+        self._ran = ran
+        if ran is not None:
+            registry, type_ids = self._session.registry, ran.template.placed.type_ids
+            self._scripts = ran.scripts(list(waiting), computed, fewest_rows(registry, type_ids))
 
-    def _note_round(self, layout: Layout, instances: int, start: float) -> None:
+    def _ahead(self) -> Ahead | None:
+        """The wish to run ahead, if every instance that waits has repeated a step."""
+        waiting, owners, is_same = self._fibers.waiting, self._fibers.owners, self._is_same
+        if not self._may_run_ahead or not all(is_same.get(fiber, False) for fiber in waiting):
+            return None
+        if len({owners[fiber] for fiber in waiting}) < len(waiting):
+            return None
+        return Ahead(self._steps.table[list(waiting)], self._known, self._most_ahead)
+
+    def _note_turn(self, instance: int) -> None:
+        """Notes what an instance has recorded that was not foreseen."""
+        self.workspace.graph.note_turn(instance)
+        fiber = self._fibers.fiber
+        begin = LAST if fiber in self._fibers.waiting else NOW
+        tail = [*self._steps.table[fiber, begin].tolist(), *self._steps.sizes()]
+        self._tails.append((fiber, tail))
+
+    def _note_ahead(self, ran: RanAhead) -> None:
+        """Notes how far instances went as foreseen."""
+        done = np.array([script.done for script in self._scripts.values()])
+        first_tail = dict(reversed(self._tails))
+        ends = np.array([first_tail[fiber][:4] for fiber in self._scripts])
+        begins = ends - done[:, None] * ran.foreseen.steps[:, COUNTS]
+        tails = np.array([tail for _, tail in self._tails])
+        self.workspace.note_ahead(ran, begins, done, tails)
+        used, foreseen = int(done.sum()), ran.ahead * len(done)
+        rounds = self._call.rounds
+        rounds[-1] = replace(rounds[-1], foreseen=foreseen, used=used)
+        self._most_ahead = next_most(self._most_ahead, used, foreseen)
+        self._ran = None
+        self._scripts = {}
+        self._tails.clear()
+
+    def _note_round(self, layout: Layout, instances: int, start: float, num_ahead: int = 0) -> None:
         """Notes what ran in a round, for those who waited for it."""
         like = self._rounds_like.get(layout)
         if like is None:
             like = self._rounds_like[layout] = Round.of(layout, 0, 0.0)
+        if num_ahead:
+            like = like.and_ahead(num_ahead)
         seconds = time.perf_counter() - start
         self._call.rounds.append(replace(like, instances=instances, seconds=seconds))
 
@@ -457,7 +552,7 @@ class Attempt:
         """Computes what is returned."""
         references = np.array([r for result in self._results for r in result.references], np.int64)
         self.returned, self.form = self._call.results(self._results, references)
-        layout, _ = self.workspace.compute(references, read=False)
+        layout = self.workspace.compute(references, read=False)[0]
         self._note_round(layout, 0, start)
         stacked = self.form.batch is not None
         if self.workspace.trial is not None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jedbatch._control_flow.recorded import Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
-from jedbatch._graph.paths import distinct, ranges
+from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._program.placement import Placement
 from jedbatch._program.round_template import NOT_RUN, RoundTemplate, TemplateInputs, find_sources
 
@@ -27,29 +27,34 @@ def template_of(
       values: what was wanted.
     """
     first, registry, layout = new.first, graph.recorder.registry, placed.layout
-    operand = graph.operands_of(nodes)
+    place, operand = new.node_places(nodes), new.counted(graph.operands_of(nodes))
     inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
     groups = distinct(new.groups[inputs]).tolist()
-    if (nodes < first.nodes).any() or not all(graph.is_brought(groups)):
+    if (place < 0).any() or not all(graph.is_brought(groups)):
         return None
-    value_node = graph.value_node.array[first.values :]
-    num_values = len(value_node)
+    num_nodes, num_values = len(new.calls), new.num_values
+    own_nodes, own_values = (
+        new.nodes_at(np.arange(num_nodes)),
+        new.values_at(np.arange(num_values)),
+    )
+    value_node = graph.value_node.array[own_values]
     source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
     calls = [registry.call_specs[c] for c in new.calls.tolist()]
     widths = np.array([w for call in calls for w in call.widths], np.int64)
     part_of, part = np.repeat(np.arange(len(widths)), widths), ranges(np.zeros_like(widths), widths)
-    places = graph.operand_places(nodes)[old] - graph.operand_ptr.array[first.nodes]
+    arity = np.diff(graph.operand_ptr.array)[own_nodes]
+    places = ranges(pointers(arity)[place], arity[place])[old]
     node_type = graph.node_type.array
     kernel = np.zeros(len(registry.types), np.int64)
     kernel[list(placed.type_ids)] = np.arange(len(placed.type_ids))
-    position = np.full(len(node_type) - first.nodes, -1)
-    position[nodes - first.nodes] = np.arange(len(nodes))
-    runs = position[value_node - first.nodes]
-    slot = first.values + np.arange(num_values) - graph.value_ptr.array[value_node]
-    pending = node_type[first.nodes + np.flatnonzero(position < 0)]
+    position = np.full(num_nodes, -1)
+    position[place] = np.arange(len(nodes))
+    runs = position[new.node_places(value_node)]
+    slot = own_values - graph.value_ptr.array[value_node]
+    pending = node_type[own_nodes[position < 0]]
     return RoundTemplate(
         placed,
-        nodes - first.nodes,
+        place,
         np.where(runs < 0, 0, kernel[node_type[value_node]]),
         np.append(layout.lane, NOT_RUN)[runs],
         np.where(runs < 0, 0, slot),
@@ -59,7 +64,7 @@ def template_of(
         inputs,
         len(new.groups),
         tuple([_inputs_of(graph, new, inputs, g) for g in groups]),
-        {kind: own - first.values for kind, own in graph.by_kind(values).items()},
+        {kind: new.value_places(own) for kind, own in graph.by_kind(values).items()},
         collections.Counter(pending.tolist()),
     )
 

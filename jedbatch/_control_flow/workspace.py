@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jedbatch._control_flow.ahead import Ahead, Foreseen, RanAhead, room_ahead, steps_that_fit
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
@@ -90,6 +91,7 @@ class Workspace:
             self.signature = None
         self.graph = RecordedGraph(recorder)
         self._latest: tuple[tuple[Signature, bool], Fused | Dispatch] | None = None
+        self._tails: np.ndarray | None = None  # of what was recorded last, if some is computed
         self._first = Beginning(0, 0, 0, 0, 0)
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
         self._waiting: collections.Counter[int] = collections.Counter()  # nodes, by type
@@ -104,21 +106,54 @@ class Workspace:
 
     # --- computing ---
 
-    def compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
-        """Computes what values depend on: (what ran, the values if they are to be `read`)."""
+    def compute(
+        self, values: np.ndarray, read: bool, ahead: Ahead | None = None
+    ) -> tuple[Layout, list[np.ndarray], RanAhead | None]:
+        """Computes what values depend on: (what ran, the values if they are to be `read`, more).
+
+        More is what ran `ahead`, if that is given and can be foreseen.
+        """
         templates = self.programs.templates
-        new = Recorded(self._first, self.recorder, self.graph.turns)
+        new = Recorded(self._first, self.recorder, self.graph.turns, self._tails)
         recorded = new.key(values) if read else None
         key = None if recorded is None else (*self._policy_key, recorded)
         template = None if key is None else templates.get(key)
-        computed = None if template is None else self._repeat(template, new, values)
+        if template is None and key is not None and ahead is not None:
+            template = templates[key] = self._template(new, values)
+        computed = None if template is None else self._repeat(template, new, values, ahead)
         if computed is None:
-            computed = self._compute(values, read)
+            computed = *self._compute(values, read), None
             if key is not None and key not in templates:
                 nodes, placed = self._rounds[-1]
                 templates[key] = template_of(self.graph, new, nodes, placed, values)
         self._first = Beginning.of(self.recorder, len(self.graph.turns))
+        self._tails = None
         return computed
+
+    def _template(self, new: Recorded, values: np.ndarray) -> RoundTemplate | None:
+        """Returns the template of a round that is the first of its kind; None if it has none."""
+        graph = self.graph
+        graph.take_up()
+        nodes = graph.needed(values)
+        return template_of(graph, new, nodes, self._plan(graph.part(nodes)), values)
+
+    def note_ahead(
+        self, ran: RanAhead, begins: np.ndarray, done: np.ndarray, tails: np.ndarray
+    ) -> None:
+        """Notes how far instances went as foreseen.
+
+        Args:
+          ran: what ran ahead.
+          begins: int64[F, 4], of each fibre the sizes of the recording when it went on.
+          done: int64[F], how many steps it took as foreseen.
+          tails: of the turns since the last round (see `Recorded`).
+        """
+        ran.note(self.graph, begins, done)
+        self._tails = tails
+        unused = ran.ahead - int(done.max(initial=0))
+        template = ran.template
+        for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
+            self._lanes[t] -= unused * used  # nobody reads their rows
 
     def _compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Does the same for what may be unlike anything before."""
@@ -154,13 +189,13 @@ class Workspace:
         return layout, self._read(values, wanted, outputs) if read else []
 
     def _repeat(
-        self, template: RoundTemplate, new: Recorded, values: np.ndarray
-    ) -> tuple[Layout, list[np.ndarray]] | None:
+        self, template: RoundTemplate, new: Recorded, values: np.ndarray, ahead: Ahead | None
+    ) -> tuple[Layout, list[np.ndarray], RanAhead | None] | None:
         """Computes a round like one before; None if the program has no room for it.
 
         None, too, if values of earlier rounds have to be computed first.
         """
-        signature, first, placed, graph = self.signature, new.first, template.placed, self.graph
+        signature, placed, graph = self.signature, template.placed, self.graph
         bound = None if signature is None else template.bound_to(signature)
         if bound is None:
             return None
@@ -179,34 +214,55 @@ class Workspace:
             input_row[group.places] = np.arange(begin, end)
             if end > bound.signature.input_rooms[group.kind]:
                 return None
+        given = self.recorder.input_value
         for group in template.groups:
-            given = self.recorder.input_value
-            rows = host_rows([given[first.inputs + i] for i in group.numbers], group.type)
-            numbers = first.inputs + template.inputs[group.places]
+            numbers = new.inputs_at(template.inputs[group.places])
+            rows = host_rows([given[i] for i in numbers.tolist()], group.type)
             self._enter(group.kind, InputRows(group.type, rows), 0, numbers)
-        lanes = np.array(first_lane, np.int64)
-        value_row = bound.value_rows(lanes)
-        table = bound.table(lanes, np.concatenate([value_row, input_row, old_row]))
-        row_of_each = input_row
-        if len(input_row) < template.num_inputs:
-            row_of_each = np.full(template.num_inputs, -1)
-            row_of_each[template.inputs] = input_row
-        graph.note_run(first.nodes, template, lanes, (value_row, row_of_each))
+        foreseen = None
+        if ahead is not None and not has_bounds(bound.signature):
+            foreseen = Foreseen.of(template, new, ahead, given, graph)
+        count = 0
+        if ahead is not None and foreseen is not None:
+            count = steps_that_fit(bound, first_lane, len(values), ahead.most)
+            free = {kind: n - ends.get(kind, 0) for kind, n in bound.signature.input_rooms.items()}
+            count = foreseen.steps_with_room(template, free, count)
+        lanes = np.array(first_lane) + np.arange(1 + count)[:, None] * np.array(template.lanes)
+        value_rows = bound.value_rows(lanes)
+        input_rows, old_rows = input_row[None], old_row[None]
+        if foreseen is not None and count:
+            input_rows, old_rows = foreseen.rows(value_rows, input_row, old_row)
+            for group, places, rows in foreseen.counted(template, count):
+                first = self._num_inputs[group.kind]
+                input_rows[1:, places] = first + np.arange(len(rows)).reshape(count, -1)
+                self._inputs[group.kind].append(rows)
+                self._num_inputs[group.kind] += len(rows)
+        table = bound.table(lanes, np.concatenate([value_rows, input_rows, old_rows], axis=1))
+        if input_rows.shape[1] < template.num_inputs:
+            of_each = np.full((1 + count, template.num_inputs), -1)
+            of_each[:, template.inputs] = input_rows
+            input_rows = of_each
+        nodes = graph.note_run(new, template, lanes[0], (value_rows[0], input_rows[0]))
         for t, used in zip(placed.type_ids, template.lanes, strict=True):
-            self._lanes[t] += used
-        for t, count in template.pending.items():
+            self._lanes[t] += used * (1 + count)
+        for t, pending in template.pending.items():
             self._lanes.setdefault(t, 0)
-            self._waiting[t] += count
-        nodes = first.nodes + template.nodes
+            self._waiting[t] += pending * (1 + count)
         self._rounds.append((nodes, placed))
         self._check_rows(nodes, placed.type_ids)
         outputs = self._run(table, {group.kind for group in template.groups})
         self._check_loops()
-        if len(template.wanted) == 1:
-            (kind,) = template.wanted
-            return placed.layout, self._rows_read(outputs, kind, len(values))
-        wanted = {kind: own + first.values for kind, own in template.wanted.items()}
-        return placed.layout, self._read(values, wanted, outputs)
+        if len(template.wanted) > 1:
+            by_kind = {kind: new.values_at(own) for kind, own in template.wanted.items()}
+            return placed.layout, self._read(values, by_kind, outputs), None
+        ((kind, own),) = template.wanted.items()
+        found = self._rows_read(outputs, kind, len(own) * (1 + count))
+        computed = found[: len(own)]
+        if foreseen is None or not count:
+            return placed.layout, computed, None
+        further = [found[i : i + len(own)] for i in range(len(own), len(found), len(own))]
+        ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, further)
+        return placed.layout, computed, ran
 
     def _check_loops(self) -> None:
         """Raises `UnfinishedLoopError` if a loop was stopped."""
@@ -336,13 +392,15 @@ class Workspace:
             lanes[kernel] = in_blocks(max(1, used), kernel.blocks)
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
+        outputs = {kind: len(values) for kind, values in wanted.items()}
+        outputs, num_instructions = room_ahead(outputs, int(chunks.sum()) + 1)
         need = Capacity(
             {
                 "lanes": lanes,
                 "widest": widest,
                 "inputs": dict(self._num_inputs),
-                "outputs": {kind: len(values) for kind, values in wanted.items()},
-                "num_instructions": {None: int(chunks.sum()) + 1},
+                "outputs": outputs,
+                "num_instructions": {None: num_instructions},
             }
         )
         capacity = NO_CAPACITY if self.signature is None else self.signature.capacity

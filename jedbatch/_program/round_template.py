@@ -135,7 +135,7 @@ class RoundTemplate:
         outputs = []
         for kind, values in self.wanted.items():
             first = form.offset(("outputs", signature.arena_ids[kind]))
-            outputs.append((kind, slice(first, first + len(values)), values))
+            outputs.append((kind, first, values))
         return BoundTemplate(
             self,
             signature,
@@ -176,7 +176,7 @@ class BoundTemplate:
       value_row: the row of each value, if lanes begin at 0; far below 0 if it does not run.
       at, at_kernel, read: for each operand of each lane the place in a table if lanes begin at 0,
         the kernel, and the place in `RoundTemplate.source`'s rows.
-      outputs: for each arena that returns rows, its kind, place in the table and values.
+      outputs: for each arena that returns rows, its kind, where in the table, and values.
     """
 
     template: RoundTemplate
@@ -188,7 +188,7 @@ class BoundTemplate:
     at: Int64[np.ndarray, " _"]
     at_kernel: Int64[np.ndarray, " _"]
     read: Int64[np.ndarray, " _"]
-    outputs: tuple[tuple[Kind, slice, np.ndarray], ...]
+    outputs: tuple[tuple[Kind, int, np.ndarray], ...]
 
     def has_lanes(self, first_lane: Sequence[int]) -> bool:
         """Returns whether there are as many lanes of each kernel behind some."""
@@ -199,34 +199,36 @@ class BoundTemplate:
             for end, kernel, lanes in zip(ends, kernels, self.lanes, strict=True)
         )
 
-    def value_rows(self, first_lane: Int64[np.ndarray, " K"]) -> np.ndarray:
-        """Returns int64[V], the row of each value; below 0 of those that do not run."""
-        if len(first_lane) == 1:
-            return self.value_row + first_lane[0]
-        return self.value_row + first_lane[self.template.value_kernel]
+    def value_rows(self, first_lane: Int64[np.ndarray, "S K"]) -> Int64[np.ndarray, "S V"]:
+        """Returns the row of each value, for each of `S` rounds; below 0 if it does not run."""
+        return self.value_row + first_lane[:, self.template.value_kernel]
 
     def table(
-        self, first_lane: Int64[np.ndarray, " K"], rows: Int64[np.ndarray, " _"]
+        self, first_lane: Int64[np.ndarray, "S K"], rows: Int64[np.ndarray, "S _"]
     ) -> Int32[np.ndarray, " Z"]:
-        """Returns the table of a round.
+        """Returns the table of a round, or of several like it, one after the other.
 
         Args:
-          first_lane: of each kernel.
+          first_lane: of each kernel, for each of `S` rounds.
           rows: of its values, of the inputs it reads, and of the older operands.
         """
-        signature = self.signature
-        runs = self.runs.copy()
-        runs[:, 1] += first_lane[self.run_kernel]
-        instructions = signature.instructions.encode(runs)
+        signature, num_rounds = self.signature, len(first_lane)
+        runs = np.repeat(self.runs[None], num_rounds, axis=0)
+        runs[:, :, 1] += first_lane[:, self.run_kernel]
+        instructions = signature.instructions.encode(runs.reshape(-1, 3))
         table = np.zeros(signature.form.size, np.int32)
         count, first = self.instructions_at
         table[count] = len(instructions)
         table[first : first + instructions.size] = instructions.ravel()
-        shift = first_lane[self.at_kernel] if len(first_lane) > 1 else first_lane[0]
-        table[self.at + shift] = rows[self.read]
-        for _, place, values in self.outputs:
-            table[place] = rows[values]
+        table[self.at + first_lane[:, self.at_kernel]] = rows[:, self.read]
+        for _, first, values in self.outputs:
+            table[first : first + num_rounds * len(values)] = rows[:, values].ravel()
         return table
+
+    @functools.cached_property
+    def num_instructions(self) -> int:
+        """How many instructions the round has."""
+        return len(self.signature.instructions.encode(self.runs))
 
     @functools.cached_property
     def instructions_at(self) -> tuple[int, int]:

@@ -161,6 +161,8 @@ def check_look_ups(
             nodes = nodes_of(t)
             read = operands(nodes, k)
             from_inputs = np.flatnonzero(read < 0)
+            its_row = input_row[-1 - read[from_inputs]]  # of a number that a node computed, behind
+            from_inputs = from_inputs[its_row < len(rows)]
             indices = rows[input_row[-1 - read[from_inputs]]].reshape(len(from_inputs), -1)
             bad = np.flatnonzero(((indices < -n) | (indices >= n)).any(1))
             if len(bad):
@@ -177,6 +179,11 @@ def may_be_absent(registry: Registry, type_ids: Iterable[int], inputs: Mapping[s
             if type(rows) is np.ndarray and rows.size and not _all_below(rows, n):
                 return True
     return False
+
+
+def fewest_rows(registry: Registry, type_ids: Iterable[int]) -> int | None:
+    """Returns the rows of the smallest table that nodes of these types look up; None without."""
+    return min((n for t in type_ids for _, n, _ in _known_rows(registry, t)), default=None)
 
 
 def _known_rows(registry: Registry, t: int) -> tuple[tuple[int, int, Kind], ...]:

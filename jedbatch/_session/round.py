@@ -1,6 +1,6 @@
 """Rounds: the nodes that are computed together while a function or a lazy scope goes on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,10 @@ class Round:
         the work handed to the device. In lazy scopes, from the first thing that is done about a
         round to the work handed to the device.
       futures: how many futures of a lazy scope became values.
+      ahead: how many further steps of a loop ran, before anyone asked for them (see
+        `_control_flow.ahead`); nodes, batches and lanes are those of all.
+      foreseen: how many steps of single instances these are.
+      used: how many of those were asked for in the end.
     """
 
     instances: int
@@ -36,6 +40,15 @@ class Round:
     ran: tuple[tuple[NodeType, int, int], ...]
     seconds: float
     futures: int = 0
+    ahead: int = 0
+    foreseen: int = 0
+    used: int = 0
+
+    def and_ahead(self, ahead: int) -> "Round":
+        """The same round with as many further steps like it."""
+        ran = tuple((t, (1 + ahead) * b, (1 + ahead) * n) for t, b, n in self.ran)
+        nodes, batches, lanes = ((1 + ahead) * x for x in (self.nodes, self.batches, self.lanes))
+        return replace(self, nodes=nodes, batches=batches, lanes=lanes, ran=ran, ahead=ahead)
 
     @staticmethod
     def of(layout: Layout, instances: int, seconds: float, futures: int = 0) -> "Round":
@@ -54,6 +67,10 @@ class Round:
         who = f"{self.instances} waited" if self.instances else "the rest"
         who = f"{self.futures} futures" if self.futures else who
         what = f"{self.nodes} nodes in {self.batches} batches"
+        if self.ahead:
+            plural = "" if self.ahead == 1 else "s"
+            used = f"{self.used} of {self.foreseen} used"
+            what = f"{what}, {self.ahead} step{plural} ahead ({used})"
         lines = [f"{who}: {what}, {1e3 * self.seconds:.1f} ms"]
         lines += [f"  {batches:4} × {t}: {nodes} nodes" for t, batches, nodes in self.ran]
         return "\n".join(lines)
@@ -67,7 +84,7 @@ class Rounds(tuple[Round, ...]):
         plural = "" if len(self) == 1 else "s"
         head = f"{len(self)} round{plural}: {nodes} nodes in {batches} batches"
         lines = [head, *(f"{i}. {r}" for i, r in enumerate(self, 1))]
-        if sum(r.instances > 0 for r in self) >= MANY_DECISIONS:
+        if sum(1 + r.ahead for r in self if r.instances) >= MANY_DECISIONS:
             lines.append(ADVICE)
         return "\n".join(lines)
 

@@ -119,6 +119,8 @@ static PyMethodDef functions[] = {
     {"rank_batches", rank_batches, METH_VARARGS, NULL},
     {"relate_types", relate_types, METH_O, NULL},
     {"renumber_inputs", renumber_inputs, METH_O, NULL},
+    {"begin_step", begin_step, METH_VARARGS, NULL},
+    {"follow_step", follow_step, METH_VARARGS, NULL},
     {"round_key", round_key, METH_VARARGS, NULL},
     {"sort_batches", sort_batches, METH_O, NULL},
     {"sort_by", sort_by, METH_O, NULL},

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 9 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 10 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -60,6 +60,8 @@ PyObject *rank_batches(PyObject *module, PyObject *args);
 PyObject *cut_lanes(PyObject *module, PyObject *given);
 PyObject *find_runs(PyObject *module, PyObject *args);
 PyObject *round_key(PyObject *module, PyObject *args);
+PyObject *begin_step(PyObject *module, PyObject *args);
+PyObject *follow_step(PyObject *module, PyObject *args);
 PyObject *write_table(PyObject *module, PyObject *args);
 PyObject *write_graph(PyObject *module, PyObject *args);
 PyObject *digest_instances(PyObject *module, PyObject *given);

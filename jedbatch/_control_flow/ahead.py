@@ -1,0 +1,414 @@
+"""Running ahead: steps of a loop that are computed before Python asks for them.
+
+Where Python decides on values, a round is a call of a program, after which every instance records
+one more step. In a loop each step is the same as the one before (see `_control_flow.steps`), so
+what comes next can be foreseen: which values it reads is known, and where they will be. A round
+that has repeated itself runs a number of further steps in the same call:
+
+    round 3     step 3 of instances 0 to 3, which wait for its values
+                steps 4, 5 of all of them, foreseen
+    instances   0, 1, 3 record step 4, as foreseen: its values are there; then step 5, and step 6
+                2 stops after step 3: its steps 4 and 5 were for nothing
+    round 4     step 6 of instances 0, 1, 3, and more steps ahead
+
+An instance still runs its own Python for every step, since it decides. What it records is compared
+with what was foreseen, numbers that it brings included, and as soon as it does anything else, it
+waits for a round as ever. So values are those of the plain loop: all that may be wrong with what
+is foreseen is that it was computed for nothing.
+
+Numbers that a step brings are foreseen in one of three ways: they stay, they are what Python read
+at the end of the step before (the word that a decoder wrote), or they go up or down by the same.
+
+How many steps are run ahead doubles while more than half of them are of use, and halves otherwise;
+so about as many are for nothing as are of use, at most.
+
+Source: speculation with a check before anything depends on it, as processors do with branches; the
+doubling is that of searches in lists without an end (Bentley & Yao, 1976).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jedbatch._control_flow.recorded import Recorded
+from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._control_flow.steps import (
+    BEFORE,
+    COUNTS,
+    INPUTS,
+    LAST,
+    NODES,
+    READ,
+    REFERENCES,
+    VALUES,
+)
+from jedbatch._graph.paths import ranges
+from jedbatch._jaxpr.storage import Kind, row_bytes
+from jedbatch._program.round_template import (
+    NOT_RUN,
+    BoundTemplate,
+    RoundTemplate,
+    TemplateInputs,
+)
+from jedbatch._record.trace import host_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64
+
+FIRST_STEPS = 2  # that are run ahead at first
+MAX_STEPS = 16  # that are run ahead at most
+MAX_INSTRUCTIONS = 64  # of a round that is worth running ahead: others take long themselves
+MAX_RETURNED_BYTES = 1 << 16  # of values that are read, for all steps in one call
+
+NUMBERS = (bool, int, float)
+STAYS, WAS_READ, COUNTS_ON = range(3)  # how a number is foreseen
+
+
+class Number(NamedTuple):
+    """A number that an instance brings in every step.
+
+    Attributes:
+      place: among the inputs that a step records.
+      how: it is foreseen.
+      latest: the number in the step before the first one that is foreseen.
+      by: how much it goes up in a step, if it counts on.
+    """
+
+    place: int
+    how: int
+    latest: Any
+    by: int = 0
+
+
+def same_number(a: Any, b: Any) -> bool:
+    """Returns whether two things are one, or equal numbers of one type that differ in nothing."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or type(a) not in NUMBERS or a != b:
+        return False
+    return type(a) is not float or a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b)
+
+
+class Script:
+    """The values that an instance will ask for, as far as they are there already.
+
+    Attributes:
+      done: how many steps it took as foreseen.
+      first_input: the first of the inputs of the next step.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[np.ndarray],
+        latest: np.ndarray,
+        numbers: Sequence[Number],
+        width: int,
+        bound: int | None,
+    ):
+        """Makes a script.
+
+        Args:
+          values: at the end of each step that is foreseen.
+          latest: the value at the end of the step before these.
+          numbers: that the instance brings.
+          width: how many inputs a step has.
+          bound: below which numbers have to be, and not negative, to be foreseen; or None.
+        """
+        self.done = 0
+        self.first_input = 0
+        self._width = width
+        self._values = values
+        self._latest = latest
+        self._numbers = numbers
+        self._bound = bound
+
+    def next(self, brought: Sequence[Any]) -> np.ndarray | None:
+        """Returns the value at the end of a step like the one before; None if it is not there.
+
+        `brought` are the inputs of all instances.
+        """
+        done = self.done
+        if done == len(self._values):
+            return None
+        first = self.first_input
+        for place, how, latest, by in self._numbers:
+            x = brought[first + place]
+            if how == STAYS:
+                if not same_number(x, latest):
+                    return None
+                continue
+            if how == COUNTS_ON:
+                latest += (done + 1) * by
+            elif type(x) in NUMBERS:
+                latest = type(x)(self._latest)
+            if not same_number(x, latest) or not self._is_there(x):
+                return None
+        self.first_input = first + self._width
+        self.done = done + 1
+        self._latest = value = self._values[done]
+        return value
+
+    def _is_there(self, x: Any) -> bool:
+        """Returns whether a number may be a row of a table, if it has to."""
+        return self._bound is None or type(x) is not int or 0 <= x < self._bound
+
+    def close(self) -> None:
+        """Ends the script: the instance did something else."""
+        self._values = ()
+
+
+class Ahead(NamedTuple):
+    """The wish to run ahead.
+
+    Attributes:
+      steps: int64[F, 17], the steps of the fibres that wait, in order, each of which is like the
+        one before (see `_control_flow.steps`).
+      known: values by number.
+      most: how many steps ahead.
+    """
+
+    steps: np.ndarray
+    known: Mapping[int, np.ndarray]
+    most: int
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """The steps after a round, if all instances go on as they did.
+
+    Letters: `F` fibres, `Q` older operands and `J` inputs read, as in `RoundTemplate`.
+
+    Attributes:
+      steps: int64[F, 17], the steps of the fibres that wait (see `_control_flow.steps`).
+      places: int64[F, 4], where their nodes, references, inputs and values are in the round.
+      chained: int64[Q], the value of the step before that becomes the operand; -1 if it stays.
+      read: int64[J], the value of the step before that becomes the input; -1 if it stays.
+      counting: of the inputs that count on the number of this round, and by how much.
+      numbers: of each fibre.
+    """
+
+    steps: np.ndarray
+    places: np.ndarray
+    chained: np.ndarray
+    read: np.ndarray
+    counting: Mapping[int, tuple[int, int]]
+    numbers: list[list[Number]]
+
+    @staticmethod
+    def of(
+        template: RoundTemplate,
+        new: Recorded,
+        ahead: Ahead,
+        brought: Sequence[Any],
+        graph: RecordedGraph,
+    ) -> "Foreseen | None":
+        """Returns what comes after a round; None if nothing can be foreseen.
+
+        Args:
+          template: of the round.
+          new: what was recorded.
+          ahead: what is wanted.
+          brought: the inputs of all instances.
+          graph: all that was recorded.
+        """
+        steps, known = ahead.steps, ahead.known
+        counts = steps[:, COUNTS]
+        if len(template.wanted) != 1:
+            return None
+        places = new.places_of_turns(steps[:, LAST])
+        ((kind, wanted),) = template.wanted.items()
+        owner = np.searchsorted(places[:, REFERENCES], template.old_reference, "right") - 1
+        own_reference = new.references[template.old_reference]
+        first = steps[owner, BEFORE.start + VALUES]
+        is_chained = (own_reference >= first) & (own_reference < first + counts[owner, VALUES])
+        place = places[owner, VALUES] + own_reference - first + template.old_offset
+        chained = np.where(is_chained, place, -1)
+
+        owner = np.searchsorted(places[:, INPUTS], template.inputs, "right") - 1
+        place = template.inputs - places[owner, INPUTS]
+        read = np.full(len(place), -1)
+        counting: dict[int, tuple[int, int]] = {}
+        numbers: list[list[Number]] = [[] for _ in steps]
+        was_read = [
+            known.get(x) for x in (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()
+        ]
+        kinds = {g: graph.kind_of_group(g) for g in set(new.groups[template.inputs].tolist())}
+        now = (steps[owner, LAST.start + INPUTS] + place).tolist()
+        before = (steps[owner, BEFORE.start + INPUTS] + place).tolist()
+        groups = new.groups[template.inputs].tolist()
+        parts = enumerate(zip(owner.tolist(), place.tolist(), now, before, groups, strict=True))
+        for j, (f, k, number_now, number_before, group) in parts:
+            x, y, value = brought[number_now], brought[number_before], was_read[f]
+            is_kind = value is not None and kinds[group] == kind and type(x) in NUMBERS
+            if is_kind and not value.shape and same_number(x, type(x)(value)):
+                read[j] = wanted[f]
+                numbers[f].append(Number(k, WAS_READ, x))
+            elif same_number(x, y):
+                numbers[f].append(Number(k, STAYS, x))
+            elif type(x) is int and type(y) is int and abs(x) + MAX_STEPS * abs(x - y) < 1 << 31:
+                counting[j] = x, x - y
+                numbers[f].append(Number(k, COUNTS_ON, x, x - y))
+            else:
+                return None
+        return Foreseen(steps, places, chained, read, counting, numbers)
+
+    def steps_with_room(self, template: RoundTemplate, free: Mapping[Kind, int], most: int) -> int:
+        """Returns how many steps there is room for the numbers of, given free rows by arena."""
+        for kind in {group.kind for group in template.groups}:
+            groups = [group for group in template.groups if group.kind == kind]
+            per_step = sum(j in self.counting for group in groups for j in group.places.tolist())
+            most = min(most, free[kind] // per_step if per_step else most)
+        return most
+
+    def rows(
+        self, value_rows: np.ndarray, input_row: np.ndarray, old_row: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows of inputs, [S, J], and of older operands, [S, Q], of all steps.
+
+        Args:
+          value_rows: int64[S, V].
+          input_row: int64[J], of the first step.
+          old_row: int64[Q], of the first step.
+        """
+        found = []
+        for row, source in ((input_row, self.read), (old_row, self.chained)):
+            rows = np.repeat(row[None], len(value_rows), axis=0)
+            rows[1:, source >= 0] = value_rows[:-1, source[source >= 0]]
+            found.append(rows)
+        return found[0], found[1]
+
+    def counted(
+        self, template: RoundTemplate, count: int
+    ) -> Iterator[tuple[TemplateInputs, list[int], np.ndarray]]:
+        """Yields groups of inputs, which of them count on, and the numbers of so many steps."""
+        for group in template.groups if self.counting else ():
+            places = [j for j in group.places.tolist() if j in self.counting]
+            pairs = [self.counting[j] for j in places]
+            numbers = [x + s * by for s in range(1, 1 + count) for x, by in pairs]
+            if numbers:
+                yield group, places, host_rows(numbers, group.type)
+
+
+@dataclass(frozen=True, eq=False)
+class RanAhead:
+    """Steps that ran ahead, as far as they have rows.
+
+    Letters: `S` steps with that of the round itself, `V` values and `I` inputs of a step.
+
+    Attributes:
+      foreseen: what they are.
+      template: of a step.
+      first_lane: int64[S, K], of each kernel.
+      value_rows: int64[S, V].
+      input_rows: int64[S, I], -1 of what is not read.
+      values: of each step but the first one those that are read, by fibre.
+    """
+
+    foreseen: Foreseen
+    template: RoundTemplate
+    first_lane: np.ndarray
+    value_rows: np.ndarray
+    input_rows: np.ndarray
+    values: list[list[np.ndarray]]
+
+    @property
+    def ahead(self) -> int:
+        """How many steps."""
+        return len(self.first_lane) - 1
+
+    def scripts(
+        self, fibers: Sequence[int], latest: Sequence[np.ndarray], bound: int | None
+    ) -> dict[int, Script]:
+        """Returns the script of every fibre.
+
+        Args:
+          fibers: their numbers.
+          latest: the value that each waited for.
+          bound: of numbers (see `Script`).
+        """
+        values = list(zip(*self.values, strict=True))
+        widths = self.foreseen.steps[:, COUNTS.start + INPUTS].tolist()
+        parts = zip(values, latest, self.foreseen.numbers, widths, strict=True)
+        return {fiber: Script(*part, bound) for fiber, part in zip(fibers, parts, strict=True)}
+
+    def note(
+        self, graph: RecordedGraph, begins: "Int64[np.ndarray, 'F 4']", done: np.ndarray
+    ) -> None:
+        """Notes in a graph which steps were recorded, and where.
+
+        Args:
+          graph: all that was recorded.
+          begins: of each fibre the sizes of the recording when it went on.
+          done: int64[F], how many steps it took as foreseen.
+        """
+        counts, template = self.foreseen.steps[:, COUNTS], self.template
+        fiber = np.arange(len(done)).repeat(done)
+        step = ranges(np.zeros_like(done), done)
+        layout, type_ids = template.placed.layout, template.placed.type_ids
+        kernel = np.zeros(len(layout.lanes), np.int64)
+        kernel[list(type_ids)] = np.arange(len(type_ids))
+        own_places = self.foreseen.places
+        lane = np.full(int((own_places[-1] + counts[-1])[NODES]), NOT_RUN)
+        kernel_of = np.zeros(len(lane), np.int64)
+        lane[template.nodes] = layout.lane
+        kernel_of[template.nodes] = kernel[layout.graph.node_type]
+        lanes = np.maximum(lane + self.first_lane[:, kernel_of], -1)
+
+        def recorded(size: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            count = counts[fiber, size]
+            numbers = ranges(begins[fiber, size] + step * count, count)
+            places = ranges(own_places[fiber, size], count)
+            return numbers, rows[1 + step.repeat(count), places]
+
+        graph.note_ahead(
+            recorded(NODES, lanes),
+            recorded(VALUES, self.value_rows),
+            recorded(INPUTS, self.input_rows),
+        )
+
+
+def next_most(most: int, used: int, foreseen: int) -> int:
+    """Returns how many steps to run ahead next, given how many were of use."""
+    return min(MAX_STEPS, 2 * most) if 2 * used >= foreseen else max(1, most // 2)
+
+
+def room_ahead(outputs: Mapping[Kind, int], num_instructions: int) -> tuple[dict[Kind, int], int]:
+    """Returns the rows returned and the instructions of a program that can run a round ahead.
+
+    Args:
+      outputs: rows that the round itself returns.
+      num_instructions: of the round itself.
+    """
+    if num_instructions > MAX_INSTRUCTIONS:
+        return dict(outputs), num_instructions
+    most = {kind: MAX_RETURNED_BYTES // max(1, row_bytes(kind)) for kind in outputs}
+    larger = {
+        kind: max(count, min(count * (1 + MAX_STEPS), most[kind]))
+        for kind, count in outputs.items()
+    }
+    return larger, num_instructions * (1 + MAX_STEPS) if outputs else num_instructions
+
+
+def steps_that_fit(
+    bound: BoundTemplate, first_lane: Sequence[int], num_values: int, most: int
+) -> int:
+    """Returns how many steps a program can run ahead in one call.
+
+    Args:
+      bound: the round, for the program.
+      first_lane: that is free, of each kernel.
+      num_values: how many are read in each step, all of one arena.
+      most: how many are wanted.
+    """
+    signature, lanes = bound.signature, bound.template.lanes
+    (kind,) = bound.template.wanted
+    most = min(most, signature.returned[kind] // num_values - 1)
+    most = min(most, signature.num_instructions // max(1, bound.num_instructions) - 1)
+    while most > 0:
+        if bound.has_lanes([a + most * n for a, n in zip(first_lane, lanes, strict=True)]):
+            break
+        most -= 1
+    return max(0, most)

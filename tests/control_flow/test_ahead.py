@@ -1,0 +1,426 @@
+"""Steps that run before anyone asks for them, against the plain loop.
+
+How many calls of programs there are, and how many steps they run, follows from the rule by which
+steps are run ahead, so it is counted here.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, loop
+
+import jedbatch
+from jedbatch._control_flow.ahead import same_number
+from jedbatch._control_flow.steps import Steps
+from jedbatch._control_flow.workspace import Workspace
+from jedbatch._support import native
+
+cell = jedbatch.cell
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
+TABLE = {"rows": jnp.asarray(np.random.default_rng(1).normal(size=(40, 3)), jnp.float32)}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """An entry for every round that is planned, not repeated."""
+    rounds, compute = [], Workspace._compute
+
+    def counted(workspace, *args):
+        rounds.append(workspace)
+        return compute(workspace, *args)
+
+    monkeypatch.setattr(Workspace, "_compute", counted)
+    return rounds
+
+
+@cell
+def step(w, h, pace):
+    return jnp.tanh(w @ h) + 0.1, pace
+
+
+@cell
+def goes_on(h, taken, depth):
+    return taken + 0 * h.sum() < depth - 0.5
+
+
+@cell
+def advance(w, state, depth):
+    h, taken = state
+    return (jnp.tanh(w @ h) + 0.1, taken + 1), taken + 1 < depth - 0.5
+
+
+@cell
+def write(params, h, word, left):
+    h = jnp.tanh(h + params["rows"][word])
+    return h, (3 * word + left + jnp.where(h.sum() > 0, 1, 2)) % 40
+
+
+def start(n):
+    return jnp.full(3, 0.1) * n
+
+
+def states(w, depth):
+    """A state and a decision in one cell."""
+    state, more = (start(depth), 0.0), True
+    while more:
+        state, more = advance(w, state, depth)
+    return state[0]
+
+
+def operations(w, x):
+    """Without cells: what is done is recorded operation by operation."""
+    h, taken, depth = x / 10, x[0] * 0, x[0]
+    while taken < depth:
+        h, taken = jnp.tanh(w @ h) + 0.1, taken + 1.0
+    return h
+
+
+def words(params, depth):
+    """What was read becomes a number of the next step, and another number counts down."""
+    h, word, written = start(1), 2, []
+    for k in range(depth):
+        h, best = write(params, h, word, depth - k)
+        word = int(best)
+        written.append(word)
+    return h, word, sum(written)
+
+
+def other_numbers(w, depth):
+    """The number that a step brings cannot be foreseen."""
+    h, taken = start(1), 0.0
+    for k in range(depth):
+        h, taken = step(w, h, float(k * k))
+        if not taken >= 0:
+            break
+    return h, taken
+
+
+def changing(w, depth):
+    """Numbers stay for a while."""
+    h, taken = start(1), 0.0
+    for k in range(depth):
+        h, taken = step(w, h, k // 5)
+        if not taken >= 0:
+            break
+    return h, taken
+
+
+def two_back(w, depth):
+    """Each step reads the step before the last one, too."""
+    a, b = start(1), start(2)
+    for k in range(depth):
+        a, b = b, step(w, a, 1.0)[0] + b
+        if not goes_on(b, k, 100.0):
+            break
+    return b
+
+
+def in_turns(w, depth):
+    """Two decisions in each step."""
+    h = start(1)
+    for k in range(depth):
+        h = step(w, h, 1.0)[0]
+        if h.sum() > 0.2:
+            h = h * 0.5
+        if not goes_on(h, k, 100.0):
+            break
+    return h
+
+
+def read_again(w, depth):
+    """Reads values twice, and others later."""
+    state, more, read = (start(depth), 0.0), True, []
+    while more and bool(more):
+        state, more = advance(w, state, depth)
+        read.append(more)
+    return state[0], sum(map(int, map(bool, read)))
+
+
+def two_loops(w, depth):
+    h = states(w, depth)
+    state, more = (h, 0.0), True
+    while more:
+        state, more = advance(w, state, 12 - depth % 5)
+    return state[0]
+
+
+def put_off(w, depth):
+    """Results that no decision needs."""
+    state, more, total = (start(depth), 0.0), True, 0.0
+    while more:
+        state, more = advance(w, state, depth)
+        total = step(w, state[0] + total, 1.0)[0]
+    return total
+
+
+def older_numbers(w, depth):
+    """A number that was brought before is read again, later."""
+    h, taken, all_taken = start(1), 0.0, []
+    for k in range(depth):
+        h, taken = step(w, h, k)
+        all_taken.append(taken)
+        if not taken >= 0:
+            break
+    return h, all_taken[depth // 2] + all_taken[-1]
+
+
+DEPTHS = [3, 17, 9, 1, 30, 17]
+CASES = (
+    states,
+    operations,
+    other_numbers,
+    changing,
+    two_back,
+    in_turns,
+    read_again,
+    two_loops,
+    put_off,
+    older_numbers,
+    words,
+)
+
+
+def arguments(fn):
+    return TABLE if fn is words else W
+
+
+def instances(fn, depths):
+    return [np.full(3, n, np.float32) for n in depths] if fn is operations else depths
+
+
+def num_ahead(batched):
+    return sum(r.ahead for r in batched.last_rounds)
+
+
+def used(batched):
+    return sum(r.used for r in batched.last_rounds)
+
+
+def foreseen(batched):
+    return sum(r.foreseen for r in batched.last_rounds)
+
+
+@pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
+def test_values(fn):
+    """They are those of the plain loop, in whichever order instances come."""
+    batched, params = jedbatch.batch(fn), arguments(fn)
+    for depths in (DEPTHS, DEPTHS, DEPTHS[::-1], [5, 5, 5], [40], DEPTHS[2:]):
+        some = instances(fn, depths)
+        assert_close(batched(params, some), loop(fn, params, some), 1e-5)
+    batched(params, instances(fn, DEPTHS))
+    if fn in (other_numbers, two_back, in_turns):
+        assert num_ahead(batched) == 0
+    else:
+        assert used(batched) > 0
+
+
+@pytest.mark.parametrize("fn", [states, words, put_off, operations], ids=lambda fn: fn.__name__)
+def test_in_python(fn, monkeypatch):
+    """The same runs without the compiled core."""
+    some, params, compiled = instances(fn, DEPTHS), arguments(fn), jedbatch.batch(fn)
+    expected = [compiled(params, some) for _ in range(2)]
+    monkeypatch.setenv(native.SWITCH, "0")
+    batched = jedbatch.batch(fn)
+    assert_close([batched(params, some) for _ in range(2)], expected, 1e-6)
+    counts = lambda b: [(r.instances, r.nodes, r.ahead, r.used) for r in b.last_rounds]  # noqa: E731
+    assert counts(batched) == counts(compiled)
+    assert used(batched) > 0
+
+
+def warmed(fn, params, *minibatches):
+    """The function, once it has programs and templates for some minibatches."""
+    batched = jedbatch.batch(fn)
+    for some in minibatches:
+        for _ in range(3):
+            batched(params, some)
+    return batched
+
+
+def test_calls_of_programs_and_steps(planned):
+    """The number of steps ahead doubles; none but those after the last one are for nothing."""
+    batched = warmed(states, W, [19] * 4)
+    planned.clear()
+    batched(W, [19] * 4)
+    first, *rounds, last = batched.last_rounds
+    assert [r.ahead for r in rounds] == [0, 2, 4, 8]  # steps 2, 3 to 5, 6 to 10, 11 to 19
+    assert [r.used for r in rounds] == [0, 8, 16, 32] == [r.foreseen for r in rounds]
+    assert sum(r.nodes for r in batched.last_rounds) == 4 * 19
+    assert first.nodes == 4 and last.nodes == 0
+    assert len(planned) == 1  # the last one
+
+
+def test_print():
+    batched = warmed(states, W, [19] * 4)
+    text = str(batched.last_rounds)
+    assert "4 waited: 12 nodes in 3 batches, 2 steps ahead (8 of 8 used), " in text
+    assert "`jax.lax.while_loop`" in text  # 19 decisions
+
+
+def test_few_steps_are_for_nothing():
+    """However instances stop, steps for nothing are fewer than those of use and a few more."""
+    rng = np.random.default_rng(0)
+    for k in range(12):
+        depths = (1 + rng.geometric([0.5, 0.2, 0.05][k % 3], 16)).tolist()
+        batched = jedbatch.batch(states)
+        batched(W, depths)
+        needed = sum(depths)
+        nodes = sum(r.nodes for r in batched.last_rounds)
+        assert nodes == needed + foreseen(batched) - used(batched)
+        assert foreseen(batched) - used(batched) <= needed
+
+
+def test_fewer_steps_ahead_after_steps_for_nothing():
+    """All but one instance stop at once; the number of steps ahead is halved, and doubles again."""
+    batched = warmed(states, W, [7] * 15 + [40])
+    assert [r.ahead for r in batched.last_rounds] == [0, 0, 2, 4, 2, 4, 8, 16, 0]
+
+
+def test_rounds_of_as_many_are_alike(planned):
+    """Who is left does not matter, and neither does what was foreseen before."""
+    batched = warmed(states, W, [4, 8, 20, 20, 5])
+    planned.clear()
+    batched(W, [20, 5, 8, 4, 20])
+    assert len(planned) == 2
+
+
+def test_the_first_round_of_its_kind_runs_ahead():
+    """There need not be a template of rounds of as many instances."""
+    batched = warmed(states, W, [30] * 6)
+    batched(W, [3, 30, 30, 8, 14, 30])
+    assert [r.instances for r in batched.last_rounds] == [6, 6, 6, 5, 4, 3, 0]
+    assert [r.ahead for r in batched.last_rounds] == [0, 0, 2, 4, 8, 16, 0]
+
+
+def test_a_number_that_changes_ends_what_is_foreseen():
+    batched = warmed(changing, W, [12] * 3)
+    rounds = batched.last_rounds  # the number is 0 five times, then 1 five times, then 2
+    assert used(batched) < foreseen(batched)
+    nodes = 2 * (3 * 12 + foreseen(batched) - used(batched))  # of a step and a comparison
+    assert sum(r.nodes for r in rounds) == nodes
+
+
+def test_words_that_are_not_there_are_errors():
+    """A number that is no row of a table is an error, whether its row was foreseen or not."""
+
+    @cell
+    def follow(params, word, last):
+        return (0 * params["rows"][word].sum()).astype(int) + last + 3
+
+    def fn(params, n):
+        word, taken = n, 0
+        while taken < 9:
+            word = int(follow(params, word, n + 3 * taken))
+            taken += 1
+        return word
+
+    batched = jedbatch.batch(fn)
+    for _ in range(3):
+        assert batched(TABLE, [2, 5, 1]).tolist() == [29, 32, 28]
+        assert used(batched) > 0
+        with pytest.raises(IndexError, match=r"instance 1 looks up row 4[0-2] of a table of 40"):
+            batched(TABLE, [2, 18, 1])
+
+
+def test_max_steps_count_what_was_foreseen():
+    batched = jedbatch.batch(states, max_steps=12)
+    for _ in range(3):
+        batched(W, [12, 3, 12])
+        assert used(batched) > 0 or num_ahead(batched) == 0
+    with pytest.raises(jedbatch.errors.UnfinishedLoopError, match="instance 1 needs values"):
+        batched(W, [12, 13, 12])
+
+
+def test_errors_name_the_instance():
+    def fn(w, depth):
+        state, more, taken = (start(depth), 0.0), True, 0
+        while more:
+            state, more = advance(w, state, depth)
+            taken += 1
+            if taken == 9:
+                raise RuntimeError("nine steps are too many")
+        return state[0]
+
+    batched = jedbatch.batch(fn)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nine steps") as caught:
+            batched(W, [3, 12, 4])
+        assert "instance 1" in "".join(caught.value.__notes__)
+        assert_close(batched(W, [3, 8, 4]), loop(fn, W, [3, 8, 4]), 1e-6)
+
+
+def test_derivatives_do_not_run_ahead():
+    """The reverse would walk over steps for nothing, so there are none."""
+    batched = jedbatch.batch(states)
+    total = lambda run: lambda w: sum(x.sum() for x in run(w))  # noqa: E731
+    found = jax.grad(total(lambda w: batched(w, DEPTHS)))(W)
+    assert num_ahead(batched) == 0
+    assert_close(found, jax.grad(total(lambda w: [states(w, n) for n in DEPTHS]))(W), 3e-5)
+    batched(W, DEPTHS)
+    assert used(batched) > 0
+
+
+def test_many_instances_against_the_loop():
+    rng = np.random.default_rng(3)
+    batched = jedbatch.batch(read_again)
+    for _ in range(4):
+        depths = rng.integers(1, 50, 23).tolist()
+        assert_close(batched(W, depths), loop(read_again, W, depths), 1e-5)
+
+
+# --- what is the same ---
+
+
+@pytest.mark.parametrize(
+    "a, b, same",
+    [(1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (2.5, 2.5, True)]
+    + [(1, 2, False), (np.ones(2), np.ones(2), False), (float("nan"), float("nan"), False)],
+)
+def test_same_number(a, b, same):
+    assert same_number(a, b) == same
+    assert same_number(a, a)
+
+
+STEP = {"calls": [3, 4, 3, 4, 3, 4], "references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 4]}
+CHANGES = {
+    "nothing": {},
+    "a call": {"calls": [3, 4, 3, 4, 3, 3]},
+    "a value of the step before": {"references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 5, 13, 4]},
+    "an older value": {"references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 2]},
+    "a group": {"groups": [0, 0, 1]},
+    "what is asked": {"value": 4},
+    "more calls": {"calls": [3, 4, 3, 4, 3, 4, 3]},
+    "more references": {"references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 4, 4]},
+    "more inputs": {"groups": [0, 0, 0, 0]},
+}
+
+
+def followed(calls, references, groups=(0, 0, 0), value=5, compiled=True):
+    """What is said of three steps of two calls, the last of which is as given."""
+    module = native.core()
+    ints = list if module is None else module.Ints
+    recorder = SimpleNamespace(
+        call_specs=ints(), references=ints(), input_group=ints(), counter=ints([0])
+    )
+    steps, found = Steps(recorder, 1), []
+    steps.begin(0)
+    for k in range(3):
+        begin, end = (2 * k, 2 * k + 2) if k < 2 else (4, None)
+        recorder.call_specs += calls[begin:end]
+        recorder.references += references[2 * begin : end and 2 * end]
+        recorder.input_group += groups[k : k + 1 if k < 2 else None]
+        recorder.counter[0] = 2 * k + 2
+        found.append(steps.follow(0, value if k == 2 else 2 * k + 1))
+    return found, steps.table.tolist()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_steps_that_differ_are_told_apart(name, monkeypatch):
+    given = STEP | CHANGES[name]
+    found, table = followed(**given)
+    assert found[0] is False
+    assert found[2] == (name == "nothing")
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert followed(**given) == (found, table)
