@@ -248,7 +248,7 @@ def test_calls_of_programs_and_steps(planned):
     assert [r.ahead for r in rounds] == [0, 2, 4, 8]  # steps 2, 3 to 5, 6 to 10, 11 to 19
     assert [r.used for r in rounds] == [0, 8, 16, 32] == [r.foreseen for r in rounds]
     assert sum(r.nodes for r in batched.last_rounds) == 4 * 19
-    assert first.nodes == 4 and last.nodes == 0
+    assert (first.nodes, last.nodes) == (4, 0)
     assert len(planned) == 1  # the last one
 
 
@@ -373,11 +373,19 @@ def test_many_instances_against_the_loop():
 # --- what is the same ---
 
 
-@pytest.mark.parametrize(
-    "a, b, same",
-    [(1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (2.5, 2.5, True)]
-    + [(1, 2, False), (np.ones(2), np.ones(2), False), (float("nan"), float("nan"), False)],
-)
+NUMBERS = [
+    (1, 1, True),
+    (1, 1.0, False),
+    (1, True, False),
+    (0.0, -0.0, False),
+    (2.5, 2.5, True),
+    (1, 2, False),
+    (np.ones(2), np.ones(2), False),
+    (float("nan"), float("nan"), False),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "same"), NUMBERS)
 def test_same_number(a, b, same):
     assert same_number(a, b) == same
     assert same_number(a, a)
