@@ -27,7 +27,7 @@ doubling is that of searches in lists without an end (Bentley & Yao, 1976).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,7 +98,19 @@ class Script:
     Attributes:
       done: how many steps it took as foreseen.
       first_input: the first of the inputs of the next step.
+      follow: as given.
     """
+
+    __slots__ = (
+        "_bound",
+        "_latest",
+        "_numbers",
+        "_values",
+        "_width",
+        "done",
+        "first_input",
+        "follow",
+    )
 
     def __init__(
         self,
@@ -106,6 +118,7 @@ class Script:
         latest: np.ndarray,
         numbers: Sequence[Number],
         width: int,
+        follow: Callable[[int], bool],
         bound: int | None,
     ):
         """Makes a script.
@@ -115,10 +128,13 @@ class Script:
           latest: the value at the end of the step before these.
           numbers: that the instance brings.
           width: how many inputs a step has.
+          follow: notes that a step ends, given the value that is asked for; returns whether it is
+            like the one before.
           bound: below which numbers have to be, and not negative, to be foreseen; or None.
         """
         self.done = 0
         self.first_input = 0
+        self.follow = follow
         self._width = width
         self._values = values
         self._latest = latest
@@ -154,10 +170,6 @@ class Script:
     def _is_there(self, x: Any) -> bool:
         """Returns whether a number may be a row of a table, if it has to."""
         return self._bound is None or type(x) is not int or 0 <= x < self._bound
-
-    def close(self) -> None:
-        """Ends the script: the instance did something else."""
-        self._values = ()
 
 
 class Ahead(NamedTuple):
@@ -320,7 +332,11 @@ class RanAhead:
         return len(self.first_lane) - 1
 
     def scripts(
-        self, fibers: Sequence[int], latest: Sequence[np.ndarray], bound: int | None
+        self,
+        fibers: Sequence[int],
+        latest: Sequence[np.ndarray],
+        bound: int | None,
+        follower: Callable[[int], Callable[[int], bool]],
     ) -> dict[int, Script]:
         """Returns the script of every fibre.
 
@@ -328,10 +344,12 @@ class RanAhead:
           fibers: their numbers.
           latest: the value that each waited for.
           bound: of numbers (see `Script`).
+          follower: returns of a fibre what notes that its steps end.
         """
         values = list(zip(*self.values, strict=True))
         widths = self.foreseen.steps[:, COUNTS.start + INPUTS].tolist()
-        parts = zip(values, latest, self.foreseen.numbers, widths, strict=True)
+        followers = map(follower, fibers)
+        parts = zip(values, latest, self.foreseen.numbers, widths, followers, strict=True)
         return {fiber: Script(*part, bound) for fiber, part in zip(fibers, parts, strict=True)}
 
     def note(

@@ -9,8 +9,10 @@ what the waiting instances wait for, in batches across all of them, and they res
     instance 2    record ─ while e > tol?   ─ record ─ done          .
                          round 1: a, e               round 2: b              round 3: the rest
 
-A round computes what is waited for and nothing else; what no decision needs is put off until the
-end, where batches are largest. Nothing is computed for a branch that was not taken, or twice.
+A round computes what is waited for; what no decision needs is put off until the end, where batches
+are largest. Nothing is computed for a branch that was not taken, or twice. Only where all instances
+repeat a step, further steps of them are computed as well, and waited for no more (see
+`_control_flow.ahead`).
 
 Which branches are taken depends on the parameters, so nothing of this can be planned ahead, and
 under `jax.jit`, where there are no values, it is an error. Differentiation works: the call is one
@@ -310,6 +312,8 @@ class Attempt:
         self._most_ahead = FIRST_STEPS
         self._ran: RanAhead | None = None  # in the latest round
         self._scripts: dict[int, Script] = {}  # of fibres, by what ran ahead
+        self._script: Script | None = None  # of the fibre whose turn it is
+        self._has_bound = session.programs.max_steps is not None
         self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
         self._fibers = Fibers(self._record, len(call.instances))
 
@@ -342,6 +346,7 @@ class Attempt:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
+        self._script = None
         self._steps.begin(self._fibers.fiber)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
@@ -358,8 +363,20 @@ class Attempt:
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
         recorder = self.recorder
-        if self._scripts and type(symbol) is Value and recording.recorder is recorder:
-            value = self._foreseen_value(symbol.index)
+        script = self._script
+        if script is not None and type(symbol) is Value and recording.recorder is recorder:
+            key, known = symbol.index, self._known
+            value = known.get(key)
+            if value is None and key >= 0:
+                same = script.follow(key)
+                value = script.next(recorder.input_value) if same else None
+                if value is None:  # it has done something else, or there is no more
+                    self._is_same[self._fibers.fiber] = same
+                    self._script = None
+                else:
+                    if self._has_bound:
+                        self._count_wait(foreseen=True)
+                    known[key] = value
             if value is not None:
                 return value
         if recording.recorder is not recorder:
@@ -393,8 +410,9 @@ class Attempt:
             else:
                 instance, fiber = recorder._instance, self._fibers.fiber
                 self._count_wait()
+                self._script = None
                 if fiber not in self._is_same:
-                    self._is_same[fiber] = self._steps.follow(fiber, key)
+                    self._is_same[fiber] = self._steps.follower(fiber)(key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
@@ -403,26 +421,9 @@ class Attempt:
     def _go_on(self, fiber: int) -> None:
         """Notes that a fibre goes on, after others have recorded."""
         self._steps.begin(fiber)
-        script = self._scripts.get(fiber)
+        self._script = script = self._scripts.get(fiber)
         if script is not None:
             script.first_input = len(self.recorder.input_group)
-
-    def _foreseen_value(self, key: int) -> np.ndarray | None:
-        """The value of a result if it has been computed; None if the instance has to wait."""
-        value = self._known.get(key)
-        fiber = self._fibers.fiber
-        script = self._scripts.get(fiber)
-        if value is not None or script is None or key < 0:
-            return value
-        same = self._steps.follow(fiber, key)
-        value = script.next(self.recorder.input_value) if same else None
-        if value is None:
-            script.close()
-            self._is_same[fiber] = same
-            return None
-        self._count_wait(foreseen=True)
-        self._known[key] = value
-        return value
 
     def _count_wait(self, foreseen: bool = False) -> None:
         """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
@@ -456,16 +457,16 @@ class Attempt:
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder
+            self._script = None
             self._steps.begin(self._fibers.fiber)
             with set_current_trace(trace):
                 recorder.turn_to(instance)
                 return part()
 
-        fiber = self._fibers.fiber
-        if fiber in self._scripts:
-            self._scripts[fiber].close()
+        fiber, self._script = self._fibers.fiber, None
         results = self._fibers.together([functools.partial(run, part) for part in parts])
         recorder.turn_to(instance)
+        self._script = None
         self._steps.begin(fiber)
         return results
 
@@ -502,7 +503,8 @@ class Attempt:
         self._ran = ran
         if ran is not None:
             registry, type_ids = self._session.registry, ran.template.placed.type_ids
-            self._scripts = ran.scripts(list(waiting), computed, fewest_rows(registry, type_ids))
+            bound = fewest_rows(registry, type_ids)
+            self._scripts = ran.scripts(list(waiting), computed, bound, self._steps.follower)
 
     def _ahead(self) -> Ahead | None:
         """The wish to run ahead, if every instance that waits has repeated a step."""

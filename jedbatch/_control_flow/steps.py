@@ -7,6 +7,8 @@ ones that stay. What comes next can then be foreseen (see `_control_flow.ahead`)
 Letters: `F` fibres. Sizes of a recording are four: nodes, references, inputs, values.
 """
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,15 +62,22 @@ class Steps:
         else:
             self.table[fiber, NOW] = self.sizes()
 
+    def follower(self, fiber: int) -> Callable[[int], bool]:
+        """Returns what does for a fibre as `follow` does."""
+        if self._compiled is None:
+            return functools.partial(self.follow, fiber)
+        follow_step, columns = self._compiled.follow_step, self._columns
+        return lambda value: follow_step(columns, (self.table,), fiber, value)
+
     def follow(self, fiber: int, value: int) -> bool:
         """Notes that a step ends; returns whether it is the same as the step before.
+
+        The twin of `_support/c/steps.c`.
 
         Args:
           fiber: whose step it is.
           value: that it needs.
         """
-        if self._compiled is not None:
-            return self._compiled.follow_step(self._columns, (self.table,), fiber, value)
         row = self.table[fiber]
         before, last, counts, now = row[BEFORE], row[LAST], row[COUNTS], row[NOW]
         end = np.array(self.sizes())

@@ -102,7 +102,9 @@ def by_value(what: str, convert: Callable) -> Callable:
     """
 
     def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
-        value = self.value_for(what)
+        value = self._trace.value_of(self) if type(self) is Value else None
+        if value is None:
+            value = self.value_for(what)
         try:
             return convert(value, *args, **kwargs)
         except jax.errors.JAXTypeError as error:  # of a tracer, which a future may stand for

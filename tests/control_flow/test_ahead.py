@@ -370,6 +370,26 @@ def test_many_instances_against_the_loop():
         assert_close(batched(W, depths), loop(read_again, W, depths), 1e-5)
 
 
+def test_parts_of_instances():
+    """Instances that fall into parts before, between and after steps that were foreseen."""
+    inner = jedbatch.batch(states)
+
+    def fn(w, depth):
+        before = inner(w, [depth, 2 * depth, 5])
+        state, more, taken = (before[0], 0.0), True, 0
+        while more:
+            state, more = advance(w, state, depth)
+            taken += 1
+            if taken == 12:
+                state = inner(w, [7, depth])[0] + state[0], state[1]
+        return state[0] + inner(w, [3, depth])[1]
+
+    batched = jedbatch.batch(fn)
+    for depths in ([8, 20, 3], [8, 20, 3], [20, 1, 13, 30], [20, 13, 30, 1]):
+        assert_close(batched(W, depths), loop(fn, W, depths), 1e-5)
+    assert used(batched) > 0
+
+
 # --- what is the same ---
 
 
@@ -420,7 +440,7 @@ def followed(calls, references, groups=(0, 0, 0), value=5, compiled=True):
         recorder.references += references[2 * begin : end and 2 * end]
         recorder.input_group += groups[k : k + 1 if k < 2 else None]
         recorder.counter[0] = 2 * k + 2
-        found.append(steps.follow(0, value if k == 2 else 2 * k + 1))
+        found.append(steps.follower(0)(value if k == 2 else 2 * k + 1))
     return found, steps.table.tolist()
 
 
