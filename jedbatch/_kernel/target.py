@@ -81,7 +81,7 @@ class Target:
       straight_indexed_rows: the same for regions that read or write rows by index, such as those of
         graphs, which take all rows at once there in any case.
       microbatch_rows: above so many rows, regions without loops run a few calls at a time, which
-        together have about so many (see `_ragged.microbatches`); 0 for all calls at once.
+        together have up to about so many (see `_ragged.microbatches`); 0 for all calls at once.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.

@@ -32,6 +32,7 @@ LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there
 TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 MANY_ROWS = 768  # the same of rows, or of those in one block
+MICROBATCH_START = 256  # rows computed while a microbatch is started
 SHARED_PER_ROW = 256  # numbers with a gradient, which each microbatch adds up, for each of its rows
 MICROBATCH_HEADROOM = 1.05  # rows of a microbatch over those of the largest: others go elsewhere
 
@@ -107,14 +108,16 @@ def _num_microbatches(calls: RegionCalls, target: Target) -> int:
     """Returns how many microbatches have about as many rows as the target asks for.
 
     They have more where a single call has, or where adding up gradients would take longer than the
-    rows.
+    rows. They have fewer where few are needed: about half of the rows of one are computed for
+    nothing, and its start costs some.
     """
-    if not (target.microbatch_rows and calls.rows):
+    total = CAPACITY_HEADROOM * max(calls.rows, default=0)
+    if not target.microbatch_rows or total <= target.microbatch_rows:
         return 1
+    cheapest = min(math.sqrt(2 * MICROBATCH_START * total), target.microbatch_rows)
     largest = GROUP_HEADROOM * int(calls.table_of_counts.max())
     worthwhile = calls.region.packed.phased.shared_numbers / SHARED_PER_ROW
-    rows = max(target.microbatch_rows, largest, worthwhile)
-    return math.ceil(CAPACITY_HEADROOM * max(calls.rows) / rows)
+    return math.ceil(total / max(cheapest, largest, worthwhile))
 
 
 def _of_microbatches(
