@@ -75,6 +75,8 @@ def distributed(
     totals, least = counts.sum(1), max(1, -(-len(longest) // calls))
     for total, there in zip(totals.tolist(), rows, strict=True):
         least = max(least, -(-total // there) if there else 1)
+    for g, there in enumerate(slots_from):
+        least = max(least, -(-int((group >= g).sum()) // there))
     for number in range(least, most + 1):
         found = _greedy(counts, room, calls, group, slots_from, number)
         if found is not None:
