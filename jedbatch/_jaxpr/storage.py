@@ -17,6 +17,8 @@ Kind = tuple[tuple[int, ...], Dtype]  # (shape, dtype) of a row
 @functools.cache
 def is_key(dtype: Dtype) -> bool:
     """True of the dtypes of random keys."""
+    if isinstance(dtype, np.dtype):
+        return False
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 

@@ -120,11 +120,13 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> 
     array = arrays[chunk.leaf]
     if isinstance(array, list):  # rows of an earlier round, traced one by one
         return stacked([array[i] for i in (chunk.path if chunk.rows is None else chunk.rows)])
-    if is_key(chunk.type.dtype):
+    if type(array) is np.ndarray:  # as loaders make them: in place as it is, and never keys
+        _check_range(array, chunk.type.dtype, instance)
+    elif is_key(chunk.type.dtype):
         array = jax.random.key_data(array)
-    if not isinstance(array, Tracer):
+        array = array if isinstance(array, Tracer) else fetched(array)
+    elif not isinstance(array, Tracer):
         array = fetched(array)
-    if isinstance(array, np.ndarray) and not is_key(chunk.type.dtype):
         _check_range(array, chunk.type.dtype, instance)
     if chunk.rows is not None:
         return array[chunk.rows]
