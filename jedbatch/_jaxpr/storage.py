@@ -14,7 +14,6 @@ from jedbatch._support.types import Array, Dtype
 Kind = tuple[tuple[int, ...], Dtype]  # (shape, dtype) of a row
 
 
-@functools.cache
 def is_key(dtype: Dtype) -> bool:
     """True of the dtypes of random keys."""
     if isinstance(dtype, np.dtype):
