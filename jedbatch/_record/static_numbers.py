@@ -17,6 +17,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.versions import scan_parts
 from jedbatch._record.operators import StaticSlice
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.shared_operands import MAX_SIZE
@@ -53,8 +54,8 @@ def with_data(
     key = registry.keys.primitive_key(primitive, params | {name: None})
     if not registry.variants.are_many(("parameter", key.skeleton), number, MAX_CONSTANT_NUMBERS):
         return None
-    first, count = params.get("num_consts", 0), params.get("num_carry", 1)
-    read = _with_values(recorder, values, range(first, first + count))
+    parts = _parts(primitive, values, params) if primitive.name == "scan" else (0, 1)
+    read = _with_values(recorder, values, range(parts[0], sum(parts)))
     if read is None:
         return None
     with set_current_trace(recorder):
@@ -62,7 +63,7 @@ def with_data(
             return [lax.pow(read[0], np.int32(number))]
         call = jaxpr_as_fun(params["jaxpr"])
         step = lambda *args: recorder.perform("scan_step", key, call, args)  # noqa: E731
-        return _unrolled(step, read, params)
+        return _unrolled(step, read, params, parts)
 
 
 def _with_values(
@@ -101,18 +102,29 @@ def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) ->
     return cut if cut.is_row else None
 
 
+def _parts(primitive: Any, values: Sequence[Leaf], params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values of a scan (see `scan_parts`)."""
+    kinds = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in values]
+    traced = jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))(*kinds)
+    return scan_parts(traced.eqns[-1])
+
+
 def _unrolled(
-    step: Callable[..., list[Leaf]], values: Sequence[Leaf], params: dict[str, Any]
+    step: Callable[..., list[Leaf]],
+    values: Sequence[Leaf],
+    params: dict[str, Any],
+    parts: tuple[int, int],
 ) -> list[Leaf]:
     """Returns the results of a scan whose steps are calls of a function."""
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = parts
     program, length = params["jaxpr"], params["length"]
     consts, carry = values[:num_consts], list(values[num_consts : num_consts + num_carry])
     lists = [
         x if isinstance(x, Symbol) or is_key(x.dtype) else np.asarray(x)
         for x in values[num_consts + num_carry :]
     ]
-    counters = {c: _Counter(np.asarray(carry[c]), by) for c, by in _counted(params, carry).items()}
+    counted = _counted(params, carry, num_consts)
+    counters = {c: _Counter(np.asarray(carry[c]), by) for c, by in counted.items()}
     rows: list[Any] = [None] * length
     for k in range(length):
         carry = [counters[c].after(k) if c in counters else x for c, x in enumerate(carry)]
@@ -137,9 +149,9 @@ class _Counter(NamedTuple):
         return (self.first.astype(np.int64) + steps * self.by).astype(self.first.dtype)
 
 
-def _counted(params: dict[str, Any], carry: Sequence[Leaf]) -> dict[int, int]:
+def _counted(params: dict[str, Any], carry: Sequence[Leaf], first: int) -> dict[int, int]:
     """Returns by how much carried numbers grow in a step of a scan, of those that are at hand."""
-    jaxpr, first = params["jaxpr"].jaxpr, params["num_consts"]
+    jaxpr = params["jaxpr"].jaxpr
     made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"}
     counted = {}
     for c, (start, v) in enumerate(zip(carry, jaxpr.outvars, strict=False)):
