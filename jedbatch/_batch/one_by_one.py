@@ -136,14 +136,20 @@ class OneByOne:
                 recorded = batched._unless_decides(
                     session, lambda read: batched._record(session, list(instances), read)
                 )
-                if recorded is None or recorded[2]:  # it closes over values of a transformation
-                    return None
-                records, arrays, *_ = recorded
-                program = session.refilled_program(records, size)
-            inputs = program and program.assemble(records, arrays, first)
         except Exception:  # found again where they are planned, and known whose it is
             return None
-        return (program, inputs) if program and inputs else None
+        if recorded is None or recorded[2]:  # it closes over values of a transformation
+            return None
+        records, arrays, *_ = recorded
+        with batched._planning:
+            program = session.refilled_program(records, size)
+        if program is None:
+            return None
+        try:
+            inputs = program.assemble(records, arrays, first)
+        except Exception:  # such as a number out of range; found again, too
+            return None
+        return None if inputs is None else (program, inputs)
 
     def leaves(self, shared: tuple[Any, ...]) -> list[Leaf]:
         """Returns the leaves of the shared arguments."""

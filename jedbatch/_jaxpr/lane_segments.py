@@ -112,7 +112,7 @@ class SegmentShape(NamedTuple):
 def segment_shape(
     program: Any, args: Sequence[Any], in_batched: Sequence[bool], coming: int, step_work: float
 ) -> SegmentShape | None:
-    """Returns the shape of segments; None if no lane would ever be left.
+    """Returns the shape of segments; None if there is no loop, so that no lane is ever left.
 
     Args:
       program: a closed program of one lane.
@@ -121,11 +121,18 @@ def segment_shape(
       coming: how many lanes come at most.
       step_work: what a step costs (see `LaneRule`).
     """
-    found: list[BlockProgram] = []
-    jax.eval_shape(lambda *args: found.append(cut_for(program, args, in_batched)), *args)
-    (blocks,) = found
-    if not any(block.number >= min(block.targets) for block in blocks.blocks[1:-1]):
-        return None  # none runs again
+    found: list[SegmentShape | None] = []
+
+    def find(*args: Array) -> None:
+        blocks = cut_for(program, args, in_batched)
+        runs_again = any(block.number >= min(block.targets) for block in blocks.blocks[1:-1])
+        found.append(_shape_of(blocks, coming, step_work) if runs_again else None)
+
+    jax.eval_shape(find, *args)
+    return found[0]
+
+
+def _shape_of(blocks: BlockProgram, coming: int, step_work: float) -> SegmentShape:
     filling = lane_blocks(blocks, 2 * coming, step_work).filling
     kept = tuple(stored(kind_of(x)) for x in _kept(blocks))
     return SegmentShape(coming, min(coming, int(filling.sum())), kept, len(filling))

@@ -101,3 +101,15 @@ def test_what_runs_in_lock_step_is_not_counted_and_tracers_are_refused():
     assert not jedbatch.batch(fn, control_flow="lockstep").lane_steps(W, given)
     with pytest.raises(TypeError, match=r"`lane_steps` got values that JAX traces; expected"):
         jax.jit(lambda w: batched(spin).lane_steps(w, given))(W)
+
+
+def test_streams_are_counted():
+    numbers, given = instances(96, 9)
+    ran = batched(spin)
+    counts = ran.lane_steps(W, given, batch_size=32)
+    assert {x.what for x in counts} == {"block"}
+    assert counts.needed == numbers.sum()
+    assert counts.steps < sum(numbers[k : k + 32].max() for k in (0, 32, 64))
+    assert ran.compilations == 0
+    with pytest.raises(ValueError, match="`lane_steps` got batch_size=0"):
+        ran.lane_steps(W, given, batch_size=0)

@@ -402,6 +402,24 @@ def test_closing_early_leaves_no_thread_and_faults_of_the_device_are_found():
 # --- what programs read ---
 
 
+@pytest.mark.parametrize("setting", [jax.checking_leaks, lambda: jax.transfer_guard("disallow")])
+def test_it_runs_where_jax_is_strict(setting):
+    batched, given = jedbatch.batch(whole), instances(20)
+    with setting():
+        got = list(batched.stream(W, given, batch_size=8))
+    assert_same(got, by_loop(whole, given))
+    assert programs(batched) == {"refilled": 1}
+
+
+def test_numbers_of_64_bits():
+    with jax.enable_x64(True):
+        w = W.astype(jnp.float64)
+        given = [(n, x.astype(np.float64)) for n, x in instances(20)]
+        batched = jedbatch.batch(whole)
+        assert_same(list(batched.stream(w, given, batch_size=8)), by_loop(whole, given, w))
+        assert programs(batched) == {"refilled": 1}
+
+
 def test_parameters_on_a_device_of_their_own_and_weights_of_now():
     on_device = jax.device_put(W, jax.devices()[-1])
     batched, given = jedbatch.batch(whole), instances(40)
