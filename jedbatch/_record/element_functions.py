@@ -7,8 +7,9 @@ depends on an element and on shared values alone is a function of the value it i
 makes the value computes it too, as one more result, and lists are of these results. The matrix
 product is one of consecutive rows then, of which none is padding.
 
-This is done where at least one of `LEAST_USE` values of a kind is an element, and only for
-functions that have a matrix product: others cost less than to keep their results.
+This is done where nodes make all elements that are met first, and at least one of `LEAST_USE`
+values of a kind is an element, and only for functions that have a matrix product: others cost less
+than to keep their results.
 """
 
 import dataclasses
@@ -165,6 +166,22 @@ def with_functions(node_type: NodeType, made: Sequence[Made]) -> NodeType:
     )
 
 
+class Use(NamedTuple):
+    """Elements of lists that are the same result of nodes of one type.
+
+    Attributes:
+      node_type: the id of the type; None of elements that no node makes.
+      result: position of the result.
+      times: how many elements there are.
+      nodes: how many nodes of the type.
+    """
+
+    node_type: int | None
+    result: int
+    times: int
+    nodes: int
+
+
 class Makers:
     """The types whose nodes compute functions of their results, since these are elements of lists.
 
@@ -182,24 +199,36 @@ class Makers:
         self.revision = 0
         self._node_types = node_types
         self._add_type = add_type
+        self._adopted: dict[tuple[ElementFunction, ...], bool] = {}
         self._decided: dict[tuple[int, Made], bool] = {}
         self._extended: dict[tuple[int, tuple[Made, ...]], int] = {}
 
-    def decide(self, node_type: int, made: Made, uses: int, nodes: int) -> bool:
-        """Returns whether the nodes of a type compute a function of a result.
+    def adopts(self, functions: tuple[ElementFunction, ...], uses: Sequence[Sequence[Use]]) -> bool:
+        """Returns whether nodes are given functions of the elements of their lists.
+
+        If all elements that were met first can have them: else there would be twice as many types.
 
         Args:
-          node_type: the id of the type.
-          made: the function, and the result.
-          uses: how often the result is an element of a list.
-          nodes: how many nodes of the type there are.
+          functions: that a cell takes of its elements.
+          uses: for each of these the elements that there are now.
         """
-        key = node_type, made
+        if functions not in self._adopted:
+            self._adopted[functions] = all(self._pays(x) for of_one in uses for x in of_one)
+        return self._adopted[functions]
+
+    def _pays(self, use: Use) -> bool:
+        if use.node_type is None or use.times * LEAST_USE < use.nodes:
+            return False
+        return can_compute_more(self._node_types[use.node_type])
+
+    def decide(self, function: ElementFunction, use: Use) -> bool:
+        """Returns whether the nodes that make some elements compute a function of them."""
+        assert use.node_type is not None
+        key = use.node_type, Made(use.result, function)
         if key not in self._decided:
-            wanted = uses * LEAST_USE >= nodes and can_compute_more(self._node_types[node_type])
-            self._decided[key] = wanted
-            if wanted:
-                self.made[node_type] = (*self.made.get(node_type, ()), made)
+            self._decided[key] = self._pays(use)
+            if self._decided[key]:
+                self.made[key[0]] = (*self.made.get(key[0], ()), key[1])
                 self.revision += 1
         return self._decided[key]
 

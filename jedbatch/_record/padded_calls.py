@@ -8,13 +8,13 @@ more of them than were recorded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType
-from jedbatch._record.element_functions import ElementFunction, Made, Makers
+from jedbatch._record.element_functions import ElementFunction, Makers, Use
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,27 +143,36 @@ class _Nodes:
     def with_functions(self, makers: Makers, values: _Values) -> np.ndarray:
         """Returns bool[N], the nodes that are given functions of their elements."""
         given = np.zeros(len(self.recorded), bool)
-        reads: dict[ElementFunction, list[tuple[np.ndarray, np.ndarray]]] = {}
+        groups: dict[tuple[ElementFunction, ...], list[tuple[np.ndarray, Any]]] = {}
         for t, nodes in self.with_lists.items():
             calls = self.padded[t]
             if calls.given is not None:
-                given[nodes] = True
-                for f, places in zip(calls.given.functions, calls.given.places, strict=True):
-                    read = self.read(nodes, places[: calls.length])
-                    reads.setdefault(f, []).append((nodes, read))
-        if not reads:
-            return given
+                reads = [self.read(nodes, x[: calls.length]) for x in calls.given.places]
+                groups.setdefault(calls.given.functions, []).append((nodes, reads))
         counts = np.bincount(self.room, minlength=len(self.num_results))
-        for f, several in reads.items():
-            read = np.concatenate([x.ravel() for _, x in several])
-            uses = np.bincount(values.kind[read[read >= 0]], minlength=int(values.kinds[-1]))
-            allowed = np.zeros(len(uses), bool)
-            for kind in np.flatnonzero(uses).tolist():
-                t, result = values.of(kind)
-                allowed[kind] = makers.decide(t, Made(result, f), int(uses[kind]), int(counts[t]))
-            is_allowed = np.append(allowed[values.kind], np.zeros(self.num_inputs, bool))
-            for nodes, x in several:  # inputs are negative
-                given[nodes] &= is_allowed[x].all(axis=1)
+        for functions, several in groups.items():
+            uses = []
+            for k in range(len(functions)):
+                read = np.concatenate([reads[k].ravel() for _, reads in several])
+                times = np.bincount(values.kind[read[read >= 0]], minlength=int(values.kinds[-1]))
+                made = [
+                    (*values.of(kind), int(times[kind])) for kind in np.flatnonzero(times).tolist()
+                ]
+                uses.append([Use(t, r, n, int(counts[t])) for t, r, n in made])
+                if (read < 0).any():
+                    uses[-1].append(Use(None, 0, 0, 0))
+            if not makers.adopts(functions, uses):
+                continue
+            for nodes, _ in several:
+                given[nodes] = True
+            for k, f in enumerate(functions):
+                allowed = np.zeros(int(values.kinds[-1]), bool)
+                for use in uses[k]:
+                    if use.node_type is not None and makers.decide(f, use):
+                        allowed[values.kinds[use.node_type] + use.result] = True
+                is_allowed = np.append(allowed[values.kind], np.zeros(self.num_inputs, bool))
+                for nodes, reads in several:  # inputs are negative
+                    given[nodes] &= is_allowed[reads[k]].all(axis=1)
         return given
 
 

@@ -150,9 +150,16 @@ def test_elements_that_no_node_makes():
         for k in range(14)
     ]
     batched = check(fn, P, instances)
-    types = types_of(batched.plan(P, instances))
-    kinds = {operation_of(t).key[0] for t in types if operation_of(t).lists is not None}
-    assert kinds == {"list", "list of functions"}
+
+    def kinds(plan):
+        types = types_of(plan)
+        return {operation_of(t).key[0] for t in types if operation_of(t).lists is not None}
+
+    assert kinds(batched.plan(P, instances)) == {"list"}
+    batched = jedbatch.batch(fn)  # inputs come later
+    assert kinds(batched.plan(P, [([], x[1] or [1.0]) for x in instances])) == {"list of functions"}
+    assert kinds(batched.plan(P, instances)) == {"list", "list of functions"}
+    assert_close(batched(P, instances), jnp.stack([fn(P, x) for x in instances]))
 
 
 def test_values_that_are_seldom_elements_are_left_alone():
