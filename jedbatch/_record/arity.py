@@ -431,27 +431,12 @@ class Arities:
             given_functions,
         )
 
-    def pad(
-        self,
-        node_type: np.ndarray,
-        arity: np.ndarray,
-        operand: np.ndarray,
-        result: np.ndarray,
-        first_input: int,
-    ) -> Padded:
-        """Makes nodes that have lists nodes of the types that serve several lengths.
+    def pad(self, *nodes: Any) -> Padded:
+        """Returns nodes that have lists as nodes of the types that serve several lengths.
 
         Args:
-          node_type: int32[N], the types of nodes.
-          arity: int64[N], the number of their operands.
-          operand: int64[E], what they read: results, or inputs as negative numbers.
-          result: int64[...], what is returned, numbered likewise.
-          first_input: the number of inputs so far; what is new counts on from it.
-
-        Returns:
-          The nodes as they are then.
+          *nodes: as `padded_calls.pad` takes them.
         """
-        nodes = node_type, arity, operand, result, first_input
         return pad(self.padded, self._makers, self._node_types, *nodes)
 
 

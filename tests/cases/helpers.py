@@ -29,6 +29,19 @@ __all__ = [
 check, number = functools.partial(check_against_loop, inference=False), weighted_sum
 
 
+class Counted(float):
+    """Numbers that count how many of them there are."""
+
+    alive = 0
+
+    def __new__(cls, value):
+        Counted.alive += 1
+        return super().__new__(cls, value)
+
+    def __del__(self):
+        Counted.alive -= 1
+
+
 def mostly_slow(cases, *fast):
     """Parameters of a test of which all are marked as slow but those named in `fast`."""
     names = [getattr(case, "__name__", case) for case in cases]

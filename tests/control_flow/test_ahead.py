@@ -15,25 +15,11 @@ from cases.helpers import assert_close, loop
 import jedbatch
 from jedbatch._control_flow.ahead import same_number
 from jedbatch._control_flow.steps import Steps
-from jedbatch._control_flow.workspace import Workspace
 from jedbatch._support import native
 
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
 TABLE = {"rows": jnp.asarray(np.random.default_rng(1).normal(size=(40, 3)), jnp.float32)}
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """An entry for every round that is planned, not repeated."""
-    rounds, compute = [], Workspace._compute
-
-    def counted(workspace, *args):
-        rounds.append(workspace)
-        return compute(workspace, *args)
-
-    monkeypatch.setattr(Workspace, "_compute", counted)
-    return rounds
 
 
 @cell

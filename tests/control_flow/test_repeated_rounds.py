@@ -14,24 +14,10 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 import jedbatch
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.rounds import Attempt
-from jedbatch._control_flow.workspace import Workspace
 from jedbatch._support import native
 
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """An entry for every round that is planned, not repeated."""
-    rounds, compute = [], Workspace._compute
-
-    def counted(workspace, *args):
-        rounds.append(workspace)
-        return compute(workspace, *args)
-
-    monkeypatch.setattr(Workspace, "_compute", counted)
-    return rounds
 
 
 @cell

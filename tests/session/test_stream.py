@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close
+from cases.helpers import Counted, assert_close
 from cases.totals import W, assert_no_planning_threads, halved, total, trees
 
 import jedbatch
@@ -140,21 +140,10 @@ def test_no_more_is_read_than_asked_for():
 
 def test_results_do_not_pile_up():
     """Instances and results are gone once they were used, whoever is slow."""
-
-    class Counted(float):
-        alive = 0
-
-        def __new__(cls, value):
-            cls.alive += 1
-            return super().__new__(cls, value)
-
-        def __del__(self):
-            Counted.alive -= 1
-
     batched = jedbatch.batch(lambda w, xs: w * xs[0], cache_size=1)
-    most = 0
+    before, most = Counted.alive, 0
     for _ in batched.stream(W, ([Counted(i)] for i in range(400)), batch_size=8):
-        most = max(most, Counted.alive)
+        most = max(most, Counted.alive - before)
     gc.collect()
     assert most <= 8 * 5
 
