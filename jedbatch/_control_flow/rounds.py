@@ -464,11 +464,12 @@ class Attempt:
                 return part()
 
         fiber, self._script = self._fibers.fiber, None
-        results = self._fibers.together([functools.partial(run, part) for part in parts])
-        recorder.turn_to(instance)
-        self._script = None
-        self._steps.begin(fiber)
-        return results
+        try:
+            return self._fibers.together([functools.partial(run, part) for part in parts])
+        finally:  # the function may catch what a part raised, and go on
+            recorder.turn_to(instance)
+            self._script = None
+            self._steps.begin(fiber)
 
     @unguarded
     def _shared_value(self, index: int) -> np.ndarray:

@@ -376,6 +376,36 @@ def test_parts_of_instances():
     assert used(batched) > 0
 
 
+def test_errors_of_parts_may_be_caught():
+    """The instance goes on with its own arrays, after others have gone on as foreseen."""
+
+    def until(w, depth, stop=None):
+        state, more, taken = (start(depth), 0.0), True, 0
+        while more:
+            state, more = advance(w, state, depth)
+            taken += 1
+            if taken == stop:
+                raise ValueError("a part stops")
+        return state[0]
+
+    inner = jedbatch.batch(lambda w, depth: until(w, depth, 3 if depth == 7 else None))
+
+    def fn(w, rows):
+        depth = len(rows)
+        h = until(w, depth)
+        try:
+            h = h + inner(w, [depth, 7, 30])[0]
+        except ValueError:
+            h = 2 * h + rows[0] * rows[1]
+        return until(w, 20 - depth % 5) * h + rows[-1]
+
+    rng, batched = np.random.default_rng(0), jedbatch.batch(fn)
+    for depths in ([5, 9, 3], [5, 9, 3], [12, 4, 25, 6]):
+        some = [rng.normal(size=(n, 3)).astype(np.float32) for n in depths]
+        assert_close(batched(W, some), loop(fn, W, some), 1e-5)
+        assert used(batched) > 0
+
+
 # --- what is the same ---
 
 
