@@ -14,7 +14,9 @@ that has repeated itself runs a number of further steps in the same call:
 An instance still runs its own Python for every step, since it decides. What it records is compared
 with what was foreseen, numbers that it brings included, and as soon as it does anything else, it
 waits for a round as ever. So values are those of the plain loop: all that may be wrong with what
-is foreseen is that it was computed for nothing.
+is foreseen is that it was computed for nothing. Steps behind the last one of an instance run on
+values that the plain loop never meets, so what may not end there, calls Python, or is searched for
+NaNs does not run ahead.
 
 Numbers that a step brings are foreseen in one of three ways: they stay, they are what Python read
 at the end of the step before (the word that a decoder wrote), or they go up or down by the same.
@@ -46,6 +48,7 @@ from jedbatch._control_flow.steps import (
     VALUES,
 )
 from jedbatch._graph.paths import ranges
+from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.storage import Kind, row_bytes
 from jedbatch._program.round_template import (
     NOT_RUN,
@@ -228,7 +231,7 @@ class Foreseen:
         """
         steps, known = ahead.steps, ahead.known
         counts = steps[:, COUNTS]
-        if len(template.wanted) != 1:
+        if len(template.wanted) != 1 or template.cares_for_values or finds_faults():
             return None
         places = new.places_of_turns(steps[:, LAST])
         ((kind, wanted),) = template.wanted.items()

@@ -119,7 +119,9 @@ class Workspace:
         key = None if recorded is None else (*self._policy_key, recorded)
         template = None if key is None else templates.get(key)
         if template is None and key is not None and ahead is not None:
-            template = templates[key] = self._template(new, values)
+            template = self._template(new, values)
+            if template is not None:
+                templates[key] = template
         computed = None if template is None else self._repeat(template, new, values, ahead)
         if computed is None:
             computed = *self._compute(values, read), None
@@ -133,6 +135,8 @@ class Workspace:
     def _template(self, new: Recorded, values: np.ndarray) -> RoundTemplate | None:
         """Returns the template of a round that is the first of its kind; None if it has none."""
         graph = self.graph
+        if not all(graph.is_brought(distinct(new.groups).tolist())):  # rows of instances' arrays
+            return None
         graph.take_up()
         nodes = graph.needed(values)
         return template_of(graph, new, nodes, self._plan(graph.part(nodes)), values)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.interpret import cares_for_padding
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import lanes_of
@@ -96,6 +97,11 @@ class RoundTemplate:
     def has_parts(self) -> bool:
         """Whether an older operand is a part of a tuple other than the first."""
         return bool(self.old_offset.any())
+
+    @functools.cached_property
+    def cares_for_values(self) -> bool:
+        """Whether it must not run on values that no instance has (see `cares_for_padding`)."""
+        return any(cares_for_padding(eqn) for k in self.placed.kernels for eqn in k.body)
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:

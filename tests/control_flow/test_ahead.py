@@ -406,6 +406,55 @@ def test_errors_of_parts_may_be_caught():
         assert used(batched) > 0
 
 
+# --- steps behind the last one ---
+
+
+@cell
+def count_down(w, h, left):
+    """A loop that ends for numbers that are not negative."""
+    run = lambda s: (s[0] - 1, jnp.tanh(w @ s[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda s: s[0] != 0, run, (left, h))[1], left - 1
+
+
+@cell
+def call_python(w, h, left):
+    def less(x):
+        assert x > 0
+        return np.asarray(x - 1, np.int32)
+
+    kind = jax.ShapeDtypeStruct((), jnp.int32)
+    return jnp.tanh(w @ h), jax.pure_callback(less, kind, left, vmap_method="sequential")
+
+
+@cell
+def take_logarithm(w, h, left):
+    return jnp.tanh(w @ h + jnp.log(left)), left - 1
+
+
+BEHIND = {"loop": count_down, "call of Python": call_python, "logarithm": take_logarithm}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_must_not_run_on_other_values_does_not_run_ahead(name):
+    """Behind its last step this does not end, is an error, or is a NaN where JAX looks for them."""
+
+    def fn(w, n):
+        h, left = BEHIND[name](w, start(n), n)
+        while left > 0:
+            h, left = BEHIND[name](w, h, left)
+        return h
+
+    batched, depths = jedbatch.batch(fn), [8, 4, 8]
+    expected = loop(fn, W, depths)
+    with jax.debug_nans(name == "logarithm"):
+        for _ in range(2):
+            assert_close(batched(W, depths), expected, 1e-5)
+            assert num_ahead(batched) == 0
+    if name == "logarithm":
+        assert_close(batched(W, depths), expected, 1e-5)
+        assert num_ahead(batched) > 0
+
+
 # --- what is the same ---
 
 
