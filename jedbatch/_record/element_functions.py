@@ -21,7 +21,7 @@ import numpy as np
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
-from jedbatch._jaxpr.interpret import has_gradient, performs, work
+from jedbatch._jaxpr.interpret import cares_for_padding, has_gradient, performs, work
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._record.cell import pause
 from jedbatch._support.types import Array
@@ -88,6 +88,8 @@ def find_functions(
 def _is_worth_it(program: Any) -> bool:
     (aval,) = program.out_avals
     if not has_gradient(aval.dtype) or aval.weak_type or not _is_fixed(aval.shape):
+        return False
+    if any(map(cares_for_padding, program.eqns)):  # some of the values are elements of nothing
         return False
     least = LEAST_WORK * aval.size
     return performs(program, "dot_general") and sum(map(work, program.jaxpr.eqns)) >= least

@@ -181,6 +181,38 @@ def test_values_that_are_seldom_elements_are_left_alone():
     assert {len(t.results) for t in types if operation_of(t).lists is None} == {2}
 
 
+def test_calls_of_python_are_left_to_the_readers():
+    """Values that are elements of nothing are not given to functions of elements."""
+    given = []
+
+    def look(x):
+        given.append(np.array(x))
+        return np.asarray(x)
+
+    def called(p, x, states):
+        def product(h):
+            y = p["forget"] @ h
+            return jax.pure_callback(
+                look, jax.ShapeDtypeStruct(y.shape, y.dtype), y, vmap_method="sequential"
+            )
+
+        return jnp.tanh(x + sum(product(h) for h, _ in states)), x * p["leaf"]
+
+    fn, instances = encoder(called), trees(9, MANY)
+    batched = jedbatch.batch(fn)
+    batched(P, instances)
+    jax.effects_barrier()
+    given.clear()
+    expected = jnp.stack([fn(P, t) for t in instances])
+    seen = np.stack(given)
+    given.clear()
+    assert_close(batched(P, instances), expected)
+    jax.effects_barrier()
+    nearest = [np.abs(seen - x).max(axis=1).min() for x in given]
+    assert given
+    assert max(nearest) < 1e-4
+
+
 def test_derivatives_of_all_kinds():
     fn, instances = encoder(child_sum), trees(5, MANY)
     batched = jedbatch.batch(fn)
