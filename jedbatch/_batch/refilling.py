@@ -15,7 +15,7 @@ from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._jaxpr.lane_segments import Coming, LeftLanes, Segment
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._session.refilled import RefilledProgram
-from jedbatch._support.types import PyTree
+from jedbatch._support.types import Leaf, PyTree
 
 PATIENCE = 8  # minibatches that come while results wait for a lane before them
 
@@ -52,21 +52,37 @@ class Lanes:
         self._patience = PATIENCE if ordered else None
         self._program: RefilledProgram | None = None
         self._left: LeftLanes | None = None  # None if nobody is
+        self._values: Sequence[Leaf] | None = None  # the shared ones that those who are left read
         self._inputs: dict[str, np.ndarray] = {}
         self._number = 0
+        self._has_failed = False
 
-    def take(self, first: int, instances: Sequence[tuple]) -> BegunSegment | None:
+    def take(self, first: int, instances: Sequence[tuple]) -> list[BegunSegment] | None:
         """Has instances begin; None if they have to be planned.
+
+        Where shared values are others than before, lanes that are left come to the end with those
+        that they began with, in a segment before. Once a segment could not begin, such as where a
+        loop refuses weights on several devices, nothing else is run by lanes.
 
         Args:
           first: the number of the first.
           instances: the mapped arguments of each; fewer than a minibatch has are the last.
         """
+        if self._has_failed:
+            return None
         found = self._one_by_one.refilled(self._shared, instances, first, self._size)
         if found is None or (self._program is not None and found[0] is not self._program):
             return None
+        leaves = self._one_by_one.leaves(self._shared)
+        try:
+            values = found[0].read(leaves, self._values)
+        except Exception:  # found again where they are planned
+            return None
+        begun = [] if values is self._values else list(self.end(first))
+        self._values = values
         self._program, self._inputs = found
-        return self._run(first, instances, is_last=len(instances) < self._size)
+        begun.append(self._run(first, instances, is_last=len(instances) < self._size))
+        return begun
 
     def end(self, number: int) -> Iterator[BegunSegment]:
         """Yields the segment in which all lanes come to the end, if some are left.
@@ -81,16 +97,16 @@ class Lanes:
         program, number = self._program, self._number
         assert program is not None
         assert program.shape is not None
+        assert self._values is not None
         few = 0 if is_last else program.shape.left
         oldest = 0 if self._patience is None else number - self._patience
         told = Coming(*map(np.int32, (len(instances), number, few, oldest)))
         self._number += 1
         try:
-            leaves = self._one_by_one.leaves(self._shared)
-            before = program.nobody(leaves) if self._left is None else self._left
-            segment = program(leaves, self._inputs, before, told)
+            before = program.nobody(self._values) if self._left is None else self._left
+            segment = program(self._values, self._inputs, before, told)
         except Exception:  # in its turn, and once it is known whose it is
-            self._left = None
+            self._left, self._has_failed = None, True
             return BegunSegment(first, instances, None, None)
         self._left = None if is_last else segment.lanes
         return BegunSegment(first, instances, program, segment)

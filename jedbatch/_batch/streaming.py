@@ -118,7 +118,7 @@ def _begun(
         first, instances = found
         begun = lanes.take(first, instances) if lanes is not None else None
         if begun is not None:
-            yield begun
+            yield from begun
         else:
             yield from lanes.end(first) if lanes is not None else ()
             lanes = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -127,28 +128,51 @@ class RefilledProgram:
             for kind, k in self._counts.items()
         }
 
+    def read(self, leaves: list[Leaf], before: Sequence[Leaf] | None) -> Sequence[Leaf]:
+        """Returns the shared values that segments read: those read before if they are the same.
+
+        Args:
+          leaves: of the shared arguments. Arrays of NumPy are copied, since they may be written to.
+          before: what was read before; None for nothing.
+
+        Raises:
+          ValueError: an array that the function closes over is not where it was.
+        """
+        now = self._programs.shared_values(self._closed_over, leaves, ())
+        if before is not None and all(map(_is_same, before, now)):
+            return before
+        return [x.copy() if isinstance(x, np.ndarray) else x for x in now]
+
     def __call__(
-        self, leaves: list[Leaf], inputs: dict[str, np.ndarray], before: LeftLanes, told: Coming
+        self,
+        shared: Sequence[Leaf],
+        inputs: dict[str, np.ndarray],
+        before: LeftLanes,
+        told: Coming,
     ) -> Segment:
         """Runs a segment; its results are those of the instances, and whether a loop was stopped.
 
         Args:
-          leaves: of the shared arguments.
+          shared: what `read` returns.
           inputs: what `assemble` returns.
           before: lanes that were left.
           told: what the segment is told.
         """
-        shared = self._programs.shared_values(self._closed_over, leaves, ())
         table = self._programs.outside.lane_table
-        segment: Segment = self._run(shared, *handed_over((table, inputs, before, told)))
+        segment: Segment = self._run(list(shared), *handed_over((table, inputs, before, told)))
         return segment
 
-    def nobody(self, leaves: Sequence[Leaf]) -> LeftLanes:
-        """Returns what the first segment begins with, where the leaves are."""
+    def nobody(self, shared: Sequence[Leaf]) -> LeftLanes:
+        """Returns what the first segment begins with, on the devices of the shared values."""
         assert self.shape is not None
         lanes = handed_over(self.shape.nobody())
-        placed = [x.sharding for x in leaves if getattr(x, "committed", False)]
-        return jax.device_put(lanes, placed[0]) if placed else lanes
+        placed = [x.sharding for x in shared if getattr(x, "committed", False)]
+        if not placed:
+            return lanes
+        first = placed[0]
+        if isinstance(first, NamedSharding):  # its axes are those of another array
+            return jax.device_put(lanes, NamedSharding(first.mesh, PartitionSpec()))
+        return jax.device_put(lanes, first) if len(first.device_set) == 1 else lanes
 
     def results(self, columns: Sequence[np.ndarray], place: int) -> Any:
         """Returns the result of the instance at a place, from the results of a segment."""
@@ -213,3 +237,12 @@ class RefilledProgram:
             values += found
             stopped += flags
         return [*read(graph.outputs), *stopped]
+
+
+def _is_same(before: Leaf, now: Leaf) -> bool:
+    """Returns whether a shared value is what it was before; arrays of JAX do not change."""
+    if before is now or isinstance(now, jax.Array) or type(before) is not type(now):
+        return before is now
+    return getattr(before, "dtype", None) == getattr(now, "dtype", None) and np.array_equal(
+        before, now
+    )

@@ -424,6 +424,63 @@ def test_parameters_on_a_device_of_their_own_and_weights_of_now():
         assert_same(got, by_loop(whole, given, held["w"]))
 
 
+def changed_mapping(given, change):
+    params = {"w": W}
+    batched = jedbatch.batch(lambda params, instance: whole(params["w"], instance))
+    yield batched
+    for k, result in enumerate(batched.stream(params, given, batch_size=8, ahead=0, ordered=False)):
+        if k == change:
+            params["w"] = W / 2
+        yield result
+
+
+def changed_array(given, change):
+    weights, batched = np.array(W), jedbatch.batch(whole)
+    yield batched
+    for k, result in enumerate(
+        batched.stream(weights, given, batch_size=8, ahead=0, ordered=False)
+    ):
+        if k == change:
+            weights /= 2
+        yield result
+
+
+def changed_closure(given, change):
+    held = {"w": W}
+    batched = jedbatch.batch(lambda instance: spin(held["w"], *instance), in_axes=0)
+    yield batched
+    for k, result in enumerate(batched.stream(given, batch_size=8, ahead=0, ordered=False)):
+        if k == change:
+            held["w"] = W / 2
+        yield result
+
+
+@pytest.mark.parametrize("changed", [changed_mapping, changed_array, changed_closure])
+def test_an_instance_runs_to_its_end_with_the_weights_that_it_began_with(changed):
+    """Weights change while the lanes of the first two minibatches are left."""
+    given = [(30 if k % 8 == 3 else 2, np.full(8, k / 8 + 0.1, np.float32)) for k in range(32)]
+    batched, *got = changed(given, 4)
+    assert {3, 11}.isdisjoint(number for number, _ in got[:5])
+    by_number = [result for _, result in sorted(got, key=lambda pair: pair[0])]
+    assert_same(by_number[:16], by_loop(whole, given[:16]))
+    assert_same(by_number[16:], by_loop(whole, given[16:], W / 2))
+    assert programs(batched) == {"refilled": 1}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axes", [(None, None), ("d", None), (None, "d")])
+def test_weights_on_several_devices(axes, kind):
+    kinds = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=kinds)
+    spec = jax.sharding.PartitionSpec(*axes)
+    weights = jax.device_put(W, jax.sharding.NamedSharding(mesh, spec))
+    batched, given = jedbatch.batch(whole), instances(40)
+    assert_same(list(batched.stream(weights, given, batch_size=8)), by_loop(whole, given))
+    refused = kind == "Explicit" and axes[1]  # the loop would carry arrays of another type
+    assert programs(batched)["refilled"] == 1
+    assert ("inference" in programs(batched)) == bool(refused)
+
+
 def test_learned_policies_for_lanes_are_followed():
     given = instances(60, most=6)
     batched = jedbatch.batch(loop_in_loop, control_flow="lanes")
