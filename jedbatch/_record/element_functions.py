@@ -9,7 +9,8 @@ product is one of consecutive rows then, of which none is padding.
 
 This is done where nodes make all elements that are met first, and at least one of `LEAST_USE`
 values of a kind is an element, and only for functions that have a matrix product: others cost less
-than to keep their results.
+than to keep their results. Types that differ only in their operands, such as those of nodes with
+few and with many children, compute the same functions, so that readers need not tell them apart.
 """
 
 import dataclasses
@@ -112,6 +113,11 @@ def can_compute_more(node_type: NodeType) -> bool:
     return not any(performs(program, name) for name in ("while", "cond"))
 
 
+def _kind_of(node_type: NodeType) -> Hashable:
+    """Equal for types of one name that read the same shared values and have the same results."""
+    return node_type.name, node_type.shared, node_type.results
+
+
 class Made(NamedTuple):
     """A function of a result, which the node that has the result computes as well.
 
@@ -192,17 +198,19 @@ class Makers:
       add_type: gives a type its id; the second argument is that of a type like it.
 
     Attributes:
-      made: by the id of a type, what its nodes compute besides.
-      revision: how often a type has got more to compute.
+      made: what nodes compute besides, by the kind of their type (see `_kind_of`).
+      revision: how often this has become more.
     """
 
     def __init__(self, node_types: Sequence[NodeType], add_type: Callable[[NodeType, int], int]):
-        self.made: dict[int, tuple[Made, ...]] = {}
+        self.made: dict[Hashable, tuple[Made, ...]] = {}
         self.revision = 0
         self._node_types = node_types
         self._add_type = add_type
         self._adopted: dict[tuple[ElementFunction, ...], bool] = {}
-        self._decided: dict[tuple[int, Made], bool] = {}
+        self._decided: dict[tuple[Hashable, Made], bool] = {}
+        self._capable: dict[int, bool] = {}
+        self._by_type: dict[int, tuple[Made, ...]] = {}
         self._extended: dict[tuple[int, tuple[Made, ...]], int] = {}
 
     def adopts(self, functions: tuple[ElementFunction, ...], uses: Sequence[Sequence[Use]]) -> bool:
@@ -221,32 +229,45 @@ class Makers:
     def _pays(self, use: Use) -> bool:
         if use.node_type is None or use.times * LEAST_USE < use.nodes:
             return False
-        return can_compute_more(self._node_types[use.node_type])
+        return self._can_compute_more(use.node_type)
+
+    def _can_compute_more(self, node_type: int) -> bool:
+        if node_type not in self._capable:
+            self._capable[node_type] = can_compute_more(self._node_types[node_type])
+        return self._capable[node_type]
+
+    def of(self, node_type: int) -> tuple[Made, ...]:
+        """Returns what nodes of a type compute besides."""
+        if node_type not in self._by_type:
+            made = self.made.get(_kind_of(self._node_types[node_type]), ())
+            self._by_type[node_type] = made if made and self._can_compute_more(node_type) else ()
+        return self._by_type[node_type]
 
     def decide(self, function: ElementFunction, use: Use) -> bool:
         """Returns whether the nodes that make some elements compute a function of them."""
         assert use.node_type is not None
-        key = use.node_type, Made(use.result, function)
-        if key not in self._decided:
-            self._decided[key] = self._pays(use)
-            if self._decided[key]:
-                self.made[key[0]] = (*self.made.get(key[0], ()), key[1])
+        kind, made = _kind_of(self._node_types[use.node_type]), Made(use.result, function)
+        if (kind, made) not in self._decided:
+            self._decided[kind, made] = self._pays(use)
+            if self._decided[kind, made]:
+                self.made[kind] = (*self.made.get(kind, ()), made)
+                self._by_type.clear()
                 self.revision += 1
-        return self._decided[key]
+        return self._decided[kind, made] and self._can_compute_more(use.node_type)
 
     def places(self, function: ElementFunction) -> Iterator[tuple[int, int, int]]:
         """Yields the results of which a function is computed.
 
         As (id of the type, position of the result, position of the function among the results).
         """
-        for t, made in self.made.items():
-            for k, (result, f) in enumerate(made):
+        for t, node_type in enumerate(self._node_types):
+            for k, (result, f) in enumerate(self.of(t)):
                 if f is function:
-                    yield t, result, len(self._node_types[t].results) + k
+                    yield t, result, len(node_type.results) + k
 
     def extended(self, node_type: int, like: int) -> int:
         """The id of a type whose nodes compute what those of the type `like` do besides."""
-        made = self.made.get(like, ())
+        made = self.of(like)
         if not made:
             return node_type
         if (node_type, made) not in self._extended:

@@ -167,7 +167,7 @@ class _Nodes:
                 given[nodes] = True
             for k, f in enumerate(functions):
                 allowed = np.zeros(int(values.kinds[-1]), bool)
-                for use in uses[k]:
+                for use in sorted(uses[k], key=lambda use: -use.times):  # the most decide for all
                     if use.node_type is not None and makers.decide(f, use):
                         allowed[values.kinds[use.node_type] + use.result] = True
                 is_allowed = np.append(allowed[values.kind], np.zeros(self.num_inputs, bool))
@@ -220,7 +220,7 @@ def pad(
             new_arity[those] = len(calls.given.order) + calls.given.places.size + 1
     extended = np.arange(len(node_types))
     rooms = np.flatnonzero(np.bincount(nodes.room)).tolist()
-    for like in sorted(makers.made.keys() & set(rooms)):
+    for like in filter(makers.of, rooms):
         own = nodes.room == like
         for t in np.flatnonzero(np.bincount(new_type[own])).tolist():
             extended[t] = makers.extended(t, like)

@@ -83,19 +83,28 @@ MANY = [0, 1, 2, 3, 4, 5, 6, 9]
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_products_of_elements_are_of_the_values(repeated):
-    """No product has a row for each place of a list; nodes that make elements have one more.
+    """No product has a row for each place of a list; nodes have one more for what they make.
 
-    Those with more than four children are elements of nothing.
+    Those with more than four children too, which are elements of nothing here.
     """
     fn = encoder(child_sum, repeated)
     batched = check(fn, P, trees(0, MANY))
     types = types_of(batched.plan(P, trees(0, MANY)))
     most = [operation_of(t).lists.capacity if operation_of(t).lists else 0 for t in types]
     assert sorted(most) == [0, 4, 8, 32]
-    assert [len(t.results) for t in types] == [3 if n <= 4 else 2 for n in most]
+    assert [len(t.results) for t in types] == [3] * 4
     assert all(shape == (SIZE,) for t in types for shape in products(t))
     lists = [operation_of(t).lists for t in types]
     assert {x.summed for x in lists if x is not None} == {(True, False, False)}
+
+
+def test_nodes_with_many_children_become_elements_later():
+    """Whoever reads them is of no other type than who reads nodes with few children."""
+    batched = jedbatch.batch(encoder(child_sum))
+    before = types_of(batched.plan(P, trees(0, MANY)))
+    later = [(0.5, tree, (1.5,)) for tree in trees(2, MANY)]
+    assert set(types_of(batched.plan(P, later))) == set(before)
+    check(encoder(child_sum), P, later)
 
 
 def test_leaves_that_are_read_by_functions_alone_are_not_read():
@@ -103,7 +112,7 @@ def test_leaves_that_are_read_by_functions_alone_are_not_read():
     types = types_of(batched.plan(P, trees(1, MANY)))
     for t in types:
         lists = operation_of(t).lists
-        assert len(t.results) == (4 if lists is None or lists.capacity == 4 else 2)
+        assert len(t.results) == 4
         if lists is not None:  # keys and values; no state is read
             assert len(t.operands) == lists.first + 2 * lists.capacity + 1
 
