@@ -382,15 +382,17 @@ class Arities:
         if node_type in calls.lists:
             return
         calls.add(node_type, args, slots, listed)
+        self._makers.note(node_type, cell)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
             for rolled in same:
                 if rolled.node_type not in self.padded:
-                    self.padded[rolled.node_type] = self._padded(calls, rolled, key)
+                    self.padded[rolled.node_type] = self._padded(cell, rolled, key)
                     self._changed += rolled.node_type != node_type
 
-    def _padded(self, calls: CellCalls, rolled: Rolled, key: Any) -> PaddedCalls:
+    def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
+        calls = self._cells[cell]
         capacity = calls.capacity(rolled, key)
         of = self._node_types[rolled.node_type]
         functions = calls.functions(rolled, key, of)
@@ -398,6 +400,7 @@ class Arities:
             if (key, capacity, bool(given)) not in calls.padded_types:
                 new = calls.padded_type(rolled, key, of, capacity, given)
                 new_id = self._add_type(new, rolled.node_type)
+                self._makers.note(new_id, cell)
                 calls.padded_types[key, capacity, bool(given)] = new_id
         place = {role: k for k, role in enumerate(rolled.roles)}
         inputs = [k for role, k in place.items() if role[0] == "input"]

@@ -113,11 +113,6 @@ def can_compute_more(node_type: NodeType) -> bool:
     return not any(performs(program, name) for name in ("while", "cond"))
 
 
-def _kind_of(node_type: NodeType) -> Hashable:
-    """Equal for types of one name that read the same shared values and have the same results."""
-    return node_type.name, node_type.shared, node_type.results
-
-
 class Made(NamedTuple):
     """A function of a result, which the node that has the result computes as well.
 
@@ -198,7 +193,7 @@ class Makers:
       add_type: gives a type its id; the second argument is that of a type like it.
 
     Attributes:
-      made: what nodes compute besides, by the kind of their type (see `_kind_of`).
+      made: what nodes compute besides, by the kind of their type.
       revision: how often this has become more.
     """
 
@@ -210,8 +205,17 @@ class Makers:
         self._adopted: dict[tuple[ElementFunction, ...], bool] = {}
         self._decided: dict[tuple[Hashable, Made], bool] = {}
         self._capable: dict[int, bool] = {}
+        self._cells: dict[int, Hashable] = {}
         self._by_type: dict[int, tuple[Made, ...]] = {}
         self._extended: dict[tuple[int, tuple[Made, ...]], int] = {}
+
+    def note(self, node_type: int, cell: Hashable) -> None:
+        """Notes of which cell a type is; types of one cell compute the same functions."""
+        self._cells[node_type] = cell
+
+    def _kind(self, node_type: int) -> Hashable:
+        """Equal for types of one cell that have the same results."""
+        return self._cells.get(node_type, node_type), self._node_types[node_type].results
 
     def adopts(self, functions: tuple[ElementFunction, ...], uses: Sequence[Sequence[Use]]) -> bool:
         """Returns whether nodes are given functions of the elements of their lists.
@@ -239,14 +243,14 @@ class Makers:
     def of(self, node_type: int) -> tuple[Made, ...]:
         """Returns what nodes of a type compute besides."""
         if node_type not in self._by_type:
-            made = self.made.get(_kind_of(self._node_types[node_type]), ())
+            made = self.made.get(self._kind(node_type), ())
             self._by_type[node_type] = made if made and self._can_compute_more(node_type) else ()
         return self._by_type[node_type]
 
     def decide(self, function: ElementFunction, use: Use) -> bool:
         """Returns whether the nodes that make some elements compute a function of them."""
         assert use.node_type is not None
-        kind, made = _kind_of(self._node_types[use.node_type]), Made(use.result, function)
+        kind, made = self._kind(use.node_type), Made(use.result, function)
         if (kind, made) not in self._decided:
             self._decided[kind, made] = self._pays(use)
             if self._decided[kind, made]:
