@@ -22,6 +22,8 @@ from jedbatch._ragged.microbatches import (
     places_of_calls,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 CPU = jedbatch.Target.named("cpu")
 GROUPS = ((8, 64), (6, 4))
 
