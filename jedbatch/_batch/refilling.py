@@ -36,7 +36,7 @@ class BegunSegment(NamedTuple):
     segment: Segment | None
 
 
-class Lanes:
+class StreamLanes:
     """The lanes of a stream, as whoever runs segments sees them.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jedbatch import checks
 from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
-from jedbatch._batch.refilling import BegunSegment, Lanes, OpenInstances
+from jedbatch._batch.refilling import BegunSegment, OpenInstances, StreamLanes
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 
@@ -96,7 +96,7 @@ def stream(
     checks.flag("stream", "refill", refill)
     shared, rows = batched._arguments.streams(args)
     one_by_one = OneByOne("stream", batched, shared)
-    lanes = Lanes(one_by_one, shared, batch_size, ordered) if refill else None
+    lanes = StreamLanes(one_by_one, shared, batch_size, ordered) if refill else None
     minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size), lanes)
     settings, of_thread = ThreadSettings(), ThreadSettings()
 
@@ -110,7 +110,10 @@ def stream(
 
 
 def _begun(
-    one_by_one: OneByOne, shared: tuple[Any, ...], source: "MinibatchSource", lanes: Lanes | None
+    one_by_one: OneByOne,
+    shared: tuple[Any, ...],
+    source: "MinibatchSource",
+    lanes: StreamLanes | None,
 ) -> Iterator[Begun | BegunSegment]:
     """Yields minibatches as the device begins with them, by lanes as long as they fit these."""
     count, found = 0, source.minibatch()

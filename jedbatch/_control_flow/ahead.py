@@ -70,7 +70,7 @@ NUMBERS = (bool, int, float)
 STAYS, WAS_READ, COUNTS_ON = range(3)  # how a number is foreseen
 
 
-class Number(NamedTuple):
+class ForeseenNumber(NamedTuple):
     """A number that an instance brings in every step.
 
     Attributes:
@@ -119,7 +119,7 @@ class Script:
         self,
         values: Sequence[np.ndarray],
         latest: np.ndarray,
-        numbers: Sequence[Number],
+        numbers: Sequence[ForeseenNumber],
         width: int,
         follow: Callable[[int], bool],
         bound: int | None,
@@ -210,7 +210,7 @@ class Foreseen:
     chained: np.ndarray
     read: np.ndarray
     counting: Mapping[int, tuple[int, int]]
-    numbers: list[list[Number]]
+    numbers: list[list[ForeseenNumber]]
 
     @staticmethod
     def of(
@@ -246,7 +246,7 @@ class Foreseen:
         place = template.inputs - places[owner, INPUTS]
         read = np.full(len(place), -1)
         counting: dict[int, tuple[int, int]] = {}
-        numbers: list[list[Number]] = [[] for _ in steps]
+        numbers: list[list[ForeseenNumber]] = [[] for _ in steps]
         was_read = [
             known.get(x) for x in (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()
         ]
@@ -260,12 +260,12 @@ class Foreseen:
             is_kind = value is not None and kinds[group] == kind and type(x) in NUMBERS
             if is_kind and not value.shape and same_number(x, type(x)(value)):
                 read[j] = wanted[f]
-                numbers[f].append(Number(k, WAS_READ, x))
+                numbers[f].append(ForeseenNumber(k, WAS_READ, x))
             elif same_number(x, y):
-                numbers[f].append(Number(k, STAYS, x))
+                numbers[f].append(ForeseenNumber(k, STAYS, x))
             elif type(x) is int and type(y) is int and abs(x) + MAX_STEPS * abs(x - y) < 1 << 31:
                 counting[j] = x, x - y
-                numbers[f].append(Number(k, COUNTS_ON, x, x - y))
+                numbers[f].append(ForeseenNumber(k, COUNTS_ON, x, x - y))
             else:
                 return None
         return Foreseen(steps, places, chained, read, counting, numbers)

@@ -72,7 +72,7 @@ class Segment(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """What a segment is told.
+    """Instructions for a segment.
 
     Attributes:
       count: int32[], how many lanes come.

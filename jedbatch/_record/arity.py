@@ -27,7 +27,7 @@ from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.element_functions import ElementFunction, Makers, find_functions
 from jedbatch._record.instance_arrays import flatten
-from jedbatch._record.padded_calls import GivenFunctions, Padded, PaddedCalls, pad
+from jedbatch._record.padded_calls import GivenFunctions, PaddedCalls, PaddedNodes, pad
 from jedbatch._support.types import Array
 
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
@@ -249,13 +249,12 @@ class CellCalls:
 
     def leaves_read(self, key: Any, functions: Sequence[ElementFunction]) -> list[int]:
         """The leaves of elements that are read besides functions of them."""
-        return [leaf for leaf, t in enumerate(key[3]) if self._is_part(key, functions, leaf, t)]
-
-    def _is_part(
-        self, key: Any, functions: Sequence[ElementFunction], leaf: int, t: ValueType
-    ) -> bool:
-        part = self._expressions.given(t.shape, t.dtype, "element", leaf)
-        return part in {index for index, _ in self._parts(key, functions)}
+        parts = {index for index, _ in self._parts(key, functions)}
+        leaves = [
+            (leaf, self._expressions.given(t.shape, t.dtype, "element", leaf))
+            for leaf, t in enumerate(key[3])
+        ]
+        return [leaf for leaf, part in leaves if part in parts]
 
     def padded_type(
         self,
@@ -434,7 +433,7 @@ class Arities:
             given_functions,
         )
 
-    def pad(self, *nodes: Any) -> Padded:
+    def pad(self, *nodes: Any) -> PaddedNodes:
         """Returns nodes that have lists as nodes of the types that serve several lengths.
 
         Args:

@@ -55,7 +55,7 @@ class PaddedCalls:
     given: GivenFunctions | None = None
 
 
-class Padded(NamedTuple):
+class PaddedNodes(NamedTuple):
     """Nodes of which some have other types than were recorded.
 
     Attributes:
@@ -185,7 +185,7 @@ def pad(
     operand: np.ndarray,
     result: np.ndarray,
     first_input: int,
-) -> Padded:
+) -> PaddedNodes:
     """Makes nodes that have lists nodes of the types that serve several lengths.
 
     Args:
@@ -203,10 +203,10 @@ def pad(
     """
     nothing = np.zeros(0, np.int64)
     if not padded or not len(node_type):
-        return Padded(node_type, arity, operand, result, nothing, nothing)
+        return PaddedNodes(node_type, arity, operand, result, nothing, nothing)
     nodes = _Nodes(padded, node_types, node_type, arity, operand)
     if not nodes.with_lists and not makers.made:
-        return Padded(node_type, arity, operand, result, nothing, nothing)
+        return PaddedNodes(node_type, arity, operand, result, nothing, nothing)
     values = _Values(nodes)
     given = nodes.with_functions(makers, values)
     new_type = nodes.room.copy()
@@ -259,7 +259,7 @@ def pad(
                     new_operand[end + np.arange(len(places))] = numbers.of(f)[read]
                     end = end + len(places)
     new_operand[starts[1:][changed] - 1] = -1 - first_input - np.arange(len(changed))
-    return Padded(new_type, new_arity, new_operand, references[1], changed, length[changed])
+    return PaddedNodes(new_type, new_arity, new_operand, references[1], changed, length[changed])
 
 
 class _Numbers:

@@ -1,4 +1,4 @@
-"""What several tests of decisions on values need."""
+"""Fixtures of several tests of decisions on values."""
 
 import pytest
 

@@ -65,7 +65,7 @@ def operations(w, x):
 
 
 def words(params, depth):
-    """What was read becomes a number of the next step, and another number counts down."""
+    """A word that was read is a number of the next step, and another number counts down."""
     h, word, written = start(1), 2, []
     for k in range(depth):
         h, best = write(params, h, word, depth - k)
@@ -265,7 +265,7 @@ def test_fewer_steps_ahead_after_steps_for_nothing():
 
 
 def test_rounds_of_as_many_are_alike(planned):
-    """Who is left does not matter, and neither does what was foreseen before."""
+    """Rounds repeat whoever is left, and whatever was foreseen before."""
     batched = warmed(states, W, [4, 8, 20, 20, 5])
     planned.clear()
     batched(W, [20, 5, 8, 4, 20])
@@ -491,7 +491,7 @@ CHANGES = {
 
 
 def followed(calls, references, groups=(0, 0, 0), value=5, compiled=True):
-    """What is said of three steps of two calls, the last of which is as given."""
+    """Returns the answers about three steps of two calls, the last of which is as given."""
     module = native.core()
     ints = list if module is None else module.Ints
     recorder = SimpleNamespace(

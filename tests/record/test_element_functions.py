@@ -99,7 +99,7 @@ def test_products_of_elements_are_of_the_values(repeated):
 
 
 def test_nodes_with_many_children_become_elements_later():
-    """Whoever reads them is of no other type than who reads nodes with few children."""
+    """Nodes that read them are of the types of those that read nodes with few children."""
     batched = jedbatch.batch(encoder(child_sum))
     before = types_of(batched.plan(P, trees(0, MANY)))
     later = [(0.5, tree, (1.5,)) for tree in trees(2, MANY)]

@@ -491,7 +491,7 @@ def test_learned_policies_for_lanes_are_followed():
 
 
 def test_rows_of_arrays_whose_cells_read_small_tables_have_the_same_bound():
-    """What a lane makes of a row of a table alone is computed for each row, here in the lane."""
+    """Functions of a row of a table, which are computed for each row elsewhere, run in the lane."""
 
     @jedbatch.cell
     def mixed(table, kind, n):
