@@ -94,9 +94,14 @@ class Compiled(NamedTuple):
     train: Callable[[Any, Any], Any]
 
 
+def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled with the options that jedbatch compiles with, as all sides are."""
+    return jax.jit(fn, compiler_options=jedbatch.compiler_options())
+
+
 def compiled(loss: Callable[[Any, Any], Any]) -> Compiled:
     """A loss and its value and gradient, jit-compiled."""
-    return Compiled(jax.jit(loss), jax.jit(jax.value_and_grad(loss)))
+    return Compiled(jit(loss), jit(jax.value_and_grad(loss)))
 
 
 def batched_loss(score: jedbatch.Batched) -> Callable[[Any, jedbatch.Plan], Any]:

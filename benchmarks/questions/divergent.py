@@ -7,6 +7,7 @@ switch      256 instances, each with one of 8 experts: tanh(x W₁ᵉ) W₂ᵉ b
 
 vmap        `jax.vmap` of the same function, jit-compiled.
 lockstep    `jedbatch.batch(..., control_flow="lockstep")`.
+lanes       `jedbatch.batch(..., control_flow="lanes")`, if asked for by `--ways`.
 auto        `jedbatch.batch` as it is.
 
 stream      4096 instances of `loop` in minibatches of 64, from an iterator to results on the host:
@@ -33,6 +34,7 @@ import jedbatch
 from benchmarks import common
 
 EXPERTS = 8
+PARTS = ("minibatches", "streams")
 Rows = tuple[np.ndarray, np.ndarray]
 
 
@@ -89,19 +91,19 @@ def measure(
 
     def finished(run: Callable) -> Callable:
         if not train:
-            return jax.jit(run)
-        return jax.jit(jax.grad(lambda params, given: jnp.square(run(params, given)).sum()))
+            return common.jit(run)
+        return common.jit(jax.grad(lambda params, given: jnp.square(run(params, given)).sum()))
 
     every = jax.vmap(fn, (None, 0, 0))
     sides = [(finished(lambda params, rows: every(params, *rows)), tuple(map(jnp.asarray, rows)))]
     instances = [(int(n), x) for n, x in zip(*rows, strict=True)]
-    for control_flow in ("lockstep", "auto"):
+    for control_flow in args.ways:
         cell = jedbatch.cell(fn)
         batched = jedbatch.batch(
             lambda params, instance, cell=cell: cell(params, *instance), control_flow=control_flow
         )
         plan = batched.plan(params, instances, gradient=train)
-        sides.append((finished(batched.apply), plan))
+        sides.append((finished(batched.apply), jax.device_put(plan)))
     results = [run(params, given) for run, given in sides]
     for result in results[1:]:
         for ours, theirs in zip(*map(jax.tree.leaves, (result, results[0])), strict=True):
@@ -109,7 +111,7 @@ def measure(
     runs = [lambda run=run, given=given: run(params, given) for run, given in sides]
     times = common.interleaved(runs, args.seconds, least=5)
     milliseconds = [f"{1e3 * times.median(i):.2f}" for i in range(len(runs))]
-    table.row(*name, *milliseconds, times.ratio(0, 2))
+    table.row(*name, *milliseconds, times.ratio(0, len(runs) - 1))
     jax.clear_caches()
 
 
@@ -120,7 +122,7 @@ def measure_stream(
     instances = list(zip(*rows, strict=True))
     cell = jedbatch.cell(steps)
     batched = jedbatch.batch(lambda params, instance: cell(params, *instance))
-    every = jax.jit(jax.vmap(steps, (None, 0, 0)))
+    every = common.jit(jax.vmap(steps, (None, 0, 0)))
 
     def by_vmap() -> list[np.ndarray]:
         running: collections.deque[jax.Array] = collections.deque()
@@ -185,7 +187,8 @@ def measure_streams(args: argparse.Namespace, count: int, size: int) -> None:
 
 def measure_all(args: argparse.Namespace, count: int, of_experts: int) -> None:
     """Prints the table of minibatches."""
-    table = common.Table("", "", "hidden", "vmap ms", "lockstep ms", "auto ms", "vmap / auto")
+    columns = [f"{way} ms" for way in ("vmap", *args.ways)]
+    table = common.Table("", "", "hidden", *columns, f"vmap / {args.ways[-1]}")
     for hidden in args.hidden:
         for distribution in ("geometric", "lognormal", "equal"):
             given = loops(distribution, count, hidden)
@@ -198,18 +201,21 @@ def measure_all(args: argparse.Namespace, count: int, of_experts: int) -> None:
 def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--hidden", type=common.numbers, default=[64, 128], help="such as 64,128")
-    parser.add_argument("--streams", action="store_true", help="those alone")
+    parser.add_argument("--instances", type=int, default=1024, help="of `loop` (%(default)s)")
+    parser.add_argument("--ways", nargs="+", default=["lockstep", "auto"], help="such as lanes auto")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=4, help="per row (%(default)s)")
     args = parser.parse_args()
     if args.data:
         parser.error("--data: instances are always synthetic here")
-    count, of_experts, of_stream = 1024, 256, 4096
+    count, of_experts, of_stream = args.instances, args.instances // 4, 4096
     if args.quick:
         args.hidden, args.seconds, count, of_experts, of_stream = [8], 0.2, 64, 64, 128
     print(common.machine())
-    if not args.streams:
+    if "minibatches" in args.parts:
         measure_all(args, count, of_experts)
-    measure_streams(args, of_stream, 16 if args.quick else 64)
+    if "streams" in args.parts:
+        measure_streams(args, of_stream, 16 if args.quick else 64)
 
 
 if __name__ == "__main__":

@@ -189,9 +189,9 @@ def measure(
     params = parameters(size)
     minibatch = instances_of(work, distribution, count, size)
     few = minibatch[: args.few]
-    loop = by_python(work, jax.jit(work.step))
-    one = jax.jit(by_lax(work))
-    every = jax.jit(jax.vmap(by_lax(work), (None, 0, 0)))
+    loop = by_python(work, common.jit(work.step))
+    one = common.jit(by_lax(work))
+    every = common.jit(jax.vmap(by_lax(work), (None, 0, 0)))
 
     def run_vmap() -> tuple:
         xs = np.stack([x for x, _ in minibatch])

@@ -216,12 +216,12 @@ def ode(count: int, oscillators: int = 1) -> Case:
 
 def measure(table: common.Table, name: str, case: Case, args: Any) -> None:
     """Prints a row."""
-    by_vmap = jax.jit(jax.vmap(case.fn, (None, 0)))
+    by_vmap = common.jit(jax.vmap(case.fn, (None, 0)))
     batched = jedbatch.batch(case.fn, in_axes=(None, 0))
     cell = jedbatch.cell(case.fn)
     nodes = jedbatch.batch(lambda params, row: cell(params, row))
-    plan = nodes.plan(case.params, list(np.asarray(case.rows)), gradient=False)
-    apply = jax.jit(nodes.apply)
+    plan = jax.device_put(nodes.plan(case.params, list(np.asarray(case.rows)), gradient=False))
+    apply = common.jit(nodes.apply)
     runs = [
         lambda: by_vmap(case.params, case.rows),
         lambda: batched(case.params, case.rows),

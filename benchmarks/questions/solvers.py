@@ -141,7 +141,7 @@ def measure(table: common.Table, name: str, case: Any, gradient: bool, seconds: 
     def slope(run: Callable) -> Callable:
         return jax.grad(lambda p: jnp.sin(run(p, rows)[0]).sum())
 
-    jitted = jax.jit(by_vmap)
+    jitted = common.jit(by_vmap)
     values = [jitted(params, rows), on_rows(params, rows), on_list(params, instances)]
     for x in values[1:]:
         close = np.isclose(x[0], values[0][0], rtol=1e-2, atol=5e-2).reshape(count, -1).all(1)
@@ -153,7 +153,7 @@ def measure(table: common.Table, name: str, case: Any, gradient: bool, seconds: 
         lambda: on_list(params, instances),
     ]
     if gradient:
-        jitted_slope = jax.jit(slope(by_vmap))
+        jitted_slope = common.jit(slope(by_vmap))
         runs += [lambda: jitted_slope(params), lambda: slope(on_rows)(params)]
     times = common.interleaved(runs, seconds, least=5)
     waits = f"{count * steps.max(0).sum() / steps.sum():.1f}"
