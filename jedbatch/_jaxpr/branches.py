@@ -14,11 +14,10 @@ from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient, inlined
 from jedbatch._jaxpr.lane_steps import is_counting, tell
+from jedbatch._jaxpr.program_counters import BRANCH_LANES
 from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._support.types import Array
-
-BLOCK = 32  # lanes of a branch that run together
 
 
 class LaneBranch(NamedTuple):
@@ -36,7 +35,11 @@ class LaneBranch(NamedTuple):
 
 
 def apart(
-    branches: Sequence[LaneBranch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+    branches: Sequence[LaneBranch],
+    index: Array,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    width: int = BRANCH_LANES,
 ) -> list[Array]:
     """Runs for each lane the branch that it takes.
 
@@ -45,6 +48,7 @@ def apart(
       index: int[N], the branch of each lane, clamped to those there are.
       args: operands of lanes, or of all lanes.
       in_batched: which of these they are.
+      width: how many lanes of a branch run together.
 
     Returns:
       The results of lanes, [N, ...] each.
@@ -57,21 +61,26 @@ def apart(
 
     size = len(index)
     kinds = jax.eval_shape(lambda: jax.vmap(branches[0].run, axes, axis_size=size)(*args))
-    return _each_block(branches, index, block, [jnp.zeros(x.shape, x.dtype) for x in kinds])
+    results = [jnp.zeros(x.shape, x.dtype) for x in kinds]
+    return _each_block(branches, index, block, results, width)
 
 
 def apart_with_reverse(
-    branches: Sequence[LaneBranch], index: Array, args: Sequence[Array], in_batched: Sequence[bool]
+    branches: Sequence[LaneBranch],
+    index: Array,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    width: int = BRANCH_LANES,
 ) -> list[Array]:
     """Does the same, and can be differentiated in reverse: each branch for its own lanes."""
     axes = [0 if batched else None for batched in in_batched]
 
     @jax.custom_vjp
     def run(index: Array, args: Sequence[Array]) -> list[Array]:
-        return apart(branches, index, args, in_batched)
+        return apart(branches, index, args, in_batched, width)
 
     def forward(index: Array, args: Sequence[Array]) -> tuple[list[Array], Any]:
-        return apart(branches, index, args, in_batched), (index, args)
+        return apart(branches, index, args, in_batched, width), (index, args)
 
     def backward(read: Any, cotangents: Sequence[Array]) -> tuple[None, list[Any]]:
         index, args = read
@@ -112,7 +121,8 @@ def apart_with_reverse(
                 after[p] = total.at[lanes].add(x) if in_batched[i] else x
             return after
 
-        sums = _each_block(branches, index, block, [jnp.zeros_like(args[i]) for i in every])
+        sums = [jnp.zeros_like(args[i]) for i in every]
+        sums = _each_block(branches, index, block, sums, width)
         by_place = dict(zip(every, sums, strict=True))
         return None, [by_place.get(i) for i in range(len(args))]
 
@@ -121,9 +131,9 @@ def apart_with_reverse(
 
 
 def _each_block(
-    branches: Sequence[LaneBranch], index: Array, block: Callable, state: list[Array]
+    branches: Sequence[LaneBranch], index: Array, block: Callable, state: list[Array], width: int
 ) -> list[Array]:
-    """Runs `block(branch, lanes, exists, state)` for the lanes of each branch, some at a time.
+    """Runs `block(branch, lanes, exists, state)` for the lanes of each branch, `width` at a time.
 
     Where there are not as many as a block has, the last is there again, and does not `exist`.
     """
@@ -132,19 +142,19 @@ def _each_block(
     counts = jnp.zeros(len(branches), jnp.int32).at[index].add(1)
     ends = jnp.cumsum(counts)
     if is_counting():
-        steps = -(-counts // BLOCK)
-        parts = [(number, branch.work, BLOCK) for number, branch in enumerate(branches)]
-        tell("branch", parts, jnp.stack([steps, steps * BLOCK, counts], axis=1))
+        steps = -(-counts // width)
+        parts = [(number, branch.work, width) for number, branch in enumerate(branches)]
+        tell("branch", parts, jnp.stack([steps, steps * width, counts], axis=1))
     for number, branch in enumerate(branches):
         end, begin = ends[number], ends[number] - counts[number]
 
         def one(i: Array, state: list[Array], branch=branch, begin=begin, end=end) -> list[Array]:
-            place = begin + i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            place = begin + i * width + jnp.arange(width, dtype=jnp.int32)
             lanes = order[jnp.minimum(place, end - 1)]
             found: list[Array] = block(branch, lanes, place < end, state)
             return found
 
-        state = lax.fori_loop(0, -(-counts[number] // BLOCK), one, state)
+        state = lax.fori_loop(0, -(-counts[number] // width), one, state)
     return state
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
-from jedbatch._jaxpr.branches import BLOCK, LaneBranch, apart, apart_with_reverse
+from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
@@ -263,7 +263,8 @@ def _rule_of_while(
             return body(*split(of_lane)[1], *carry)
 
         few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
-        outs = refilled(jax.vmap(more), jax.vmap(step), own, start, at_a_time, few, body_work)
+        over_lanes = jax.vmap(more), jax.vmap(step)
+        outs = refilled(*over_lanes, own, start, at_a_time, few, body_work, lanes.nests)
         return outs, [True] * len(outs)
 
     return rule
@@ -304,11 +305,13 @@ def refilled(
     at_a_time: int,
     few: int,
     body_work: int,
+    nests: bool = True,
 ) -> list[Array]:
     """Runs a loop for many lanes until all are done.
 
     As long as many of them go on, all run, as by `vmap`. Then the others run some at a time: the
-    place of one that is done is taken by the next that waits.
+    place of one that is done is taken by the next that waits, looked for after every step, or, if
+    it `nests`, by a loop around one that runs until some are done.
 
     Args:
       more: from constants and carries of lanes to bool[lanes], whether each goes on.
@@ -318,6 +321,7 @@ def refilled(
       at_a_time: how many lanes run once few are left.
       few: how many lanes that is.
       body_work: floating-point operations of a step of a lane, for counts of steps.
+      nests: see `LaneRule`.
 
     Returns:
       The carries [N, ...] at the end.
@@ -337,25 +341,27 @@ def refilled(
     (left,) = jnp.nonzero(goes_on, size=few, fill_value=size)
     left = left.astype(jnp.int32)
 
+    def one_step(mine: Sequence[Array], state: Any) -> Any:
+        goes_on, carry, tally = state
+        tally = _counted(tally, 1, goes_on)
+        carry = _where(goes_on, step(mine, carry), carry)
+        return goes_on & more(mine, carry), carry, tally
+
     def exchange(state: Any) -> Any:
         """Runs until lanes leave, writes their carries, and puts others in their places."""
         lane, goes_on, next_one, mine, carry, ends, tally = state
-
-        def one_step(state: Any) -> Any:
-            goes_on, carry, tally = state
-            tally = _counted(tally, 1, goes_on)
-            carry = _where(goes_on, step(mine, carry), carry)
-            return goes_on & more(mine, carry), carry, tally
 
         def none_leaves(state: Any) -> Array:
             goes_on = state[0]
             return goes_on.all() | (goes_on.any() & (next_one >= num_left))
 
+        run = functools.partial(one_step, mine)
         state = goes_on, carry, tally
-        goes_on, carry, tally = lax.while_loop(none_leaves, one_step, state)
+        goes_on, carry, tally = lax.while_loop(none_leaves, run, state) if nests else run(state)
         place = next_one + jnp.cumsum(~goes_on, dtype=jnp.int32) - 1
         comes = jnp.where(goes_on, lane, left.at[place].get(mode="fill", fill_value=size))
-        put = _put_one_by_one if row_bytes * at_a_time >= MANY_BYTES else _put_together
+        one_by_one = nests and row_bytes * at_a_time >= MANY_BYTES
+        put = _put_one_by_one if one_by_one else _put_together
         mine, carry, ends = put(goes_on, lane, comes, own, mine, carry, ends)
         next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
         return comes, comes < size, next_one, mine, carry, ends, tally
@@ -364,7 +370,14 @@ def refilled(
     lane = left[:at_a_time]
     state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
     state = (*state, ends, tally)
-    *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
+    if nests:
+        *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
+    else:
+        state = lax.while_loop(lambda state: state[2] < num_left, exchange, state)
+        lane, goes_on, _, mine, carry, ends, tally = state
+        run, state = functools.partial(one_step, mine), (goes_on, carry, tally)
+        _, carry, tally = lax.while_loop(lambda state: state[0].any(), run, state)
+        ends = [x.at[lane].set(y, mode="drop") for x, y in zip(ends, carry, strict=True)]
     if tally is not None:
         tell("loop", [(0, body_work, size), (0, body_work, at_a_time)], tally)
     return ends
@@ -477,9 +490,9 @@ def _rule_of_cond(
 
     def rule(size: int, in_batched: Sequence[bool], index: Array, *args: Array) -> Any:
         pays = mode == "lanes" or size * sum(branch_work) >= BRANCH_WORK * lanes.step_work
-        if not in_batched[0] or size < 2 * BLOCK or not pays:
+        if not in_batched[0] or size < 2 * lanes.branch_lanes or not pays:
             return _in_lock_step(eqn, in_batched, (index, *args))
-        outs = run(branches, index, list(args), in_batched[1:])
+        outs = run(branches, index, list(args), in_batched[1:], lanes.branch_lanes)
         return outs, [True] * len(outs)
 
     return rule

@@ -53,6 +53,7 @@ from jedbatch._schedule.lane_policies import (
 )
 from jedbatch._support.types import Array
 
+BRANCH_LANES = 32  # of a branch that run together
 STEP_WORK = 5e4  # floating-point operations done while a step of the machine is started
 SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
 LEAST_WIDTH = 32  # of lanes, where there are twice as many
@@ -71,10 +72,15 @@ class LaneRule:
     Attributes:
       policy: which step is next; `by_table` for that of a table, which is an operand.
       step_work: floating-point operations done while a step is started.
+      branch_lanes: how many lanes of a branch run together.
+      nests: whether loops run inside of the loop over steps. On a CPU they save copies and starts
+        of steps. On a GPU each is a node of a CUDA graph, which costs more than it saves.
     """
 
     policy: LanePolicy = least_loss
     step_work: float = STEP_WORK
+    branch_lanes: int = BRANCH_LANES
+    nests: bool = True
 
 
 class Leave(NamedTuple):
@@ -224,8 +230,13 @@ def widths(block: BasicBlock, size: int, step_work: float = STEP_WORK) -> list[i
     return sorted(w for w in found if w >= min(NARROWEST, best))
 
 
-def lane_blocks(program: BlockProgram, size: int, step_work: float = STEP_WORK) -> LaneBlocks:
-    """Returns the blocks at which lanes wait, all but the first and the last, and their steps."""
+def lane_blocks(
+    program: BlockProgram, size: int, step_work: float = STEP_WORK, nests: bool = True
+) -> LaneBlocks:
+    """Returns the blocks at which lanes wait, all but the first and the last, and their steps.
+
+    Unless it `nests`, no block is run several times in one step.
+    """
     between = program.blocks[1:-1]
     steps = [(i, w) for i, block in enumerate(between) for w in widths(block, size, step_work)]
     parts = [f"{b.work} to {' '.join(str(t - 1) for t in b.targets)}" for b in between]
@@ -233,7 +244,7 @@ def lane_blocks(program: BlockProgram, size: int, step_work: float = STEP_WORK) 
         label="; ".join(parts),
         size=size,
         work=tuple(float(block.work) for block in between),
-        repeats=tuple(block.repeats for block in between),
+        repeats=tuple(nests and block.repeats for block in between),
         block=tuple(block for block, _ in steps),
         width=tuple(width for _, width in steps),
         start=float(step_work),
@@ -307,7 +318,7 @@ def until_last(
     """
     size = len(after)
     between = program.blocks[1:-1]
-    blocks = lane_blocks(program, size, rule.step_work)
+    blocks = lane_blocks(program, size, rule.step_work, rule.nests)
     steps = list(zip(blocks.block, blocks.width, strict=True))
     end = len(program.blocks) - 1
     choose = _chooser(blocks, rule.policy, leave, end)
@@ -328,7 +339,10 @@ def until_last(
     ]
 
     def round_of(values: Any) -> Any:
-        # A conditional would copy what it returns, a loop does not.
+        if not rule.nests:
+            branches = [functools.partial(run_behind, body) for body in bodies]
+            return lax.switch(values[-1], branches, values)
+        # On a CPU a conditional would copy what it returns, a loop does not.
         for number, body in enumerate(bodies):
 
             def is_chosen(values: Any, number: int = number) -> Array:
@@ -339,6 +353,10 @@ def until_last(
 
             values = lax.while_loop(is_chosen, run, values)
         return values
+
+    def run_behind(body: Callable, values: Any) -> Any:
+        """Runs a step; behind a barrier no branch of XLA:GPU's conditional copies registers."""
+        return lax.optimization_barrier(unpack(body(pack(values))))
 
     def pack(values: Any) -> _LaneState:
         return _LaneState(dict(zip(read, values[0], strict=True)), *values[1:])
@@ -400,7 +418,7 @@ def _step(
         index = values[access.index] if isinstance(access.index, Slot) else access.index
         row = state.registers[access.array][lanes, index]
         values[access.row] = from_stored(row, kind_of(access.row))
-    if block.repeats:
+    if block.repeats and rule.nests:
         full = jnp.minimum(width, state.count.sum())
         outs, after, ran, trips = _repeated(block, values, exists, full, rule.step_work)
         writes: list[tuple[Array, Array]] = []

@@ -127,7 +127,7 @@ class Kernel:
         self.reached = reached
         self.control_flow = control_flow
         self.max_steps = max_steps
-        self.lanes = lanes or LaneRule(step_work=target.step_work)
+        self.lanes = lanes or target.lane_rule()
         self._lane_table = lane_table
         self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands

@@ -25,13 +25,14 @@ import jax
 from jax.core import Tracer
 
 from jedbatch import checks
-from jedbatch._jaxpr.program_counters import STEP_WORK
+from jedbatch._jaxpr.program_counters import BRANCH_LANES, STEP_WORK, LaneRule
 from jedbatch._layout.bucketing import (
     COARSE_BUCKETS,
     DIVERGING_BUCKETS,
     FINE_BUCKETS,
     Buckets,
 )
+from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets((16, 192), 16)
@@ -69,6 +70,7 @@ class Target:
       chunk_bytes: bytes that a chunk may read and write.
       step_work: floating-point operations done while a step of lanes is started whose loops or
         branches values decide on.
+      branch_lanes: how many lanes of a branch run together, where values decide on branches.
       diverging: widths of the chunks of lanes whose loops or branches values decide on.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of ragged rows.
@@ -96,6 +98,7 @@ class Target:
     light_start: int = 16
     chunk_bytes: int = 16 << 20
     step_work: float = STEP_WORK
+    branch_lanes: int = BRANCH_LANES
     diverging: Buckets = DIVERGING_BUCKETS
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS
@@ -186,6 +189,10 @@ class Target:
             start *= 2
         return start
 
+    def lane_rule(self, policy: LanePolicy = least_loss) -> LaneRule:
+        """Returns how lanes run whose loops or branches values decide on."""
+        return LaneRule(policy, self.step_work, self.branch_lanes, self.control == "loops")
+
     @property
     def has_slice_bodies(self) -> bool:
         """Whether a kernel may have a second body, which reads operands as slices.
@@ -224,6 +231,8 @@ GPU = Target(
     heavy_start=512,
     light_start=8192,
     chunk_bytes=1 << 30,
+    step_work=5e8,
+    branch_lanes=256,
     diverging=Buckets((128, 1024, 8192), 512),
     sums=Buckets((256, 2048), 1024),
     blocks=GPU_BLOCKS,

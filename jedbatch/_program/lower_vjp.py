@@ -563,8 +563,10 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
         for rows, column in zip(view, readers.columns, strict=False):
             rows[places] = resolved(column[values], a)
 
+    there = set()
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
         k = forward.kernels.index(kernel)
+        there.add(k)
         used = int(layout.lanes[t])
         form.view(table, "blocks", k)[:] = kernel.blocks.cover(np.array([used]))[0]
         nodes = placed.nodes[t]
@@ -579,6 +581,9 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
             fill(view, values, layout.lane[nodes], forward.arena(value_type))
             if readers.leads_to is not None:
                 form.view(table, "leads_to", k, s)[layout.lane[nodes]] = readers.leads_to[values]
+    for k in set(range(len(forward.kernels))) - there:  # where all lanes count, not blocks of them
+        for s, value_type in enumerate(forward.kernels[k].results):
+            form.view(table, "readers", k, s)[:] = signature.zero[forward.arena(value_type)]
     for a, kind in enumerate(placed.arenas):
         b = forward.arena_ids[kind]
         inputs_here = np.flatnonzero(placed.input_arena == a)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._jaxpr.program_counters import LaneRule
+from jedbatch._kernel.target import Target
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_fsm import LaneFSM, by_table
@@ -42,10 +43,10 @@ class OutsideValues:
             self.lane_table = jnp.asarray(lane_policy.table)
             self.lane_table_id = registry.closed_over(self.lane_table)
 
-    def lane_rule(self, step_work: float) -> LaneRule:
+    def lane_rule(self, target: Target) -> LaneRule:
         """Returns how lanes run, whatever is in the table."""
         policy = self.lane_policy if self.lane_table is None else by_table
-        return LaneRule(policy, step_work)
+        return target.lane_rule(policy)
 
     def use_lane_policy(self, policy: LaneFSM) -> None:
         """Has programs that read a table read that of another machine; nothing is compiled."""

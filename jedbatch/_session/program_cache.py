@@ -98,7 +98,7 @@ class ProgramCache:
         self._loops: Any = {
             "control_flow": control_flow,
             "max_steps": max_steps,
-            "lanes": outside.lane_rule(target.step_work),
+            "lanes": outside.lane_rule(target),
             "lane_table": outside.lane_table_id,
         }
         self.target = target

@@ -201,7 +201,7 @@ class RefilledProgram:
         announce(f"compiling a program for streams in minibatches of {self.size}")
         rows = {kind: inputs[input_name(kind)] for kind in self._counts}
         program, args, in_batched = self._of_one(self._consts(shared), rows)
-        rule = self._programs.outside.lane_rule(self._programs.target.step_work)
+        rule = self._programs.outside.lane_rule(self._programs.target)
         if table is not None:
             rule = replace(rule, policy=functools.partial(look_up, table))
         with program_of(NAME):

@@ -12,7 +12,8 @@ from jax import lax
 
 import jedbatch
 from jedbatch._jaxpr import divergent
-from jedbatch._jaxpr.divergent import BLOCK, lanes_at_a_time, without_lock_step
+from jedbatch._jaxpr.divergent import lanes_at_a_time, without_lock_step
+from jedbatch._jaxpr.program_counters import BRANCH_LANES
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
@@ -207,7 +208,8 @@ def test_each_branch_runs_for_its_own_lanes():
     x = jnp.arange(190.0)
     np.testing.assert_array_equal(jax.jit(over_lanes(fn, index, x))(index, x), x)
     jax.effects_barrier()
-    assert [sum(s) for s in seen] == [-(-150 // BLOCK) * BLOCK, -(-40 // BLOCK) * BLOCK, 0]
+    steps = [-(-150 // BRANCH_LANES), -(-40 // BRANCH_LANES), 0]
+    assert [sum(s) for s in seen] == [n * BRANCH_LANES for n in steps]
 
 
 def test_forward_mode_is_that_of_one_by_one():
