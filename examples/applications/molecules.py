@@ -66,7 +66,7 @@ def step(losses_of):
         losses = losses_of(params, molecules)
         return losses.mean(), losses
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=jedbatch.compiler_options())
     def run(params, molecules):
         gradient, losses = jax.grad(mean, has_aux=True)(params, molecules)
         return losses, jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)

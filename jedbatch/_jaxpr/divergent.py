@@ -208,7 +208,7 @@ def _nest(
             found: list[Array] = jax.vmap(run, axes, axis_size=size)(*args)
             return found
 
-        by_lanes = mode == "lanes" or pays(closed, args, in_batched, size, lanes.step_work)
+        by_lanes = mode == "lanes" or pays(closed, args, in_batched, size, lanes)
         if size < 2 or not by_lanes:
             outs = otherwise(*args)
         else:

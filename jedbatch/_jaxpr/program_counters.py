@@ -59,7 +59,7 @@ SHARE = 4.0  # work of a step of the width that is best, as a multiple of that
 LEAST_WIDTH = 32  # of lanes, where there are twice as many
 NARROWER = 4  # how much narrower steps are where fewer lanes are left
 NARROWEST = 4
-LEAST_WORK = 8.0  # of all lanes in the block with most, as a multiple of that, to pay
+NEST_WORK = 8.0  # of all lanes in the block with most, as a multiple of that, to pay
 SMALL = 128  # lanes that are ranked by a product of matrices
 
 Registers = dict[Slot, Array]  # [N, ...] each, keys as the integers they are made of
@@ -73,6 +73,8 @@ class LaneRule:
       policy: which step is next; `by_table` for that of a table, which is an operand.
       step_work: floating-point operations done while a step is started.
       branch_lanes: how many lanes of a branch run together.
+      nest_work: of all lanes in the block with most work, in starts of steps, from which on loops
+        in loops are expected to run faster than in lock step.
       nests: whether loops run inside of the loop over steps. On a CPU they save copies and starts
         of steps. On a GPU each is a node of a CUDA graph, which costs more than it saves.
     """
@@ -80,6 +82,7 @@ class LaneRule:
     policy: LanePolicy = least_loss
     step_work: float = STEP_WORK
     branch_lanes: int = BRANCH_LANES
+    nest_work: float = NEST_WORK
     nests: bool = True
 
 
@@ -192,17 +195,13 @@ def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array
 
 
 def pays(
-    program: Any,
-    args: Sequence[Array],
-    in_batched: Sequence[bool],
-    size: int,
-    step_work: float = STEP_WORK,
+    program: Any, args: Sequence[Array], in_batched: Sequence[bool], size: int, rule: LaneRule
 ) -> bool:
     """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
     found: list[BlockProgram] = []
     jax.eval_shape(lambda *args: found.append(cut_for(program, args, in_batched)), *args)
     works = [block.work for block in found[0].blocks[1:-1]]
-    return len(works) > 1 and size * max(works) >= LEAST_WORK * step_work
+    return len(works) > 1 and size * max(works) >= rule.nest_work * rule.step_work
 
 
 def cut_for(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:

@@ -25,7 +25,7 @@ import jax
 from jax.core import Tracer
 
 from jedbatch import checks
-from jedbatch._jaxpr.program_counters import BRANCH_LANES, STEP_WORK, LaneRule
+from jedbatch._jaxpr.program_counters import BRANCH_LANES, NEST_WORK, STEP_WORK, LaneRule
 from jedbatch._layout.bucketing import (
     COARSE_BUCKETS,
     DIVERGING_BUCKETS,
@@ -71,6 +71,8 @@ class Target:
       step_work: floating-point operations done while a step of lanes is started whose loops or
         branches values decide on.
       branch_lanes: how many lanes of a branch run together, where values decide on branches.
+      nest_work: what all of them do in one block of loops in loops, as a multiple of `step_work`,
+        from which on these do not run in lock step.
       diverging: widths of the chunks of lanes whose loops or branches values decide on.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of ragged rows.
@@ -99,6 +101,7 @@ class Target:
     chunk_bytes: int = 16 << 20
     step_work: float = STEP_WORK
     branch_lanes: int = BRANCH_LANES
+    nest_work: float = NEST_WORK
     diverging: Buckets = DIVERGING_BUCKETS
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS
@@ -191,7 +194,8 @@ class Target:
 
     def lane_rule(self, policy: LanePolicy = least_loss) -> LaneRule:
         """Returns how lanes run whose loops or branches values decide on."""
-        return LaneRule(policy, self.step_work, self.branch_lanes, self.control == "loops")
+        costs = self.step_work, self.branch_lanes, self.nest_work
+        return LaneRule(policy, *costs, nests=self.control == "loops")
 
     @property
     def has_slice_bodies(self) -> bool:
@@ -231,8 +235,9 @@ GPU = Target(
     heavy_start=512,
     light_start=8192,
     chunk_bytes=1 << 30,
-    step_work=5e8,
+    step_work=2e8,
     branch_lanes=256,
+    nest_work=1,
     diverging=Buckets((128, 1024, 8192), 512),
     sums=Buckets((256, 2048), 1024),
     blocks=GPU_BLOCKS,

@@ -147,14 +147,15 @@ class Lanes:
     def pull_back_table(self, table: ConstTable, total: Values) -> list[jax.Array | None]:
         """Returns gradients of consts, with those of a table as a part of those of its source."""
         rows = table.table.rows
-        was_read = jnp.zeros(rows, bool)
+        readers = jnp.zeros(rows, jnp.int32)  # XLA:GPU has no atomic operation for bits
         for tap in self.kernel.reverse.taps:
             if not set(tap.consts).isdisjoint(table.results):
                 alive = functools.reduce(jnp.logical_or, self._alive(tap, 0, self.capacity))
                 (index,) = self._rows(tap, 0, self.capacity)
-                was_read = was_read.at[jnp.clip(index, 0, rows - 1)].max(alive)
+                row = jnp.clip(index, 0, rows - 1)
+                readers = readers.at[row].add(alive.astype(jnp.int32))
         cotangents = [total[c] for c in table.results]
-        sent = table.table.pull_back(self.consts[table.source], cotangents, was_read)
+        sent = table.table.pull_back(self.consts[table.source], cotangents, readers > 0)
         before = total[table.source]
         changed = dict.fromkeys(table.results) | {
             table.source: sent if before is None else before + sent

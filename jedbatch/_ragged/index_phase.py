@@ -108,11 +108,12 @@ class _Step:
         extent = table.aval.shape[indexing.axis]
         if ragged_axis(table) is None:
             counts = jnp.full(len(call), extent, jnp.int32)
-            named = NamedRows(call * extent, counts, exist, batch.capacity.calls * extent)
+            starts, every = call * extent, batch.capacity.calls * extent
         else:
             t = batch.index(extent)
             starts, counts = take(batch.get("starts", t), call), take(self.counts(extent), call)
-            named = NamedRows(starts, counts, exist, batch.capacity.rows[t])
+            every = batch.capacity.rows[t]
+        named = NamedRows(starts, counts, exist, every, bool(batch.capacity.slots))
         values = [self._long(table, indexing.axis), self._long(indices, indexing.batch)]
         values += [self._long(v, indexing.dimensions[indexing.batch]) for v in updates]
         out, result = run_indexed(eqn, values, named), eqn.outvars[0]
@@ -134,8 +135,13 @@ class _Step:
         return jnp.moveaxis(x, 0, axis)
 
     def _ending(self, e: int, rows: Array) -> Array:
-        """Returns packed rows; those beyond the last repeat it where all rows are one block."""
+        """Returns packed rows; those beyond the last repeat it where all rows are one block.
+
+        Nothing is sent back from these to the last.
+        """
         if not self.batch.capacity.slots or not len(rows):
             return rows
-        last = jnp.maximum(self.batch.total(e) - 1, 0)
-        return take(rows, jnp.minimum(jnp.arange(len(rows), dtype=jnp.int32), last))
+        total = self.batch.total(e)
+        exist = (jnp.arange(len(rows)) < total).reshape(-1, *[1] * (rows.ndim - 1))
+        last = lax.dynamic_slice_in_dim(rows, jnp.maximum(total - 1, 0), 1)
+        return jnp.where(exist, rows, lax.stop_gradient(last))

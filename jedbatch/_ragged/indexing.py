@@ -122,12 +122,16 @@ class NamedRows:
       counts: int32[R], how many there are.
       exist: bool[R], whether there is such a row of indices.
       total: how many rows all instances have, those of no instance among them.
+      is_ended: whether what is read for rows of indices that do not exist is written over (see
+        `IndexPhase`). Then each of them reads a row of its own: XLA:GPU adds up what is sent back
+        to one row, zeros too, one after the other.
     """
 
     starts: jax.Array
     counts: jax.Array
     exist: jax.Array
     total: int
+    is_ended: bool = False
 
 
 def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) -> Array:
@@ -169,6 +173,8 @@ def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) ->
         index = jnp.where(inside | ~exist, nearest, nowhere)
     else:
         index = nearest
+    if not updates and named.is_ended and named.total:
+        index = jnp.where(exist, index, (nowhere - named.total) % named.total)
     params["indices_are_sorted"] = False
     indices = _with_component(indices.astype(jnp.int32), indexing.component, index)
     out = eqn.primitive.bind(table, indices, *updates, **params)
