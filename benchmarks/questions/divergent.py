@@ -202,7 +202,7 @@ def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--hidden", type=common.numbers, default=[64, 128], help="such as 64,128")
     parser.add_argument("--instances", type=int, default=1024, help="of `loop` (%(default)s)")
-    parser.add_argument("--ways", nargs="+", default=["lockstep", "auto"], help="such as lanes auto")
+    parser.add_argument("--ways", nargs="+", default=["lockstep", "auto"], help="of jedbatch")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=4, help="per row (%(default)s)")
     args = parser.parse_args()

@@ -23,7 +23,7 @@ from jax import lax
 import jedbatch
 from jedbatch._jaxpr.basic_blocks import cut, is_nest
 from jedbatch._jaxpr.divergent import without_lock_step
-from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, run_lanes, widths
+from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, LaneRule, run_lanes, widths
 from jedbatch._jaxpr.registers import BasicBlock, Instruction, Slot
 
 pytestmark = pytest.mark.unoptimized
@@ -36,7 +36,7 @@ def stacked(fn, *args):
     return jax.tree.map(lambda *xs: jnp.stack(xs), *[fn(*row) for row in rows])
 
 
-def by_counters(fn, *args, shared=()):
+def by_counters(fn, *args, shared=(), rule=None):
     """Returns the results of lanes with program counters; `shared` arguments are of all."""
     one = [x if k in shared else jax.tree.map(lambda x: x[0], x) for k, x in enumerate(args)]
     program, shape = jax.make_jaxpr(fn, return_shape=True)(*one)
@@ -45,7 +45,7 @@ def by_counters(fn, *args, shared=()):
     size = next(len(x) for x, of_lane in zip(leaves, flags, strict=True) if of_lane)
     given = [Slot(x.shape[1:], x.dtype) if f else x for x, f in zip(leaves, flags, strict=True)]
     cut(program.jaxpr, program.consts, given).check()
-    run = jax.jit(lambda *xs: run_lanes(program, xs, flags, size))
+    run = jax.jit(lambda *xs: run_lanes(program, xs, flags, size, rule=rule))
     return jax.tree.unflatten(jax.tree.structure(shape), run(*leaves))
 
 
@@ -80,6 +80,13 @@ def vectors(size, width=4):
 def test_lanes_give_what_instances_give_alone(fn):
     n, x = numbers(37), vectors(37)
     assert_same(by_counters(fn, n, x), stacked(fn, n, x))
+
+
+@pytest.mark.parametrize("fn", mostly_slow(PROGRAMS, "loop_in_loop", "switch_in_loop_in_loop"))
+def test_steps_without_loops_inside(fn):
+    n, x = numbers(37), vectors(37)
+    ours = by_counters(fn, n, x, rule=LaneRule(nests=False))
+    assert_same(ours, stacked(fn, n, x))
 
 
 def heavy_around_light(n, x):

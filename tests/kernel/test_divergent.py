@@ -13,19 +13,19 @@ from jax import lax
 import jedbatch
 from jedbatch._jaxpr import divergent
 from jedbatch._jaxpr.divergent import lanes_at_a_time, without_lock_step
-from jedbatch._jaxpr.program_counters import BRANCH_LANES
+from jedbatch._jaxpr.program_counters import BRANCH_LANES, LaneRule
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
 
 
-def over_lanes(fn, *args, mode="lanes", axes=0):
+def over_lanes(fn, *args, mode="lanes", axes=0, rule=None):
     """Returns the function of lanes, without lock step."""
     one = [
         jax.tree.map(lambda x: x[0], arg) if axis == 0 else arg
         for arg, axis in zip(args, axes if axes else [0] * len(args), strict=True)
     ]
-    program = without_lock_step(jax.make_jaxpr(fn)(*one), mode)
+    program = without_lock_step(jax.make_jaxpr(fn)(*one), mode, rule=rule)
     structure = jax.tree.structure(jax.eval_shape(fn, *one))
 
     def run(*xs):
@@ -94,13 +94,14 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("moved", ["together", "one by one"])
+@pytest.mark.parametrize("moved", ["together", "one by one", "after every step"])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_loops_give_what_they_give_one_by_one(counts, moved, monkeypatch):
     monkeypatch.setattr(divergent, "MANY_BYTES", 0 if moved == "one by one" else 1 << 30)
     n = jnp.asarray(COUNTS[counts], jnp.int32)
     x = jnp.asarray(rng.normal(size=(len(n), 4)), jnp.float32)
-    ours, theirs = jax.jit(over_lanes(steps, n, x))(n, x), loop(steps, n, x)
+    rule = LaneRule(nests=moved != "after every step")
+    ours, theirs = jax.jit(over_lanes(steps, n, x, rule=rule))(n, x), loop(steps, n, x)
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
 

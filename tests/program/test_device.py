@@ -126,6 +126,89 @@ def test_decisions_on_values(params):
     judged(settle, params, TREES, plans=False)
 
 
+@jedbatch.cell
+def spin(params, n, x):
+    """A loop whose trips the number says, in one of as many."""
+
+    def inner(state):
+        return state[0] - 1, jnp.tanh(state[1] @ params["u"][:4]) + 0.1
+
+    def outer(state):
+        i, x = state
+        return i + 1, jax.lax.while_loop(lambda s: s[0] > 0, inner, (i * n % 5, x))[1]
+
+    return jax.lax.while_loop(lambda s: s[0] < n, outer, (0, x))[1]
+
+
+@jedbatch.cell
+def settle(params, n, x):
+    """A loop whose trips the number says."""
+    step = lambda s: (s[0] - 1, jnp.tanh(s[1] @ params["u"][4:]))  # noqa: E731
+    return jax.lax.while_loop(lambda s: s[0] > 0, step, (n, x))[1]
+
+
+@jedbatch.cell
+def choose(params, n, x):
+    branches = [lambda x, k=k: jnp.tanh(x @ params["u"][k : k + 4]) for k in range(4)]
+    return jax.lax.switch(n, branches, x)
+
+
+def numbers_and_vectors(count):
+    rng = np.random.default_rng(0)
+    numbers = rng.geometric(1 / 4, count).tolist()
+    return list(zip(numbers, rng.normal(size=(count, 4)).astype(np.float32), strict=True))
+
+
+@pytest.mark.parametrize("cell", [spin, settle, choose], ids=["nest", "loop", "branches"])
+def test_what_does_not_run_in_lock_step(params, cell):
+    """Alone, and where results feed the next loop, in minibatches of many widths."""
+
+    def twice(params, given):
+        n, x = given
+        return cell(params, n, cell(params, n % 3, x)) if n % 2 else cell(params, n, x)
+
+    given = numbers_and_vectors(700)
+    batched = jedbatch.batch(twice, target="gpu", control_flow="lanes")
+    theirs = jax.jit(jax.vmap(lambda n, x: twice_by_value(params, cell, n, x)))
+    expected = theirs(jnp.asarray([n for n, _ in given]), jnp.stack([x for _, x in given]))
+    for count in (700, 90, 3):
+        assert_close(batched(params, given[:count]), expected[:count], RTOL)
+
+
+def twice_by_value(params, cell, n, x):
+    first = jnp.where(n % 2 == 1, cell(params, n % 3, x), x)
+    return cell(params, n, first)
+
+
+def test_branches_are_differentiated(params):
+    judged(lambda params, given: choose(params, *given), params, numbers_and_vectors(40))
+
+
+def test_graphs(params):
+    """Rows read and added up by index, of graphs of any size."""
+
+    def network(params, graph):
+        x, source, target = graph
+        sent = jnp.tanh(x @ params["u"][:4])[source]
+        received = jax.ops.segment_sum(sent, target, x.shape[0])
+        return jnp.tanh(received @ params["u"][4:]).sum(0)
+
+    rng = np.random.default_rng(0)
+    graphs = []
+    for n, e in [(3, 7), (9, 30), (1, 0), (40, 200), (6, 5)]:
+        ends = rng.integers(0, n, (2, e)).astype(np.int32)
+        graphs.append((rng.normal(size=(n, 4)).astype(np.float32), *ends))
+    judged(network, params, graphs)
+
+
+def test_types_that_a_minibatch_lacks(params):
+    batched = jedbatch.batch(encode, target="gpu")
+    batched.plan(params, TREES)
+    slope = jax.grad(lambda p, plan: batched.apply(p, plan).sum())
+    found = slope(params, batched.plan(params, [1.0] * 4))
+    assert_close(found, jax.grad(lambda p: 4 * encode(p, 1.0).sum())(params), RTOL)
+
+
 def test_rows_are_used_again(params):
     judged(encode, params, TREES, reuse=True)
 

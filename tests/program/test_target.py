@@ -148,6 +148,30 @@ def test_gradients_of_look_ups_in_sixteen_bits_are_exact(dtype):
     )
 
 
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_types_that_a_minibatch_lacks_have_no_gradient(is_exported):
+    """Weight gradients are those of all lanes there is room for, of which none exists here."""
+    double = jedbatch.cell(lambda params, x: x * params)
+    fn = lambda params, given: double(params, given[1]) if given[0] else given[1]  # noqa: E731
+    x, params = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32), jnp.ones(4)
+    batched = jedbatch.batch(fn, target="gpu")
+    some, none = [(k < 2, x[k]) for k in range(6)], [(False, x[k]) for k in range(6)]
+    exported = batched.export(params, some, gradient=True)
+
+    def slope(instances):
+        if is_exported:
+            run, graph = exported.apply, batched.graph(params, instances)
+            plan = exported.plan(graph.split(), gradient=True)
+        else:
+            run, plan = batched.apply, batched.plan(params, instances)
+            assert plan.static.signature.kernels  # the program of the others serves it
+        return jax.grad(lambda params: jnp.square(run(params, plan)).sum())(params)
+
+    for _ in range(2):
+        np.testing.assert_allclose(slope(some), 2 * np.square(x[:2]).sum(0), rtol=1e-6)
+        np.testing.assert_array_equal(slope(none), np.zeros(4))
+
+
 def test_instructions_of_the_reverse_are_found_once(params, monkeypatch):
     batched = jedbatch.batch(encode, target="gpu")
     batched.plan(params, trees(0, 4), gradient=True)
