@@ -13,7 +13,7 @@ oscillators the same with 64 oscillators in an instance, which pull at each othe
 equal       `hmc` with 64 chains, where every draw of every chain has 12 steps.
 
 vmap        `jax.vmap` of the same function, jit-compiled.
-auto        `jedbatch.batch` as it is, called on rows of arrays.
+auto        `jedbatch.batch` as it is, or with another `--control-flow`, called on rows of arrays.
 nodes       the same in a cell, as a plan of as many nodes; made before.
 
 All run in turns in one process, each warmed up; results are compared with those of `vmap` before
@@ -217,9 +217,9 @@ def ode(count: int, oscillators: int = 1) -> Case:
 def measure(table: common.Table, name: str, case: Case, args: Any) -> None:
     """Prints a row."""
     by_vmap = common.jit(jax.vmap(case.fn, (None, 0)))
-    batched = jedbatch.batch(case.fn, in_axes=(None, 0))
+    batched = jedbatch.batch(case.fn, in_axes=(None, 0), control_flow=args.control_flow)
     cell = jedbatch.cell(case.fn)
-    nodes = jedbatch.batch(lambda params, row: cell(params, row))
+    nodes = jedbatch.batch(lambda params, row: cell(params, row), control_flow=args.control_flow)
     plan = jax.device_put(nodes.plan(case.params, list(np.asarray(case.rows)), gradient=False))
     apply = common.jit(nodes.apply)
     runs = [
@@ -249,10 +249,12 @@ def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--seconds", type=float, default=20, help="per row (%(default)s)")
     parser.add_argument("--cases", default="hmc,nuts,ode,oscillators,equal", help="such as hmc,ode")
+    parser.add_argument("--chains", type=common.numbers, default=[16, 64, 256], help="of `hmc`")
+    parser.add_argument("--control-flow", default="auto", help="auto, lanes or lockstep")
     args = parser.parse_args()
     if args.data:
         parser.error("--data: instances are always synthetic here")
-    sizes = {"hmc": [16, 64, 256], "nuts": [100], "equal": [64]}
+    sizes = {"hmc": args.chains, "nuts": [100], "equal": [64]}
     sizes |= {"ode": [256], "oscillators": [256]}
     if args.quick:
         args.seconds = 0.1
