@@ -56,7 +56,7 @@ from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.residuals import KEPT, is_kept
 from jedbatch._kernel.tables import Table, tabulated
-from jedbatch._kernel.target import CPU, Target
+from jedbatch._kernel.target import CPU, Target, lane_rule
 from jedbatch._kernel.vjp import KernelVjp, differentiable, tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._support.types import Array, ControlFlowName
@@ -127,7 +127,7 @@ class Kernel:
         self.reached = reached
         self.control_flow = control_flow
         self.max_steps = max_steps
-        self.lanes = lanes or target.lane_rule()
+        self.lanes = lanes or lane_rule(target)
         self._lane_table = lane_table
         self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands

@@ -32,7 +32,6 @@ from jedbatch._layout.bucketing import (
     FINE_BUCKETS,
     Buckets,
 )
-from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets((16, 192), 16)
@@ -192,11 +191,6 @@ class Target:
             start *= 2
         return start
 
-    def lane_rule(self, policy: LanePolicy = least_loss) -> LaneRule:
-        """Returns how lanes run whose loops or branches values decide on."""
-        costs = self.step_work, self.branch_lanes, self.nest_work
-        return LaneRule(policy, *costs, nests=self.control == "loops")
-
     @property
     def has_slice_bodies(self) -> bool:
         """Whether a kernel may have a second body, which reads operands as slices.
@@ -223,6 +217,16 @@ def _buckets_of(target: Target, work: int, row_bytes: int) -> Buckets:
     widths = target.light if is_light else target.heavy
     fitting = sum(width * row_bytes <= target.chunk_bytes for width in widths)
     return Buckets(widths[: max(2, fitting)], min(start, target.light_start) if is_light else start)
+
+
+def lane_rule(target: Target) -> LaneRule:
+    """Returns how lanes run whose loops or branches values decide on."""
+    return LaneRule(
+        step_work=target.step_work,
+        branch_lanes=target.branch_lanes,
+        nest_work=target.nest_work,
+        nests=target.control == "loops",
+    )
 
 
 CPU = Target("cpu")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 
 from jedbatch._jaxpr.program_counters import LaneRule
-from jedbatch._kernel.target import Target
+from jedbatch._kernel.target import Target, lane_rule
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_fsm import LaneFSM, by_table
@@ -46,7 +46,7 @@ class OutsideValues:
     def lane_rule(self, target: Target) -> LaneRule:
         """Returns how lanes run, whatever is in the table."""
         policy = self.lane_policy if self.lane_table is None else by_table
-        return target.lane_rule(policy)
+        return dataclasses.replace(lane_rule(target), policy=policy)
 
     def use_lane_policy(self, policy: LaneFSM) -> None:
         """Has programs that read a table read that of another machine; nothing is compiled."""
