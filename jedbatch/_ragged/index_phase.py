@@ -65,6 +65,10 @@ class _Step:
     def __init__(self, batch: PackedBatch, env: Bindings, shared: Sequence[Atom]):
         self.batch, self.env, self.shared = batch, env, frozenset(shared)
 
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.batch.capacity.target.control == "switch"
+
     def counts(self, extent: AxisSize) -> jax.Array:
         """Returns int32[K]: an extent of every call."""
         counts = jnp.asarray(extent_at(extent, self.batch.lengths()), jnp.int32)
@@ -113,7 +117,8 @@ class _Step:
             t = batch.index(extent)
             starts, counts = take(batch.get("starts", t), call), take(self.counts(extent), call)
             every = batch.capacity.rows[t]
-        named = NamedRows(starts, counts, exist, every, bool(batch.capacity.slots))
+        is_ended = bool(batch.capacity.slots) and self._is_on_gpu
+        named = NamedRows(starts, counts, exist, every, is_ended)
         values = [self._long(table, indexing.axis), self._long(indices, indexing.batch)]
         values += [self._long(v, indexing.dimensions[indexing.batch]) for v in updates]
         out, result = run_indexed(eqn, values, named), eqn.outvars[0]
@@ -137,11 +142,15 @@ class _Step:
     def _ending(self, e: int, rows: Array) -> Array:
         """Returns packed rows; those beyond the last repeat it where all rows are one block.
 
-        Nothing is sent back from these to the last.
+        What these send back, zeros, a GPU would add to the last one after the other. XLA:CPU
+        computes what is selected again for each reader.
         """
         if not self.batch.capacity.slots or not len(rows):
             return rows
         total = self.batch.total(e)
+        if not self._is_on_gpu:
+            row = jnp.arange(len(rows), dtype=jnp.int32)
+            return take(rows, jnp.minimum(row, jnp.maximum(total - 1, 0)))
         exist = (jnp.arange(len(rows)) < total).reshape(-1, *[1] * (rows.ndim - 1))
         last = lax.dynamic_slice_in_dim(rows, jnp.maximum(total - 1, 0), 1)
         return jnp.where(exist, rows, lax.stop_gradient(last))

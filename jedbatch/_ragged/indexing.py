@@ -174,7 +174,10 @@ def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) ->
     else:
         index = nearest
     if not updates and named.is_ended and named.total:
-        index = jnp.where(exist, index, (nowhere - named.total) % named.total)
+        low_bits = (1 << (named.total.bit_length() - 1)) - 1  # cheaper than a remainder
+        index = jnp.where(
+            exist, index, lax.broadcasted_iota(jnp.int32, index.shape, batch) & low_bits
+        )
     params["indices_are_sorted"] = False
     indices = _with_component(indices.astype(jnp.int32), indexing.component, index)
     out = eqn.primitive.bind(table, indices, *updates, **params)
