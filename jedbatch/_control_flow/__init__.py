@@ -12,8 +12,11 @@ Read in this order:
 6. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
    of its values.
 7. `templates`: Templates of rounds, made of rounds that ran.
-8. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
-9. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
-10. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-11. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+8. `depths`: How many steps to run ahead: as many as earlier calls say, or else twice as many each
+   time.
+9. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
+10. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
+11. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
+12. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+13. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

@@ -21,22 +21,29 @@ NaNs does not run ahead.
 Numbers that a step brings are foreseen in one of three ways: they stay, they are what Python read
 at the end of the step before (the word that a decoder wrote), or they go up or down by the same.
 
-How many steps are run ahead doubles while more than half of them are of use, and halves otherwise;
-so about as many are for nothing as are of use, at most.
+How many steps are run ahead: see `_control_flow.depths`.
 
-Source: speculation with a check before anything depends on it, as processors do with branches; the
-doubling is that of searches in lists without an end (Bentley & Yao, 1976).
+Source: speculation with a check before anything depends on it, as processors do with branches.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jedbatch._control_flow.depths import MAX_STEPS
 from jedbatch._control_flow.recorded import Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._control_flow.scripts import (
+    COUNTS_ON,
+    NUMBERS,
+    STAYS,
+    WAS_READ,
+    ForeseenNumber,
+    same_number,
+    script,
+)
 from jedbatch._control_flow.steps import (
     BEFORE,
     COUNTS,
@@ -46,6 +53,7 @@ from jedbatch._control_flow.steps import (
     READ,
     REFERENCES,
     VALUES,
+    Steps,
 )
 from jedbatch._graph.paths import ranges
 from jedbatch._jaxpr.configuration import finds_faults
@@ -61,118 +69,8 @@ from jedbatch._record.trace import host_rows
 if TYPE_CHECKING:
     from jaxtyping import Int64
 
-FIRST_STEPS = 2  # that are run ahead at first
-MAX_STEPS = 16  # that are run ahead at most
 MAX_INSTRUCTIONS = 64  # of a round that is worth running ahead: others take long themselves
 MAX_RETURNED_BYTES = 1 << 16  # of values that are read, for all steps in one call
-
-NUMBERS = (bool, int, float)
-STAYS, WAS_READ, COUNTS_ON = range(3)  # how a number is foreseen
-
-
-class ForeseenNumber(NamedTuple):
-    """A number that an instance brings in every step.
-
-    Attributes:
-      place: among the inputs that a step records.
-      how: it is foreseen.
-      latest: the number in the step before the first one that is foreseen.
-      by: how much it goes up in a step, if it counts on.
-    """
-
-    place: int
-    how: int
-    latest: Any
-    by: int = 0
-
-
-def same_number(a: Any, b: Any) -> bool:
-    """Returns whether two things are one, or equal numbers of one type that differ in nothing."""
-    if a is b:
-        return True
-    if type(a) is not type(b) or type(a) not in NUMBERS or a != b:
-        return False
-    return type(a) is not float or a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b)
-
-
-class Script:
-    """The values that an instance will ask for, as far as they are there already.
-
-    Attributes:
-      done: how many steps it took as foreseen.
-      first_input: the first of the inputs of the next step.
-      follow: as given.
-    """
-
-    __slots__ = (
-        "_bound",
-        "_latest",
-        "_numbers",
-        "_values",
-        "_width",
-        "done",
-        "first_input",
-        "follow",
-    )
-
-    def __init__(
-        self,
-        values: Sequence[np.ndarray],
-        latest: np.ndarray,
-        numbers: Sequence[ForeseenNumber],
-        width: int,
-        follow: Callable[[int], bool],
-        bound: int | None,
-    ):
-        """Makes a script.
-
-        Args:
-          values: at the end of each step that is foreseen.
-          latest: the value at the end of the step before these.
-          numbers: that the instance brings.
-          width: how many inputs a step has.
-          follow: notes that a step ends, given the value that is asked for; returns whether it is
-            like the one before.
-          bound: below which numbers have to be, and not negative, to be foreseen; or None.
-        """
-        self.done = 0
-        self.first_input = 0
-        self.follow = follow
-        self._width = width
-        self._values = values
-        self._latest = latest
-        self._numbers = numbers
-        self._bound = bound
-
-    def next(self, brought: Sequence[Any]) -> np.ndarray | None:
-        """Returns the value at the end of a step like the one before; None if it is not there.
-
-        `brought` are the inputs of all instances.
-        """
-        done = self.done
-        if done == len(self._values):
-            return None
-        first = self.first_input
-        for place, how, latest, by in self._numbers:
-            x = brought[first + place]
-            if how == STAYS:
-                if not same_number(x, latest):
-                    return None
-                continue
-            if how == COUNTS_ON:
-                latest += (done + 1) * by
-            elif type(x) in NUMBERS:
-                latest = type(x)(self._latest)
-            if not same_number(x, latest) or not self._is_there(x):
-                return None
-        self.first_input = first + self._width
-        self.done = done + 1
-        self._latest = value = self._values[done]
-        return value
-
-    def _is_there(self, x: Any) -> bool:
-        """Returns whether a number may be a row of a table, if it has to."""
-        return self._bound is None or type(x) is not int or 0 <= x < self._bound
 
 
 class Ahead(NamedTuple):
@@ -181,13 +79,13 @@ class Ahead(NamedTuple):
     Attributes:
       steps: int64[F, 17], the steps of the fibres that wait, in order, each of which is like the
         one before (see `_control_flow.steps`).
-      known: values by number.
-      most: how many steps ahead.
+      known: returns the value of that number; None if it was not read.
+      most: returns of a template how many steps ahead.
     """
 
     steps: np.ndarray
-    known: Mapping[int, np.ndarray]
-    most: int
+    known: Callable[[int], np.ndarray | None]
+    most: Callable[[RoundTemplate], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,9 +145,7 @@ class Foreseen:
         read = np.full(len(place), -1)
         counting: dict[int, tuple[int, int]] = {}
         numbers: list[list[ForeseenNumber]] = [[] for _ in steps]
-        was_read = [
-            known.get(x) for x in (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()
-        ]
+        was_read = [known(x) for x in (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()]
         kinds = {g: graph.kind_of_group(g) for g in set(new.groups[template.inputs].tolist())}
         now = (steps[owner, LAST.start + INPUTS] + place).tolist()
         before = (steps[owner, BEFORE.start + INPUTS] + place).tolist()
@@ -319,7 +215,7 @@ class RanAhead:
       first_lane: int64[S, K], of each kernel.
       value_rows: int64[S, V].
       input_rows: int64[S, I], -1 of what is not read.
-      values: of each step but the first one those that are read, by fibre.
+      rows: those that are read, of all fibres in each step.
     """
 
     foreseen: Foreseen
@@ -327,33 +223,26 @@ class RanAhead:
     first_lane: np.ndarray
     value_rows: np.ndarray
     input_rows: np.ndarray
-    values: list[list[np.ndarray]]
+    rows: np.ndarray
 
     @property
     def ahead(self) -> int:
         """How many steps."""
         return len(self.first_lane) - 1
 
-    def scripts(
-        self,
-        fibers: Sequence[int],
-        latest: Sequence[np.ndarray],
-        bound: int | None,
-        follower: Callable[[int], Callable[[int], bool]],
-    ) -> dict[int, Script]:
-        """Returns the script of every fibre.
+    def scripts(self, steps: Steps, fibers: Sequence[int], bound: int | None) -> dict[int, Any]:
+        """Returns the script of every fibre, by number.
 
         Args:
+          steps: of the fibres.
           fibers: their numbers.
-          latest: the value that each waited for.
-          bound: of numbers (see `Script`).
-          follower: returns of a fibre what notes that its steps end.
+          bound: of numbers (see `Script`); or None.
         """
-        values = list(zip(*self.values, strict=True))
-        widths = self.foreseen.steps[:, COUNTS.start + INPUTS].tolist()
-        followers = map(follower, fibers)
-        parts = zip(values, latest, self.foreseen.numbers, widths, followers, strict=True)
-        return {fiber: Script(*part, bound) for fiber, part in zip(fibers, parts, strict=True)}
+        count, bound = len(fibers), -1 if bound is None else bound
+        numbers = self.foreseen.numbers
+        places = [(i, count, self.ahead) for i in range(count, 2 * count)]
+        made = [script(steps, self.rows, *x, bound) for x in zip(places, numbers, strict=True)]
+        return dict(zip(fibers, made, strict=True))
 
     def note(
         self, graph: RecordedGraph, begins: "Int64[np.ndarray, 'F 4']", done: np.ndarray
@@ -389,11 +278,6 @@ class RanAhead:
             recorded(VALUES, self.value_rows),
             recorded(INPUTS, self.input_rows),
         )
-
-
-def next_most(most: int, used: int, foreseen: int) -> int:
-    """Returns how many steps to run ahead next, given how many were of use."""
-    return min(MAX_STEPS, 2 * most) if 2 * used >= foreseen else max(1, most // 2)
 
 
 def room_ahead(outputs: Mapping[Kind, int], num_instructions: int) -> tuple[dict[Kind, int], int]:

@@ -23,6 +23,7 @@ Source: Zha et al., Just-in-time dynamic batching, 2019, and DyNet compute all t
 recorded when one value is read, which ends batching; waiting in turns does not.
 """
 
+import bisect
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -36,7 +37,8 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace, take_current_trace
 from jax.tree_util import PyTreeDef
 
-from jedbatch._control_flow.ahead import FIRST_STEPS, Ahead, RanAhead, Script, next_most
+from jedbatch._control_flow.ahead import Ahead, RanAhead
+from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.steps import COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
@@ -309,10 +311,12 @@ class Attempt:
         self._steps = Steps(self.recorder, len(call.instances))
         self._is_same: dict[int, bool] = {}  # whether a fibre's step is like the one before
         self._may_run_ahead = not saving and self.workspace.trial is None
-        self._most_ahead = FIRST_STEPS
+        self._depths = Depths(session.programs.depths)
         self._ran: RanAhead | None = None  # in the latest round
-        self._scripts: dict[int, Script] = {}  # of fibres, by what ran ahead
-        self._script: Script | None = None  # of the fibre whose turn it is
+        self._scripts: dict[int, Any] = {}  # of fibres, by what ran ahead
+        self._script: Any = None  # of the fibre whose turn it is
+        self._begun: list[Any] = []  # scripts, in order
+        self._first_values: list[int] = []  # of these
         self._has_bound = session.programs.max_steps is not None
         self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
         self._fibers = Fibers(self._record, len(call.instances))
@@ -346,7 +350,7 @@ class Attempt:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
-        self._script = None
+        self._turn_to(None)
         self._steps.begin(self._fibers.fiber)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
@@ -365,18 +369,15 @@ class Attempt:
         recorder = self.recorder
         script = self._script
         if script is not None and type(symbol) is Value and recording.recorder is recorder:
-            key, known = symbol.index, self._known
-            value = known.get(key)
+            key = symbol.index
+            value = self._known_value(key)
             if value is None and key >= 0:
-                same = script.follow(key)
-                value = script.next(recorder.input_value) if same else None
+                value = script.read(key)
                 if value is None:  # it has done something else, or there is no more
-                    self._is_same[self._fibers.fiber] = same
-                    self._script = None
-                else:
-                    if self._has_bound:
-                        self._count_wait(foreseen=True)
-                    known[key] = value
+                    self._is_same[self._fibers.fiber] = script.same
+                    self._turn_to(None)
+                elif self._has_bound:
+                    self._count_wait(foreseen=True)
             if value is not None:
                 return value
         if recording.recorder is not recorder:
@@ -404,26 +405,46 @@ class Attempt:
                 if len(recorder.tracers) > self._num_tracers:
                     self._fibers.wait(None)  # for a start with all of them
                 known[key] = self._shared_value(key)
-        elif key not in known:
+        elif self._known_value(key) is None:
             if key < 0:
                 known[key] = self._input_value(-1 - key)
             else:
                 instance, fiber = recorder._instance, self._fibers.fiber
                 self._count_wait()
-                self._script = None
+                self._turn_to(None)
                 if fiber not in self._is_same:
                     self._is_same[fiber] = self._steps.follower(fiber)(key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
-        return known[key]
+        if key in known:
+            return known[key]
+        value = self._known_value(key)
+        assert value is not None
+        return value
+
+    def _known_value(self, key: int) -> np.ndarray | None:
+        """The value of a result or an input that was read; None if it was not."""
+        value = self._known.get(key)
+        if value is None and key >= 0:
+            place = bisect.bisect_right(self._first_values, key) - 1
+            value = self._begun[place].value(key) if place >= 0 else None
+        return value
 
     def _go_on(self, fiber: int) -> None:
         """Notes that a fibre goes on, after others have recorded."""
         self._steps.begin(fiber)
-        self._script = script = self._scripts.get(fiber)
+        script = self._scripts.get(fiber)
         if script is not None:
-            script.first_input = len(self.recorder.input_group)
+            script.begin(self._steps.table, fiber)
+            self._begun.append(script)
+            self._first_values.append(script.first_value)
+        self._turn_to(script)
+
+    def _turn_to(self, script: Any) -> None:
+        """From now on values are those of a script, if there is one."""
+        self._script = script
+        self.recorder.script = None if self._has_bound else script
 
     def _count_wait(self, foreseen: bool = False) -> None:
         """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
@@ -457,18 +478,19 @@ class Attempt:
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder
-            self._script = None
+            self._turn_to(None)
             self._steps.begin(self._fibers.fiber)
             with set_current_trace(trace):
                 recorder.turn_to(instance)
                 return part()
 
-        fiber, self._script = self._fibers.fiber, None
+        fiber = self._fibers.fiber
+        self._turn_to(None)
         try:
             return self._fibers.together([functools.partial(run, part) for part in parts])
         finally:  # the function may catch what a part raised, and go on
             recorder.turn_to(instance)
-            self._script = None
+            self._turn_to(None)
             self._steps.begin(fiber)
 
     @unguarded
@@ -495,6 +517,7 @@ class Attempt:
         """Computes what instances wait for."""
         waiting = self._fibers.waiting
         values = list(dict.fromkeys(waiting.values()))
+        self._depths.note_round(list(waiting))
         ahead = self._ahead() if len(values) == len(waiting) else None
         with pause():
             layout, computed, ran = self.workspace.compute(int64_of(values), True, ahead)
@@ -505,7 +528,7 @@ class Attempt:
         if ran is not None:
             registry, type_ids = self._session.registry, ran.template.placed.type_ids
             bound = fewest_rows(registry, type_ids)
-            self._scripts = ran.scripts(list(waiting), computed, bound, self._steps.follower)
+            self._scripts = ran.scripts(self._steps, list(waiting), bound)
 
     def _ahead(self) -> Ahead | None:
         """The wish to run ahead, if every instance that waits has repeated a step."""
@@ -514,7 +537,9 @@ class Attempt:
             return None
         if len({owners[fiber] for fiber in waiting}) < len(waiting):
             return None
-        return Ahead(self._steps.table[list(waiting)], self._known, self._most_ahead)
+        fibers = list(waiting)
+        most = functools.partial(self._depths.most, fibers=fibers)
+        return Ahead(self._steps.table[fibers], self._known_value, most)
 
     def _note_turn(self, instance: int) -> None:
         """Notes what an instance has recorded that was not foreseen."""
@@ -535,9 +560,10 @@ class Attempt:
         used, foreseen = int(done.sum()), ran.ahead * len(done)
         rounds = self._call.rounds
         rounds[-1] = replace(rounds[-1], foreseen=foreseen, used=used)
-        self._most_ahead = next_most(self._most_ahead, used, foreseen)
+        self._depths.note(ran.template, list(self._scripts), ran.ahead, done)
         self._ran = None
         self._scripts = {}
+        self._turn_to(None)
         self._tails.clear()
 
     def _note_round(self, layout: Layout, instances: int, start: float, num_ahead: int = 0) -> None:
@@ -557,6 +583,7 @@ class Attempt:
         self.returned, self.form = self._call.results(self._results, references)
         layout = self.workspace.compute(references, read=False)[0]
         self._note_round(layout, 0, start)
+        self._depths.finish()
         stacked = self.form.batch is not None
         if self.workspace.trial is not None:
             self.workspace.trial.finish(*self.workspace.whole(self.returned, stacked))

@@ -33,11 +33,14 @@ class Steps:
 
     Attributes:
       table: int64[F, 17], of every fibre; see `BEFORE` and what follows it.
+      columns: of the recording: calls, references, groups of inputs, and how many values.
+      input_value: the values of inputs.
+      compiled: the compiled core, if it does this; or None.
     """
 
     def __init__(self, recorder: Recorder, num_fibers: int):
         self.table: Int64[np.ndarray, "F 17"] = np.full((num_fibers, NUM_COLUMNS), -1)
-        self._columns = (
+        self.columns = (
             recorder.call_specs,
             recorder.references,
             recorder.input_group,
@@ -45,11 +48,12 @@ class Steps:
         )
         compiled = core()
         is_compiled = compiled is not None and isinstance(recorder.counter, compiled.Ints)
-        self._compiled = compiled if is_compiled else None
+        self.compiled = compiled if is_compiled else None
+        self.input_value = recorder.input_value
 
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes of what was recorded."""
-        calls, references, groups, counter = self._columns
+        calls, references, groups, counter = self.columns
         return len(calls), len(references), len(groups), counter[0]
 
     def begin(self, fiber: int) -> None:
@@ -57,16 +61,16 @@ class Steps:
         if fiber >= len(self.table):
             more = np.full((fiber + 1, NUM_COLUMNS), -1)
             self.table = np.concatenate([self.table, more])
-        if self._compiled is not None:
-            self._compiled.begin_step(self._columns, (self.table,), fiber)
+        if self.compiled is not None:
+            self.compiled.begin_step(self.columns, (self.table,), fiber)
         else:
             self.table[fiber, NOW] = self.sizes()
 
     def follower(self, fiber: int) -> Callable[[int], bool]:
         """Returns what does for a fibre as `follow` does."""
-        if self._compiled is None:
+        if self.compiled is None:
             return functools.partial(self.follow, fiber)
-        follow_step, columns = self._compiled.follow_step, self._columns
+        follow_step, columns = self.compiled.follow_step, self.columns
         return lambda value: follow_step(columns, (self.table,), fiber, value)
 
     def follow(self, fiber: int, value: int) -> bool:
@@ -95,7 +99,7 @@ class Steps:
         self, before: np.ndarray, last: np.ndarray, counts: np.ndarray, now: np.ndarray
     ) -> bool:
         """Returns whether a step has the calls, references and inputs of the one before."""
-        calls, references, groups, _ = self._columns
+        calls, references, groups, _ = self.columns
         for column, size in ((calls, NODES), (groups, INPUTS)):
             a, b, count = int(last[size]), int(now[size]), int(counts[size])
             if list(column[a : a + count]) != list(column[b : b + count]):

@@ -228,7 +228,7 @@ class Workspace:
             foreseen = Foreseen.of(template, new, ahead, given, graph)
         count = 0
         if ahead is not None and foreseen is not None:
-            count = steps_that_fit(bound, first_lane, len(values), ahead.most)
+            count = steps_that_fit(bound, first_lane, len(values), ahead.most(template))
             free = {kind: n - ends.get(kind, 0) for kind, n in bound.signature.input_rooms.items()}
             count = foreseen.steps_with_room(template, free, count)
         lanes = np.array(first_lane) + np.arange(1 + count)[:, None] * np.array(template.lanes)
@@ -260,12 +260,11 @@ class Workspace:
             by_kind = {kind: new.values_at(own) for kind, own in template.wanted.items()}
             return placed.layout, self._read(values, by_kind, outputs), None
         ((kind, own),) = template.wanted.items()
-        found = self._rows_read(outputs, kind, len(own) * (1 + count))
-        computed = found[: len(own)]
+        returned = self._returned(outputs, kind)
+        computed = [returned[i, ...] for i in range(len(own))]
         if foreseen is None or not count:
             return placed.layout, computed, None
-        further = [found[i : i + len(own)] for i in range(len(own), len(found), len(own))]
-        ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, further)
+        ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, returned)
         return placed.layout, computed, ran
 
     def _check_loops(self) -> None:
@@ -481,15 +480,14 @@ class Workspace:
         """Values that were returned, as arrays of NumPy; waits until they are computed."""
         found: dict[int, np.ndarray] = {}
         for kind, numbers in wanted.items():
-            rows = self._rows_read(outputs, kind, len(numbers))
-            found.update(zip(numbers.tolist(), rows, strict=True))
+            rows = self._returned(outputs, kind)
+            found.update((number, rows[i, ...]) for i, number in enumerate(numbers.tolist()))
         return [found[value] for value in values.tolist()]
 
-    def _rows_read(self, outputs: PyTree, kind: Kind, count: int) -> list[np.ndarray]:
-        """The first rows that were returned from an arena; waits until they are computed."""
+    def _returned(self, outputs: PyTree, kind: Kind) -> np.ndarray:
+        """The rows that were returned from an arena; waits until they are computed."""
         assert self.signature is not None
-        rows = np.asarray(outputs[self.signature.arena_ids[kind]])
-        return [rows[i, ...] for i in range(count)]
+        return np.asarray(outputs[self.signature.arena_ids[kind]])
 
     # --- when all is computed ---
 

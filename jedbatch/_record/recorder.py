@@ -101,6 +101,8 @@ class Recorder(Trace):
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
+      script: answers `if` and `while` on values that are there already, if it is one of C (see
+        `_control_flow.scripts`); or None.
       together: what some functions return, which may wait for values each on its own.
       grouping: merges nodes later or takes them apart; None to keep nodes as they are.
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
@@ -122,6 +124,7 @@ class Recorder(Trace):
         self.active = True
         self.caching = True
         self.read = read
+        self.script: Any = None
         self.together = together
         ints: list[list[int]] = lists_of_ints(self.result, 4)
         self.call_specs, self.references, self.input_group, self.counter = ints

@@ -17,6 +17,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._record.failures import note_operation
 from jedbatch._record.registry import Registry
+from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
 
@@ -250,6 +251,16 @@ class Shared(Symbol):
 
     def __getitem__(self, item):
         return self._trace.index_shared(self, item)
+
+
+def _decide_sooner() -> None:
+    """Has the compiled core decide where it knows the value."""
+    compiled = core()
+    if compiled is not None:
+        Symbol.__bool__ = compiled.decide_by_scripts(Symbol, Value, Symbol.__bool__)
+
+
+_decide_sooner()
 
 
 # --- static indices ---

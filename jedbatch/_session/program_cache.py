@@ -79,6 +79,8 @@ class ProgramCache:
       key: of the structure.
       rounds, templates, workspaces: for functions that decide on values: rounds laid out, by
         structure; their templates, by what is recorded; the largest programs, by instances.
+      depths: for these, how many steps instances went on in loops of the latest calls, by the
+        types of nodes in a step.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -111,6 +113,7 @@ class ProgramCache:
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
+        self.depths: dict[Hashable, tuple[np.ndarray, ...]] = Memory(MAX_ROUNDS)
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = executor
         self._signatures: list[Signature] = []

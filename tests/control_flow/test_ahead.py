@@ -13,7 +13,16 @@ import pytest
 from cases.helpers import assert_close, loop
 
 import jedbatch
-from jedbatch._control_flow.ahead import same_number
+from jedbatch._control_flow import depths as counting
+from jedbatch._control_flow.depths import Depths, steps_of_use
+from jedbatch._control_flow.scripts import (
+    COUNTS_ON,
+    STAYS,
+    WAS_READ,
+    ForeseenNumber,
+    same_number,
+)
+from jedbatch._control_flow.scripts import script as make_script
 from jedbatch._control_flow.steps import Steps
 from jedbatch._support import native
 
@@ -216,6 +225,12 @@ def test_in_python(fn, monkeypatch):
     assert used(batched) > 0
 
 
+@pytest.fixture
+def forgetful(monkeypatch):
+    """Nothing is known of earlier calls."""
+    monkeypatch.setattr(Depths, "finish", lambda self: None)
+
+
 def warmed(fn, params, *minibatches):
     """The function, once it has programs and templates for some minibatches."""
     batched = jedbatch.batch(fn)
@@ -225,7 +240,7 @@ def warmed(fn, params, *minibatches):
     return batched
 
 
-def test_calls_of_programs_and_steps(planned):
+def test_calls_of_programs_and_steps(planned, forgetful):
     """The number of steps ahead doubles; none but those after the last one are for nothing."""
     batched = warmed(states, W, [19] * 4)
     planned.clear()
@@ -238,7 +253,32 @@ def test_calls_of_programs_and_steps(planned):
     assert len(planned) == 1  # the last one
 
 
-def test_print():
+def test_as_many_steps_as_in_earlier_calls(planned):
+    """One round runs them all, and those after the last one are none of them."""
+    batched = warmed(states, W, [19] * 4)
+    planned.clear()
+    batched(W, [19] * 4)
+    assert [r.ahead for r in batched.last_rounds] == [0, 0, 16, 0]
+    assert used(batched) == foreseen(batched) == 4 * 16
+    assert len(planned) == 1
+    batched(W, [25] * 4)  # more than ever: from there on the number doubles
+    assert [r.ahead for r in batched.last_rounds] == [0, 0, 16, 4, 8, 0]
+    batched(W, [3, 25, 25, 4])
+    assert_close(batched(W, [3, 25, 25, 4]), loop(states, W, [3, 25, 25, 4]), 1e-5)
+
+
+def test_steps_for_nothing_cost_no_more_than_rounds(monkeypatch):
+    """The more work a step is, the fewer are run ahead of those that most will not take."""
+    monkeypatch.setattr(counting, "NUM_CALLS", 1)
+    some, counts = [6] * 15 + [40], []
+    for work in (5e7, 3e5, 1e3):
+        monkeypatch.setattr(counting, "ROUND_WORK", work)
+        batched = warmed(states, W, some)
+        counts.append([r.ahead for r in batched.last_rounds])
+    assert counts == [[0, 0, 37, 0], [0, 0, 12, 24, 0], [0, 0, 3, 33, 0]]
+
+
+def test_print(forgetful):
     batched = warmed(states, W, [19] * 4)
     text = str(batched.last_rounds)
     assert "4 waited: 12 nodes in 3 batches, 2 steps ahead (8 of 8 used), " in text
@@ -258,7 +298,7 @@ def test_few_steps_are_for_nothing():
         assert foreseen(batched) - used(batched) <= needed
 
 
-def test_fewer_steps_ahead_after_steps_for_nothing():
+def test_fewer_steps_ahead_after_steps_for_nothing(forgetful):
     """All but one instance stop at once; the number of steps ahead is halved, and doubles again."""
     batched = warmed(states, W, [7] * 15 + [40])
     assert [r.ahead for r in batched.last_rounds] == [0, 0, 2, 4, 2, 4, 8, 16, 0]
@@ -272,7 +312,7 @@ def test_rounds_of_as_many_are_alike(planned):
     assert len(planned) == 2
 
 
-def test_the_first_round_of_its_kind_runs_ahead():
+def test_the_first_round_of_its_kind_runs_ahead(forgetful):
     """There need not be a template of rounds of as many instances."""
     batched = warmed(states, W, [30] * 6)
     batched(W, [3, 30, 30, 8, 14, 30])
@@ -406,6 +446,15 @@ def test_errors_of_parts_may_be_caught():
         assert used(batched) > 0
 
 
+def test_steps_of_use():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        counts, begin = rng.integers(1, 12, 7), int(rng.integers(0, 12))
+        left = [int(n) - begin for n in counts if n >= begin]
+        expected = [np.mean([n >= k for n in left]) for k in range(1, max(left, default=0) + 1)]
+        np.testing.assert_allclose(steps_of_use(counts, begin), expected)
+
+
 # --- steps behind the last one ---
 
 
@@ -476,6 +525,64 @@ def test_same_number(a, b, same):
     assert same_number(a, a)
 
 
+def read_in_turn(numbers, brought, bound=-1, compiled=True):
+    """Returns what a script says at the ends of four steps that bring numbers."""
+    module = native.core() if compiled else None
+    ints = list if module is None else module.Ints
+    recorder = SimpleNamespace(
+        call_specs=ints(), references=ints(), input_group=ints(), counter=ints([0]), input_value=[]
+    )
+    steps = Steps(recorder, 2)
+    rows = np.array([3, 70, 5, 71, 7, 72, 9, 73, 11, 74], np.int32)
+    script = make_script(steps, rows, (2, 2, 3), numbers, bound)
+    steps.begin(1)
+    found = []
+    for k, number in enumerate(brought):
+        if k == 2:
+            script.begin(steps.table, 1)
+        recorder.call_specs += [4]
+        recorder.references += [-1 - k]
+        recorder.input_group += [6]
+        recorder.input_value.append(number)
+        recorder.counter[0] = 2 * k + 2
+        found.append(steps.follower(1)(2 * k + 1) if k < 2 else script.read(2 * k + 1))
+    known = [script.value(k) for k in range(2 * len(brought))]
+    return found, known, script.done, script.same, script.first_value, steps.table.tolist()
+
+
+LIKE = {
+    "stays": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 1.5, 1.5, 1.5], -1, 3),
+    "another": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 2.5, 1.5], -1, 1),
+    "of another type": ([(0, STAYS, 1, 0)], [1, 1, 1, 1.0], -1, 1),
+    "another zero": ([(0, STAYS, 0.0, 0)], [0.0, 0.0, 0.0, -0.0], -1, 1),
+    "counts": ([(0, COUNTS_ON, 8, -3)], [14, 11, 8 - 3, 8 - 6, 8 - 9], -1, 3),
+    "counts otherwise": ([(0, COUNTS_ON, 8, -3)], [14, 11, 5, 3], -1, 1),
+    "counts below": ([(0, COUNTS_ON, 4, -3)], [10, 7, 1, -2], 9, 1),
+    "counts above": ([(0, COUNTS_ON, 4, 2)], [0, 2, 6, 8, 10], 9, 2),
+    "was read": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 5, 7], -1, 3),
+    "was read as a float": ([(0, WAS_READ, 3.0, 0)], [0.0, 3.0, 3.0, 5.0, 6.0], -1, 2),
+    "was read, and is no row": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 5, 7], 6, 2),
+    "was read, and is an array": ([(0, WAS_READ, 3, 0)], [0, 3, 3, np.ones(2)], -1, 1),
+    "a large number": ([(0, STAYS, 1 << 70, 0)], [1 << 70] * 4, -1, 2),
+    "too large": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 1 << 70], 1 << 40, 1),
+    "none": ([], [1, 2, 3, 4, 5, 6, 7], -1, 3),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_scripts_end_with_the_first_other_number(name, monkeypatch):
+    numbers, brought, bound, done = LIKE[name]
+    numbers = [ForeseenNumber(*x) for x in numbers]
+    found = read_in_turn(numbers, brought, bound)
+    values = [3, 5, 7, 9, 11][1 : 1 + done]
+    answers = [None if x is None else int(x) for x in found[0][2:]]
+    assert answers == values + [None] * (len(brought) - 2 - done)
+    assert [x for x in found[1] if x is not None] == values
+    assert found[2] == done
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert read_in_turn(numbers, brought, bound, compiled=False) == found
+
+
 STEP = {"calls": [3, 4, 3, 4, 3, 4], "references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 4]}
 CHANGES = {
     "nothing": {},
@@ -495,7 +602,7 @@ def followed(calls, references, groups=(0, 0, 0), value=5, compiled=True):
     module = native.core()
     ints = list if module is None else module.Ints
     recorder = SimpleNamespace(
-        call_specs=ints(), references=ints(), input_group=ints(), counter=ints([0])
+        call_specs=ints(), references=ints(), input_group=ints(), counter=ints([0]), input_value=[]
     )
     steps, found = Steps(recorder, 1), []
     steps.begin(0)

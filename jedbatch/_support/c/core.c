@@ -100,6 +100,7 @@ static PyMethodDef functions[] = {
     {"same_instance", same_instance, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
     {"cut_lanes", cut_lanes, METH_O, NULL},
+    {"decide_by_scripts", decide_by_scripts, METH_VARARGS, NULL},
     {"count_nodes", count_nodes, METH_O, NULL},
     {"digest_instances", digest_instances, METH_O, NULL},
     {"find_chained", find_chained, METH_O, NULL},
@@ -143,6 +144,7 @@ PyInit_native_core(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (init_ints(module) < 0 || init_fast_path(module) < 0 ||
+                           init_scripts(module) < 0 ||
                            PyModule_AddIntConstant(module, "REVISION", REVISION) < 0))
         Py_CLEAR(module);
     return module;

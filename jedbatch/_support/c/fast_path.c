@@ -17,6 +17,7 @@
 
 #include "ints.h"
 #include "memo.h"
+#include "slots.h"
 
 typedef struct {
     PyObject_HEAD
@@ -43,12 +44,6 @@ typedef struct {
 } Call;
 
 enum { VALUE = 1, TOKEN, LIST, TUPLE, CLOSED_OVER };
-
-static PyObject **
-slot(PyObject *x, Py_ssize_t at)
-{
-    return (PyObject **)((char *)x + at);
-}
 
 static void
 release(Words *objects)
@@ -650,33 +645,6 @@ dealloc(PyObject *object)
     clear(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
-}
-
-/* Where a slot is in the objects of a class, in bytes: where its descriptor puts an object. -1 with
- * an error if it has no such slot. */
-static Py_ssize_t
-find_slot(PyObject *class, const char *name)
-{
-    Py_ssize_t at = -1;
-    PyObject *descriptor = PyObject_GetAttrString(class, name), *mark = PyList_New(0), *x = NULL;
-    PyObject *basic_size = PyObject_GetAttrString(class, "__basicsize__");
-    descrsetfunc set = NULL;
-    if (descriptor != NULL)
-        set = (descrsetfunc)PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_set);
-    if (set != NULL && mark != NULL && basic_size != NULL)
-        x = PyType_GenericAlloc((PyTypeObject *)class, 0);
-    if (x != NULL && set(descriptor, x, mark) == 0) {
-        Py_ssize_t size = PyLong_AsSsize_t(basic_size), step = sizeof(PyObject *);
-        for (Py_ssize_t i = sizeof(PyObject); i + step <= size; i += step)
-            at = *slot(x, i) == mark ? i : at;
-    }
-    if (at < 0 && !PyErr_Occurred())
-        PyErr_Format(PyExc_TypeError, "%R has no slot `%s`", class, name);
-    Py_XDECREF(descriptor);
-    Py_XDECREF(basic_size);
-    Py_XDECREF(mark);
-    Py_XDECREF(x);
-    return at;
 }
 
 /* fast_path(recorder, (class of results, of cells, of arrays), known, ..., python): the methods

@@ -4,14 +4,7 @@
 
 #include <string.h>
 
-#include "ints.h"
-
-enum { CALLS, REFERENCES, GROUPS, COUNTER, NUM_SIZES };
-enum { NODES, READS, INPUTS, VALUES };
-
-typedef struct {
-    int64_t before[NUM_SIZES], last[NUM_SIZES], counts[NUM_SIZES], now[NUM_SIZES], read;
-} Step;
+#include "steps.h"
 
 /* The columns of a recording, its sizes and the step of a fibre, in `buffers`; NULL with an error. */
 static Step *
@@ -93,24 +86,13 @@ is_alike(Ints *const *columns, const Step *step)
     return same;
 }
 
-/* follow_step((call specs, references, groups, counter), (table,), fibre, value): whether the step
- * that ends is the same as the one before; the next one begins. */
-PyObject *
-follow_step(PyObject *module, PyObject *args)
+int
+end_step(Ints *const *columns, Step *step, int64_t value)
 {
-    (void)module;
-    PyObject *given, *tables;
-    Py_ssize_t fiber;
-    long long value;
-    Ints *columns[NUM_SIZES];
-    int64_t sizes[NUM_SIZES], counts[NUM_SIZES];
-    Buffers buffers = {0};
-    if (!PyArg_ParseTuple(args, "O!OnL", &PyTuple_Type, &given, &tables, &fiber, &value))
-        return NULL;
-    Step *step = take(given, tables, fiber, columns, sizes, &buffers);
-    if (step == NULL)
-        return NULL;
-    int64_t read = value - step->now[VALUES];
+    int64_t sizes[NUM_SIZES], counts[NUM_SIZES], read = value - step->now[VALUES];
+    for (int i = 0; i < COUNTER; i++)
+        sizes[i] = columns[i]->count;
+    sizes[VALUES] = columns[COUNTER]->items[0];
     int same = read == step->read;
     for (int i = 0; i < NUM_SIZES; i++) {
         counts[i] = sizes[i] - step->now[i];
@@ -122,6 +104,27 @@ follow_step(PyObject *module, PyObject *args)
     memcpy(step->counts, counts, sizeof(counts));
     memcpy(step->now, sizes, sizeof(counts));
     step->read = read;
+    return same;
+}
+
+/* follow_step((call specs, references, groups, counter), (table,), fibre, value): whether the step
+ * that ends is the same as the one before; the next one begins. */
+PyObject *
+follow_step(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *given, *tables;
+    Py_ssize_t fiber;
+    long long value;
+    Ints *columns[NUM_SIZES];
+    int64_t sizes[NUM_SIZES];
+    Buffers buffers = {0};
+    if (!PyArg_ParseTuple(args, "O!OnL", &PyTuple_Type, &given, &tables, &fiber, &value))
+        return NULL;
+    Step *step = take(given, tables, fiber, columns, sizes, &buffers);
+    if (step == NULL)
+        return NULL;
+    int same = end_step(columns, step, value);
     release_buffers(&buffers);
     return PyBool_FromLong(same);
 }
