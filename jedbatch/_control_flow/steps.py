@@ -114,8 +114,9 @@ class Steps:
                 same = x - last[VALUES] == y - before[VALUES]
             elif x < -now[INPUTS]:
                 same = x + now[INPUTS] == y + last[INPUTS]
-            else:
-                same = x == y
+            else:  # and no value of the step before, which would move on
+                is_chained = y >= before[VALUES] and y < before[VALUES] + counts[VALUES]
+                same = x == y and not is_chained
             if not same:
                 return False
         return True

@@ -113,6 +113,18 @@ def two_back(w, depth):
     return b
 
 
+def stops_moving(w, depth):
+    """From some step on, steps read what the same step left."""
+    state = start(depth)
+    for k in range(depth):
+        new = step(w, state, 1.0)[0]
+        if k < 10:
+            state = new
+        if not goes_on(new, 1.0, 100.0):
+            break
+    return new
+
+
 def in_turns(w, depth):
     """Two decisions in each step."""
     h = start(1)
@@ -169,6 +181,7 @@ CASES = (
     other_numbers,
     changing,
     two_back,
+    stops_moving,
     in_turns,
     read_again,
     two_loops,
@@ -588,6 +601,7 @@ CHANGES = {
     "nothing": {},
     "a call": {"calls": [3, 4, 3, 4, 3, 3]},
     "a value of the step before": {"references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 5, 13, 4]},
+    "a value that moves on no more": {"references": [9, 0, 1, 0, 10, 2, 11, 0, 12, 4, 13, 0]},
     "an older value": {"references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 2]},
     "a group": {"groups": [0, 0, 1]},
     "what is asked": {"value": 4},

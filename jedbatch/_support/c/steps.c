@@ -65,7 +65,7 @@ static int
 is_alike(Ints *const *columns, const Step *step)
 {
     const int64_t *before = step->before, *last = step->last, *now = step->now;
-    int64_t count = step->counts[READS], end = last[VALUES] + step->counts[VALUES];
+    int64_t count = step->counts[READS], num_values = step->counts[VALUES];
     const Ints *references = columns[REFERENCES];
     if (!is_same(columns[CALLS], last[NODES], now[NODES], step->counts[NODES]) ||
         !is_same(columns[GROUPS], last[INPUTS], now[INPUTS], step->counts[INPUTS]) ||
@@ -76,12 +76,12 @@ is_alike(Ints *const *columns, const Step *step)
     for (int64_t i = 0; same && i < count; i++) {
         if (x[i] >= now[VALUES])
             same = x[i] - now[VALUES] == y[i] - last[VALUES];
-        else if (x[i] >= last[VALUES] && x[i] < end)
+        else if (x[i] >= last[VALUES] && x[i] < last[VALUES] + num_values)
             same = x[i] - last[VALUES] == y[i] - before[VALUES];
         else if (x[i] < -now[INPUTS])
             same = x[i] + now[INPUTS] == y[i] + last[INPUTS];
-        else
-            same = x[i] == y[i];
+        else /* and no value of the step before, which would move on */
+            same = x[i] == y[i] && (y[i] < before[VALUES] || y[i] >= before[VALUES] + num_values);
     }
     return same;
 }
