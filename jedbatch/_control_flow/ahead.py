@@ -26,7 +26,7 @@ How many steps are run ahead: see `_control_flow.depths`.
 Source: speculation with a check before anything depends on it, as processors do with branches.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,13 +77,15 @@ class Ahead(NamedTuple):
     """The wish to run ahead.
 
     Attributes:
-      steps: int64[F, 17], the steps of the fibres that wait, in order, each of which is like the
-        one before (see `_control_flow.steps`).
+      steps: int64[F, 17], the steps of the fibres that wait, in order (see `_control_flow.steps`).
+      same: whether each is like the one before; otherwise steps are only foreseen where, in an
+        earlier call, a round like this one was followed by others like it.
       known: returns the value of that number; None if it was not read.
       most: returns of a template how many steps ahead.
     """
 
     steps: np.ndarray
+    same: bool
     known: Callable[[int], np.ndarray | None]
     most: Callable[[RoundTemplate], int]
 
@@ -101,6 +103,8 @@ class Foreseen:
       read: int64[J], the value of the step before that becomes the input; -1 if it stays.
       counting: of the inputs that count on the number of this round, and by how much.
       numbers: of each fibre.
+      ways: of each input how it is foreseen, and by how much it goes up in a step.
+      same: whether the steps are like the ones before.
     """
 
     steps: np.ndarray
@@ -109,6 +113,8 @@ class Foreseen:
     read: np.ndarray
     counting: Mapping[int, tuple[int, int]]
     numbers: list[list[ForeseenNumber]]
+    ways: list[tuple[int, int]]
+    same: bool
 
     @staticmethod
     def of(
@@ -117,6 +123,7 @@ class Foreseen:
         ahead: Ahead,
         brought: Sequence[Any],
         graph: RecordedGraph,
+        ways: Sequence[tuple[int, int]] | None = None,
     ) -> "Foreseen | None":
         """Returns what comes after a round; None if nothing can be foreseen.
 
@@ -126,13 +133,14 @@ class Foreseen:
           ahead: what is wanted.
           brought: the inputs of all instances.
           graph: all that was recorded.
+          ways: those of an earlier call; None if steps are like those before, which tells them.
         """
-        steps, known = ahead.steps, ahead.known
+        steps = ahead.steps
         counts = steps[:, COUNTS]
         if len(template.wanted) != 1 or template.cares_for_values or finds_faults():
             return None
         places = new.places_of_turns(steps[:, LAST])
-        ((kind, wanted),) = template.wanted.items()
+        (wanted,) = template.wanted.values()
         owner = np.searchsorted(places[:, REFERENCES], template.old_reference, "right") - 1
         own_reference = new.references[template.old_reference]
         first = steps[owner, BEFORE.start + VALUES]
@@ -142,29 +150,25 @@ class Foreseen:
 
         owner = np.searchsorted(places[:, INPUTS], template.inputs, "right") - 1
         place = template.inputs - places[owner, INPUTS]
+        now = (steps[owner, LAST.start + INPUTS] + place).tolist()
+        if ways is None:
+            ways = find_ways(template, new, ahead, brought, graph, owner, place)
+        if ways is None:
+            return None
         read = np.full(len(place), -1)
         counting: dict[int, tuple[int, int]] = {}
         numbers: list[list[ForeseenNumber]] = [[] for _ in steps]
-        was_read = [known(x) for x in (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()]
-        kinds = {g: graph.kind_of_group(g) for g in set(new.groups[template.inputs].tolist())}
-        now = (steps[owner, LAST.start + INPUTS] + place).tolist()
-        before = (steps[owner, BEFORE.start + INPUTS] + place).tolist()
-        groups = new.groups[template.inputs].tolist()
-        parts = enumerate(zip(owner.tolist(), place.tolist(), now, before, groups, strict=True))
-        for j, (f, k, number_now, number_before, group) in parts:
-            x, y, value = brought[number_now], brought[number_before], was_read[f]
-            is_kind = value is not None and kinds[group] == kind and type(x) in NUMBERS
-            if is_kind and not value.shape and same_number(x, type(x)(value)):
+        parts = enumerate(zip(owner.tolist(), place.tolist(), now, ways, strict=True))
+        for j, (f, k, number, (how, by)) in parts:
+            x = brought[number]
+            if how == WAS_READ:
                 read[j] = wanted[f]
-                numbers[f].append(ForeseenNumber(k, WAS_READ, x))
-            elif same_number(x, y):
-                numbers[f].append(ForeseenNumber(k, STAYS, x))
-            elif type(x) is int and type(y) is int and abs(x) + MAX_STEPS * abs(x - y) < 1 << 31:
-                counting[j] = x, x - y
-                numbers[f].append(ForeseenNumber(k, COUNTS_ON, x, x - y))
-            else:
-                return None
-        return Foreseen(steps, places, chained, read, counting, numbers)
+            elif how == COUNTS_ON:
+                if type(x) is not int or abs(x) + MAX_STEPS * abs(by) >= 1 << 31:
+                    return None
+                counting[j] = x, by
+            numbers[f].append(ForeseenNumber(k, how, x, by))
+        return Foreseen(steps, places, chained, read, counting, numbers, list(ways), ahead.same)
 
     def steps_with_room(self, template: RoundTemplate, free: Mapping[Kind, int], most: int) -> int:
         """Returns how many steps there is room for the numbers of, given free rows by arena."""
@@ -201,6 +205,75 @@ class Foreseen:
             numbers = [x + s * by for s in range(1, 1 + count) for x, by in pairs]
             if numbers:
                 yield group, places, host_rows(numbers, group.type)
+
+
+def foresee(
+    template: RoundTemplate,
+    new: Recorded,
+    ahead: Ahead,
+    brought: Sequence[Any],
+    graph: RecordedGraph,
+    memory: MutableMapping[RoundTemplate, list[tuple[int, int]] | None],
+) -> Foreseen | None:
+    """Returns what comes after a round, as the steps before or an earlier call tell.
+
+    Args:
+      template: of the round.
+      new: what was recorded.
+      ahead: what is wanted.
+      brought: the inputs of all instances.
+      graph: all that was recorded.
+      memory: ways in which inputs are foreseen; None where they were not what came then.
+    """
+    ways = None if ahead.same else memory.get(template)
+    if not ahead.same and ways is None:
+        return None
+    found = Foreseen.of(template, new, ahead, brought, graph, ways)
+    if found is not None:
+        memory.setdefault(template, found.ways)
+    return found
+
+
+def find_ways(
+    template: RoundTemplate,
+    new: Recorded,
+    ahead: Ahead,
+    brought: Sequence[Any],
+    graph: RecordedGraph,
+    owner: np.ndarray,
+    place: np.ndarray,
+) -> list[tuple[int, int]] | None:
+    """Returns how each input is foreseen, as the step before tells; None if one cannot be.
+
+    Args:
+      template: of the round.
+      new: what was recorded.
+      ahead: what is wanted.
+      brought: the inputs of all instances.
+      graph: all that was recorded.
+      owner: int64[J], the fibre of each input.
+      place: int64[J], where it is among the inputs of a step.
+    """
+    steps, ways = ahead.steps, []
+    (kind,) = template.wanted
+    was_read = (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()
+    values = [ahead.known(x) for x in was_read]
+    groups = new.groups[template.inputs].tolist()
+    kinds = {g: graph.kind_of_group(g) for g in set(groups)}
+    now = (steps[owner, LAST.start + INPUTS] + place).tolist()
+    before = (steps[owner, BEFORE.start + INPUTS] + place).tolist()
+    for f, number_now, number_before, group in zip(owner, now, before, groups, strict=True):
+        x, y, value = brought[number_now], brought[number_before], values[f]
+        is_kind = value is not None and kinds[group] == kind and type(x) in NUMBERS
+        if is_kind and not value.shape and same_number(x, type(x)(value)):
+            ways.append((WAS_READ, 0))
+        elif same_number(x, y):
+            ways.append((STAYS, 0))
+        elif type(x) is int and type(y) is int:
+            ways.append((COUNTS_ON, x - y))
+        else:
+            return None
+    return ways
 
 
 @dataclass(frozen=True, eq=False)

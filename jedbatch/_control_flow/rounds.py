@@ -40,7 +40,7 @@ from jax.tree_util import PyTreeDef
 from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
-from jedbatch._control_flow.steps import COUNTS, LAST, NOW, Steps
+from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
 from jedbatch._jaxpr.configuration import EAGER, configuration
@@ -531,15 +531,15 @@ class Attempt:
             self._scripts = ran.scripts(self._steps, list(waiting), bound)
 
     def _ahead(self) -> Ahead | None:
-        """The wish to run ahead, if every instance that waits has repeated a step."""
-        waiting, owners, is_same = self._fibers.waiting, self._fibers.owners, self._is_same
-        if not self._may_run_ahead or not all(is_same.get(fiber, False) for fiber in waiting):
+        """The wish to run ahead, if every instance that waits may go on like that."""
+        owners, is_same, fibers = self._fibers.owners, self._is_same, list(self._fibers.waiting)
+        if not self._may_run_ahead or len({owners[fiber] for fiber in fibers}) < len(fibers):
             return None
-        if len({owners[fiber] for fiber in waiting}) < len(waiting):
+        same, steps = all(is_same.get(fiber, False) for fiber in fibers), self._steps.table[fibers]
+        if not same and (steps[:, BEFORE] < 0).any():
             return None
-        fibers = list(waiting)
         most = functools.partial(self._depths.most, fibers=fibers)
-        return Ahead(self._steps.table[fibers], self._known_value, most)
+        return Ahead(steps, same, self._known_value, most)
 
     def _note_turn(self, instance: int) -> None:
         """Notes what an instance has recorded that was not foreseen."""

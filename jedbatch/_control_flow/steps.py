@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # The columns of the table of steps: sizes when the last step but one began, when the last step
 # began, how much it recorded, sizes when the step at hand began, and the value that was read at the
-# end of the last step, counted from its first one.
+# end of the last step, counted from its first one. Of a step but one with more values than the last
+# step, such as the first one with what comes before a loop, only as many at its end count.
 BEFORE, LAST, COUNTS, NOW = slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 16)
 READ = 16
 NUM_COLUMNS = 17
@@ -92,7 +93,9 @@ class Steps:
             and read == row[READ]
             and self._is_alike(before, last, counts, now)
         )
+        more = counts[VALUES] - (end - now)[VALUES]  # before what comes again
         row[:] = [*last, *now, *(end - now), *end, read]
+        row[BEFORE][VALUES] += max(0, more)
         return same
 
     def _is_alike(

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jedbatch._control_flow.ahead import Ahead, Foreseen, RanAhead, room_ahead, steps_that_fit
+from jedbatch._control_flow.ahead import Ahead, RanAhead, foresee, room_ahead, steps_that_fit
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
@@ -118,7 +118,7 @@ class Workspace:
         recorded = new.key(values) if read else None
         key = None if recorded is None else (*self._policy_key, recorded)
         template = None if key is None else templates.get(key)
-        if template is None and key is not None and ahead is not None:
+        if template is None and key is not None and ahead is not None and ahead.same:
             template = self._template(new, values)
             if template is not None:
                 templates[key] = template
@@ -153,6 +153,8 @@ class Workspace:
           tails: of the turns since the last round (see `Recorded`).
         """
         ran.note(self.graph, begins, done)
+        if not done.any() and not ran.foreseen.same:
+            self.programs.ways[ran.template] = None  # from now on it has to repeat itself
         self._tails = tails
         unused = ran.ahead - int(done.max(initial=0))
         template = ran.template
@@ -225,7 +227,7 @@ class Workspace:
             self._enter(group.kind, InputRows(group.type, rows), 0, numbers)
         foreseen = None
         if ahead is not None and not has_bounds(bound.signature):
-            foreseen = Foreseen.of(template, new, ahead, given, graph)
+            foreseen = foresee(template, new, ahead, given, graph, self.programs.ways)
         count = 0
         if ahead is not None and foreseen is not None:
             count = steps_that_fit(bound, first_lane, len(values), ahead.most(template))

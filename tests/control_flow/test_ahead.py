@@ -137,6 +137,23 @@ def in_turns(w, depth):
     return h
 
 
+def begun(w, depth):
+    """Something comes before the loop, in its first step."""
+    state, more = (step(w, step(w, start(depth), 1.0)[0], 2.0)[0], 0.0), True
+    while more:
+        state, more = advance(w, state, depth)
+    return state[0]
+
+
+def begun_otherwise(w, depth):
+    """The first decision is another one."""
+    state = step(w, start(depth), 0.0)
+    more = goes_on(step(w, state[0], 1.0)[0], 1.0, 100.0)
+    while more:
+        state, more = advance(w, state, depth)
+    return state[0]
+
+
 def read_again(w, depth):
     """Reads values twice, and others later."""
     state, more, read = (start(depth), 0.0), True, []
@@ -182,6 +199,8 @@ CASES = (
     changing,
     two_back,
     stops_moving,
+    begun,
+    begun_otherwise,
     in_turns,
     read_again,
     two_loops,
@@ -255,13 +274,13 @@ def warmed(fn, params, *minibatches):
 
 def test_calls_of_programs_and_steps(planned, forgetful):
     """The number of steps ahead doubles; none but those after the last one are for nothing."""
-    batched = warmed(states, W, [19] * 4)
+    batched = warmed(states, W, [18] * 4)
     planned.clear()
-    batched(W, [19] * 4)
+    batched(W, [18] * 4)
     first, *rounds, last = batched.last_rounds
-    assert [r.ahead for r in rounds] == [0, 2, 4, 8]  # steps 2, 3 to 5, 6 to 10, 11 to 19
-    assert [r.used for r in rounds] == [0, 8, 16, 32] == [r.foreseen for r in rounds]
-    assert sum(r.nodes for r in batched.last_rounds) == 4 * 19
+    assert [r.ahead for r in rounds] == [2, 4, 8]  # steps 2 to 4, 5 to 9, 10 to 18
+    assert [r.used for r in rounds] == [8, 16, 32] == [r.foreseen for r in rounds]
+    assert sum(r.nodes for r in batched.last_rounds) == 4 * 18
     assert (first.nodes, last.nodes) == (4, 0)
     assert len(planned) == 1  # the last one
 
@@ -271,13 +290,26 @@ def test_as_many_steps_as_in_earlier_calls(planned):
     batched = warmed(states, W, [19] * 4)
     planned.clear()
     batched(W, [19] * 4)
-    assert [r.ahead for r in batched.last_rounds] == [0, 0, 16, 0]
-    assert used(batched) == foreseen(batched) == 4 * 16
+    assert [r.ahead for r in batched.last_rounds] == [0, 17, 0]
+    assert used(batched) == foreseen(batched) == 4 * 17
     assert len(planned) == 1
     batched(W, [25] * 4)  # more than ever: from there on the number doubles
-    assert [r.ahead for r in batched.last_rounds] == [0, 0, 16, 4, 8, 0]
+    assert [r.ahead for r in batched.last_rounds] == [0, 17, 4, 8, 0]
     batched(W, [3, 25, 25, 4])
     assert_close(batched(W, [3, 25, 25, 4]), loop(states, W, [3, 25, 25, 4]), 1e-5)
+
+
+def test_something_before_a_loop_makes_no_difference():
+    batched = warmed(begun, W, [19] * 4)
+    assert [r.ahead for r in batched.last_rounds] == [0, 17, 0]
+    assert used(batched) == foreseen(batched) == 4 * 17
+
+
+def test_a_loop_that_does_not_begin_as_it_goes_on():
+    """It has to repeat itself first in every call, once that is known."""
+    batched = warmed(begun_otherwise, W, [19] * 4)
+    assert [r.ahead for r in batched.last_rounds] == [0, 0, 0, 16, 0]
+    assert used(batched) == foreseen(batched) == 4 * 16
 
 
 def test_steps_for_nothing_cost_no_more_than_rounds(monkeypatch):
@@ -288,7 +320,7 @@ def test_steps_for_nothing_cost_no_more_than_rounds(monkeypatch):
         monkeypatch.setattr(counting, "ROUND_WORK", work)
         batched = warmed(states, W, some)
         counts.append([r.ahead for r in batched.last_rounds])
-    assert counts == [[0, 0, 37, 0], [0, 0, 12, 24, 0], [0, 0, 3, 33, 0]]
+    assert counts == [[0, 38, 0], [0, 13, 24, 0], [0, 4, 33, 0]]
 
 
 def test_print(forgetful):
@@ -313,8 +345,8 @@ def test_few_steps_are_for_nothing():
 
 def test_fewer_steps_ahead_after_steps_for_nothing(forgetful):
     """All but one instance stop at once; the number of steps ahead is halved, and doubles again."""
-    batched = warmed(states, W, [7] * 15 + [40])
-    assert [r.ahead for r in batched.last_rounds] == [0, 0, 2, 4, 2, 4, 8, 16, 0]
+    batched = warmed(states, W, [6] * 15 + [40])
+    assert [r.ahead for r in batched.last_rounds] == [0, 2, 4, 2, 4, 8, 16, 0]
 
 
 def test_rounds_of_as_many_are_alike(planned):
@@ -329,8 +361,8 @@ def test_the_first_round_of_its_kind_runs_ahead(forgetful):
     """There need not be a template of rounds of as many instances."""
     batched = warmed(states, W, [30] * 6)
     batched(W, [3, 30, 30, 8, 14, 30])
-    assert [r.instances for r in batched.last_rounds] == [6, 6, 6, 5, 4, 3, 0]
-    assert [r.ahead for r in batched.last_rounds] == [0, 0, 2, 4, 8, 16, 0]
+    assert [r.instances for r in batched.last_rounds] == [6, 6, 5, 4, 3, 0]
+    assert [r.ahead for r in batched.last_rounds] == [0, 2, 4, 8, 16, 0]
 
 
 def test_a_number_that_changes_ends_what_is_foreseen():

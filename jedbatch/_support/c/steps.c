@@ -99,7 +99,9 @@ end_step(Ints *const *columns, Step *step, int64_t value)
         same = same && step->before[i] >= 0 && counts[i] >= 0 && counts[i] == step->counts[i];
     }
     same = same && is_alike(columns, step);
+    int64_t more = step->counts[VALUES] - counts[VALUES]; /* before what comes again */
     memcpy(step->before, step->last, sizeof(counts));
+    step->before[VALUES] += more > 0 ? more : 0;
     memcpy(step->last, step->now, sizeof(counts));
     memcpy(step->counts, counts, sizeof(counts));
     memcpy(step->now, sizes, sizeof(counts));
