@@ -73,6 +73,9 @@ MAX_INSTRUCTIONS = 64  # of a round that is worth running ahead: others take lon
 MAX_RETURNED_BYTES = 1 << 16  # of values that are read, for all steps in one call
 
 
+Ways = Mapping[int, tuple[int, int]]  # (how, by how much it goes up) of the inputs of a step
+
+
 class Ahead(NamedTuple):
     """The wish to run ahead.
 
@@ -103,7 +106,8 @@ class Foreseen:
       read: int64[J], the value of the step before that becomes the input; -1 if it stays.
       counting: of the inputs that count on the number of this round, and by how much.
       numbers: of each fibre.
-      ways: of each input how it is foreseen, and by how much it goes up in a step.
+      ways: how the inputs of a step are foreseen, by place, and by how much they go up in a step;
+        None if fibres differ in that.
       same: whether the steps are like the ones before.
     """
 
@@ -113,7 +117,7 @@ class Foreseen:
     read: np.ndarray
     counting: Mapping[int, tuple[int, int]]
     numbers: list[list[ForeseenNumber]]
-    ways: list[tuple[int, int]]
+    ways: Ways | None
     same: bool
 
     @staticmethod
@@ -123,7 +127,7 @@ class Foreseen:
         ahead: Ahead,
         brought: Sequence[Any],
         graph: RecordedGraph,
-        ways: Sequence[tuple[int, int]] | None = None,
+        ways: Ways | None = None,
     ) -> "Foreseen | None":
         """Returns what comes after a round; None if nothing can be foreseen.
 
@@ -151,16 +155,18 @@ class Foreseen:
         owner = np.searchsorted(places[:, INPUTS], template.inputs, "right") - 1
         place = template.inputs - places[owner, INPUTS]
         now = (steps[owner, LAST.start + INPUTS] + place).tolist()
-        if ways is None:
-            ways = find_ways(template, new, ahead, brought, graph, owner, place)
-        if ways is None:
-            return None
+        if ways is not None:
+            of_each = [ways.get(k) for k in place.tolist()]
+        else:
+            of_each = find_ways(template, new, ahead, brought, graph, owner, place)
         read = np.full(len(place), -1)
         counting: dict[int, tuple[int, int]] = {}
         numbers: list[list[ForeseenNumber]] = [[] for _ in steps]
-        parts = enumerate(zip(owner.tolist(), place.tolist(), now, ways, strict=True))
-        for j, (f, k, number, (how, by)) in parts:
-            x = brought[number]
+        parts = enumerate(zip(owner.tolist(), place.tolist(), now, of_each, strict=True))
+        for j, (f, k, number, way) in parts:
+            if way is None:
+                return None
+            x, (how, by) = brought[number], way
             if how == WAS_READ:
                 read[j] = wanted[f]
             elif how == COUNTS_ON:
@@ -168,7 +174,11 @@ class Foreseen:
                     return None
                 counting[j] = x, by
             numbers[f].append(ForeseenNumber(k, how, x, by))
-        return Foreseen(steps, places, chained, read, counting, numbers, list(ways), ahead.same)
+        if ways is None:
+            pairs = set(zip(place.tolist(), of_each, strict=True))
+            ways = {k: way for k, way in pairs if way is not None}
+            ways = ways if len(ways) == len(pairs) else None
+        return Foreseen(steps, places, chained, read, counting, numbers, ways, ahead.same)
 
     def steps_with_room(self, template: RoundTemplate, free: Mapping[Kind, int], most: int) -> int:
         """Returns how many steps there is room for the numbers of, given free rows by arena."""
@@ -213,7 +223,7 @@ def foresee(
     ahead: Ahead,
     brought: Sequence[Any],
     graph: RecordedGraph,
-    memory: MutableMapping[RoundTemplate, list[tuple[int, int]] | None],
+    memory: MutableMapping[tuple[int, ...], Ways | None],
 ) -> Foreseen | None:
     """Returns what comes after a round, as the steps before or an earlier call tell.
 
@@ -223,14 +233,16 @@ def foresee(
       ahead: what is wanted.
       brought: the inputs of all instances.
       graph: all that was recorded.
-      memory: ways in which inputs are foreseen; None where they were not what came then.
+      memory: ways in which inputs are foreseen, by the types of nodes in a step; None where
+        something else came.
     """
-    ways = None if ahead.same else memory.get(template)
+    key = template.placed.type_ids
+    ways = None if ahead.same else memory.get(key)
     if not ahead.same and ways is None:
         return None
     found = Foreseen.of(template, new, ahead, brought, graph, ways)
     if found is not None:
-        memory.setdefault(template, found.ways)
+        memory.setdefault(key, found.ways)
     return found
 
 
@@ -242,8 +254,8 @@ def find_ways(
     graph: RecordedGraph,
     owner: np.ndarray,
     place: np.ndarray,
-) -> list[tuple[int, int]] | None:
-    """Returns how each input is foreseen, as the step before tells; None if one cannot be.
+) -> list[tuple[int, int] | None]:
+    """Returns how each input is foreseen, as the step before tells; None of one that cannot be.
 
     Args:
       template: of the round.
@@ -254,7 +266,8 @@ def find_ways(
       owner: int64[J], the fibre of each input.
       place: int64[J], where it is among the inputs of a step.
     """
-    steps, ways = ahead.steps, []
+    steps = ahead.steps
+    ways: list[tuple[int, int] | None] = []
     (kind,) = template.wanted
     was_read = (steps[:, BEFORE.start + VALUES] + steps[:, READ]).tolist()
     values = [ahead.known(x) for x in was_read]
@@ -272,7 +285,7 @@ def find_ways(
         elif type(x) is int and type(y) is int:
             ways.append((COUNTS_ON, x - y))
         else:
-            return None
+            ways.append(None)
     return ways
 
 

@@ -20,7 +20,7 @@ from jedbatch._program.round_template import RoundTemplate
 FIRST_STEPS = 2  # that are run ahead at first
 MAX_STEPS = 64  # that are run ahead at most
 NUM_CALLS = 3  # the latest ones, which are remembered
-ROUND_WORK = 5e7  # floating-point operations done while a host does what a round takes
+ROUND_WORK = 1e8  # floating-point operations done while a host does what a round takes
 ROW_WORK = 2e3  # of reading and writing the rows of a lane
 
 

@@ -153,11 +153,11 @@ class Workspace:
           tails: of the turns since the last round (see `Recorded`).
         """
         ran.note(self.graph, begins, done)
-        if not done.any() and not ran.foreseen.same:
-            self.programs.ways[ran.template] = None  # from now on it has to repeat itself
+        template = ran.template
+        if not done.any() and not ran.foreseen.same:  # from now on it has to repeat itself first
+            self.programs.ways[template.placed.type_ids] = None
         self._tails = tails
         unused = ran.ahead - int(done.max(initial=0))
-        template = ran.template
         for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
             self._lanes[t] -= unused * used  # nobody reads their rows
 

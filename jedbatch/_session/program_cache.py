@@ -4,7 +4,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,8 +81,8 @@ class ProgramCache:
         structure; their templates, by what is recorded; the largest programs, by instances.
       depths: for these, how many steps instances went on in loops of the latest calls, by the
         types of nodes in a step.
-      ways: how the numbers are foreseen that steps bring, by templates of rounds that repeated
-        themselves; None if these have to do so first in every call.
+      ways: how the numbers are foreseen that steps of loops bring, by the same; None if loops have
+        to repeat themselves first in every call.
       compilations: XLA programs built, counted by kind.
     """
 
@@ -115,7 +115,7 @@ class ProgramCache:
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
-        self.ways: dict[RoundTemplate, list[tuple[int, int]] | None] = Memory(MAX_ROUNDS)
+        self.ways: dict[tuple[int, ...], Mapping[int, tuple[int, int]] | None] = Memory(MAX_ROUNDS)
         self.depths: dict[Hashable, tuple[np.ndarray, ...]] = Memory(MAX_ROUNDS)
         self.compilations: collections.Counter[str] = collections.Counter()
         self._executor = executor
