@@ -135,14 +135,20 @@ def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> PyTree:
     unfinished = object()
 
     def replace(x: Leaf) -> PyTree:
+        kind = type(x)
+        if kind in PLAIN_TYPES:
+            return x
         if is_array(x):
             replacement = next(arrays)  # one for each time that it is met
             return done.setdefault(id(x), (replacement, x))[0]
-        if type(x) in PLAIN_TYPES or (node := children_of(x)) is None:
+        is_plain = kind is tuple or kind is list
+        node = None if is_plain else children_of(x)
+        if not is_plain and node is None:
             return x
         if id(x) not in done:
             done[id(x)] = unfinished, x
-            done[id(x)] = _rebuild(x, [replace(child) for child in node[1]]), x
+            parts = [replace(child) for child in (x if node is None else node[1])]
+            done[id(x)] = kind(parts) if is_plain else _rebuild(x, parts), x
         if done[id(x)][0] is unfinished:
             raise ValueError(
                 f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
