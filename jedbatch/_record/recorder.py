@@ -101,8 +101,8 @@ class Recorder(Trace):
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
-      script: answers `if` and `while` on values that are there already, if it is one of C (see
-        `_control_flow.scripts`); or None.
+      script: answers `if`, `while`, `int()` and `float()` on values that are there already, if it
+        is one of C (see `_control_flow.scripts`); or None.
       together: what some functions return, which may wait for values each on its own.
       grouping: merges nodes later or takes them apart; None to keep nodes as they are.
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).

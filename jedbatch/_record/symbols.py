@@ -253,14 +253,14 @@ class Shared(Symbol):
         return self._trace.index_shared(self, item)
 
 
-def _decide_sooner() -> None:
-    """Has the compiled core decide where it knows the value."""
+def _convert_sooner() -> None:
+    """Has the compiled core convert symbols whose value it knows."""
     compiled = core()
     if compiled is not None:
-        Symbol.__bool__ = compiled.decide_by_scripts(Symbol, Value, Symbol.__bool__)
+        compiled.convert_by_scripts(Symbol, Value)
 
 
-_decide_sooner()
+_convert_sooner()
 
 
 # --- static indices ---

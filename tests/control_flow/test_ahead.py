@@ -125,6 +125,39 @@ def stops_moving(w, depth):
     return new
 
 
+@cell
+def narrow(w, h, depth):
+    h = jnp.tanh(w @ h)
+    return h, (jnp.floor(5 * h.sum()) - depth).astype(jnp.int8)
+
+
+def small_ints(w, depth):
+    """Decides by ints of 8 bits, one of them an index."""
+    h, total, names = start(1), 0, list(range(-300, 300))
+    for k in range(depth):
+        h, found = narrow(w, h, depth)
+        total += int(found) if k % 2 else names[found]
+    return h, total
+
+
+@cell
+def halve(w, h):
+    h = jnp.tanh(w @ h)
+    return h, h.sum() * 0.5, h.sum().astype(jnp.bfloat16)
+
+
+def halves(w, depth):
+    """Decides by floats, those of 16 bits at the end."""
+    h, total = start(1), 0.0
+    for _ in range(depth):
+        h, found, rough = halve(w, h)
+        total += float(found)
+    for _ in range(depth):
+        h, found, rough = halve(w, h)
+        total += float(rough)
+    return h, total
+
+
 def in_turns(w, depth):
     """Two decisions in each step."""
     h = start(1)
@@ -199,6 +232,8 @@ CASES = (
     changing,
     two_back,
     stops_moving,
+    small_ints,
+    halves,
     begun,
     begun_otherwise,
     in_turns,
@@ -244,7 +279,9 @@ def test_values(fn):
         assert used(batched) > 0
 
 
-@pytest.mark.parametrize("fn", [states, words, put_off, operations], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [states, words, put_off, operations, small_ints, halves], ids=lambda fn: fn.__name__
+)
 def test_in_python(fn, monkeypatch):
     """The same runs without the compiled core."""
     some, params, compiled = instances(fn, DEPTHS), arguments(fn), jedbatch.batch(fn)

@@ -100,7 +100,7 @@ static PyMethodDef functions[] = {
     {"same_instance", same_instance, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
     {"cut_lanes", cut_lanes, METH_O, NULL},
-    {"decide_by_scripts", decide_by_scripts, METH_VARARGS, NULL},
+    {"convert_by_scripts", convert_by_scripts, METH_VARARGS, NULL},
     {"count_nodes", count_nodes, METH_O, NULL},
     {"digest_instances", digest_instances, METH_O, NULL},
     {"find_chained", find_chained, METH_O, NULL},

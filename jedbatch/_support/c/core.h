@@ -31,7 +31,7 @@ void release_buffers(Buffers *buffers);
 Py_ssize_t write_edges(void *const *data, const Py_ssize_t *lengths);
 
 int init_scripts(PyObject *module);
-PyObject *decide_by_scripts(PyObject *module, PyObject *args);
+PyObject *convert_by_scripts(PyObject *module, PyObject *args);
 PyObject *make_fast_path(PyObject *module, PyObject *args);
 int init_fast_path(PyObject *module);
 PyObject *is_plain_tree(PyObject *module, PyObject *instance);

@@ -1,9 +1,9 @@
 /* Values that an instance asks for and that are there already: the twin of
  * `_control_flow/scripts.py`, which says what a script is.
  *
- * `if` and `while` on a symbol come here first, without a frame of Python: they are most of what
- * instances do that go on as foreseen. Whatever is not foreseen, or not a boolean, is left to the
- * Python of the same name.
+ * `if`, `while`, `int()` and `float()` on a symbol come here first, without a frame of Python: they
+ * are most of what instances do that go on as foreseen. Whatever is not foreseen, or needs more than
+ * to be read, is left to the Python of the same name.
  */
 
 #include "slots.h"
@@ -27,7 +27,8 @@ typedef struct {
     PyObject_HEAD
     Ints *columns[NUM_SIZES];
     PyObject *input_value, *rows, *recording;
-    Py_buffer flags, table; /* the rows, if they are booleans; the table of steps */
+    Py_buffer scalars, table; /* the rows, if they are numbers; the table of steps */
+    char kind;                /* of these, as in `struct` */
     Step *step;             /* NULL before it begins */
     Foreseen *numbers;
     Py_ssize_t num_numbers;
@@ -39,8 +40,9 @@ typedef struct {
 
 static PyTypeObject *script_type;
 static PyObject *name_script, *name_recorder;
+enum { BOOL, INT, INDEX, FLOAT, NUM_CONVERSIONS };
 static struct {
-    PyObject *value, *in_python; /* the class of values, and its method */
+    PyObject *value, *in_python[NUM_CONVERSIONS]; /* the class of values, and its methods */
     Py_ssize_t trace_at, index_at;
 } deciding;
 
@@ -222,8 +224,8 @@ clear_all(PyObject *object)
     Script *self = (Script *)object;
     self->step = NULL;
     self->count = self->done = 0;
-    if (self->flags.obj != NULL)
-        PyBuffer_Release(&self->flags);
+    if (self->scalars.obj != NULL)
+        PyBuffer_Release(&self->scalars);
     if (self->table.obj != NULL)
         PyBuffer_Release(&self->table);
     for (int i = 0; i < NUM_SIZES; i++)
@@ -304,15 +306,18 @@ make_script(PyTypeObject *type, PyObject *args, PyObject *options)
         Py_DECREF(self);
         return NULL;
     }
-    if (PyObject_GetBuffer(self->rows, &self->flags, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+    if (PyObject_GetBuffer(self->rows, &self->scalars, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
         PyErr_Clear(); /* rows of a type that Python does not know */
         return (PyObject *)self;
     }
     Py_ssize_t last = self->first + (self->count - 1) * self->stride;
-    int fits = self->first >= 0 && self->stride >= 0 && self->flags.ndim == 1 &&
-               (self->count <= 0 || last < self->flags.len);
-    if (!fits || self->flags.format == NULL || strcmp(self->flags.format, "?") != 0)
-        PyBuffer_Release(&self->flags);
+    int fits = self->first >= 0 && self->stride >= 0 && self->scalars.ndim == 1 &&
+               (self->count <= 0 || last < self->scalars.len / self->scalars.itemsize);
+    if (fits && self->scalars.format != NULL && strlen(self->scalars.format) == 1 &&
+        strchr("?bhilqfd", self->scalars.format[0]) != NULL)
+        self->kind = self->scalars.format[0];
+    else
+        PyBuffer_Release(&self->scalars);
     return (PyObject *)self;
 }
 
@@ -328,7 +333,7 @@ find_script(PyObject *symbol)
     if (script == NULL)
         return NULL;
     Script *self = Py_TYPE(script) == script_type ? (Script *)script : NULL;
-    if (self != NULL && self->flags.obj != NULL && self->step != NULL) {
+    if (self != NULL && self->scalars.obj != NULL && self->step != NULL) {
         PyObject *recorder = PyObject_GetAttr(self->recording, name_recorder);
         if (recorder == trace) {
             Py_DECREF(recorder);
@@ -340,22 +345,55 @@ find_script(PyObject *symbol)
     return NULL;
 }
 
-/* bool(symbol). */
-static PyObject *
-decide(PyObject *symbol, PyObject *nothing)
+/* Whether reading a number of some kind is all that a conversion takes. */
+static int
+is_read(int conversion, char kind)
 {
-    (void)nothing;
+    if (conversion == BOOL)
+        return kind == '?';
+    if (conversion == FLOAT)
+        return kind == 'f' || kind == 'd';
+    return kind != '?' && kind != 'f' && kind != 'd';
+}
+
+static PyObject *
+read_number(const char *at, char kind)
+{
+    switch (kind) {
+    case '?':
+        return PyBool_FromLong(*at);
+    case 'b':
+        return PyLong_FromLong(*(const signed char *)at);
+    case 'h':
+        return PyLong_FromLong(*(const short *)at);
+    case 'i':
+        return PyLong_FromLong(*(const int *)at);
+    case 'l':
+        return PyLong_FromLong(*(const long *)at);
+    case 'q':
+        return PyLong_FromLongLong(*(const long long *)at);
+    case 'f':
+        return PyFloat_FromDouble(*(const float *)at);
+    default:
+        return PyFloat_FromDouble(*(const double *)at);
+    }
+}
+
+static PyObject *
+convert(PyObject *symbol, int conversion)
+{
     Script *script = find_script(symbol);
     if (script != NULL) {
-        PyObject *index = *slot(symbol, deciding.index_at);
+        PyObject *index = *slot(symbol, deciding.index_at), *answer = NULL;
         long long key = index == NULL ? -1 : PyLong_AsLongLong(index);
         Py_ssize_t step = -1;
-        if (!PyErr_Occurred() && key >= script->step->now[VALUES])
+        if (!PyErr_Occurred() && key >= script->step->now[VALUES] &&
+            is_read(conversion, script->kind))
             step = find_step(script, key);
-        PyObject *answer = NULL;
         if (step >= 0) {
-            const char *flags = script->flags.buf;
-            answer = PyBool_FromLong(flags[script->first + step * script->stride]);
+            Py_ssize_t row = script->first + step * script->stride;
+            const char *rows = script->scalars.buf;
+            answer = read_number(rows + row * script->scalars.itemsize, script->kind);
         }
         Py_DECREF(script);
         if (answer != NULL)
@@ -363,29 +401,54 @@ decide(PyObject *symbol, PyObject *nothing)
     }
     if (PyErr_Occurred())
         return NULL;
-    return PyObject_CallFunctionObjArgs(deciding.in_python, symbol, NULL);
+    return PyObject_CallFunctionObjArgs(deciding.in_python[conversion], symbol, NULL);
 }
 
-static PyMethodDef decide_method = {"__bool__", decide, METH_NOARGS,
-                                    "Returns whether the value of a symbol is true."};
+#define CONVERSION(name, conversion)                                                              \
+    static PyObject *name(PyObject *symbol, PyObject *nothing)                                    \
+    {                                                                                             \
+        (void)nothing;                                                                            \
+        return convert(symbol, conversion);                                                       \
+    }
 
-/* decide_by_scripts(class of symbols, class of values, method): `__bool__` of the class of symbols,
- * which does as the method, sooner where a script has the value. */
+CONVERSION(to_bool, BOOL)
+CONVERSION(to_int, INT)
+CONVERSION(to_index, INDEX)
+CONVERSION(to_float, FLOAT)
+
+static PyMethodDef conversions[NUM_CONVERSIONS] = {
+    {"__bool__", to_bool, METH_NOARGS, "Returns whether the value of a symbol is true."},
+    {"__int__", to_int, METH_NOARGS, "Returns the value of a symbol as an int."},
+    {"__index__", to_index, METH_NOARGS, "Returns the value of a symbol as an index."},
+    {"__float__", to_float, METH_NOARGS, "Returns the value of a symbol as a float."},
+};
+
+/* convert_by_scripts(class of symbols, class of values): gives the class of symbols methods that do
+ * as its own, sooner where a script has the value. */
 PyObject *
-decide_by_scripts(PyObject *module, PyObject *args)
+convert_by_scripts(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *symbol, *value, *in_python;
-    if (!PyArg_ParseTuple(args, "O!O!O", &PyType_Type, &symbol, &PyType_Type, &value, &in_python))
+    PyObject *symbol, *value;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &symbol, &PyType_Type, &value))
         return NULL;
     if ((deciding.trace_at = find_slot(value, "_trace")) < 0 ||
         (deciding.index_at = find_slot(value, "index")) < 0)
         return NULL;
     Py_XDECREF(deciding.value);
-    Py_XDECREF(deciding.in_python);
     deciding.value = Py_NewRef(value);
-    deciding.in_python = Py_NewRef(in_python);
-    return PyDescr_NewMethod((PyTypeObject *)symbol, &decide_method);
+    for (int i = 0; i < NUM_CONVERSIONS; i++) {
+        PyObject *in_python = PyObject_GetAttrString(symbol, conversions[i].ml_name);
+        PyObject *method = PyDescr_NewMethod((PyTypeObject *)symbol, &conversions[i]);
+        int failed = in_python == NULL || method == NULL ||
+                     PyObject_SetAttrString(symbol, conversions[i].ml_name, method) < 0;
+        Py_XDECREF(method);
+        Py_XDECREF(deciding.in_python[i]);
+        deciding.in_python[i] = in_python;
+        if (failed)
+            return NULL;
+    }
+    return Py_NewRef(Py_None);
 }
 
 static PyMethodDef methods[] = {
