@@ -50,7 +50,31 @@ def join(params, left, right):
     return left[0] + right[1] * params["b"]
 
 
+@jedbatch.cell
+def nested(params, x):
+    return (x, (x + params["b"], (x * 2,), ())), ((x * 3, x * 4), x * 5)
+
+
+@jedbatch.cell
+def containers(params, x):
+    return (x, x + params["b"]), [x * 2], {"a": (x * 3, x * 4)}, None
+
+
+def in_tuples(p, h, x):
+    (a, (b, (c,), d)), (both, e) = nested(p, h)
+    assert d == ()
+    return join(p, both, (a, b)) + c + e
+
+
+def in_containers(p, h, x):
+    both, (c,), found, nothing = containers(p, h)
+    assert nothing is None
+    return join(p, both, found["a"]) + c
+
+
 CALLS = {
+    "results in tuples": in_tuples,
+    "results in containers": in_containers,
     "values": lambda p, h, x: combine(p, h, x),
     "a number": lambda p, h, x: combine(p, h, 2.5),
     "an integer": lambda p, h, x: combine(p, h, 2),

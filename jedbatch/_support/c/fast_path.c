@@ -347,6 +347,32 @@ follow(FastPath *self, PyObject *place, const Words *words)
     return place;
 }
 
+/* The numbers of results from `*next` on in their structure, if that is tuples of tuples; NULL if
+ * not, or with an error. */
+static PyObject *
+find_nested(PyObject *tree, Py_ssize_t *next)
+{
+    PyObject *data = PyObject_CallMethod(tree, "node_data", NULL), *nested = NULL;
+    if (data == Py_None) /* a leaf */
+        nested = PyLong_FromSsize_t((*next)++);
+    else if (data != NULL && PyTuple_Check(data) && PyTuple_Size(data) > 0 &&
+             PyTuple_GetItem(data, 0) == (PyObject *)&PyTuple_Type) {
+        PyObject *children = PyObject_CallMethod(tree, "children", NULL);
+        if (children != NULL && PyList_Check(children))
+            nested = PyTuple_New(PyList_Size(children));
+        for (Py_ssize_t i = 0; nested != NULL && i < PyTuple_Size(nested); i++) {
+            PyObject *child = find_nested(PyList_GetItem(children, i), next);
+            if (child == NULL)
+                Py_CLEAR(nested);
+            else
+                PyTuple_SetItem(nested, i, child);
+        }
+        Py_XDECREF(children);
+    }
+    Py_XDECREF(data);
+    return nested;
+}
+
 /* The way of a call that leads to a call spec, in terms of C; NULL with an error. */
 static Way *
 make_way(const Call *call, PyObject *place, PyObject *call_spec)
@@ -362,16 +388,26 @@ make_way(const Call *call, PyObject *place, PyObject *call_spec)
     way->call_spec = Py_NewRef(call_spec);
     way->kinds = PyObject_GetAttr(call_spec, name_results);
     way->unit = PyObject_GetAttr(call_spec, name_unit);
+    way->parts = PyObject_GetAttr(call_spec, name_parts);
     way->num_results = way->kinds == NULL ? -1 : PyTuple_Size(way->kinds);
     if (tree == NULL || way->held == NULL || way->id < 0 || way->unit == NULL ||
-        way->num_results < 0) {
+        way->parts == NULL || way->num_results < 0) {
         Py_XDECREF(tree);
         free_way(way);
         return NULL;
     }
     way->is_single = tree == Py_None;
     way->is_flat = way->unit != Py_None;
+    Py_ssize_t next = 0;
+    if (!way->is_single && !way->is_flat)
+        way->nested = find_nested(tree, &next);
     Py_DECREF(tree);
+    if (PyErr_Occurred() || !PyTuple_Check(way->parts) || (way->nested && next != way->num_results)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "expected the structure of a result");
+        free_way(way);
+        return NULL;
+    }
     PyTuple_SetItem(way->held, 0, Py_NewRef(place));
     for (Py_ssize_t i = 0; i < call->held.count; i++)
         PyTuple_SetItem(way->held, 1 + i, Py_NewRef((PyObject *)call->held.words[i]));
@@ -480,6 +516,29 @@ note_parts(FastPath *self, int64_t first, PyObject *parts, PyObject *results)
     return 0;
 }
 
+/* Results in tuples of tuples, as `nested` has their numbers, counted from `first`. */
+static PyObject *
+make_nested(FastPath *self, int64_t first, PyObject *kinds, PyObject *nested)
+{
+    if (!PyTuple_CheckExact(nested)) {
+        Py_ssize_t i = PyLong_AsSsize_t(nested);
+        PyObject *number = PyLong_FromLongLong(first + i);
+        PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
+        Py_XDECREF(number);
+        return x;
+    }
+    Py_ssize_t length = PyTuple_Size(nested);
+    PyObject *results = PyTuple_New(length);
+    for (Py_ssize_t i = 0; results != NULL && i < length; i++) {
+        PyObject *x = make_nested(self, first, kinds, PyTuple_GetItem(nested, i));
+        if (x == NULL)
+            Py_CLEAR(results);
+        else
+            PyTuple_SetItem(results, i, x);
+    }
+    return results;
+}
+
 /* Results from number `first` on, in the structure of a call; the twin of `Recorder.results`. */
 static PyObject *
 make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
@@ -487,7 +546,6 @@ make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
     Py_ssize_t length = PyTuple_Size(kinds);
     PyObject *values = PyList_New(length), *results = NULL;
     PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
-    PyObject *parts = PyObject_GetAttr(call_spec, name_parts);
     for (Py_ssize_t i = 0; values != NULL && i < length; i++) {
         PyObject *number = PyLong_FromLongLong(first + i);
         PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
@@ -497,13 +555,10 @@ make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
         else
             PyList_SetItem(values, i, x);
     }
-    if (values != NULL && tree != NULL && parts != NULL && PyTuple_Check(parts))
+    if (values != NULL && tree != NULL)
         results = PyObject_CallMethodObjArgs(tree, name_unflatten, values, NULL);
-    if (results != NULL && note_parts(self, first, parts, results) < 0)
-        Py_CLEAR(results);
     Py_XDECREF(values);
     Py_XDECREF(tree);
-    Py_XDECREF(parts);
     return results;
 }
 
@@ -536,18 +591,25 @@ record(FastPath *self, const Way *way, const Words *reads)
     if (write_node(self, way, reads, &first) < 0)
         return NULL;
     PyObject *kinds = Py_NewRef(way->kinds), *unit = Py_NewRef(way->unit), *results;
-    PyObject *call_spec = Py_NewRef(way->call_spec);
+    PyObject *call_spec = Py_NewRef(way->call_spec), *parts = Py_NewRef(way->parts);
+    PyObject *nested = Py_XNewRef(way->nested);
     if (way->is_flat && !way->is_single)
         results = make_tuple(self, first, kinds, unit);
     else if (way->is_single) {
         PyObject *number = PyLong_FromLongLong(first);
         results = make_result(self, number, PyTuple_GetItem(kinds, 0));
         Py_XDECREF(number);
-    } else
-        results = make_tree(self, first, kinds, call_spec);
+    } else {
+        results = nested != NULL ? make_nested(self, first, kinds, nested)
+                                 : make_tree(self, first, kinds, call_spec);
+        if (results != NULL && note_parts(self, first, parts, results) < 0)
+            Py_CLEAR(results);
+    }
     Py_DECREF(kinds);
     Py_DECREF(unit);
     Py_DECREF(call_spec);
+    Py_DECREF(parts);
+    Py_XDECREF(nested);
     return results;
 }
 

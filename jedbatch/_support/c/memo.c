@@ -90,9 +90,9 @@ new_way(const Words *words)
 void
 free_way(Way *way)
 {
-    PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit};
+    PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit, way->parts, way->nested};
     free(way);
-    for (int i = 0; i < 4; i++)
+    for (size_t i = 0; i < sizeof(held) / sizeof(*held); i++)
         Py_XDECREF(held[i]);
 }
 

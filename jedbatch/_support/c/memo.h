@@ -26,7 +26,8 @@ int push_word(Words *words, uintptr_t word); /* -1 with an error without memory 
 typedef struct {
     uint64_t hash;
     Py_ssize_t count;
-    PyObject *held, *call_spec, *kinds, *unit;
+    PyObject *held, *call_spec, *kinds, *unit, *parts;
+    PyObject *nested; /* the numbers of results in tuples of tuples, if that is their structure */
     int64_t id;
     Py_ssize_t num_results;
     int is_single, is_flat; /* an array; a flat tuple */
