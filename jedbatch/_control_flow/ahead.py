@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int64
 
 MAX_INSTRUCTIONS = 64  # of a round that is worth running ahead: others take long themselves
+MAX_INSTRUCTIONS_AHEAD = 1 << 11  # of all steps in one call, with those of the round
 MAX_RETURNED_BYTES = 1 << 16  # of values that are read, for all steps in one call
 
 
@@ -380,7 +381,8 @@ def room_ahead(outputs: Mapping[Kind, int], num_instructions: int) -> tuple[dict
         kind: max(count, min(count * (1 + MAX_STEPS), most[kind]))
         for kind, count in outputs.items()
     }
-    return larger, num_instructions * (1 + MAX_STEPS) if outputs else num_instructions
+    most_instructions = min(num_instructions * (1 + MAX_STEPS), MAX_INSTRUCTIONS_AHEAD)
+    return larger, most_instructions if outputs else num_instructions
 
 
 def steps_that_fit(
