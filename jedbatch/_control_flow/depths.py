@@ -3,8 +3,9 @@
 A step that is run ahead for nothing costs what its lanes cost; a round more costs what the host
 does for it. Where a loop was met in earlier calls, it is known how many steps instances went on
 there. So as many steps are run ahead as make the work for nothing, as expected from these calls,
-cost no more than a round. Where nothing is known, or all that is known is behind, the number of
-steps doubles while more than half of them are of use, and halves otherwise.
+cost no more than a round, nor more than what is of use. Where nothing is known, or all that is
+known is behind, the number of steps doubles while more than half of them are of use, and halves
+otherwise.
 
 Source: renting or buying skis (Karlin et al., 1988): paying for what may be useless until that has
 cost as much as what it saves is at most twice as much as the best.
@@ -58,8 +59,9 @@ class Depths:
             return self._most
         lanes = zip(template.lanes, template.placed.kernels, strict=True)
         work = sum(n * (kernel.lane_work + ROW_WORK) for n, kernel in lanes)
-        wasted = work * (1 - goes_on).cumsum()
-        return max(1, min(MAX_STEPS, int(np.searchsorted(wasted, ROUND_WORK, "right"))))
+        used, wasted = goes_on.cumsum(), (1 - goes_on).cumsum()
+        is_worth_it = (work * wasted <= ROUND_WORK) & (wasted <= used)  # up to some step
+        return max(1, min(MAX_STEPS, int(is_worth_it.sum())))
 
     def note(
         self, template: RoundTemplate, fibers: Sequence[int], ahead: int, done: np.ndarray

@@ -285,10 +285,10 @@ def test_values(fn):
 def test_in_python(fn, monkeypatch):
     """The same runs without the compiled core."""
     some, params, compiled = instances(fn, DEPTHS), arguments(fn), jedbatch.batch(fn)
-    expected = [compiled(params, some) for _ in range(3)]
+    expected = [compiled(params, some) for _ in range(5)]
     monkeypatch.setenv(native.SWITCH, "0")
     batched = jedbatch.batch(fn)
-    assert_close([batched(params, some) for _ in range(3)], expected, 1e-6)
+    assert_close([batched(params, some) for _ in range(5)], expected, 1e-6)
     counts = lambda b: [(r.instances, r.nodes, r.ahead, r.used) for r in b.last_rounds]  # noqa: E731
     assert counts(batched) == counts(compiled)
     assert used(batched) > 0
@@ -350,14 +350,17 @@ def test_a_loop_that_does_not_begin_as_it_goes_on():
 
 
 def test_steps_for_nothing_cost_no_more_than_rounds(monkeypatch):
-    """The more work a step is, the fewer are run ahead of those that most will not take."""
+    """The more work a step is, the fewer are run ahead of those that most will not take.
+
+    No more, in any case, than are of use.
+    """
     monkeypatch.setattr(counting, "NUM_CALLS", 1)
     some, counts = [6] * 15 + [40], []
-    for work in (5e7, 3e5, 1e3):
+    for work in (5e7, 6e4, 1e3):
         monkeypatch.setattr(counting, "ROUND_WORK", work)
         batched = warmed(states, W, some)
         counts.append([r.ahead for r in batched.last_rounds])
-    assert counts == [[0, 38, 0], [0, 13, 24, 0], [0, 4, 33, 0]]
+    assert counts == [[0, 8, 29, 0], [0, 5, 32, 0], [0, 4, 33, 0]]
 
 
 def test_print(forgetful):
