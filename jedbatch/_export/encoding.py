@@ -6,6 +6,7 @@ field by field, and nothing depends on how Python or JAX would print or pickle i
 
 import dataclasses
 import functools
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,3 +94,11 @@ def target_written(written: Mapping[str, Any]) -> Target:
 def tuples(written: Any) -> Any:
     """Returns nested lists as tuples."""
     return tuple(map(tuples, written)) if isinstance(written, Sequence) else written
+
+
+def version_of(package: str) -> str:
+    """Returns the version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "0+source"

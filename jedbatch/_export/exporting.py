@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,9 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._export import archive
-from jedbatch._export.encoding import kind_to_json
-from jedbatch._export.exported import HEURISTICS, Exported, member_name
+from jedbatch._export.encoding import kind_to_json, version_of
+from jedbatch._export.executables import Machine, compiled_here
+from jedbatch._export.exported import HEURISTICS, Exported, executable_name, member_name
 from jedbatch._export.planned_kernels import kernel_to_json
 from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
@@ -56,6 +56,7 @@ def export(
     gradient: bool = False,
     platforms: Sequence[str] | None = None,
     sizes: Mapping[str, int] | None = None,
+    compiled: bool = False,
 ) -> Exported:
     """Exports the function, so that other processes compute it without the model's Python.
 
@@ -74,6 +75,10 @@ def export(
         of the shared arguments.
       sizes: room for at least so many of what `Exported.sizes` lists, such as nodes of a type by
         its label; and "readers": how many nodes may read one value if there are gradients.
+      compiled: whether to compile the programs now, for machines like this one, and to put the
+        executables in, too. There a process that loads them compiles none of the programs that it
+        calls outside of `jax.jit`; elsewhere, and inside of one, it compiles them as if there were
+        no executables. These are machine code: load files from those you trust alone.
 
     Returns:
       The exported function: `save` it, or call it as the function, with graphs for instances.
@@ -82,6 +87,8 @@ def export(
       TypeError: the policy is a function of yours, or as `plan` does.
       ValueError: there is no such platform or size, arrays in instances differ in length, or as
         `plan` does.
+      NotImplementedError: the programs are to be `compiled`, and XLA does not write executables of
+        this platform in this version.
       ImportError: the package flatbuffers is missing, with which JAX writes programs.
 
     Examples:
@@ -99,11 +106,17 @@ def export(
       True
     """
     checks.flag("export", "gradient", gradient)
+    checks.flag("export", "compiled", compiled)
     if batch_size is not None:
         checks.whole("export", "batch_size", batch_size, least=1)
     policy_to_json(batched)
     shared, instances = batched._arguments.split(args)
     targets = _targets(batched, shared, platforms)
+    if compiled and all(default_platform() not in own for _, own in targets):
+        raise ValueError(
+            f"`export` got compiled=True and platforms={list(platforms or ())}; expected that of "
+            f"this process among them, {default_platform()!r}, which alone it compiles for."
+        )
     room = batch_size or len(instances)
     samples = [Sample.of(batched, target, shared, instances, room) for target, _ in targets]
     first = samples[0]
@@ -116,7 +129,8 @@ def export(
         ids = sample.numbers_of(types)
         kernels = [sample.session.programs.kernel(t) for t in ids]
         rows = [table_rows(kernel.node_type) for kernel in kernels]
-        variants = {}
+        variants: dict[str, Any] = {}
+        compiles = compiled and default_platform() in own
         for kind in ("inference", "training") if gradient else ("inference",):
             signature, reverse = sample.programs(kind == "training", sizes or {}, used)
             variant, arrays = _exported_variant(sample, signature, reverse, own)
@@ -126,19 +140,28 @@ def export(
             variants[kind] = {**variant.to_json(), "kernels": order}
             for name, data in variant.data.items():
                 members[member_name(number, kind, name)] = data
+            if compiles:
+                executables = compiled_here(variant)
+                for name, data in executables.items():
+                    members[executable_name(number, kind, name)] = data
+                variants[kind]["executables"] = {
+                    "names": list(executables),
+                    "calls_core": variant.calls_core,
+                }
         pairs = zip(kernels, rows, strict=True)
         written.append(
             {
                 "platforms": list(own),
                 "kernels": [kernel_to_json(kernel, found, gradient) for kernel, found in pairs],
                 "variants": variants,
+                **({"machine": Machine.here().to_json()} if compiles else {}),
             }
         )
     _check_sizes(sizes or {}, used)
     header = {
         "name": batched._name,
-        "jedbatch": _version("jedbatch"),
-        "jax": _version("jax"),
+        "jedbatch": version_of("jedbatch"),
+        "jax": version_of("jax"),
         "types": list(map(type_to_json, types)),
         "parameters": [t.to_json() for t in parameter_types(shared, len(first.leaves))],
         "batch_size": room,
@@ -476,10 +499,3 @@ def policy_to_json(batched: Any) -> Any:
             "`jedbatch.policies`. `batched.learn(params, instances)` learns an `FSM`."
         )
     return ["heuristic", names[0]]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "0+source"

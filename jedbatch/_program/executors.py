@@ -92,7 +92,7 @@ class Fused:
         self._packed: Packed | None = None
         self._prologue: bool | None = None  # whether there is one, once it is known
         compiled_for = functools.partial(jit_for, signature.target)
-        self.pack = jax.jit(self._pack)
+        self.pack: Callable = jax.jit(self._pack)
         self.once = compiled_for(self._once)
         self.watched = compiled_for(self._watched)
         self.again = compiled_for(self._again, donate_argnums=3)
@@ -115,7 +115,7 @@ class Fused:
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all
-            arenas = tuple(map(zeros, self.signature.rows, self.signature.arenas))
+            arenas = self._new_arenas()
             arenas = jax.device_put(arenas, devices[0]) if devices else arenas
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
@@ -143,6 +143,9 @@ class Fused:
         """Forgets the arenas that wait for a call."""
         self.arenas.clear()
         self.states.clear()
+
+    def _new_arenas(self) -> tuple[Array, ...]:
+        return tuple(map(zeros, self.signature.rows, self.signature.arenas))
 
     def _weights(self, shared: Sequence[Array]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""
