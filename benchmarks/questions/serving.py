@@ -8,13 +8,13 @@ saturation  instances per second of requests that all come at once (`server`); o
             before, which leaves out planning (`planned`). All in minibatches of `--batch`.
 latency     milliseconds from when a request was due to its result, of requests that come at random
             (Poisson), at shares of the saturation of the server: by the server; one by one;
-            and in fixed batches of 32 that wait for 50 ms at most. Python's collections of garbage
-            do not look at what was there before (`gc.freeze`).
+            and in fixed batches of 32 that wait for 50 ms at most.
 endurance   `--requests` requests, one in a hundred malformed and one in a hundred cancelled, and
             weights are swapped 20 times. Results are compared with those of either weights,
             computed before; the memory of the process is read along the way.
 
-The load comes from the event loop of the server, in the same process.
+The load comes from the event loop of the server, in the same process. Python's collections of
+garbage do not look at what was there before it (`gc.freeze`).
 """
 
 import asyncio
@@ -129,6 +129,8 @@ async def saturation(model: Model, size: int, rounds: int) -> tuple[list[Any], f
         ways = (served, streamed, ahead, planned)
         for way in ways:
             await way(model.trees.take(size))
+        gc.collect()
+        gc.freeze()  # as `python -m jedbatch serve` does
         times = []
         for number in range(rounds):
             found = [0.0] * len(ways)
@@ -155,12 +157,14 @@ async def under_load(server: Server, trees: Sequence[Any], rate: float, seed: in
         await server(trees[i])
         took[i] = time.perf_counter() - start - due[i]
 
-    tasks = []
+    tasks: set[asyncio.Task] = set()  # that have not ended: others are garbage, as in a server
     for i, when in enumerate(due.tolist()):
         left = start + when - time.perf_counter()
         if left > 0:
             await asyncio.sleep(left)
-        tasks.append(asyncio.ensure_future(ask(i)))
+        task = asyncio.ensure_future(ask(i))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)
     return took
 
@@ -184,7 +188,7 @@ async def latencies(model: Model, rate: float, seconds: float, rounds: int) -> l
             for name, server in servers.items():
                 trees = model.trees.take(count)
                 gc.collect()
-                gc.freeze()  # as `python -m jedbatch serve` does; what comes is no garbage
+                gc.freeze()
                 took = await under_load(server, trees, rate, number)
                 if number:
                     found[name].append(1e3 * np.percentile(took, (50, 99)))
