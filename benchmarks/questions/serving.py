@@ -8,7 +8,8 @@ saturation  instances per second of requests that all come at once (`server`); o
             before, which leaves out planning (`planned`). All in minibatches of `--batch`.
 latency     milliseconds from when a request was due to its result, of requests that come at random
             (Poisson), at shares of the saturation of the server: by the server; one by one;
-            and in fixed batches of 32 that wait for 50 ms at most.
+            and in fixed batches of 32 that wait for 50 ms at most. `longest gc` is the longest
+            collection of garbage in a round, in milliseconds of the processor.
 endurance   `--requests` requests, one in a hundred malformed and one in a hundred cancelled, and
             weights are swapped 20 times. Results are compared with those of either weights,
             computed before; the memory of the process is read along the way.
@@ -169,8 +170,27 @@ async def under_load(server: Server, trees: Sequence[Any], rate: float, seed: in
     return took
 
 
+class Collections:
+    """How long Python's collections of garbage take.
+
+    Attributes:
+      longest: milliseconds of the processor.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._begun = 0.0
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        """Is told when one begins and ends, by `gc.callbacks`."""
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self.longest = max(self.longest, 1e3 * (time.thread_time() - self._begun))
+
+
 async def latencies(model: Model, rate: float, seconds: float, rounds: int) -> list[list[Any]]:
-    """The rows of a rate: p50 and p99 by way, and ratios of p99 within rounds."""
+    """The rows of a rate: p50, p99 and longest collection by way, and ratios of p99 in rounds."""
     ways: dict[str, dict[str, Any]] = {
         "server": {},
         "one by one": {"max_batch": 1},
@@ -189,16 +209,20 @@ async def latencies(model: Model, rate: float, seconds: float, rounds: int) -> l
                 trees = model.trees.take(count)
                 gc.collect()
                 gc.freeze()
+                collections = Collections()
+                gc.callbacks.append(collections)
                 took = await under_load(server, trees, rate, number)
+                gc.callbacks.remove(collections)
                 if number:
-                    found[name].append(1e3 * np.percentile(took, (50, 99)))
+                    percentiles = 1e3 * np.percentile(took, (50, 99))
+                    found[name].append(np.array([*percentiles, collections.longest]))
                 sizes[name] = server.metrics.mean_batch_size
     rows = []
     tables = {name: np.array(x) for name, x in found.items()}
     for name, table in tables.items():
-        p50, p99 = np.median(table, axis=0)
+        p50, p99, longest = (f"{x:.1f}" for x in np.median(table, axis=0))
         times = common.spread(table[:, 1] / tables["server"][:, 1])
-        rows.append([f"{rate:.0f}", name, f"{sizes[name]:.1f}", f"{p50:.1f}", f"{p99:.1f}", times])
+        rows.append([f"{rate:.0f}", name, f"{sizes[name]:.1f}", p50, p99, longest, times])
     return rows
 
 
@@ -284,7 +308,8 @@ def main() -> None:
         table = common.Table(*head, "stream/server", "ahead/server", "planned/server")
         table.row(*row)
     if "latency" in parts:
-        table = common.Table("requests/s", "way", "batch", "p50 ms", "p99 ms", "p99 / server's")
+        head = ["requests/s", "way", "batch", "p50 ms", "p99 ms", "longest gc ms"]
+        table = common.Table(*head, "p99 / server's")
         for share in SHARES[:1] if options.quick else SHARES:
             rounds = min(options.rounds, 5)
             for row in run(latencies(model, share * rate, options.seconds, rounds)):

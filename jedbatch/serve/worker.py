@@ -243,8 +243,8 @@ def collect_young() -> None:
     """Has Python look for garbage among the newest objects, while the device computes.
 
     By itself it does so once 700 more objects have been made than freed. Where a cache is full, as
-    many are freed as are made, and it comes seldom, but then to all objects that were made since:
-    70,000 of them, after some 6,000 requests, for which all requests wait.
+    many are freed as are made, so that it comes seldom, and then looks at all that were made since,
+    while every request waits.
     """
     if gc.isenabled():
         gc.collect(0)
