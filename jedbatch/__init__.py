@@ -10,6 +10,7 @@
 - `layout`, `Layout`: where values are kept, and how they are read.
 - `learn`: a policy for graphs like these; `calibrate`: what batches cost on this machine.
 - `Target`, `compiler_options`: what programs are made for, and what `jax.jit` should know of it.
+- `cores`: the cores of a CPU as devices to cut minibatches over.
 - `ragged`: operations between the rows of an instance, whose number varies: attention.
 - `info`: what is installed here, and whether planning is compiled.
 - `viz`: pictures of graphs, batches, time and memory.
@@ -25,6 +26,7 @@ from jedbatch import errors, policies, ragged, viz
 from jedbatch._batch.batch import batch
 from jedbatch._batch.batched import Batched, Plan
 from jedbatch._batch.calibrate import Calibration, calibrate
+from jedbatch._batch.cores import cores
 from jedbatch._batch.info import info
 from jedbatch._export.exported import Exported
 from jedbatch._graph.graph import Graph
@@ -56,6 +58,7 @@ __all__ = [
     "calibrate",
     "cell",
     "compiler_options",
+    "cores",
     "errors",
     "evaluate",
     "info",

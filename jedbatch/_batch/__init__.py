@@ -22,5 +22,6 @@ Read in this order:
 15. `batched`: `Batched`: a function of many instances, made of one of one instance.
 16. `batch`: the composition of everything else.
 17. `calibrate`: The costs of batches on this machine.
-18. `info`: The installation: versions, devices, and whether planning is compiled.
+18. `cores`: The cores of a CPU as devices of a mesh, one for each shard of a minibatch.
+19. `info`: The installation: versions, devices, and whether planning is compiled.
 """

@@ -69,6 +69,7 @@ CASES = [
         {"policy": THINGS, "executor": THINGS, "layout": THINGS, "reuse": THINGS[:-1]},
     ),
     (jedbatch.compiler_options, {}, {"target": THINGS}),
+    (jedbatch.cores, {}, {"count": POSITIVE[1:]}),
     (
         testing.check_against_loop,
         {"fn": len, "params": X, "instances": [1]},

@@ -1,0 +1,62 @@
+"""The cores of a CPU as devices; JAX makes them once, so that each case is a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jedbatch
+
+HERE = Path(__file__).parent
+
+
+def run(*command, flags=""):
+    """Runs Python, and returns what it printed."""
+    root = Path(jedbatch.__file__).parents[1]
+    path = [str(root), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+    if jax.config.jax_compilation_cache_dir:
+        env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.unoptimized
+def test_two_cores():
+    """See `two_cores.py`."""
+    run(str(HERE / "two_cores.py"))
+
+
+def test_as_many_as_there_are():
+    many = run("-c", "import jedbatch; print(jedbatch.cores().size)")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert int(many) == usable
+
+
+@pytest.mark.parametrize("by_flag", [False, True], ids=["config", "flag"])
+def test_what_jax_was_told_before_stays(by_flag):
+    told = "" if by_flag else 'jax.config.update("jax_num_cpu_devices", 3); '
+    flags = "--xla_force_host_platform_device_count=3" if by_flag else ""
+    text = f"import jax, jedbatch; {told}print(jedbatch.cores(2).size, jax.device_count())"
+    assert run("-c", text, flags=flags) == "2 3"
+
+
+def test_too_late():
+    usable = jax.local_device_count("cpu")
+    assert jedbatch.cores(usable).axis_names == ("cores",)
+    more = rf'right after `import jedbatch`, .*"jax_num_cpu_devices", {usable + 1}\)'
+    with pytest.raises(RuntimeError, match=more):
+        jedbatch.cores(usable + 1)
