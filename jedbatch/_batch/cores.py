@@ -1,7 +1,7 @@
 """The cores of a CPU as devices of a mesh, one for each shard of a minibatch.
 
 XLA:CPU runs the operations of a loop one after the other, and splits only large ones over several
-threads. Those of a chunk are small: a program for one device hardly uses a second core. Two shards
+threads. Those of a chunk are small: a program for one device seldom uses a second core. Two shards
 of a minibatch have nothing in common but the shared values, so each can run on a core of its own.
 """
 
@@ -21,11 +21,12 @@ FLAG = "xla_force_host_platform_device_count"  # of XLA, which goes before what 
 def cores(count: int | None = None) -> Mesh:
     """Makes a mesh of devices on the CPU, one for each core, to cut minibatches over.
 
-    A program for one device hardly uses a second core. With a mesh each device runs the same
+    A program for one device seldom uses a second core. With a mesh each device runs the same
     program on a part of the minibatch, in a thread of its own: `batched.plan(params, instances,
     mesh=jedbatch.cores())`. As on other devices, gradients are summed up once, at the end.
 
     JAX makes its devices when it first computes something, and never again, so call this before.
+    Take fewer devices than cores if each would get only a few instances.
 
     Args:
       count: devices; None for as many as cores that this process may use.
