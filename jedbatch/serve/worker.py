@@ -120,7 +120,7 @@ class Worker:
             taken = self._queue.take(idle=not running)
             if taken.requests and (begun := self._begin(taken.requests)) is not None:
                 running.append(begun)
-                collect_young()
+                _collect_young()
             while running and (len(running) > AHEAD or taken.jobs):
                 self._finish(running.popleft())
             if running and not taken.requests:
@@ -239,7 +239,7 @@ class Worker:
         self._thread.join(SECONDS_AT_EXIT)
 
 
-def collect_young() -> None:
+def _collect_young() -> None:
     """Has Python look for garbage among the newest objects, while the device computes.
 
     By itself it does so once 700 more objects have been made than freed. Where a cache is full, as
