@@ -203,9 +203,31 @@ def _apart(eqn: Equation) -> Any:
     return eqn.replace(primitive=called.primitive, params=called.params)
 
 
+# Floating-point operations of factorizations of a matrix [n, n], as a multiple of n³ (Golub and Van
+# Loan, Matrix Computations).
+FACTORIZATIONS = {
+    "cholesky": 1 / 3,
+    "lu": 2 / 3,
+    "qr": 8 / 3,
+    "geqrf": 4 / 3,
+    "householder_product": 4 / 3,
+    "hessenberg": 10 / 3,
+    "tridiagonal": 4 / 3,
+    "eigh": 9.0,
+    "eig": 25.0,
+    "schur": 25.0,
+    "svd": 21.0,
+}
+
+
 def work(eqn: Equation) -> int:
     """Roughly the floating-point operations of an equation."""
     elements = sum(math.prod(v.aval.shape) for v in eqn.outvars)
+    if eqn.primitive.name in FACTORIZATIONS:
+        matrix = eqn.invars[0].aval.shape
+        return int(FACTORIZATIONS[eqn.primitive.name] * math.prod(matrix) * matrix[-1])
+    if eqn.primitive.name == "triangular_solve":
+        return elements * eqn.invars[0].aval.shape[-1]
     if eqn.primitive.name == "dot_general":
         (left, _), _ = eqn.params["dimension_numbers"]
         return 2 * elements * math.prod(eqn.invars[0].aval.shape[i] for i in left)
