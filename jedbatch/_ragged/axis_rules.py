@@ -166,6 +166,16 @@ def _conv(eqn, params, i, a):
     return not (i == 0 and a == params["dimension_numbers"].lhs_spec[0])
 
 
+def _of_matrix(eqn, params, i, a):
+    return a >= eqn.invars[i].aval.ndim - 2
+
+
+def _triangular_solve(eqn, params, i, a):
+    """Returns whether an axis is one of the matrix, or that along which it is solved."""
+    from_end = eqn.invars[i].aval.ndim - a
+    return from_end <= 2 and (i == 0 or from_end == (2 if params["left_side"] else 1))
+
+
 _RULES = {
     "broadcast_in_dim": lambda eqn, params, i, a: (
         eqn.outvars[0].aval.shape[params["broadcast_dimensions"][a]] != eqn.invars[0].aval.shape[a]
@@ -192,6 +202,8 @@ _RULES = {
     **dict.fromkeys(SCATTERS, _scatter),
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
     "conv_general_dilated": _conv,
+    "cholesky": _of_matrix,
+    "triangular_solve": _triangular_solve,
     **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},
     **{name: lambda eqn, params, i, a: a == params["axis"] for name in CUMULATIVE_OPERATIONS},
 }

@@ -366,6 +366,27 @@ class Padded:
         x = self.masked(values[0], eqn.invars[0].aval.shape, [a for _, a in mixed], 0)
         return bind_rows(eqn, [x, *values[1:]], self.size)
 
+    def _cholesky(self, eqn, values, mixed):
+        (x,), (v,) = values, eqn.invars
+        return bind_rows(eqn, [self._with_identity(x, v.aval.shape)], self.size)
+
+    def _triangular_solve(self, eqn, values, mixed):
+        (x, b), (v, w) = values, eqn.invars
+        b = self.masked(b, w.aval.shape, [a for i, a in mixed if i == 1], 0)
+        return bind_rows(eqn, [self._with_identity(x, v.aval.shape), b], self.size)
+
+    def _with_identity(self, x: Array, shape: Sequence[AxisSize]) -> Array:
+        """Returns matrices that are the identity in their padding, and 0 beside it.
+
+        A factor of such a matrix, or the solution of its system, is that of the part that exists
+        and that of the padding side by side.
+        """
+        axes = [a for a in ragged_axes(shape) if a >= len(shape) - 2]
+        beyond = jnp.eye(x.shape[-1], dtype=x.dtype)
+        for axis in axes:
+            x = jnp.where(self.exists(shape, axis), x, beyond)
+        return x
+
     def _reshape(self, eqn, values, mixed):
         (x,) = values
         before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -414,6 +435,8 @@ class Padded:
 _RULES: dict[str, Callable] = {
     "sort": Padded._sort,
     "rev": Padded._reverse,
+    "cholesky": Padded._cholesky,
+    "triangular_solve": Padded._triangular_solve,
     "concatenate": Padded._concatenate,
     "tile": Padded._repeat,
     "slice": Padded._slice,

@@ -301,6 +301,46 @@ def test_two_lengths():
     assert batched.compilations == before
 
 
+def gaussian_process(params, given):
+    """Log-likelihood of values at points [n, 2], of two right-hand sides at once."""
+    points, values = given
+    apart = jnp.square(points[:, None] - points[None]).sum(-1)
+    kernel = jnp.exp(-params * apart) + 0.1 * jnp.eye(points.shape[0])
+    factor = jnp.linalg.cholesky(kernel)
+    white = jax.scipy.linalg.solve_triangular(factor, values, lower=True)
+    return -jnp.square(white).sum() / 2 - jnp.log(jnp.diagonal(factor)).sum()
+
+
+def from_the_right(params, given):
+    """Transposed systems, with the rows of the instance as equations of which there are n."""
+    points, values = given
+    upper = jnp.triu(params * points @ points.T) + 3 * jnp.eye(points.shape[0])
+    solve = functools.partial(lax.linalg.triangular_solve, upper, lower=False)
+    found = solve(values.T, left_side=False, transpose_a=True) @ values
+    return found.sum() + jax.scipy.linalg.cho_solve((upper.T, True), values).max()
+
+
+@pytest.mark.parametrize("fn", [gaussian_process, from_the_right])
+def test_factors_and_triangular_systems(fn):
+    one = jax.jit(fn)
+    batched = jedbatch.batch(fn)
+    for lengths in [(4, 7, 1, 3), (7, 2, 2, 6)]:
+        given = [(random(n, 2, seed=n), random(n, 2, seed=n + 50)) for n in lengths]
+        before = batched.compilations
+        expected = jnp.stack([one(0.5, x) for x in given])
+        np.testing.assert_allclose(batched(0.5, given), expected, 1e-4)
+        assert batched.plan(0.5, given).host.apart is None
+    assert batched.compilations == before
+    ours = lambda p, x: batched(p, x).sum()  # noqa: E731
+    theirs = lambda p, x: sum(one(p, y) for y in x)  # noqa: E731
+    given = jax.tree.map(jnp.asarray, given)
+    for p in (0.5, 1.0):
+        found, alone = (jax.grad(f, argnums=(0, 1))(p, given) for f in (ours, theirs))
+        assert_close(found, alone, 1e-3)
+    twice = [jax.jvp(lambda p, f=f: jax.grad(f)(p, given), (0.5,), (1.0,)) for f in (ours, theirs)]
+    np.testing.assert_allclose(*twice, 1e-3)
+
+
 def test_neighbours_and_returned_tables():
     """Nearest rows, tables of pairs as results, and rows that are too few."""
 
