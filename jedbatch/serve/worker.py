@@ -14,7 +14,6 @@ A function that decides on values runs in rounds, and requests that come join th
 
 import atexit
 import collections
-import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._control_flow.continuous import Joining, Left
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
+from jedbatch.serve.garbage import Garbage
 from jedbatch.serve.requests import Request, RequestQueue
 
 AHEAD = 2  # full minibatches that are handed to the device while another one runs
@@ -116,11 +116,13 @@ class Worker:
 
     def _serve(self) -> None:
         running: collections.deque[Running] = collections.deque()
+        garbage = Garbage()
         while True:
             taken = self._queue.take(idle=not running)
-            if taken.requests and (begun := self._begin(taken.requests)) is not None:
-                running.append(begun)
-                _collect_young()
+            if taken.requests:
+                begun = self._begin(taken.requests)
+                running.extend([] if begun is None else [begun])
+                garbage.collect()
             while running and (len(running) > AHEAD or taken.jobs):
                 self._finish(running.popleft())
             if running and not taken.requests:
@@ -237,14 +239,3 @@ class Worker:
         self._queue.clear()
         self._queue.close()
         self._thread.join(SECONDS_AT_EXIT)
-
-
-def _collect_young() -> None:
-    """Has Python look for garbage among the newest objects, while the device computes.
-
-    By itself it does so once 700 more objects have been made than freed. Where a cache is full, as
-    many are freed as are made, so that it comes seldom, and then looks at all that were made since,
-    while every request waits.
-    """
-    if gc.isenabled():
-        gc.collect(0)

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import gc
 import threading
 
 import jax
@@ -121,34 +120,6 @@ def test_after_warming_nothing_is_compiled():
     for tree, result in results:
         assert_close(result, by_loop(tree), 1e-6)
     assert_close(last, by_loop(given[0], 2.0), 1e-6)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_young_objects_are_collected_after_each_minibatch(enabled):
-    """Where a cache frees as much as comes, Python seldom does; none where it is turned off."""
-    given, collected = trees(40, seed=3), []
-
-    def note(phase, info):
-        by_worker = threading.current_thread().name == "jedbatch-serve"
-        if phase == "stop" and info["generation"] == 0 and by_worker:
-            collected.append(info)
-
-    async def scenario():
-        async with Server(jedbatch.batch(total, cache_size=8), W, max_batch=8) as server:
-            for tree in given:
-                await server(tree)
-            return server.metrics.minibatches
-
-    was_enabled = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    gc.callbacks.append(note)
-    try:
-        minibatches = run(scenario)
-    finally:
-        gc.callbacks.remove(note)
-        (gc.enable if was_enabled else gc.disable)()
-    assert minibatches == 40
-    assert len(collected) >= 40 if enabled else not collected
 
 
 def test_requests_that_come_while_it_works_join_the_next_minibatch():
