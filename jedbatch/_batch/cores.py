@@ -43,7 +43,7 @@ def cores(count: int | None = None) -> Mesh:
       >>> jedbatch.cores(1).shape["cores"]
       1
     """
-    count = _usable() if count is None else checks.whole("`cores`", "count", count, 1)
+    count = _usable() if count is None else checks.whole("cores", "count", count, 1)
     _ask_for(count)
     devices = jax.local_devices(backend="cpu")
     if len(devices) < count:

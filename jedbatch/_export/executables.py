@@ -161,21 +161,33 @@ class Executable:
     arguments: tuple[Kind, ...]
 
     @functools.cached_property
-    def _loaded(self) -> tuple[Any, set[Any]]:
-        device = default_device()
+    def _loaded(self) -> dict[Any, Any]:
+        return {}
+
+    def on(self, device: Any) -> Any:
+        """Returns it as loaded for a device, whichever it was compiled for.
+
+        Raises:
+          ValueError: it cannot be loaded.
+        """
+        if device in self._loaded:
+            return self._loaded[device]
+        options = xla_client.CompileOptions()
+        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
         try:
-            return device.client.deserialize_executable(self.data, [device]), {device}
+            found = device.client.deserialize_executable(self.data, [device], options)
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(
                 f"an executable of an exported model cannot be loaded: {checks.cut(error)}. Read "
                 "the file with `Exported.load(path, compiled=False)`, or export the model again."
             ) from error
+        return self._loaded.setdefault(device, found)
 
     def fits(self, given: Sequence[Any]) -> bool:
-        """Returns whether arguments are values of its types, where it runs."""
+        """Returns whether arguments are values of its types, on the default device if on any."""
         if len(given) != len(self.arguments) or is_staging() or finds_faults():
             return False
-        _, devices = self._loaded
+        devices = {default_device()}
         for x, (shape, dtype) in zip(given, self.arguments, strict=True):
             if isinstance(x, Tracer) or x.shape != shape or x.dtype != dtype:
                 return False
@@ -184,8 +196,9 @@ class Executable:
         return True
 
     def __call__(self, given: Sequence[Any]) -> list[Array]:
-        """Runs it on arguments that fit."""
-        loaded, (device,) = self._loaded
+        """Runs it on arguments that fit, on the default device."""
+        device = default_device()
+        loaded = self.on(device)
         arrays = [x if isinstance(x, jax.Array) else jax.device_put(x, device) for x in given]
         found = loaded.execute_sharded(arrays)
         return [shards[0] for shards in found.disassemble_into_single_device_arrays()]

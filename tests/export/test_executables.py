@@ -194,6 +194,18 @@ def test_where_jax_looks_for_faults(exported):
     assert there.compilations == {"inference": 1}
 
 
+def test_another_default_device():
+    """See `two_devices.py`."""
+    script = Path(__file__).parent / "two_devices.py"
+    path = [str(Path(jedbatch.__file__).parents[1]), str(script.parents[1])]
+    env = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    flags = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env |= {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+
+
 def test_damaged_files(exported):
     data, name = exported.serialize(), "executables/0/inference/forward"
     with zipfile.ZipFile(io.BytesIO(data)) as file:
