@@ -18,10 +18,14 @@ def encode(p, tree):
     return LEAF(p, tree) if isinstance(tree, int) else ADD(p, *(encode(p, t) for t in tree))
 
 
+def slope_of(apply, params, *plan):
+    return jax.grad(lambda p: jnp.square(apply(p, *plan)).sum())(params)
+
+
 batched = jedbatch.batch(encode)
 numbers, graph = jax.tree.map(np.asarray, P), batched.graph(P, TREES)
 values = loop(encode, P, TREES)
-slope = jax.grad(lambda p: jnp.square(loop(encode, p, TREES)).sum())(P)
+slope = slope_of(lambda p: loop(encode, p, TREES), P)
 here, other = jax.devices()
 
 for first in (here, other):
@@ -38,7 +42,7 @@ for first in (here, other):
                         assert_close(got, values, rtol=1e-6)
                         assert got.devices() == {then}
                     moving = jax.tree.map(jnp.asarray, params)
-                    back = jax.grad(lambda p: jnp.square(there.apply(p, plan)).sum())(moving)
+                    back = slope_of(there.apply, moving, plan)
                     assert_close(back, slope, rtol=1e-5)
                 assert there.compilations == {}
                 elsewhere = jax.device_put(numbers, here if then is other else other)

@@ -36,7 +36,7 @@ trees = list(map(unlabelled, synthetic_treebank(64)))
 minibatches = [trees[i : i + 16] for i in range(0, 64, 16)]
 batched = jedbatch.batch(encode)
 everywhere = jax.device_put(PARAMS, NamedSharding(MESH, PartitionSpec()))
-batched.warm(everywhere, minibatches[:2], mesh=MESH, gradient=True)
+batched.warm(everywhere, trees[:32], batch_size=16, mesh=MESH, gradient=True)
 traced = []
 
 
