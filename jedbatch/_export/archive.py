@@ -16,7 +16,7 @@ FORMAT = "jedbatch exported model"
 VERSION = 1  # raised by what a reader of the version before would misunderstand
 HEADER = "header.json"
 MAX_BYTES, MAX_RATIO = 1 << 26, 100  # of what is unpacked
-EPOCH = (1980, 1, 1, 0, 0, 0)  # for all members, so that equal models are equal files
+EPOCH = (1980, 1, 1, 0, 0, 0)  # for all members, so that equal ones are equal files
 
 
 def pack(header: Mapping[str, Any], members: Mapping[str, bytes]) -> bytes:
