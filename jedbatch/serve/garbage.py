@@ -18,7 +18,9 @@ class Garbage:
     """Has Python collect garbage, unless collections are turned off."""
 
     def __init__(self) -> None:
-        self._blocks = sys.getallocatedblocks()
+        self._full = -1  # collections of the oldest generation so far, whoever asked for them
+        self._blocks = 0  # of memory that Python had after the last of these
+        self._has_grown()
 
     def collect(self) -> None:
         """Collects the youngest objects, or one of the older generations if it is due.
@@ -33,8 +35,12 @@ class Garbage:
         _, since_middle, since_oldest = gc.get_count()
         if since_middle <= middle:
             gc.collect(0)
-        elif since_oldest <= oldest or 4 * sys.getallocatedblocks() < 5 * self._blocks:
-            gc.collect(1)
         else:
-            gc.collect(2)
-            self._blocks = sys.getallocatedblocks()
+            gc.collect(2 if self._has_grown() and since_oldest > oldest else 1)
+
+    def _has_grown(self) -> bool:
+        """Returns whether Python has a quarter more memory than after the last full collection."""
+        full, blocks = gc.get_stats()[2]["collections"], sys.getallocatedblocks()
+        if full != self._full:
+            self._full, self._blocks = full, blocks
+        return 4 * blocks >= 5 * self._blocks

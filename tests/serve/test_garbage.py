@@ -81,14 +81,15 @@ def test_generations(collected):
     gc.enable()
     gc.set_threshold(1 << 20, 3, 2)  # so many that Python does nothing by itself
     gc.collect()
-    for grown in (False, True):
-        garbage, first = Garbage(), len(collected)
+    garbage, thrice = Garbage(), [0] * 4 + [1]
+    for grown, last in ((False, [1]), (True, [2]), (False, [1])):
+        first = len(collected)
         garbage._blocks = 1 if grown else 2 * sys.getallocatedblocks()
         for _ in range(20):
             garbage.collect()
         found = [generation for _, generation in collected[first:]]
-        thrice = [0] * 4 + [1]
-        assert found == (thrice * 3 + [0] * 4 + [2] if grown else thrice * 4)
-        gc.collect()
-        if grown:
-            assert garbage._blocks > 1
+        assert found == thrice * 3 + [0] * 4 + last
+        if not grown:
+            gc.collect()
+            assert not garbage._has_grown()
+            assert garbage._blocks < 1.5 * sys.getallocatedblocks()  # what it was then
