@@ -55,7 +55,7 @@ from jedbatch._control_flow.steps import (
     VALUES,
     Steps,
 )
-from jedbatch._graph.paths import ranges
+from jedbatch._graph.paths import distinct, ranges
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.storage import Kind, row_bytes
 from jedbatch._program.round_template import (
@@ -145,7 +145,12 @@ class Foreseen:
         if len(template.wanted) != 1 or template.cares_for_values or finds_faults():
             return None
         places = new.places_of_turns(steps[:, LAST])
-        (wanted,) = template.wanted.values()
+        ((kind, wanted),) = template.wanted.items()
+        within = places, places + counts
+        if not is_within(*within, NODES, template.nodes):
+            return None
+        if not is_within(*within, INPUTS, template.inputs):
+            return None
         owner = np.searchsorted(places[:, REFERENCES], template.old_reference, "right") - 1
         own_reference = new.references[template.old_reference]
         first = steps[owner, BEFORE.start + VALUES]
@@ -156,6 +161,8 @@ class Foreseen:
         owner = np.searchsorted(places[:, INPUTS], template.inputs, "right") - 1
         place = template.inputs - places[owner, INPUTS]
         now = (steps[owner, LAST.start + INPUTS] + place).tolist()
+        kind_of = {g: graph.kind_of_group(g) for g in distinct(new.groups).tolist()}
+        kinds = [kind_of[g] for g in new.groups[template.inputs].tolist()]
         if ways is not None:
             of_each = [ways.get(k) for k in place.tolist()]
         else:
@@ -163,12 +170,14 @@ class Foreseen:
         read = np.full(len(place), -1)
         counting: dict[int, tuple[int, int]] = {}
         numbers: list[list[ForeseenNumber]] = [[] for _ in steps]
-        parts = enumerate(zip(owner.tolist(), place.tolist(), now, of_each, strict=True))
-        for j, (f, k, number, way) in parts:
+        parts = enumerate(zip(owner.tolist(), place.tolist(), now, of_each, kinds, strict=True))
+        for j, (f, k, number, way, own_kind) in parts:
             if way is None:
                 return None
             x, (how, by) = brought[number], way
             if how == WAS_READ:
+                if own_kind != kind or type(x) not in NUMBERS:  # an earlier call read another value
+                    return None
                 read[j] = wanted[f]
             elif how == COUNTS_ON:
                 if type(x) is not int or abs(x) + MAX_STEPS * abs(by) >= 1 << 31:
@@ -288,6 +297,22 @@ def find_ways(
         else:
             ways.append(None)
     return ways
+
+
+def is_within(begin: np.ndarray, end: np.ndarray, size: int, places: np.ndarray) -> bool:
+    """Returns whether all that a round runs (or reads) is part of the steps that end with it.
+
+    What an instance recorded before its step, such as parts of it that took turns, is not: it does
+    not come again.
+
+    Args:
+      begin: int64[F, 4], where nodes, references, inputs and values of steps begin in the round.
+      end: int64[F, 4], where they end.
+      size: of the four.
+      places: of nodes (or inputs) in the round.
+    """
+    owner = np.searchsorted(begin[:, size], places, "right") - 1
+    return bool((owner >= 0).all() and (places < end[owner, size]).all())
 
 
 @dataclass(frozen=True, eq=False)

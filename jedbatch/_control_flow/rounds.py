@@ -491,6 +491,7 @@ class Attempt:
         finally:  # the function may catch what a part raised, and go on
             recorder.turn_to(instance)
             self._turn_to(None)
+            self._is_same.pop(fiber, None)
             self._steps.begin(fiber)
 
     @unguarded
@@ -545,7 +546,7 @@ class Attempt:
         """Notes what an instance has recorded that was not foreseen."""
         self.workspace.graph.note_turn(instance)
         fiber = self._fibers.fiber
-        begin = LAST if fiber in self._fibers.waiting else NOW
+        begin = LAST if fiber in self._is_same else NOW  # a step has ended, or not
         tail = [*self._steps.table[fiber, begin].tolist(), *self._steps.sizes()]
         self._tails.append((fiber, tail))
 

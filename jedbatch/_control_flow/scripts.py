@@ -62,6 +62,8 @@ class Script:
         "_first",
         "_first_input",
         "_first_read",
+        "_num_inputs",
+        "_num_values",
         "_numbers",
         "_rows",
         "_steps",
@@ -94,7 +96,7 @@ class Script:
         self.done = 0
         self.same = self._ended = False
         self.first_value = self._first_input = 0
-        self._first_read = 0
+        self._first_read = self._num_inputs = self._num_values = 0
         self._fiber, self._table = -1, steps.table
         self._steps = steps
         self._rows = rows
@@ -116,17 +118,22 @@ class Script:
         if self._ended:
             return None
         self.same = self._steps.follow(self._fiber, key)
-        self._ended = not (self.same and self.done < self._count and self._has_numbers())
+        self._ended = not (self.same and self.done < self._count)
+        if self.same and self.done == 0:
+            counts = self._table[self._fiber, COUNTS].tolist()  # which other steps will change
+            self._num_inputs, self._num_values = counts[INPUTS], counts[VALUES]
+            self._first_read = key
+        self._ended = self._ended or not self._has_numbers()
         if self._ended:
             return None
-        if self.done == 0:
-            self._first_read = key
         self.done += 1
         return self._value(self.done - 1)
 
     def value(self, key: int) -> np.ndarray | None:
         """Returns the value of that number if it was read; None if not."""
-        step, rest = divmod(key - self._first_read, int(self._table[self._fiber, COUNTS][VALUES]))
+        if self.done == 0:
+            return None
+        step, rest = divmod(key - self._first_read, self._num_values)
         return self._value(step) if not rest and 0 <= step < self.done else None
 
     def _value(self, step: int) -> np.ndarray:
@@ -135,8 +142,7 @@ class Script:
 
     def _has_numbers(self) -> bool:
         """Returns whether the numbers of the step that ends are those foreseen."""
-        width = int(self._table[self._fiber, COUNTS][INPUTS])
-        first = self._first_input + self.done * width
+        first = self._first_input + self.done * self._num_inputs
         for place, how, latest, by in self._numbers:
             x = self._steps.input_value[first + place]
             if how == STAYS:
