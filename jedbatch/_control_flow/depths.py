@@ -5,7 +5,8 @@ does for it. Where a loop was met in earlier calls, it is known how many steps i
 there. So as many steps are run ahead as make the work for nothing, as expected from these calls,
 cost no more than a round, nor more than what is of use. Where nothing is known, or all that is
 known is behind, the number of steps doubles while more than half of them are of use, and halves
-otherwise.
+otherwise. It bounds what earlier calls say, too, as long as most steps of this call were for
+nothing: instances may go on, and yet not as foreseen.
 
 Source: renting or buying skis (Karlin et al., 1988): paying for what may be useless until that has
 cost as much as what it saves is at most twice as much as the best.
@@ -38,6 +39,7 @@ class Depths:
         self._taken: collections.Counter[int] = collections.Counter()
         self._open: dict[Hashable, set[int]] = {}  # fibres that are in a loop
         self._ended: dict[Hashable, list[int]] = {}  # steps of those that have left one
+        self._used: collections.Counter[Hashable] = collections.Counter()  # of use, less others
 
     def note_round(self, fibers: Iterable[int]) -> None:
         """Notes that fibres wait for the end of a step."""
@@ -50,7 +52,8 @@ class Depths:
           template: of the round.
           fibers: that wait for it.
         """
-        before = self._memory.get(template.placed.type_ids)
+        key = template.placed.type_ids
+        before = self._memory.get(key)
         if before is None:
             return self._most
         begin = min(self._taken[fiber] for fiber in fibers)
@@ -61,7 +64,8 @@ class Depths:
         work = sum(n * (kernel.lane_work + ROW_WORK) for n, kernel in lanes)
         used, wasted = goes_on.cumsum(), (1 - goes_on).cumsum()
         is_worth_it = (work * wasted <= ROUND_WORK) & (wasted <= used)  # up to some step
-        return max(1, min(MAX_STEPS, int(is_worth_it.sum())))
+        most = self._most if self._used[key] < 0 else MAX_STEPS
+        return max(1, min(most, int(is_worth_it.sum())))
 
     def note(
         self, template: RoundTemplate, fibers: Sequence[int], ahead: int, done: np.ndarray
@@ -74,8 +78,10 @@ class Depths:
           ahead: steps that ran ahead.
           done: int64[F], how many of them each fibre took.
         """
-        self._most = next_most(self._most, int(done.sum()), ahead * len(done))
+        used, foreseen = int(done.sum()), ahead * len(done)
+        self._most = next_most(self._most, used, foreseen)
         key, taken = template.placed.type_ids, self._taken
+        self._used[key] += 2 * used - foreseen
         still_open = self._open.setdefault(key, set())
         for fiber, steps in zip(fibers, done.tolist(), strict=True):
             taken[fiber] += steps

@@ -134,3 +134,22 @@ def test_errors_where_a_value_cannot_be_awaited_may_be_caught(then):
         return h
 
     run_and_compare(fn, *[[3, 17, 9, 1, 30, 17]] * 2, *[[7]] * 3, *[[9, 9]] * 2)
+
+
+def test_numbers_of_the_host_are_not_guessed_again_and_again():
+    """A loop that goes on, and never as foreseen, runs few steps for nothing in each round."""
+    words = np.random.default_rng(0).integers(0, 1000, 40).tolist()
+
+    def fn(w, depth):
+        h = start(1)
+        for k in range(depth):
+            h, word, _ = write(w, h, words[k])
+            if int(word) < 0:
+                break
+        return h
+
+    batched, depth = jedbatch.batch(fn), 30
+    for _ in range(4):
+        assert_close(batched(W, [depth, depth]), loop(fn, W, [depth, depth]), 1e-5)
+    assert used(batched) <= 2
+    assert max(r.ahead for r in batched.last_rounds[8:]) == 1
