@@ -169,7 +169,7 @@ def with_functions(node_type: NodeType, made: Sequence[Made]) -> NodeType:
     )
 
 
-class Use(NamedTuple):
+class ElementUse(NamedTuple):
     """Elements of lists that are the same result of nodes of one type.
 
     Attributes:
@@ -217,7 +217,9 @@ class Makers:
         """Equal for types of one cell that have the same results."""
         return self._cells.get(node_type, node_type), self._node_types[node_type].results
 
-    def adopts(self, functions: tuple[ElementFunction, ...], uses: Sequence[Sequence[Use]]) -> bool:
+    def adopts(
+        self, functions: tuple[ElementFunction, ...], uses: Sequence[Sequence[ElementUse]]
+    ) -> bool:
         """Returns whether nodes are given functions of the elements of their lists.
 
         If all elements that were met first can have them: else there would be twice as many types.
@@ -230,7 +232,7 @@ class Makers:
             self._adopted[functions] = all(self._pays(x) for of_one in uses for x in of_one)
         return self._adopted[functions]
 
-    def _pays(self, use: Use) -> bool:
+    def _pays(self, use: ElementUse) -> bool:
         if use.node_type is None or use.times * LEAST_USE < use.nodes:
             return False
         return self._can_compute_more(use.node_type)
@@ -247,7 +249,7 @@ class Makers:
             self._by_type[node_type] = made if made and self._can_compute_more(node_type) else ()
         return self._by_type[node_type]
 
-    def decide(self, function: ElementFunction, use: Use) -> bool:
+    def decide(self, function: ElementFunction, use: ElementUse) -> bool:
         """Returns whether the nodes that make some elements compute a function of them."""
         assert use.node_type is not None
         kind, made = self._kind(use.node_type), Made(use.result, function)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType
-from jedbatch._record.element_functions import ElementFunction, Makers, Use
+from jedbatch._record.element_functions import ElementFunction, ElementUse, Makers
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +158,9 @@ class _Nodes:
                 made = [
                     (*values.of(kind), int(times[kind])) for kind in np.flatnonzero(times).tolist()
                 ]
-                uses.append([Use(t, r, n, int(counts[t])) for t, r, n in made])
+                uses.append([ElementUse(t, r, n, int(counts[t])) for t, r, n in made])
                 if (read < 0).any():
-                    uses[-1].append(Use(None, 0, 0, 0))
+                    uses[-1].append(ElementUse(None, 0, 0, 0))
             if not makers.adopts(functions, uses):
                 continue
             for nodes, _ in several:
