@@ -148,7 +148,7 @@ def test_in_a_fresh_process(exported, tmp_path, isa):
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Machine)])
 def test_other_machines(exported, field, caplog):
-    """Whatever differs is named, and programs are compiled."""
+    """The reason names all that differs, and programs are compiled."""
     other = 7 if field == "num_devices" else "another"
     with caplog.at_level(logging.WARNING, "jedbatch"):
         there = Exported.deserialize(changed(exported, machine={field: other}))
