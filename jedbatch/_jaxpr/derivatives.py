@@ -43,11 +43,19 @@ class DifferentiableProgram:
       known: from the same arrays to (results, residuals), where cotangents will be pulled back.
       pull_back: from (arguments, residuals, cotangents of the results, for each argument whether
         its cotangent is wanted) to cotangents of the arguments.
+      types: from the types of the arguments to those of the results; None if tracing `run` tells.
     """
 
-    def __init__(self, run: Callable, pull_back: Callable, run_known: Callable | None = None):
+    def __init__(
+        self,
+        run: Callable,
+        pull_back: Callable,
+        run_known: Callable | None = None,
+        types: Callable | None = None,
+    ):
         self.run = run
         self.pull_back = pull_back
+        self.types = types
         self.known: Callable = run_known or (lambda *args: (bind_program(self, args), []))
 
     @functools.cached_property
@@ -265,6 +273,8 @@ def _run_traced(*args: Array, program: DifferentiableProgram) -> list[Array]:
 
 def _result_types(*avals: Any, program: DifferentiableProgram) -> list[Any]:
     if not isinstance(program, WithTangents):
+        if program.types is not None and jax.sharding.get_abstract_mesh().empty:
+            return list(program.types(*avals))
         return list(jax.make_jaxpr(program.traced)(*avals).out_avals)
     results = _result_types(*avals[: program.num_args], program=program.of)
     program.note(results)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from jedbatch._jaxpr.derivatives import (
     DifferentiableProgram,
@@ -42,6 +43,7 @@ class Symmetric(DifferentiableProgram):
         known: Callable,
         pull_back: Callable,
         refuse: Callable[[], None] = lambda: None,
+        types: Callable | None = None,
     ):
         """Prepares a program.
 
@@ -51,8 +53,9 @@ class Symmetric(DifferentiableProgram):
           pull_back: see `DifferentiableProgram`.
           refuse: raises an error if the reverse need not be a derivative, since it is a rule of the
             user's.
+          types: see `DifferentiableProgram`.
         """
-        super().__init__(run, self._pull_back, self._known)
+        super().__init__(run, self._pull_back, self._known, types)
         self.run_known = known
         self.sweep = pull_back
         self.refuse = refuse
@@ -181,10 +184,16 @@ class DifferentiableFunction:
     """A function with loops in both halves, differentiable in both modes and to any order.
 
     It is traced once, and differentiated once, for all calls with arguments of the same types.
+    Where calls are differentiated in reverse mode, `run` itself is not traced.
     """
 
     def __init__(
-        self, run: Callable, known: Callable, pull_back: Callable, refuse: Callable[[], None]
+        self,
+        run: Callable,
+        known: Callable,
+        pull_back: Callable,
+        refuse: Callable[[], None],
+        types: Callable[[], Sequence[tuple[tuple[int, ...], Any]]],
     ):
         """Prepares a function, which must not close over values that are being traced.
 
@@ -194,9 +203,10 @@ class DifferentiableFunction:
           pull_back: from (arguments, results, residuals, cotangents of the results, None where
             there is none) to cotangents of the arguments, None where there is none.
           refuse: see `Symmetric`.
+          types: returns (shape, dtype) of each result.
         """
         self._run, self._known, self._pull_back = run, known, pull_back
-        self._refuse = refuse
+        self._refuse, self._types = refuse, types
         self._programs: dict[Any, Symmetric] = {}
 
     def __call__(self, args: PyTree) -> list[Array]:
@@ -222,7 +232,10 @@ class DifferentiableFunction:
             back = self._pull_back(arguments, saved[:count], saved[count:], cotangents)
             return tree.flatten_up_to(back)
 
-        return Symmetric(run, known, pull_back, self._refuse)
+        def types(*_: Any) -> list[ShapedArray]:
+            return [ShapedArray(shape, dtype) for shape, dtype in self._types()]
+
+        return Symmetric(run, known, pull_back, self._refuse, types)
 
 
 def refuse_rules(subject: str, equations: Sequence[Equation]) -> None:

@@ -185,8 +185,9 @@ class InstancePhase:
         refuse = functools.partial(
             refuse_rules, "what is done to arrays of any length", self.phase.equations
         )
+        kinds = list(map(batch.kind, self.phase.writes))
         return DifferentiableFunction(
-            run, lambda arguments: (run(arguments), []), pull_back, refuse
+            run, lambda arguments: (run(arguments), []), pull_back, refuse, lambda: kinds
         )
 
     def _forward(

@@ -14,6 +14,7 @@ from jax import lax
 
 from jedbatch._jaxpr.derivatives import with_replaced
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._program.arenas import put, row, slice_rows
@@ -52,6 +53,7 @@ class MicrobatchLoop:
             lambda arguments: (self._forward(arguments), []),
             self._reverse,
             refuse,
+            self._kinds,
         )
 
     def run(self, shared: Sequence[Array], operands: Sequence[Array], table: Array) -> list[Array]:
@@ -74,13 +76,15 @@ class MicrobatchLoop:
         size = self._form.places[("microbatches",)][1][-1]
         return own, row(self._form, table, ("microbatches",), 0, start=i * size, size=size)
 
+    def _kinds(self) -> list[Kind]:
+        """Returns (shape, dtype) of each result, of all microbatches."""
+        most = self._batch.capacity.microbatches
+        of_one = map(self._batch.kind, self._results)
+        return [((most * shape[0], *shape[1:]), dtype) for shape, dtype in of_one]
+
     def _forward(self, arguments: Any) -> list[Array]:
         shared, operands, table = arguments
-        most = self._batch.capacity.microbatches
-        found = []
-        for variable in self._results:
-            one = self._batch.empty(variable)
-            found.append(jnp.zeros((most * len(one), *one.shape[1:]), one.dtype))
+        found = [jnp.zeros(shape, dtype) for shape, dtype in self._kinds()]
 
         def body(i, found):
             new = self._run_one(shared, *self._cut(i, operands, table))

@@ -257,7 +257,7 @@ class PackedProgram:
         except (NotImplementedError, ValueError):  # of products and such loops JAX has no gradient
             if not any_performs(self.phased.jaxpr.eqns, "scatter-mul", "while"):
                 raise
-            jax.eval_shape(run, list(shared), operands, table)
+            jax.jit(run).lower(list(shared), operands, table)  # traces what types alone do not
 
     def run(
         self,

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._kernel.target import Target
@@ -213,13 +214,17 @@ class PackedBatch:
         rows = jnp.arange(self.capacity.rows[e], dtype=jnp.int32)
         return jnp.minimum(rows, jnp.maximum(self.total(e) - 1, 0)) - starts
 
-    def empty(self, variable: Atom) -> jax.Array:
-        """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
+    def kind(self, variable: Atom) -> Kind:
+        """Returns (shape, dtype) of a variable of all calls: [R, ...], or [K, ...]."""
         axis = ragged_axis(variable)
         lead = self.capacity.calls
         if axis is not None:
             lead = self.capacity.rows[self.index(variable.aval.shape[axis])]
-        return jnp.zeros((lead, *row_shape(variable)), variable.aval.dtype)
+        return (lead, *row_shape(variable)), variable.aval.dtype
+
+    def empty(self, variable: Atom) -> jax.Array:
+        """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
+        return jnp.zeros(*self.kind(variable))
 
 
 def ragged_axis(variable: Atom) -> int | None:

@@ -168,7 +168,11 @@ class RowFunction:
             return RowArguments(of_consts, of_operands, *nothing)
 
         refuse = functools.partial(refuse_rules, "what is done to rows of arrays", self.kernel.body)
-        return DifferentiableFunction(run, save, pull_back, refuse)
+        return DifferentiableFunction(run, save, pull_back, refuse, self._result_types)
+
+    def _result_types(self) -> list[Kind]:
+        """Returns (shape, dtype) of each result."""
+        return [((self.capacity, *t.shape), t.dtype) for t in self.kernel.results]
 
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""

@@ -2,9 +2,11 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
+from jedbatch._jaxpr.symmetric import DifferentiableFunction
 from jedbatch.testing import (
     assert_close,
     assert_no_recompile,
@@ -92,3 +94,21 @@ def fewest(graph, weights=None):
                     following.add(after)
         level = following
     return least[(1 << num_nodes) - 1]
+
+
+def check_types_by_traces(monkeypatch):
+    """Has every differentiable function compare the types it gives with a trace; returns a list.
+
+    It grows by the (shape, dtype) of all results with each call.
+    """
+    checked, call = [], DifferentiableFunction.__call__
+
+    def compared(self, args):
+        results = call(self, args)
+        traced = [(x.shape, x.dtype, x.weak_type) for x in jax.eval_shape(self._run, args)]
+        assert [(x.shape, x.dtype, x.weak_type) for x in map(jax.typeof, results)] == traced
+        checked.append(tuple(traced))
+        return results
+
+    monkeypatch.setattr(DifferentiableFunction, "__call__", compared)
+    return checked

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close
+from cases.helpers import assert_close, check_types_by_traces
 
 import jedbatch
+from jedbatch._ragged.row_phase import RowFunction
 
 pytestmark = pytest.mark.unoptimized
 
@@ -151,3 +152,28 @@ def test_second_order():
     one_by_one = lambda p: sum((encoder(p, x) ** 2).sum() for x in given)  # noqa: E731
     for both in (pushed, pulled):
         assert_close(both(together), both(one_by_one), 1e-9)
+
+
+def test_types_of_results_are_those_of_a_trace(monkeypatch):
+    checked = check_types_by_traces(monkeypatch)
+    compared(encoder, parameters(2))
+    assert len(checked) > len({*checked}) >= 2
+
+
+def test_a_step_traces_no_phase_without_what_its_reverse_reads(monkeypatch):
+    kept, forward = [], RowFunction._forward
+
+    def noted(self, arguments, keep_residuals):
+        kept.append(keep_residuals)
+        return forward(self, arguments, keep_residuals)
+
+    monkeypatch.setattr(RowFunction, "_forward", noted)
+    batched, params = jedbatch.batch(encoder), parameters(3)
+    plan = batched.plan(params, arrays(SIZES))
+    kept.clear()
+    total = lambda params: batched.apply(params, plan).sum()  # noqa: E731
+    jax.jit(jax.value_and_grad(total)).lower(params)
+    assert set(kept) == {True}
+    kept.clear()
+    jax.jit(total).lower(params)
+    assert set(kept) == {False}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, compilations, number
+from cases.helpers import assert_close, check_types_by_traces, compilations, number
 
 import jedbatch
 from jedbatch import testing
@@ -177,6 +177,18 @@ def test_values_and_gradients_are_those_of_the_loop(fn, monkeypatch):
             return jax.grad(loss, argnums=(0, 1))(W, nodes)
 
         assert_close(slopes(batched), slopes(alone), 2e-4)
+
+
+@pytest.mark.parametrize("fn", [nodes_and_edges, attended])
+def test_types_of_results_are_those_of_a_trace(fn, monkeypatch):
+    checked = check_types_by_traces(monkeypatch)
+    batched = jedbatch.batch(fn, target=target_of(20), out_axes=None)
+    plan = batched.plan(W, graphs(SIZES))
+    stages = plan.host.ragged_calls.stages
+    assert max(stage.capacity.microbatches for stage in stages) > 1
+    checked.clear()
+    jax.eval_shape(batched.apply, W, plan)
+    assert len(checked) > 1  # the loop, and what runs in it
 
 
 @pytest.mark.slow
