@@ -11,6 +11,9 @@ import pickle
 import sys
 from typing import Any
 
+from jedbatch._record.cell import by_value, reduced
+from jedbatch._support.native import function_types
+
 try:
     import cloudpickle  # type: ignore[import-untyped]
 except ImportError:
@@ -27,6 +30,13 @@ def dumps(value: Any) -> bytes:
 
 
 if cloudpickle:
+
+    def _reduced_by_cloudpickle(function: Any) -> Any:
+        """Returns how functions of cells are sent, by value if they are of a script: as others."""
+        return (by_value if function.__module__ == "__main__" else reduced)(function)
+
+    for _kind in function_types()[1:]:
+        cloudpickle.Pickler.dispatch_table[_kind] = _reduced_by_cloudpickle
 
     class Pickler(cloudpickle.Pickler):
         """Sends by name what can be found by name."""

@@ -30,12 +30,13 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from jedbatch._support.native import function_types
 from jedbatch._support.types import Array
 
 BY_IDENTITY = (
     enum.Enum,
     type,
-    types.FunctionType,
+    *function_types(),
     types.BuiltinFunctionType,
     types.MethodType,
     types.ModuleType,

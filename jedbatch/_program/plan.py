@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -224,6 +225,23 @@ class Plan:
         exist, computed = self.host.ragged_calls.counts if self.host.ragged_calls else (0, 0)
         tiled = self.host.tiled or TiledRows(1, 0, 0)
         return computed + tiled.computed, exist + tiled.exist
+
+    def __reduce__(self) -> str:
+        """Raises `TypeError`: plans name the compiled programs of this process."""
+        raise TypeError(
+            "`pickle` got a plan, which names programs that this process has compiled; expected "
+            "something that other processes can read. Pickle the instances and plan them there, or "
+            "pickle what `planner = batched.planner(*shared, instances)` returns for instances: "
+            "`planner.attach` makes plans of it in the process that made the planner. "
+            "`batched.export` writes the programs to a file, for processes without the function."
+        )
+
+    def __copy__(self) -> Plan:
+        return self  # it is frozen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        copied = [copy.deepcopy(x, memo) for x in self.tree_flatten()[0]]
+        return replace(self.tree_unflatten(self.static, copied), host=self.host, shards=self.shards)
 
     def _timed(self, device_seconds: float) -> Plan:
         """Returns the same plan, of which a run took so long."""

@@ -6,7 +6,9 @@ it wraps. The recorder is kept per thread.
 
 import contextlib
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -16,6 +18,7 @@ from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
 from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import flatten, is_array
+from jedbatch._support.native import core
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -122,10 +125,24 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
             "arrays, as in\n"
             "    @jedbatch.cell\n    def layer(params, x): ..."
         )
-    me = Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__)))
+    return as_function(fn, Cell(fn, name or str(getattr(fn, "__name__", type(fn).__name__))))
+
+
+def as_function(fn: Callable, me: Cell) -> Any:
+    """The function that users call, compiled if it can be (`_support/c/cells.c`).
+
+    A Python function that takes any arguments makes a tuple and a dict of them for every call,
+    which costs as much as everything else that is done to record it.
+    """
+    compiled = core()
+    if compiled is not None:
+        function = compiled.CellFunction(fn, me, recording, types.MethodType, reduced)
+        functools.update_wrapper(function, fn, updated=())
+        function.cell = me
+        return function
 
     @functools.wraps(fn, updated=())
-    def call(*args: P.args, **static: P.kwargs) -> Result:
+    def call(*args: Any, **static: Any) -> Any:
         recorder = recording.recorder
         if recorder is None:
             return fn(*args, **static)
@@ -133,6 +150,23 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
 
     call.cell = me  # type: ignore[attr-defined]
     return call
+
+
+def reduced(function: Any) -> str | tuple[Any, ...]:
+    """Returns how the function of a cell is pickled: by name, as functions are, if it has one."""
+    names = vars(function)
+    found: Any = sys.modules.get(names.get("__module__") or "")
+    for name in str(names.get("__qualname__", "")).split("."):
+        found = getattr(found, name, None)
+    return names["__qualname__"] if found is function else by_value(function)
+
+
+def by_value(function: Any) -> tuple[Any, ...]:
+    """Returns how the function of a cell is pickled as what it is made of.
+
+    Where the function calls itself, what is read is not complete yet.
+    """
+    return as_function, (function.__wrapped__, function.cell), vars(function)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_same
 from jedbatch._jaxpr.versions import wrapped_by_jax
+from jedbatch._support.native import function_types
 
 
 def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
@@ -25,6 +26,8 @@ def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
     stack = [fn]
     while stack:
         x = stack.pop()
+        if isinstance(x, function_types()):
+            x = getattr(getattr(x, "cell", None), "fn", x)
         if isinstance(x, functools.partial):
             stack += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, types.MethodType):
@@ -60,7 +63,7 @@ def function_identity(
     return _identity(fn, operands, ways, [])
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FUNCTIONS = (*function_types(), types.MethodType, functools.partial)
 
 
 def _identity(

@@ -50,6 +50,7 @@ from jedbatch._jaxpr.identity import (
     typed,
     typed_or_same,
 )
+from jedbatch._support.native import function_types
 from jedbatch._support.types import Array, Leaf
 
 MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
@@ -327,7 +328,7 @@ class _Walk:
                 self.names.append(_steps(thing.way))
         elif isinstance(x, np.ndarray):
             self._visit_rows(x)
-        elif isinstance(x, types.FunctionType):
+        elif isinstance(x, function_types()):
             self._visit_function(thing, x)
         elif isinstance(x, type):
             text.append(typed(x))
@@ -350,11 +351,12 @@ class _Walk:
             self._visit_parts(thing)
             self._visit_attributes(thing)
 
-    def _visit_function(self, thing: _Thing, fn: types.FunctionType) -> None:
-        self._text.append(fn.__code__)
+    def _visit_function(self, thing: _Thing, fn: Any) -> None:
         if getattr(fn, "cell", None) is not None:  # ours
-            self._add(thing, "get", ["cell.fn"], [fn.cell.fn])  # type: ignore[attr-defined]
+            self._text.append("cell")
+            self._add(thing, "get", ["cell.fn"], [fn.cell.fn])
             return
+        self._text.append(fn.__code__)
         names = code_names(fn.__code__)
         cells = list(fn.__closure__ or ())
         parts = [k for k in ("__defaults__", "__kwdefaults__", "__dict__") if getattr(fn, k)]

@@ -14,6 +14,7 @@ from typing import Any
 from jax.core import Tracer
 
 from jedbatch._record.environment import _is_installed
+from jedbatch._support.native import function_types
 from jedbatch._support.types import Leaf
 
 CACHES = ("WeakrefLRUCache", "_lru_cache_wrapper")
@@ -69,5 +70,5 @@ def _is_of_user(x: Leaf) -> bool:
         return not _is_installed(x.f_globals.get("__name__", ""))
     if _is_module(x):
         return not _is_installed(x["__name__"])
-    module = x.__module__ if isinstance(x, types.FunctionType) else type(x).__module__
+    module = x.__module__ if isinstance(x, function_types()) else type(x).__module__
     return not _is_installed(module or "")

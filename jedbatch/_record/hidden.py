@@ -20,13 +20,21 @@ from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.identity import Same, attribute_names
 from jedbatch._jaxpr.symbolic_dims import line_of_user
 from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._support.native import function_types
 from jedbatch._support.types import Leaf
 from jedbatch.errors import RetracedCellWarning
 
 MANY_TRACES = 256  # of one cell, before we warn
 MAX_ELEMENTS = 4096  # of arrays of whole numbers that tracing makes
 MAX_VALUES = 10_000  # things looked at in what a cell closes over
-_WHOLE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, dict, jax.Array)
+_WHOLE = (
+    type,
+    types.ModuleType,
+    *function_types(),
+    types.BuiltinFunctionType,
+    dict,
+    jax.Array,
+)
 
 
 def by_class(key: Hashable) -> Hashable:

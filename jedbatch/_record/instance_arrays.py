@@ -25,10 +25,11 @@ from jax.tree_util import PyTreeDef
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.identity import attribute_names, node_key, slot_names, snapshot, typed
+from jedbatch._support.native import function_types
 from jedbatch._support.types import Leaf, PyTree
 
 PLAIN_TYPES = frozenset({int, float, bool, complex, str, bytes, type(None)})
-LEAF_TYPES = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+LEAF_TYPES = (enum.Enum, type, *function_types(), types.BuiltinFunctionType, np.dtype)
 ArrayType = tuple[tuple[int, ...], Any, bool]  # (shape, dtype, weak)
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}

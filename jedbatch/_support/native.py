@@ -8,13 +8,14 @@ Where there is none, or the environment has `JEDBATCH_NATIVE=0`, the Python runs
 import functools
 import importlib
 import os
+import types
 import warnings
 from types import ModuleType
 
 SWITCH = "JEDBATCH_NATIVE"  # of the environment
 BUILD = "`pip install -e .` in a clone"
 MODULE = "jedbatch._support.native_core"
-REVISION = 11  # of what the functions of the core take and return, as in `_support/c/core.h`
+REVISION = 12  # of what the functions of the core take and return, as in `_support/c/core.h`
 
 
 def core() -> ModuleType | None:
@@ -24,6 +25,12 @@ def core() -> ModuleType | None:
     """
     module = _loaded()[0]
     return None if module is None or module.is_off() else module
+
+
+def function_types() -> tuple[type, ...]:
+    """Returns the types of functions: Python's, and that of cells, if they are compiled."""
+    module = _loaded()[0]
+    return (types.FunctionType,) if module is None else (types.FunctionType, module.CellFunction)
 
 
 def described() -> str:

@@ -1,5 +1,6 @@
 """Plans made in other processes, against the loop and against plans made here."""
 
+import copy
 import functools
 import multiprocessing
 import os
@@ -402,3 +403,14 @@ def test_kernels_have_one_identity_exactly_if_they_compute_the_same():
     kind = jax.ShapeDtypeStruct((4,), jnp.float32)
     calling = applied(lambda x: jax.pure_callback(np.sin, kind, x, vmap_method="expand_dims"))
     assert identities(calling) == [None]
+
+
+def test_plans_are_not_pickled_and_say_what_is():
+    batched = jedbatch.batch(planned.encode)
+    params, instances = PARAMS, minibatch(3)
+    plan = batched.plan(params, instances)
+    with pytest.raises(TypeError, match=r"planner.attach.*batched.export"):
+        pickle.dumps(plan)
+    for copied in (copy.copy(plan), copy.deepcopy(plan)):
+        np.testing.assert_array_equal(batched.apply(params, copied), batched.apply(params, plan))
+        assert str(copied) == str(plan)

@@ -143,8 +143,8 @@ PyMODINIT_FUNC
 PyInit_native_core(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (init_ints(module) < 0 || init_fast_path(module) < 0 ||
-                           init_scripts(module) < 0 ||
+    if (module != NULL && (init_ints(module) < 0 || init_cells(module) < 0 ||
+                           init_fast_path(module) < 0 || init_scripts(module) < 0 ||
                            PyModule_AddIntConstant(module, "REVISION", REVISION) < 0))
         Py_CLEAR(module);
     return module;

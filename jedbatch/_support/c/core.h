@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 11 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 12 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -33,6 +33,7 @@ Py_ssize_t write_edges(void *const *data, const Py_ssize_t *lengths);
 int init_scripts(PyObject *module);
 PyObject *convert_by_scripts(PyObject *module, PyObject *args);
 PyObject *make_fast_path(PyObject *module, PyObject *args);
+int init_cells(PyObject *module);
 int init_fast_path(PyObject *module);
 PyObject *is_plain_tree(PyObject *module, PyObject *instance);
 PyObject *longest_paths(PyObject *module, PyObject *given);

@@ -1,0 +1,261 @@
+/* Cells as functions: the twin of `call` in `_record/cell.py`.
+ *
+ * A call while nothing is recorded calls the function; else the recorder records it, at once if it
+ * is one of `fast_path.c`. Arguments come as CPython's vectorcall has them, so that a recorded call
+ * makes neither a tuple nor a dict. The protocol is the same from CPython 3.8 on; 3.12 made it part
+ * of the stable ABI.
+ */
+
+#include <stddef.h>
+
+#include "core.h"
+#include <structmember.h>
+
+#include "cells.h"
+
+#define HAS_VECTORCALL (1UL << 11)
+#define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
+
+typedef PyObject *(*Vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *fn, *cell, *recording; /* whose `recorder` is that of this thread, or None */
+    PyObject *attributes, *weak;
+    Vectorcall vectorcall;
+} CellFunction;
+
+static PyTypeObject *cell_function_type;
+static PyObject *name_recorder, *name_call_cell, *name_qualified, *method_type, *reduce;
+
+/* A tuple of arguments, and a dict of those with names; *options is NULL if `names` is. */
+static PyObject *
+packed(PyObject *const *args, Py_ssize_t count, PyObject *names, PyObject **options)
+{
+    PyObject *tuple = PyTuple_New(count);
+    *options = NULL;
+    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++)
+        PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
+    if (tuple != NULL && names != NULL && PyTuple_Size(names) > 0) {
+        *options = named_arguments(args + count, names);
+        if (*options == NULL)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+PyObject *
+named_arguments(PyObject *const *values, PyObject *names)
+{
+    PyObject *options = PyDict_New();
+    for (Py_ssize_t i = 0; options != NULL && i < PyTuple_Size(names); i++)
+        if (PyDict_SetItem(options, PyTuple_GetItem(names, i), values[i]) < 0)
+            Py_CLEAR(options);
+    return options;
+}
+
+static PyObject *
+call_function(PyObject *fn, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    PyObject *options, *tuple = packed(args, count, names, &options);
+    PyObject *result = tuple == NULL ? NULL : PyObject_Call(fn, tuple, options);
+    Py_XDECREF(tuple);
+    Py_XDECREF(options);
+    return result;
+}
+
+/* Calls a recorder's function of (cell, args, options) that is none of ours. */
+static PyObject *
+call_recorder(PyObject *record, PyObject *cell, PyObject *const *args, Py_ssize_t count,
+              PyObject *names)
+{
+    PyObject *options, *tuple = packed(args, count, names, &options), *result = NULL;
+    if (tuple != NULL && options == NULL)
+        options = PyDict_New();
+    if (tuple != NULL && options != NULL)
+        result = PyObject_CallFunctionObjArgs(record, cell, tuple, options, NULL);
+    Py_XDECREF(tuple);
+    Py_XDECREF(options);
+    return result;
+}
+
+static PyObject *
+call_with(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    CellFunction *self = (CellFunction *)object;
+    Py_ssize_t count = (Py_ssize_t)(flags & ~ARGUMENTS_OFFSET);
+    PyObject *recorder = PyObject_GetAttr(self->recording, name_recorder), *result = NULL;
+    if (recorder == NULL)
+        return NULL;
+    if (recorder == Py_None)
+        result = call_function(self->fn, args, count, names);
+    else {
+        PyObject *record = PyObject_GetAttr(recorder, name_call_cell);
+        if (record != NULL && is_fast_path(record))
+            result = record_call(PyCFunction_GetSelf(record), self->cell, args, count, names);
+        else if (record != NULL)
+            result = call_recorder(record, self->cell, args, count, names);
+        Py_XDECREF(record);
+    }
+    Py_DECREF(recorder);
+    return result;
+}
+
+/* The same with arguments in a tuple and a dict. */
+static PyObject *
+call(PyObject *object, PyObject *args, PyObject *options)
+{
+    CellFunction *self = (CellFunction *)object;
+    PyObject *recorder = PyObject_GetAttr(self->recording, name_recorder), *result = NULL;
+    if (recorder == Py_None)
+        result = PyObject_Call(self->fn, args, options);
+    else if (recorder != NULL) {
+        PyObject *record = PyObject_GetAttr(recorder, name_call_cell);
+        options = options == NULL ? PyDict_New() : Py_NewRef(options);
+        if (record != NULL && options != NULL)
+            result = PyObject_CallFunctionObjArgs(record, self->cell, args, options, NULL);
+        Py_XDECREF(options);
+        Py_XDECREF(record);
+    }
+    Py_XDECREF(recorder);
+    return result;
+}
+
+/* CellFunction(fn, cell, recording, method type, reduce): see above; `method type` binds a function
+ * to an object, and `reduce` says how one is pickled. */
+static PyObject *
+new(PyTypeObject *type, PyObject *args, PyObject *options)
+{
+    PyObject *fn, *cell, *recording, *method, *reduced;
+    if (!PyArg_ParseTuple(args, "OOOOO", &fn, &cell, &recording, &method, &reduced))
+        return NULL;
+    if (options != NULL && PyDict_Size(options) > 0) {
+        PyErr_SetString(PyExc_TypeError, "CellFunction takes no keyword arguments");
+        return NULL;
+    }
+    CellFunction *self = (CellFunction *)PyType_GenericAlloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->fn = Py_NewRef(fn);
+    self->cell = Py_NewRef(cell);
+    self->recording = Py_NewRef(recording);
+    self->vectorcall = call_with;
+    if (method_type == NULL) {
+        method_type = Py_NewRef(method);
+        reduce = Py_NewRef(reduced);
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *
+bind(PyObject *object, PyObject *instance, PyObject *class)
+{
+    (void)class;
+    if (instance == NULL || instance == Py_None)
+        return Py_NewRef(object);
+    return PyObject_CallFunctionObjArgs(method_type, object, instance, NULL);
+}
+
+static PyObject *
+represent(PyObject *object)
+{
+    PyObject *name = PyObject_GetAttr(object, name_qualified), *text = NULL;
+    if (name != NULL)
+        text = PyUnicode_FromFormat("<function %S at %p>", name, (void *)object);
+    Py_XDECREF(name);
+    return text;
+}
+
+static PyObject *
+reduced_form(PyObject *object, PyObject *nothing)
+{
+    (void)nothing;
+    return PyObject_CallFunctionObjArgs(reduce, object, NULL);
+}
+
+/* A copy of a function is that function. */
+static PyObject *
+copied(PyObject *object, PyObject *given)
+{
+    (void)given;
+    return Py_NewRef(object);
+}
+
+static int
+traverse(PyObject *object, visitproc visit, void *arg)
+{
+    CellFunction *self = (CellFunction *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->fn);
+    Py_VISIT(self->cell);
+    Py_VISIT(self->recording);
+    Py_VISIT(self->attributes);
+    return 0;
+}
+
+static int
+clear(PyObject *object)
+{
+    CellFunction *self = (CellFunction *)object;
+    Py_CLEAR(self->attributes);
+    return 0;
+}
+
+static void
+dealloc(PyObject *object)
+{
+    CellFunction *self = (CellFunction *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    if (self->weak != NULL)
+        PyObject_ClearWeakRefs(object);
+    Py_XDECREF(self->fn);
+    Py_XDECREF(self->cell);
+    Py_XDECREF(self->recording);
+    Py_XDECREF(self->attributes);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"__copy__", copied, METH_NOARGS, NULL},
+    {"__deepcopy__", copied, METH_O, NULL},
+    {"__reduce__", reduced_form, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"__dictoffset__", T_PYSSIZET, offsetof(CellFunction, attributes), READONLY, NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CellFunction, vectorcall), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(CellFunction, weak), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef computed[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, new},           {Py_tp_call, call},       {Py_tp_descr_get, bind},
+    {Py_tp_repr, represent},    {Py_tp_dealloc, dealloc}, {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},       {Py_tp_methods, methods}, {Py_tp_members, members},
+    {Py_tp_getset, computed},   {0, NULL},
+};
+
+static PyType_Spec spec = {
+    "jedbatch._support.native_core.CellFunction", sizeof(CellFunction), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, slots,
+};
+
+int
+init_cells(PyObject *module)
+{
+    name_recorder = PyUnicode_InternFromString("recorder");
+    name_call_cell = PyUnicode_InternFromString("call_cell");
+    name_qualified = PyUnicode_InternFromString("__qualname__");
+    cell_function_type = (PyTypeObject *)PyType_FromSpec(&spec);
+    if (cell_function_type == NULL || PyErr_Occurred())
+        return -1;
+    return PyModule_AddObjectRef(module, "CellFunction", (PyObject *)cell_function_type);
+}

@@ -1,0 +1,19 @@
+/* Cells as functions, and the recording of their calls (see `cells.c` and `fast_path.c`). */
+
+#ifndef JEDBATCH_CELLS_H
+#define JEDBATCH_CELLS_H
+
+#include "core.h"
+
+/* A dict of the arguments that have these names. */
+PyObject *named_arguments(PyObject *const *values, PyObject *names);
+
+/* Whether a recorder's `call_cell` is the method of a fast path. */
+int is_fast_path(PyObject *call_cell);
+
+/* Records a call of a cell by a fast path: so many arguments, then those with `names`, a tuple or
+ * NULL. */
+PyObject *record_call(PyObject *fast_path, PyObject *cell, PyObject *const *args, Py_ssize_t count,
+                      PyObject *names);
+
+#endif

@@ -1,0 +1,238 @@
+"""Cells as functions: compiled ones behave as the functions of Python that they stand for."""
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import typing
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch._record import trace
+from jedbatch._record.cell import recording
+from jedbatch._record.recorder import Recorder
+from jedbatch._support import native
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def cell(request, monkeypatch):
+    """The decorator `cell`."""
+    if request.param == "in Python":
+        monkeypatch.setenv(native.SWITCH, "0")
+    elif native.core() is None:
+        pytest.skip("no compiled core")
+    return jedbatch.cell
+
+
+def scaled(params, x: jax.Array, *, by: int = 2) -> jax.Array:
+    """Returns a multiple."""
+    return params["w"] * x * by
+
+
+found_by_name = jedbatch.cell(scaled)
+found_by_name.__qualname__ = "found_by_name"
+P = {"w": jnp.arange(3.0)}
+
+
+def test_has_the_attributes_of_its_function(cell):
+    fn = cell(scaled)
+    assert fn.__name__ == "scaled"
+    assert fn.__doc__ == scaled.__doc__
+    assert fn.__module__ == __name__
+    assert fn.__wrapped__ is scaled
+    assert inspect.signature(fn) == inspect.signature(scaled)
+    assert typing.get_type_hints(fn) == typing.get_type_hints(scaled)
+    assert inspect.getsource(fn) == inspect.getsource(scaled)
+    assert repr(fn) == f"<function scaled at {hex(id(fn))}>"
+    assert isinstance(fn, native.function_types())
+    fn.note = 3
+    assert vars(fn)["note"] == fn.note == 3
+    assert weakref.ref(fn)() is fn
+
+
+def test_is_its_function_where_nothing_is_recorded(cell):
+    fn, named = cell(scaled), {"x": 2.0}
+    np.testing.assert_array_equal(fn(P, 2.0), [0, 4, 8])
+    np.testing.assert_array_equal(fn(P, x=2.0, by=3), [0, 6, 12])
+    np.testing.assert_array_equal(fn(*[P], **named), [0, 4, 8])
+    np.testing.assert_array_equal(functools.partial(fn, P, by=1)(2.0), [0, 2, 4])
+    np.testing.assert_array_equal(jax.jit(fn, static_argnames="by")(P, 2.0), [0, 4, 8])
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        fn(P)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'to'"):
+        fn(P, 1, to=2)
+
+
+def test_arguments_in_any_form_are_recorded_alike(cell):
+    fn = cell(scaled)
+    nothing = {}
+    forms = {
+        "plain": lambda params, x: fn(params, x) + fn(params, x),
+        "unpacked": lambda params, x: fn(*(params, x)) + fn(params, *[x], **nothing),
+        "partial": lambda params, x: functools.partial(fn, params)(x) + fn(params, x),
+    }
+    for form in forms.values():
+        batched = jedbatch.batch(form)
+        for instances in ([1.0, 2.0], [3.0, 4.0, 5.0]):
+            np.testing.assert_allclose(batched(P, instances), [form(P, x) for x in instances])
+        assert len(batched.plan(P, [6.0]).graph.node_type) == 3
+
+
+def test_keywords_are_recorded(cell):
+    fn = cell(scaled)
+
+    def both(params, x):
+        return fn(params, x, by=2) + fn(params, x, by=int(x))
+
+    batched = jedbatch.batch(both)
+    for instances in ([1.0, 2.0], [3.0, 1.0, 2.0]):
+        np.testing.assert_allclose(batched(P, instances), [both(P, x) for x in instances])
+
+
+def test_many_arguments(cell):
+    most = cell(lambda *xs: functools.reduce(jnp.add, xs))
+
+    def fn(params, x):
+        return most(params["w"], *[x + i for i in range(40)])
+
+    batched = jedbatch.batch(fn)
+    for instances in ([1.0, 2.0], [3.0]):
+        np.testing.assert_allclose(batched(P, instances), [fn(P, x) for x in instances])
+
+
+def test_methods(cell):
+    class Model(typing.NamedTuple):
+        w: float
+        scale = cell(lambda self, x: self.w * x)
+
+    model = Model(3.0)
+    assert isinstance(model.scale, types.MethodType)
+    assert Model.scale(model, 2.0) == model.scale(2.0) == 6.0
+    batched = jedbatch.batch(lambda _, x: model.scale(x))
+    np.testing.assert_allclose(batched(P, [1.0, 2.0]), [3, 6])
+
+
+def test_copies(cell):
+    fn = cell(scaled)
+    assert copy.copy(fn) is fn
+    assert copy.deepcopy({"a": fn})["a"] is fn
+
+
+def test_pickled_by_name():
+    assert pickle.loads(pickle.dumps(found_by_name)) is found_by_name
+
+
+def test_cloudpickle_sends_cells_of_a_script_as_code(tmp_path):
+    pytest.importorskip("cloudpickle")
+    script = """
+        import cloudpickle, jedbatch, subprocess, sys
+        @jedbatch.cell
+        def twice(x):
+            return 2 * x if x < 4 else twice(x - 4)
+        if __name__ == "__main__":
+            code = "import cloudpickle, sys; print(cloudpickle.load(sys.stdin.buffer)(7))"
+            sent = cloudpickle.dumps(twice)
+            print(subprocess.run([sys.executable, "-c", code], input=sent,
+                                 capture_output=True, check=True).stdout.decode())
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["6"], done.stderr
+
+
+def test_recorders_are_kept_per_thread(cell):
+    fn, found = cell(scaled), []
+
+    def recorded(params, x):
+        thread = threading.Thread(target=lambda: found.append(fn(P, 2.0)))
+        thread.start()
+        thread.join()
+        return fn(params, x)
+
+    assert len(jedbatch.batch(recorded).plan(P, [1.0]).graph.node_type) == 1
+    np.testing.assert_array_equal(found[0], [0, 4, 8])
+    assert recording.recorder is None
+
+
+def test_errors_pass_and_what_is_read_is_let_go(cell):
+    def fail(params, x):
+        raise LookupError("no such thing")
+
+    fn = cell(fail)
+    with pytest.raises(LookupError, match="no such thing"):
+        jedbatch.batch(lambda params, x: fn(params, x)).plan(P, [1.0])
+    with pytest.raises(LookupError):
+        fn(P, 1.0)
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error", "after rounds"])
+def test_no_recorder_outlives_its_recording(cell, monkeypatch, ends):
+    """The collector does not follow symbols of the compiled core; no circle goes through one."""
+    made, fn = [], cell(scaled)
+
+    class Noted(Recorder):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+
+    def recursive(params, depth):
+        symbols = []
+
+        def visit(depth):
+            x = fn(params, 1.0 * depth) if depth == 0 else fn(params, 1.0) + visit(depth - 1)
+            symbols.append(x)  # in a circle: `visit` refers to itself
+            if ends == "after rounds" and x[0] > 100:
+                raise AssertionError
+            if ends == "by an error" and depth == 3:
+                raise LookupError(symbols)
+            return x
+
+        return visit(depth)
+
+    monkeypatch.setattr(trace, "Recorder", Noted)
+    monkeypatch.setattr("jedbatch._control_flow.rounds.Recorder", Noted)
+    batched = jedbatch.batch(recursive)
+    for depths in ([1, 2], [3, 4]):
+        if ends == "by an error" and 3 in depths:
+            with pytest.raises(LookupError):
+                batched(P, depths)
+        else:
+            np.testing.assert_allclose(batched(P, depths), [recursive(P, n) for n in depths])
+    gc.collect()
+    assert made
+    assert [ref() for ref in made] == [None] * len(made)
+
+
+def test_compiled_cells_are_collected():
+    if native.core() is None:
+        pytest.skip("no compiled core")
+
+    def around():
+        @jedbatch.cell
+        def inner(x):
+            return inner(x)
+
+        return weakref.ref(inner)
+
+    ref = around()
+    gc.collect()
+    assert ref() is None
+
+
+def test_refuses_what_does_not_fit():
+    if native.core() is None:
+        pytest.skip("no compiled core")
+    with pytest.raises(TypeError):
+        native.core().CellFunction(scaled)
