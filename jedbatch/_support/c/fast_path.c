@@ -20,6 +20,14 @@
 #include "memo.h"
 #include "slots.h"
 
+#define FEW_OPTIONS 2
+#define NUM_OPTIONS 16 /* a power of two */
+
+/* Where the tree of descriptions goes on from a place after keyword arguments: these objects. */
+typedef struct {
+    PyObject *place, *names, *values[FEW_OPTIONS], *next;
+} Options;
+
 typedef struct {
     PyObject_HEAD
     PyObject *recorder, *result, *cell, *known, *computed, *kept, *numbers, *arrays, *ndarray;
@@ -31,6 +39,7 @@ typedef struct {
     Py_ssize_t trace_at, index_at, type_at, closure_at;
     Ways ways;
     KnownObjects objects; /* of this instance */
+    Options options[NUM_OPTIONS]; /* met last, by their addresses */
 } FastPath;
 
 static PyTypeObject *fast_path_type;
@@ -142,6 +151,60 @@ done:
     Py_XDECREF(kinds);
     Py_XDECREF(items);
     return token;
+}
+
+/* The place that options lead to from a place, by the tree; a new reference, or NULL, without an
+ * error if there is none. */
+static PyObject *
+follow_options(PyObject *place, PyObject *options)
+{
+    PyObject *token = options_token(options);
+    PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
+    Py_XINCREF(next);
+    Py_XDECREF(token);
+    return next;
+}
+
+static void
+forget_options(Options *known)
+{
+    Options old = *known;
+    memset(known, 0, sizeof *known);
+    Py_XDECREF(old.place);
+    Py_XDECREF(old.names);
+    for (int i = 0; i < FEW_OPTIONS; i++)
+        Py_XDECREF(old.values[i]);
+    Py_XDECREF(old.next);
+}
+
+/* The same for values with names, which mostly are the objects of an earlier call. */
+static PyObject *
+follow_named(FastPath *self, PyObject *place, PyObject *names, PyObject *const *values)
+{
+    Py_ssize_t count = PyTuple_Size(names);
+    Options *known = NULL;
+    if (count <= FEW_OPTIONS) {
+        uint64_t mixed = (uintptr_t)place ^ ((uintptr_t)names << 1);
+        for (Py_ssize_t i = 0; i < count; i++)
+            mixed = mixed * 31 + (uintptr_t)values[i];
+        mixed *= 0x9E3779B97F4A7C15u;
+        known = &self->options[mixed >> 60 & (NUM_OPTIONS - 1)];
+        int is_same = known->place == place && known->names == names;
+        for (Py_ssize_t i = 0; is_same && i < count; i++)
+            is_same = known->values[i] == values[i];
+        if (is_same)
+            return Py_NewRef(known->next);
+    }
+    PyObject *options = named_arguments(values, names);
+    PyObject *next = options == NULL ? NULL : follow_options(place, options);
+    Py_XDECREF(options);
+    if (next != NULL && known != NULL) {
+        forget_options(known);
+        *known = (Options){Py_NewRef(place), Py_NewRef(names), {NULL}, Py_NewRef(next)};
+        for (Py_ssize_t i = 0; i < count; i++)
+            known->values[i] = Py_NewRef(values[i]);
+    }
+    return next;
 }
 
 /* Each of these looks at something: 1 if it is described, 0 if it is something else, -1 if it is
@@ -417,19 +480,21 @@ make_way(const Call *call, PyObject *place, PyObject *call_spec)
     return way;
 }
 
-/* How a call like this was recorded before; NULL without an error: it is left to Python. */
+/* How a call like this was recorded before; NULL without an error: it is left to Python. Keyword
+ * arguments are `options`, or follow the others and have `names`; either may be NULL. */
 static Way *
 find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize_t length,
-     PyObject *options)
+     PyObject *names, PyObject *options)
 {
     PyObject *place = PyDict_GetItemWithError(self->calls, cell), *call_spec = NULL;
     Way *way = NULL;
     Py_XINCREF(place);
-    if (place != NULL && options != NULL && PyDict_Size(options) > 0) {
-        PyObject *token = options_token(options);
-        PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
-        Py_XINCREF(next);
-        Py_XDECREF(token);
+    if (place != NULL && names != NULL && PyTuple_Size(names) > 0) {
+        PyObject *next = follow_named(self, place, names, args + length);
+        Py_DECREF(place);
+        place = next;
+    } else if (place != NULL && options != NULL && PyDict_Size(options) > 0) {
+        PyObject *next = follow_options(place, options);
         Py_DECREF(place);
         place = next;
     }
@@ -645,13 +710,13 @@ publish(FastPath *self)
 /* Records a call and returns its results; NULL without an error if it is left to Python. */
 static PyObject *
 record_known(FastPath *self, PyObject *cell, PyObject *const *args, Py_ssize_t count,
-             PyObject *options)
+             PyObject *names, PyObject *options)
 {
     Call call;
     init_words(&call.words);
     init_words(&call.held);
     init_words(&call.reads);
-    Way *way = find(self, &call, cell, args, count, options);
+    Way *way = find(self, &call, cell, args, count, names, options);
     PyObject *results = way == NULL ? NULL : record(self, way, &call.reads);
     free_words(&call.words);
     free_words(&call.reads);
@@ -677,7 +742,7 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++)
         args[i] = PyTuple_GetItem(argv[1], i);
-    PyObject *results = record_known(self, argv[0], args, count, argv[2]);
+    PyObject *results = record_known(self, argv[0], args, count, NULL, argv[2]);
     if (args != few)
         free(args);
     if (results != NULL || PyErr_Occurred())
@@ -698,15 +763,10 @@ record_call(PyObject *object, PyObject *cell, PyObject *const *args, Py_ssize_t 
 {
     FastPath *self = (FastPath *)object;
     PyObject *options = NULL, *tuple = NULL, *results = NULL;
-    if (names != NULL && PyTuple_Size(names) > 0) {
-        options = named_arguments(args + count, names);
-        if (options == NULL)
-            return NULL;
-    }
     if ((PyObject *)Py_TYPE(cell) == self->cell)
-        results = record_known(self, cell, args, count, options);
+        results = record_known(self, cell, args, count, names, NULL);
     if (results == NULL && !PyErr_Occurred()) {
-        options = options == NULL ? PyDict_New() : options;
+        options = names == NULL ? PyDict_New() : named_arguments(args + count, names);
         tuple = PyTuple_New(count);
         for (Py_ssize_t i = 0; tuple != NULL && i < count; i++)
             PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
@@ -740,6 +800,10 @@ traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
 #define VISIT(member) Py_VISIT(self->member);
     EACH(VISIT)
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        Py_VISIT(self->options[i].place);
+        Py_VISIT(self->options[i].next);
+    }
     for (size_t i = 0; i < self->ways.room; i++)
         if (self->ways.slots[i] != NULL) {
             Py_VISIT(self->ways.slots[i]->held);
@@ -755,6 +819,8 @@ clear(PyObject *object)
     FastPath *self = (FastPath *)object;
     free_known_objects(&self->objects);
     clear_ways(&self->ways);
+    for (int i = 0; i < NUM_OPTIONS; i++)
+        forget_options(&self->options[i]);
 #define CLEAR(member) Py_CLEAR(self->member);
     EACH(CLEAR)
     return 0;
