@@ -155,11 +155,14 @@ class Stepwise:
         else:
             moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1]))
             outputs = self._differentiable(moving)(*arguments)
-        signature = self._latest.workspace.signature
+        latest = self._latest
+        signature = latest.workspace.signature
         assert signature is not None
+        if not latest.saving:  # or it would be left to the collector with all that was recorded
+            self._attempt = None
         if self.on_host:
             outputs = rows_on_host(outputs)
-        return results_from(self._latest.form, signature, outputs)
+        return results_from(latest.form, signature, outputs)
 
     @property
     def _latest(self) -> "Attempt":
@@ -257,6 +260,7 @@ class Attempt:
       recorder, workspace: what instances record, and what of it is computed.
       returned: the values that each arena returns.
       form: how they become results.
+      saving: whether everything is kept that the reverse would read.
     """
 
     def __init__(
@@ -298,6 +302,7 @@ class Attempt:
         self.form = OutputSpec((), (), None)
         self._call = call
         self._session = session
+        self.saving = saving
         self._leaves, self._arrays, self._outside = leaves, arrays, outside
         self._num_tracers = len(tracers)
         self._configuration = configuration()

@@ -127,37 +127,47 @@ def parts_of(x: object) -> list[Leaf]:
     return jax.tree.leaves(x, is_leaf=lambda _: next(is_part))
 
 
+_UNFINISHED = object()  # in place of a container whose parts are being replaced
+
+
 def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> PyTree:
     """The instance with its arrays replaced, in order; what was shared is shared again.
 
     Raises `ValueError` if an object holds itself.
     """
-    done: dict[int, tuple[Leaf, Leaf]] = {}  # and the object, so that no other one has its id
-    unfinished = object()
+    return _replaced(instance, arrays, {})
 
-    def replace(x: Leaf) -> PyTree:
-        kind = type(x)
-        if kind in PLAIN_TYPES:
-            return x
-        if is_array(x):
-            replacement = next(arrays)  # one for each time that it is met
-            return done.setdefault(id(x), (replacement, x))[0]
-        is_plain = kind is tuple or kind is list
-        node = None if is_plain else children_of(x)
-        if not is_plain and node is None:
-            return x
-        if id(x) not in done:
-            done[id(x)] = unfinished, x
-            parts = [replace(child) for child in (x if node is None else node[1])]
-            done[id(x)] = kind(parts) if is_plain else _rebuild(x, parts), x
-        if done[id(x)][0] is unfinished:
-            raise ValueError(
-                f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
-                "a tree or a graph without circles. Keep links to parents out of the instance."
-            )
-        return done[id(x)][0]
 
-    return replace(instance)
+def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Leaf]]) -> PyTree:
+    """Does so for a part of an instance.
+
+    No closure, which would refer to itself, and be left to the collector for each instance.
+
+    Args:
+      x: the part.
+      arrays: those that are left.
+      done: what stands for parts met before, by id, and these, so that no other has their id.
+    """
+    kind = type(x)
+    if kind in PLAIN_TYPES:
+        return x
+    if is_array(x):
+        replacement = next(arrays)  # one for each time that it is met
+        return done.setdefault(id(x), (replacement, x))[0]
+    is_plain = kind is tuple or kind is list
+    node = None if is_plain else children_of(x)
+    if not is_plain and node is None:
+        return x
+    if id(x) not in done:
+        done[id(x)] = _UNFINISHED, x
+        parts = [_replaced(child, arrays, done) for child in (x if node is None else node[1])]
+        done[id(x)] = kind(parts) if is_plain else _rebuild(x, parts), x
+    if done[id(x)][0] is _UNFINISHED:
+        raise ValueError(
+            f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
+            "a tree or a graph without circles. Keep links to parents out of the instance."
+        )
+    return done[id(x)][0]
 
 
 def owned_arrays(instance: PyTree, limit: int = 100_000) -> set[int]:

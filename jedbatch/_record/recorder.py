@@ -193,8 +193,9 @@ class Recorder(Trace):
         return replace_arrays(instance, iter(values))
 
     def forget(self) -> None:
-        """Lets go of everything symbolic."""
+        """Lets go of everything symbolic, and of those who computed its values."""
         self.active = False
+        self.read, self.script, self.together = None, None, in_order
         self.call_cell = refuse_call  # the function there holds this recorder
         self._forget_objects()
         self._forget_objects = nothing_to_forget

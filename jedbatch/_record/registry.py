@@ -109,6 +109,7 @@ class Registry:
             MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant
         )
         self._ids: dict[Hashable, Any] = {}
+        self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
         self.keys = Keys()
         self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
         self._of_user: dict[Hashable, CallSpec] = self._of_states.setdefault(0, {})
@@ -159,6 +160,9 @@ class Registry:
 
     def value_type(self, shape: tuple[int, ...], dtype: Dtype, weak: bool) -> int:
         """The id of a value type."""
+        known = self._value_type_ids.get((shape, dtype, weak))
+        if known is not None:
+            return known
         index = self._intern(self.value_types, ValueType(shape, dtype, weak))
         while len(self.avals) <= index:
             new = self.value_types[len(self.avals)]
@@ -166,6 +170,7 @@ class Registry:
             if ragged is not None:
                 self.ragged_types[len(self.avals)] = ragged
             self.avals.append(aval)
+        self._value_type_ids[shape, dtype, weak] = index
         return index
 
     def unit(self, value_types: tuple[int, ...]) -> int:

@@ -277,6 +277,31 @@ def test_without_decisions_there_is_one_round():
     assert [r.instances for r in batched.last_rounds] == [0]
 
 
+def test_a_call_leaves_nothing_to_the_collector():
+    """What was recorded is freed with the call: nothing of it refers to itself."""
+    step = cell(lambda w, h: (jnp.tanh(w @ h), jnp.abs(h).sum() < 0.5))
+
+    def fn(w, x):
+        h, done, steps = x["start"], False, 0
+        while not done:
+            (h, done), steps = step(w, h), steps + 1
+        return h, steps
+
+    instances = [{"start": np.full(3, s, np.float32)} for s in (0.1, 1, 2, 3)]
+    batched = jedbatch.batch(fn)
+    for _ in range(3):  # the first ones trace and compile
+        batched(W, instances)
+    gc.collect()
+    gc.disable()
+    try:
+        results = batched(W, instances)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert left < len(instances)
+    assert_close(results, loop(fn, W, instances), 1e-5)
+
+
 # --- errors ---
 
 
