@@ -11,12 +11,14 @@ Read in this order:
    anything else.
 6. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
    of its values.
-7. `templates`: Templates of rounds, made of rounds that ran.
-8. `depths`: How many steps to run ahead: as many as earlier calls say, or else twice as many each
+7. `rounds_as_one`: All rounds of a call as one graph and one schedule, as the reverse undoes
+   them at once.
+8. `templates`: Templates of rounds, made of rounds that ran.
+9. `depths`: How many steps to run ahead: as many as earlier calls say, or else twice as many each
    time.
-9. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
-10. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
-11. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
-12. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-13. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+10. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
+11. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
+12. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
+13. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+14. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

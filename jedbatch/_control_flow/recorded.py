@@ -107,6 +107,11 @@ class Recorded:
         """The numbers of values, given where they are in the round."""
         return self._numbers_at(places, self.first.values, VALUES)
 
+    def owners_of_inputs(self, numbers: np.ndarray) -> np.ndarray:
+        """The instances that inputs of the round belong to."""
+        owner, _, end = int64_of(self.turns, self.first.turns).reshape(-1, 3).T
+        return owner[np.searchsorted(end, numbers, "right")]
+
     @functools.cached_property
     def num_values(self) -> int:
         """How many values were recorded."""

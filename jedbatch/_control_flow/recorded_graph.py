@@ -98,12 +98,36 @@ class RecordedGraph:
           values: their results, and the rows of these.
           inputs: what they read, and the rows of these.
         """
-        recorder = self.recorder
         self._ran_ahead.append(nodes)
-        self.value_row.extend(np.full(recorder.num_values - len(self.value_row), NOT_RUN))
-        self.input_row.extend(np.full(len(recorder.input_group) - len(self.input_row), -1))
+        self._make_room_for_rows()
         for column, (numbers, rows) in ((self.value_row, values), (self.input_row, inputs)):
             column.array[numbers] = rows
+
+    def _make_room_for_rows(self) -> None:
+        """Has a place for the row of every value and input that is recorded, taken up or not."""
+        recorder = self.recorder
+        self.value_row.extend(np.full(recorder.num_values - len(self.value_row), NOT_RUN))
+        self.input_row.extend(np.full(len(recorder.input_group) - len(self.input_row), -1))
+
+    def inputs_left(self, values: np.ndarray) -> dict[int, np.ndarray] | None:
+        """Returns the inputs among some values that have no rows yet, by group.
+
+        None if a value has yet to be computed, or if one of these inputs is a part of an array.
+        """
+        computed = values[values >= 0]
+        if len(computed) and int(computed.max()) >= len(self.value_row):
+            return None
+        if (self.value_row.take(computed) < 0).any():
+            return None
+        self._make_room_for_rows()
+        inputs = distinct(-1 - values[values < 0])
+        inputs = inputs[self.input_row.take(inputs) < 0]
+        given = self.recorder.input_group
+        groups = np.array([given[i] for i in inputs.tolist()], np.int64)
+        present = distinct(groups).tolist()
+        if not all(self.is_brought(present)):
+            return None
+        return {g: inputs[groups == g] for g in present}
 
     def take_up(self) -> None:
         """Takes up what was recorded since the last time."""

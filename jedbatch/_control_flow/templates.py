@@ -16,8 +16,7 @@ def template_of(
 ) -> RoundTemplate | None:
     """Returns the template of the round that ran last; None if it cannot be repeated.
 
-    A round that runs nodes of earlier rounds cannot, and neither can one that reads the arrays of
-    an instance for the first time.
+    A round that runs nodes of earlier rounds cannot.
 
     Args:
       graph: all that was recorded.
@@ -30,7 +29,7 @@ def template_of(
     place, operand = new.node_places(nodes), new.counted(graph.operands_of(nodes))
     inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
     groups = distinct(new.groups[inputs]).tolist()
-    if (place < 0).any() or not all(graph.is_brought(groups)):
+    if (place < 0).any():
         return None
     num_nodes, num_values = len(new.calls), new.num_values
     own_nodes, own_values = (
@@ -76,4 +75,5 @@ def _inputs_of(
     registry = graph.recorder.registry
     value_type = registry.value_types[registry.groups[group][1]]
     places = np.flatnonzero(new.groups[inputs] == group)
-    return TemplateInputs(value_type, graph.kind_of_group(group), places, inputs[places].tolist())
+    numbers, (is_brought,) = inputs[places].tolist(), graph.is_brought([group])
+    return TemplateInputs(value_type, graph.kind_of_group(group), places, numbers, is_brought)

@@ -28,9 +28,10 @@ from jedbatch._control_flow.ahead import Ahead, RanAhead, foresee, room_ahead, s
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._control_flow.rounds_as_one import as_one
 from jedbatch._control_flow.templates import template_of
 from jedbatch._graph.graph import Graph, InputRows
-from jedbatch._graph.paths import distinct, pointers
+from jedbatch._graph.paths import distinct
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.storage import Kind, row_bytes, stored
@@ -123,6 +124,8 @@ class Workspace:
             if template is not None:
                 templates[key] = template
         computed = None if template is None else self._repeat(template, new, values, ahead)
+        if computed is None and not read and (layout := self._hand_over(values)) is not None:
+            computed = layout, [], None
         if computed is None:
             computed = *self._compute(values, read), None
             if key is not None and key not in templates:
@@ -160,6 +163,37 @@ class Workspace:
         unused = ran.ahead - int(done.max(initial=0))
         for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
             self._lanes[t] -= unused * used  # nobody reads their rows
+
+    def _hand_over(self, values: np.ndarray) -> Layout | None:
+        """Gives rows to the inputs among values of which all others are computed.
+
+        None if something has yet to run, and does nothing then. A program is called only where
+        there are such inputs, as where a function returns numbers.
+        """
+        signature, graph = self.signature, self.graph
+        groups = None if signature is None else graph.inputs_left(values)
+        if signature is None or groups is None or self.state is None:
+            return None
+        ends = dict(self._num_inputs)
+        for g, numbers in groups.items():
+            kind = graph.kind_of_group(g)
+            ends[kind] = ends.get(kind, 0) + len(numbers)
+            if ends[kind] > signature.input_rooms.get(kind, 0):
+                return None
+        nothing = np.zeros(0, np.int64)
+        placed = self._plan(graph.part(nothing))
+        given, registry = self.recorder.input_value, self.recorder.registry
+        for g, numbers in groups.items():
+            kind, value_type = graph.kind_of_group(g), registry.value_types[registry.groups[g][1]]
+            first = self._num_inputs[kind]
+            graph.input_row.array[numbers] = first + np.arange(len(numbers))
+            rows = host_rows([given[i] for i in numbers.tolist()], value_type)
+            self._enter(kind, InputRows(value_type, rows), 0, numbers)
+        if groups:
+            lowered = lower(placed, signature, Rows(nothing, None, {}, first_lane=nothing))
+            assert lowered is not None
+            self._run(lowered.table, set(map(graph.kind_of_group, groups)))
+        return placed.layout
 
     def _compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Does the same for what may be unlike anything before."""
@@ -223,10 +257,15 @@ class Workspace:
         given = self.recorder.input_value
         for group in template.groups:
             numbers = new.inputs_at(template.inputs[group.places])
-            rows = host_rows([given[i] for i in numbers.tolist()], group.type)
-            self._enter(group.kind, InputRows(group.type, rows), 0, numbers)
+            if group.is_brought:
+                rows = host_rows([given[i] for i in numbers.tolist()], group.type)
+                self._enter(group.kind, InputRows(group.type, rows), 0, numbers)
+            else:
+                groups = new.groups[template.inputs[group.places]]
+                self._enter_chunks(numbers, new.owners_of_inputs(numbers), groups)
         foreseen = None
-        if ahead is not None and not has_bounds(bound.signature):
+        is_brought = all(group.is_brought for group in template.groups)
+        if ahead is not None and is_brought and not has_bounds(bound.signature):
             foreseen = foresee(template, new, ahead, given, graph, self.programs.ways)
         count = 0
         if ahead is not None and foreseen is not None:
@@ -264,9 +303,9 @@ class Workspace:
         ((kind, own),) = template.wanted.items()
         returned = self._returned(outputs, kind)
         computed = [returned[i, ...] for i in range(len(own))]
-        if foreseen is None or not count:
-            return placed.layout, computed, None
-        ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, returned)
+        ran = None
+        if foreseen is not None and count:
+            ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, returned)
         return placed.layout, computed, ran
 
     def _check_loops(self) -> None:
@@ -345,7 +384,7 @@ class Workspace:
 
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
         """Gives rows to the inputs among some references; returns the kinds that are new."""
-        graph, registry = self.graph, self.recorder.registry
+        graph = self.graph
         row, owner = graph.input_row.array, graph.input_owner.array
         inputs = distinct(-1 - references[references < 0])
         inputs = inputs[row[inputs] < 0]
@@ -357,16 +396,21 @@ class Workspace:
         instance[is_brought[np.searchsorted(groups, group)]] = -1  # all at once, from anyone
         order = np.lexsort((inputs, group, instance))
         inputs, group, instance = inputs[order], group[order], instance[order]
-        begin = 0
-        fresh = set()
-        for chunk in cut_inputs(registry, self.recorder.input_value, inputs, instance, group):
-            input_numbers = inputs[begin : begin + len(chunk)]
-            begin += len(chunk)
-            kind = stored(chunk.type)
-            row[input_numbers] = np.arange(len(input_numbers)) + self._num_inputs[kind]
-            self._enter(kind, chunk, int(owner[input_numbers[0]]), input_numbers)
-            fresh.add(kind)
-        return fresh
+        row[inputs] = self._enter_chunks(inputs, instance, group)
+        return set(map(graph.kind_of_group, groups.tolist()))
+
+    def _enter_chunks(
+        self, inputs: np.ndarray, instance: np.ndarray, group: np.ndarray
+    ) -> np.ndarray:
+        """Gives rows to inputs, cut where the instance or the group changes; returns the rows."""
+        rows, begin = np.empty(len(inputs), np.int64), 0
+        registry, given = self.recorder.registry, self.recorder.input_value
+        for chunk in cut_inputs(registry, given, inputs, instance, group):
+            end, kind = begin + len(chunk), stored(chunk.type)
+            rows[begin:end] = np.arange(end - begin) + self._num_inputs[kind]
+            self._enter(kind, chunk, max(0, int(instance[begin])), inputs[begin:end])
+            begin = end
+        return rows
 
     def _enter(self, kind: Kind, chunk: InputRows, instance: int, numbers: np.ndarray) -> None:
         """Puts inputs of an instance, or values of any, behind the others of their arena."""
@@ -522,47 +566,10 @@ class Workspace:
     def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
-        recorded = self.graph
-        recorded.take_up()
-        nodes = np.concatenate([round_nodes for round_nodes, _ in self._rounds])
-        nodes = nodes[np.lexsort((nodes, recorded.node_owner.array[nodes]))]
-        order = [numbers for _, _, numbers in self._chunks]
-        place = np.full(len(recorded.input_row), -1)
-        inputs = np.concatenate(order) if order else np.zeros(0, np.int64)
-        place[inputs] = np.arange(len(inputs))
-        local_node = np.full(len(recorded.node_type), -1)
-        local_node[nodes] = np.arange(len(nodes))
-        part = recorded.part(nodes)
-        value = np.full(len(recorded.value_node), -1)
-        value[recorded.values_of(nodes)] = np.arange(part.num_values)
-
-        def moved(references: np.ndarray) -> np.ndarray:
-            inner = references >= 0
-            new_references = np.empty(len(references), np.int32)
-            new_references[inner] = value[references[inner]]
-            new_references[~inner] = -1 - place[-1 - references[~inner]]
-            return new_references
-
-        read = recorded.operands_of(nodes)
-        graph = replace(
-            part, operand=moved(read), inputs=tuple(chunk for chunk, _, _ in self._chunks)
-        )
-        schedules = [placed.schedule for _, placed in self._rounds]
-        sizes = np.concatenate([np.diff(s.node_ptr) for s in schedules])
-        every = Schedule(
-            np.concatenate([s.batch_type for s in schedules]),
-            pointers(sizes),
-            np.concatenate(
-                [
-                    local_node[round_nodes[placed.schedule.node]]
-                    for round_nodes, placed in self._rounds
-                ]
-            ).astype(np.int32),
-        )
-        outputs = {kind: moved(np.array(values)).tolist() for kind, values in returned.items()}
+        nodes, graph, every, outputs = as_one(self.graph, self._rounds, self._chunks, returned)
         placed = self._place(graph, every, outputs, stacked)
         layout = placed.layout
-        if not np.array_equal(layout.lane, recorded.lane.array[nodes]):
+        if not np.array_equal(layout.lane, self.graph.lane.array[nodes]):
             raise RuntimeError(
                 "the rounds of a batched function and their reverse lay values out differently; "
                 "this is a mistake in jedbatch, please report it"

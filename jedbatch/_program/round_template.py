@@ -46,12 +46,15 @@ class TemplateInputs(NamedTuple):
       kind: their arena.
       places: int64[_], where they are in `RoundTemplate.inputs`.
       numbers: which they are, counted from the first one recorded.
+      is_brought: whether they are numbers and arrays that functions bring; others are parts of the
+        arrays of instances.
     """
 
     type: ValueType
     kind: Kind
     places: np.ndarray
     numbers: list[int]
+    is_brought: bool
 
 
 @dataclass(frozen=True, eq=False)
