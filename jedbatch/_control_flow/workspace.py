@@ -185,8 +185,7 @@ class Workspace:
         given, registry = self.recorder.input_value, self.recorder.registry
         for g, numbers in groups.items():
             kind, value_type = graph.kind_of_group(g), registry.value_types[registry.groups[g][1]]
-            first = self._num_inputs[kind]
-            graph.input_row.array[numbers] = first + np.arange(len(numbers))
+            graph.input_row.array[numbers] = self._num_inputs[kind] + np.arange(len(numbers))
             rows = host_rows([given[i] for i in numbers.tolist()], value_type)
             self._enter(kind, InputRows(value_type, rows), 0, numbers)
         if groups:
