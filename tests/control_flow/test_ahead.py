@@ -383,7 +383,7 @@ def test_rounds_of_as_many_are_alike(planned):
     batched = warmed(states, W, [4, 8, 20, 20, 5])
     planned.clear()
     batched(W, [20, 5, 8, 4, 20])
-    assert len(planned) == 1  # the first one, whose order of instances is another
+    assert len(planned) == 1  # the first one
 
 
 def test_the_first_round_of_its_kind_runs_ahead(forgetful):
