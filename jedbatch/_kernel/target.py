@@ -12,7 +12,17 @@ what starting one costs, and how a program finds its next instruction:
               graphs without asking the host, provided that command buffers are enabled for `while`.
 
 The figures of "gpu" were chosen by runs on an H100; `benchmarks/gpu.py` measures them again, and
-what it compares them with.
+what it compares them with. Those for lanes whose loops or branches values decide on are of an H200:
+
+    diverging   Chunks run one after the other, each as long as its longest loop: 4,096 chains of
+                Hamiltonian Monte Carlo in four chunks took 2.2 times as long as in one, 256 in two
+                1.9 times. So starting a chunk costs as many lanes as the widest has.
+    step_work   Loops of 256 units are faster in lock step (4,096 of them 11.3 ms, by lanes 15.8),
+                loops of 1,024 units by lanes (1,024 of them 14.0 ms, in lock step 22.8; 8,192 of
+                log-normal lengths 42 and 244). Anything from 2.1e8 to 8e8 separates them.
+    nest_work   4,096 such chains do 4.9e8 operations in their largest block, and ran 4.9 times as
+                fast by lanes; 256 do 3.1e7, and ran as fast, or a fifth as fast where all draws
+                are alike. Half of `step_work` lies between.
 """
 
 import functools
@@ -83,6 +93,8 @@ class Target:
         `_ragged.groups`), and lanes up to which weight gradients are computed together.
       straight_indexed_rows: the same for regions that read or write rows by index, such as those of
         graphs, which take all rows at once there in any case.
+      straight_bytes: bytes of packed rows, of all values that phases hand on, up to which those run
+        without loops; 0 where `straight_indexed_rows` says so.
       microbatch_rows: above so many rows, regions without loops run a few calls at a time, which
         together have up to about so many (see `_ragged.microbatches`); 0 for all calls at once.
       control: how the next instruction is found, "loops" or "switch".
@@ -111,6 +123,7 @@ class Target:
     shortest: int = 8
     straight_rows: int = 0
     straight_indexed_rows: int = 1 << 17
+    straight_bytes: int = 0
     microbatch_rows: int = 4096
     control: str = "loops"
     superinstruction: int = 1
@@ -239,10 +252,10 @@ GPU = Target(
     heavy_start=512,
     light_start=8192,
     chunk_bytes=1 << 30,
-    step_work=2e8,
+    step_work=4e8,
     branch_lanes=256,
-    nest_work=1,
-    diverging=Buckets((128, 1024, 8192), 512),
+    nest_work=0.5,
+    diverging=Buckets((256, 1024, 4096, 8192), 8192),
     sums=Buckets((256, 2048), 1024),
     blocks=GPU_BLOCKS,
     heavy_blocks=GPU_BLOCKS,
@@ -251,6 +264,7 @@ GPU = Target(
     together=1,
     shortest=32,
     straight_rows=1 << 16,
+    straight_bytes=4 << 30,
     microbatch_rows=0,
     control="switch",
     superinstruction=8,

@@ -31,7 +31,10 @@ def cost(target: Target, kernels: Sequence[Kernel], trips: Iterable[np.ndarray])
     total = 0.0
     for kernel, of_kernel in zip(kernels, trips, strict=True):
         lanes = kernel.buckets.lanes(of_kernel)
-        total += of_kernel.sum() * target.start_work(kernel.lane_work) + lanes * kernel.lane_work
+        start = target.start_work(kernel.lane_work)
+        if kernel.diverges:  # chunks run one after the other, each as long as its longest loop
+            start = max(start, kernel.buckets.overhead * kernel.lane_work)
+        total += of_kernel.sum() * start + lanes * kernel.lane_work
     return total
 
 
@@ -53,7 +56,11 @@ def choose_widths(
     """
     now = _spare(target, kernels, trips, 1 if grown else SPARED_COST)
     later = _spare(target, kernels, larger_trips, SPARED_COST_LATER)
-    return tuple(map(max, now, later))
+    # Loops take long to compile, and where chunks are never cut, a wider one is for a larger batch.
+    uncut = [k.diverges and k.buckets.overhead >= k.buckets.widths[-1] for k in kernels]
+    return tuple(
+        n if is_uncut else max(n, more) for n, more, is_uncut in zip(now, later, uncut, strict=True)
+    )
 
 
 def _spare(target: Target, kernels: Sequence[Kernel], trips: np.ndarray, most: float) -> list[int]:

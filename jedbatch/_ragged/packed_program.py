@@ -15,6 +15,7 @@ Letters: `K` calls (instances, or parts of instances that run a program), `R` ca
 
 import bisect
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -206,6 +207,16 @@ class PackedProgram:
         if len(known) == 1:
             return known[0]
         return np.max(known, axis=0) if known else np.zeros(calls, np.int64)
+
+    def kept_bytes(self, capacity: RowCapacity) -> int:
+        """Returns the bytes of all packed rows that phases hand on to each other."""
+        total = 0
+        for v in (*self.phased.operands, *(v for p in self.phased.phases for v in p.writes)):
+            axis = ragged_axis(v)
+            if axis is not None:
+                rows = capacity.rows[self.extents.index(v.aval.shape[axis])]
+                total += rows * math.prod(row_shape(v)) * np.dtype(v.aval.dtype).itemsize
+        return total
 
     @functools.cached_property
     def has_places(self) -> list[bool]:

@@ -87,10 +87,7 @@ def _straight_capacity(
     reach = longest_slot(most)
     if model and most <= model.longest <= LENGTH_HEADROOM * most:
         reach = model.longest
-    most, pairs_per_row = target.straight_rows, MAX_PAIRS_PER_ROW
     is_indexed = any(phase.indexed for phase in calls.region.packed.phased.phases)
-    if is_indexed and target.straight_indexed_rows > most:
-        most, pairs_per_row = target.straight_indexed_rows, MAX_PAIRS_PER_INDEXED_ROW
     number = _num_microbatches(calls, target) if is_indexed else 1
     if number > 1:
         capacity = _of_microbatches(calls, target, model, reach, number)
@@ -99,9 +96,19 @@ def _straight_capacity(
         lengths, slots = find_groups(calls.longest, reach)
         num_calls = round_up(len(calls.calls))
         capacity = RowCapacity(num_calls, rows, lengths, calls.guarded, target, slots)
-    if max((*capacity.rows, pairs_in(capacity.groups) // pairs_per_row)) > most:
-        return None
-    return capacity
+    return capacity if _fits_straight(calls, capacity, is_indexed) else None
+
+
+def _fits_straight(calls: RegionCalls, capacity: RowCapacity, is_indexed: bool) -> bool:
+    """Returns whether a capacity is not too much at once."""
+    target, pairs, most = capacity.target, pairs_in(capacity.groups), max(capacity.rows, default=0)
+    if is_indexed and target.straight_bytes:
+        few = pairs <= MAX_PAIRS_PER_ROW * target.straight_rows
+        return few and calls.region.packed.kept_bytes(capacity) <= target.straight_bytes
+    largest, pairs_per_row = target.straight_rows, MAX_PAIRS_PER_ROW
+    if is_indexed and target.straight_indexed_rows > largest:
+        largest, pairs_per_row = target.straight_indexed_rows, MAX_PAIRS_PER_INDEXED_ROW
+    return max(most, pairs // pairs_per_row) <= largest
 
 
 def _num_microbatches(calls: RegionCalls, target: Target) -> int:

@@ -10,6 +10,7 @@ import pytest
 from cases.helpers import check, compilations, random_tree
 
 import jedbatch
+from jedbatch._jaxpr.divergent import FEWEST, lanes_at_a_time
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.instructions import InstructionSet
 from jedbatch.testing import check_against_loop
@@ -190,6 +191,46 @@ def test_few_widths_are_compiled():
     assert wide.cover(np.array([200]))[0].sum() <= 2
     assert light.cover(np.array([2000]))[0].sum() == 1
     assert GPU.buckets(work=1, row_bytes=GPU.chunk_bytes).widths == GPU.heavy[:2]
+
+
+WORK = 119_565  # of the largest block of chains of Hamiltonian Monte Carlo, see `nested`
+LOOPS = {256: 4096, 1024: 1024}  # instances by units, of loops x + tanh(x A) B
+
+
+def test_loops_on_a_gpu_run_as_measured():
+    in_lock_step, by_lanes = (
+        n < FEWEST * lanes_at_a_time(n, 4 * units * units, "auto", GPU.step_work)
+        for units, n in LOOPS.items()
+    )
+    assert in_lock_step
+    assert not by_lanes
+    at_a_time = lanes_at_a_time(8192, 4 * 1024 * 1024, "auto", GPU.step_work)
+    assert FEWEST * at_a_time <= 8192
+    least = GPU.nest_work * GPU.step_work  # of a block of loops in loops, to run by lanes
+    assert 256 * WORK < least < 4096 * WORK
+
+
+@pytest.mark.parametrize(
+    ("instances", "widths"), [(3, 1), (256, 1), (300, 2), (1024, 2), (4096, 3), (5000, 4)]
+)
+def test_one_chunk_holds_all_loops_on_a_gpu(instances, widths):
+    @jedbatch.cell
+    def run(factor, count, x):
+        return jax.lax.while_loop(
+            lambda state: state[0] > 0, lambda state: (state[0] - 1, factor * state[1]), (count, x)
+        )[1]
+
+    batched = jedbatch.batch(lambda factor, row: run(factor, *row), target="gpu")
+    counts = np.arange(instances, dtype=np.int32) % 7
+    rows = [(n, np.float32(k)) for k, n in enumerate(counts)]
+    plan = batched.plan(np.float32(2), rows)
+    signature = plan.static.signature
+    (kernel,) = signature.kernels
+    assert kernel.buckets.cover(np.array([instances]))[0].sum() == 1
+    assert signature.widths == (GPU.diverging.widths[:widths],)
+    if instances <= 300:
+        want = [k * 2.0**n for k, n in enumerate(counts)]
+        np.testing.assert_array_equal(batched.apply(np.float32(2), plan), want)
 
 
 def test_options_for_jit():

@@ -426,21 +426,25 @@ def molecules(count, seed):
     return [(x, source, target) for x, _, source, target in made]
 
 
+GPU = jedbatch.Target.named("gpu")
 BLOCKS = dataclasses.replace(jedbatch.Target.named("cpu"), name="blocks", straight_indexed_rows=0)
+FEW_BYTES = dataclasses.replace(GPU, name="few bytes", straight_bytes=1 << 10)
 PARAMS = {"w": jnp.asarray(WEIGHT) / 2, "u": jnp.asarray(WEIGHT[::-1].copy()) / 3}
 
 
 @pytest.mark.parametrize("model", mostly_slow([propagate, attend], "propagate"))
-@pytest.mark.parametrize("target", [BLOCKS, None], ids=["blocks", "straight"])
+@pytest.mark.parametrize(
+    "target", [BLOCKS, None, GPU, FEW_BYTES], ids=["blocks", "straight", "gpu", "few-bytes"]
+)
 def test_networks_of_graphs(model, target, monkeypatch):
-    """In blocks of rows, and as they run on a CPU, without loops."""
+    """In blocks of rows, and as they run on a CPU or a GPU, without loops."""
     monkeypatch.setenv("JEDBATCH_CHECK", "1")
     batched = jedbatch.batch(model, target=target)
     seen = molecules(6, seed=0)
     plan = batched.plan(PARAMS, seen)
     assert plan.host.apart is None
     (stage,) = plan.host.ragged_calls.stages
-    assert bool(stage.capacity.slots) == (target is None)
+    assert bool(stage.capacity.slots) == (target in (None, GPU))
     testing.assert_merged(plan)
 
     @jax.jit
@@ -462,6 +466,19 @@ def test_networks_of_graphs(model, target, monkeypatch):
     assert batched.compilations == before
     expected = [loop(PARAMS, instances) for instances in unseen]
     assert_close(found, expected, 2e-4)
+
+
+def test_as_many_edges_as_fit_run_without_loops_on_a_gpu():
+    batched = jedbatch.batch(propagate, target="gpu")
+    chain = np.arange(20, dtype=np.int32)
+    edges = np.tile(chain, 100), np.tile(np.roll(chain, 1), 100)
+    nodes = np.ones((20, PARAMS["w"].shape[0]), np.float32)
+    plan = batched.plan(PARAMS, [(nodes, *edges)] * 100 + molecules(3, seed=0))
+    (stage,) = plan.host.ragged_calls.stages
+    assert max(stage.capacity.rows) >= 200_000
+    assert stage.capacity.slots
+    packed = stage.region.packed
+    assert packed.kept_bytes(stage.capacity) < GPU.straight_bytes
 
 
 def test_forces_inside():
