@@ -124,7 +124,10 @@ class _Step:
         out, result = run_indexed(eqn, values, named), eqn.outvars[0]
         axis = ragged_axis(result)
         if axis is not None:
-            return self._ending(batch.index(result.aval.shape[axis]), jnp.moveaxis(out, axis, 0))
+            rows = jnp.moveaxis(out, axis, 0)
+            if is_ended and not updates:  # indices repeat the last, and so does what they read
+                return rows
+            return self._ending(batch.index(result.aval.shape[axis]), rows)
         out = jnp.moveaxis(out, indexing.axis, 0)
         out = out.reshape(batch.capacity.calls, extent, *out.shape[1:])
         return jnp.moveaxis(out, 1, indexing.axis + 1)

@@ -17,7 +17,7 @@ done with it, the mode of the operation says: a gather fills in a value or takes
 scatter leaves it out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._ragged.axis_rules import SCATTERS
@@ -122,8 +123,8 @@ class NamedRows:
       counts: int32[R], how many there are.
       exist: bool[R], whether there is such a row of indices.
       total: how many rows all instances have, those of no instance among them.
-      is_ended: whether what is read for rows of indices that do not exist is written over (see
-        `IndexPhase`). Then each of them reads a row of its own: XLA:GPU adds up what is sent back
+      is_ended: whether rows of indices that do not exist repeat the last that does. What they read
+        is then that row too, and nothing is sent back by them: XLA:GPU adds up what is sent back
         to one row, zeros too, one after the other.
     """
 
@@ -173,18 +174,45 @@ def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) ->
         index = jnp.where(inside | ~exist, nearest, nowhere)
     else:
         index = nearest
-    if not updates and named.is_ended and named.total:
-        low_bits = (1 << (named.total.bit_length() - 1)) - 1  # cheaper than a remainder
-        index = jnp.where(
-            exist, index, lax.broadcasted_iota(jnp.int32, index.shape, batch) & low_bits
-        )
     params["indices_are_sorted"] = False
-    indices = _with_component(indices.astype(jnp.int32), indexing.component, index)
-    out = eqn.primitive.bind(table, indices, *updates, **params)
+    component = indexing.component
+    indices = indices.astype(jnp.int32)
+    clips_others = mode == Mode.CLIP and indices.shape[-1] > 1
+    if not updates and named.is_ended and has_gradient(table.dtype) and not clips_others:
+        # As XLA does: where the nearest row is read, nothing is sent back to it.
+        returns = exist if mode == Mode.CLIP else exist & inside
+        sent_to = jnp.where(returns, nearest, nowhere)
+        return _gather_of(eqn)(
+            table,
+            _with_component(indices, component, index),
+            _with_component(indices, component, sent_to),
+        )
+    out = eqn.primitive.bind(table, _with_component(indices, component, index), *updates, **params)
     if not updates and mode not in (Mode.FILL_OR_DROP, Mode.CLIP):
         # As XLA does: the nearest row is read, and nothing is sent back to it.
         out = jnp.where(spread(inside, out.shape), out, lax.stop_gradient(out))
     return out
+
+
+def _gather_of(eqn: Equation) -> Callable[..., Array]:
+    """Returns a gather from (table, indices, indices of the rows that what is sent back goes to).
+
+    The latter name no row of the table where nothing is to be sent back.
+    """
+    params = {**eqn.params, "indices_are_sorted": False}
+    tangents = {**params, "mode": Mode.FILL_OR_DROP, "fill_value": 0}
+
+    @jax.custom_jvp
+    def gather(table: Array, indices: Array, sent_to: Array) -> Array:
+        return eqn.primitive.bind(table, indices, **params)
+
+    @gather.defjvp
+    def push_forward(args: Sequence[Array], pushed: Sequence[Array]) -> tuple[Array, Array]:
+        table, indices, sent_to = args
+        out = gather(table, indices, sent_to)
+        return out, eqn.primitive.bind(pushed[0], sent_to, **tangents)
+
+    return gather
 
 
 def without_unwritten(eqn: Equation, updates: jax.Array, written: jax.Array) -> jax.Array:
