@@ -32,7 +32,7 @@ def cost(target: Target, kernels: Sequence[Kernel], trips: Iterable[np.ndarray])
     for kernel, of_kernel in zip(kernels, trips, strict=True):
         lanes = kernel.buckets.lanes(of_kernel)
         start = target.start_work(kernel.lane_work)
-        if kernel.diverges:  # chunks run one after the other, each as long as its longest loop
+        if _has_one_chunk(kernel):
             start = max(start, kernel.buckets.overhead * kernel.lane_work)
         total += of_kernel.sum() * start + lanes * kernel.lane_work
     return total
@@ -56,11 +56,19 @@ def choose_widths(
     """
     now = _spare(target, kernels, trips, 1 if grown else SPARED_COST)
     later = _spare(target, kernels, larger_trips, SPARED_COST_LATER)
-    # Loops take long to compile, and where chunks are never cut, a wider one is for a larger batch.
-    uncut = [k.diverges and k.buckets.overhead >= k.buckets.widths[-1] for k in kernels]
     return tuple(
-        n if is_uncut else max(n, more) for n, more, is_uncut in zip(now, later, uncut, strict=True)
+        n if _has_one_chunk(kernel) else max(n, more)
+        for kernel, n, more in zip(kernels, now, later, strict=True)
     )
+
+
+def _has_one_chunk(kernel: Kernel) -> bool:
+    """Returns whether all lanes are in one chunk, if there is one for as many.
+
+    Chunks of loops run one after the other, each as long as its longest; and loops take long to
+    compile, so that a wider chunk waits for a batch that needs it.
+    """
+    return kernel.diverges and kernel.buckets.overhead >= kernel.buckets.widths[-1]
 
 
 def _spare(target: Target, kernels: Sequence[Kernel], trips: np.ndarray, most: float) -> list[int]:
