@@ -15,8 +15,9 @@ The figures of "gpu" were chosen by runs on an H100; `benchmarks/gpu.py` measure
 what it compares them with. Those for lanes whose loops or branches values decide on are of an H200:
 
     diverging   Chunks run one after the other, each as long as its longest loop: 4,096 chains of
-                Hamiltonian Monte Carlo in four chunks took 2.2 times as long as in one, 256 in two
-                1.9 times. So starting a chunk costs as many lanes as the widest has.
+                Hamiltonian Monte Carlo in four chunks took 2.2 times as long as under `vmap`, which
+                has one, and 256 equal ones in two 1.9 times. So starting a chunk costs as many
+                lanes as the widest has.
     step_work   Loops of 256 units are faster in lock step (4,096 of them 11.3 ms, by lanes 15.8),
                 loops of 1,024 units by lanes (1,024 of them 14.0 ms, in lock step 22.8; 8,192 of
                 log-normal lengths 42 and 244). Anything from 2.1e8 to 8e8 separates them.

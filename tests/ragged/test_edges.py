@@ -468,6 +468,23 @@ def test_networks_of_graphs(model, target, monkeypatch):
     assert_close(found, expected, 2e-4)
 
 
+@pytest.mark.parametrize("twice", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives_of_rows_read_by_index_on_a_gpu(twice):
+    def energy(w, graph):
+        x, source, target = graph
+        mixed = x @ w
+        nearest = mixed.at[target + 1].get(mode="clip")
+        received = jax.ops.segment_sum(jnp.tanh(mixed)[source] * nearest, target, x.shape[0])
+        return jnp.square(received).sum()
+
+    made = molecules(4, seed=0)
+    batched = jedbatch.batch(energy, target="gpu")
+    plan = batched.plan(PARAMS["w"], made)
+    found = twice(jax.grad(lambda w: batched.apply(w, plan).sum()))(PARAMS["w"])
+    expected = twice(jax.grad(lambda w: sum(energy(w, graph) for graph in made)))(PARAMS["w"])
+    assert_close(found, expected, 2e-4)
+
+
 def test_as_many_edges_as_fit_run_without_loops_on_a_gpu():
     batched = jedbatch.batch(propagate, target="gpu")
     chain = np.arange(20, dtype=np.int32)
