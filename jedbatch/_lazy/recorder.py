@@ -81,6 +81,7 @@ class LazyRecorder(Recorder):
 
     def __init__(self, registry: Registry, caller: Any, compute: Callable, scope: Scope):
         super().__init__(registry, caller)
+        registry.shared_operands.is_one_by_one = False
         self.futures: list[weakref.ref] = []
         self.scope = scope
         self._compute = compute

@@ -43,6 +43,8 @@ class SharedOperands:
     Attributes:
       revision: how often an argument became a value.
       num_instances: how many have been recorded.
+      is_one_by_one: whether instances say where they begin. In a lazy scope none does; there one is
+        taken to begin where an operation meets a new way after another met one that was known.
     """
 
     def __init__(self, known: Sequence[dict]) -> None:
@@ -51,6 +53,8 @@ class SharedOperands:
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
         self._values: dict[Hashable, set[int]] = {}
         self.num_instances = 0
+        self.is_one_by_one = True
+        self._is_repeated = False  # something since the last new way
         self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
         self._new_in: dict[Hashable, set[int]] = {}
         self._new_in_any: set[int] = set()
@@ -75,8 +79,11 @@ class SharedOperands:
         way = tuple(n if i in small else VALUE for i, n in indices.items())
         ways = self._ways_of_operations.setdefault(operation, set())
         if way in ways:
+            self._is_repeated = True
             return []
         ways.add(way)
+        self.num_instances += self._is_repeated and not self.is_one_by_one
+        self._is_repeated = False
         new_in = self._new_in.setdefault(operation, set())
         for instances in (new_in, self._new_in_any):
             instances.add(self.num_instances)

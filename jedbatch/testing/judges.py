@@ -65,7 +65,7 @@ def weighted_sum(result: object, instance: int | None = None) -> PyTree:
         if has_gradient(x):
             weight = _weight(path, x)
             wide = jnp.promote_types(x.dtype, "float32")
-            terms = (x * weight).astype(wide)
+            terms = jnp.real((x * weight).astype(wide))
             total = total + (terms if instance is None else terms[instance]).sum()
     return total
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from cases import programs
-from cases.helpers import assert_close, assert_no_recompile, loop, number
+from cases.helpers import assert_close, assert_no_recompile, compilations, loop, number
 from cases.scopes import PARAMS, TREES, H, encode, leaf, loop_in_scope, node, total, total_by_loop
 
 import jedbatch
@@ -462,6 +462,32 @@ def test_rows_of_a_table_are_one_type():
         states(programs.tree_params(seed), programs.trees(6, seed))
     with assert_no_recompile():
         states(programs.tree_params(9), programs.trees(6, 9))
+
+
+def test_formulas_of_a_few_weights():
+    """Each formula does something else to the same weights; programs do not grow with formulas."""
+    operations = {"+": jnp.add, "*": jnp.multiply, "sin": jnp.sin}
+
+    def formula(rng, depth):
+        if depth == 0:
+            return int(rng.integers(3))
+        name = list(operations)[rng.integers(3)]
+        return name, *[formula(rng, depth - 1) for _ in range(1 if name == "sin" else 2)]
+
+    def evaluate(weights, tree):
+        if isinstance(tree, int):
+            return weights[tree]
+        return operations[tree[0]](*[evaluate(weights, part) for part in tree[1:]])
+
+    weights = jnp.array([0.5, -1.0, 2.0])
+    rng = np.random.default_rng(0)
+    for k in range(4):
+        trees = [formula(rng, 4) for _ in range(8)]
+        expected = loop(evaluate, weights, trees)
+        with compilations() as compiled, jedbatch.lazy():
+            values = [evaluate(weights, tree) for tree in trees]
+        assert_close(jnp.stack(values), expected, 1e-5)
+        assert k < 2 or not compiled
 
 
 def test_many_scopes_keep_nothing():
