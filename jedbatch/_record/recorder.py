@@ -505,7 +505,7 @@ class Recorder(Trace):
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
         indices = {i: s.index if isinstance(s, Shared) else VALUE for i, s in tracers.items()}
         known, shared_values = self.registry.shared_operands, self.registry.shared
-        values = known.values_of(key, indices, shared_values)
+        values = known.values_of(name, key, len(args), indices, shared_values)
         tracers |= {i: self.shared_value(tracers[i]) for i in values}
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
         if len(shared) == len(tracers) and not is_ragged:

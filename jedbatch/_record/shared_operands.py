@@ -15,6 +15,10 @@ computed once, a shared value again, which makes types of what reads it. Of a fu
 instances say what is done to which of them, there are ever more. An operation that meets small
 shared arrays in new ways in one instance after the other has them as values; and once instances
 keep finding new ways for any operation at all, so has every operation that has a second way.
+
+Of a list of any length that is stacked, such as all states so far of which the first is learned,
+elements that are shared are values as well once there were two lengths: only then are operations on
+lists of all lengths one type (see `_record.granularity.lists`).
 """
 
 import math
@@ -29,6 +33,7 @@ MAX_SIZE = 1 << 12  # elements of an array that is worth a row of its own in eac
 # Instances in which an operation, or any, meets shared arrays in new ways, before they are values.
 MAX_INSTANCES = 4
 MAX_INSTANCES_IN_ALL = 8
+STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 VALUE = -1  # in place of the number of a shared array
 
 Argument = tuple[int, tuple[int, ...], Hashable]  # (shared array or `VALUE`, shape, dtype)
@@ -59,18 +64,28 @@ class SharedOperands:
         self._new_in: dict[Hashable, set[int]] = {}
         self._new_in_any: set[int] = set()
         self._with_values: set[Hashable] = set()  # operations
+        self._lengths: dict[Hashable, set[int]] = {}  # of lists with shared elements, by element
 
     def values_of(
-        self, operation: Hashable, indices: Mapping[int, int], shared: Sequence[SharedValue]
+        self,
+        name: str,
+        operation: Hashable,
+        num_args: int,
+        indices: Mapping[int, int],
+        shared: Sequence[SharedValue],
     ) -> list[int]:
         """Notes what an operation meets, and returns the arguments that it has as values.
 
         Args:
+          name: of the operation.
           operation: what is done.
-          indices: of its arguments that depend on something, by their positions: the numbers of
-            those that are shared, `VALUE` of others.
+          num_args: how many arguments it has.
+          indices: of those that depend on something, by their positions: the numbers of those that
+            are shared, `VALUE` of others.
           shared: all shared values.
         """
+        if len(indices) == num_args and self._is_of_lists(name, indices, shared):
+            return [i for i, n in indices.items() if n != VALUE]
         small = [i for i, n in indices.items() if n != VALUE and _is_small(shared[n].aval)]
         if not small:
             return []
@@ -91,10 +106,28 @@ class SharedOperands:
         if len(new_in) <= MAX_INSTANCES and not in_all:
             return []
         self._with_values.add(operation)
+        self._begin_anew()
+        return small
+
+    def _is_of_lists(
+        self, name: str, indices: Mapping[int, int], shared: Sequence[SharedValue]
+    ) -> bool:
+        """Notes an operation; returns whether it stacks lists of more than one length."""
+        first = next((shared[n].aval for n in indices.values() if n != VALUE), None)
+        if name not in STACKS or first is None or not _is_element(name, first):
+            return False
+        lengths = self._lengths.setdefault((name, first.shape, first.dtype), set())
+        num_lengths = len(lengths)
+        lengths.add(len(indices))
+        if len(lengths) > num_lengths == 1:
+            self._begin_anew()
+        return len(lengths) > 1
+
+    def _begin_anew(self) -> None:
+        """Has what was recorded be recorded again."""
         self.revision += 1
         for known in self._known:
             known.clear()
-        return small
 
     def note(self, cell: Hashable, arguments: Sequence[Argument]) -> list[int]:
         """Notes a call of a cell.
@@ -123,6 +156,11 @@ class SharedOperands:
             if mixed and k not in values and sizes[k] <= MAX_SIZE:
                 values.add(k)
                 self.revision += 1
+
+
+def _is_element(name: str, aval: ShapedArray) -> bool:
+    """Returns whether an array may be an element of a list that an operation stacks."""
+    return aval.size <= MAX_SIZE and (name == "stack" or 1 in aval.shape)
 
 
 def _is_small(aval: ShapedArray) -> bool:

@@ -60,6 +60,14 @@ def one_after_the_other(w, xs):
     return attend(w, jnp.stack(first))
 
 
+def after_a_learned_one(w, xs):
+    """All states so far, of which the first is a weight."""
+    states = [w["q"]]
+    for x in xs:
+        states.append(jnp.tanh(attend(w, jnp.stack(states)) + states[-1] * x))
+    return states[-1]
+
+
 def in_a_cell(w, xs):
     squared = jedbatch.cell(lambda rows: (rows**2).sum(axis=0))
     return jnp.tanh(squared(jnp.stack(xs)) + w["q"])
@@ -102,6 +110,7 @@ PROGRAMS = {
     read_early: 6,
     there_and_back: 3,
     one_after_the_other: 3,
+    after_a_learned_one: 10,
     in_a_cell: 5,
     last_axis: 3,
     rows_put_together: 6,
@@ -110,9 +119,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "fn", mostly_slow(PROGRAMS, "two_lists", "read_early", "one_after_the_other")
-)
+FAST = "two_lists", "read_early", "one_after_the_other", "after_a_learned_one"
+
+
+@pytest.mark.parametrize("fn", mostly_slow(PROGRAMS, *FAST))
 def test_many_lengths_are_few_types(fn):
     with jax.numpy_rank_promotion("allow"):
         batched = check(fn, W, lists(LENGTHS))

@@ -43,9 +43,8 @@ from jedbatch._record.granularity.list_uses import Use, find_uses
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
+from jedbatch._record.shared_operands import STACKS
 from jedbatch._support.types import Leaf
-
-STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 
 
 class ListTemplate(NamedTuple):
