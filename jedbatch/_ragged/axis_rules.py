@@ -166,6 +166,12 @@ def _conv(eqn, params, i, a):
     return not (i == 0 and a == params["dimension_numbers"].lhs_spec[0])
 
 
+def _fft(eqn, params, i, a):
+    if a >= eqn.invars[0].aval.ndim - len(params["fft_lengths"]):
+        raise CannotMergeError("`fft` of arrays of different lengths")
+    return False
+
+
 def _of_matrix(eqn, params, i, a):
     return a >= eqn.invars[i].aval.ndim - 2
 
@@ -202,6 +208,7 @@ _RULES = {
     **dict.fromkeys(SCATTERS, _scatter),
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
     "conv_general_dilated": _conv,
+    "fft": _fft,
     "cholesky": _of_matrix,
     "triangular_solve": _triangular_solve,
     **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},

@@ -95,6 +95,8 @@ def row_by_row(p, x, y, words):
         "positions": x + p["positions"][: x.shape[0]],
         "index": x * jnp.arange(x.shape[0])[:, None],
         "features": jax.nn.softmax(x),
+        "frequencies": jnp.abs(jnp.fft.rfft(x)),
+        "bins": jnp.searchsorted(jnp.array([-0.5, 0.0, 0.5]), x),
         "column": x[:, 1],
         "transposed": 2 * x.T,
         "heads": (x @ p["w"]).reshape(-1, 2, 2).sum(1),
