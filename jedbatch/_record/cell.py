@@ -137,18 +137,25 @@ def as_function(fn: Callable, me: Cell) -> Any:
     compiled = core()
     if compiled is not None:
         function = compiled.CellFunction(fn, me, recording, types.MethodType, reduced)
-        functools.update_wrapper(function, fn, updated=())
-        function.cell = me
-        return function
+    else:
+        function = _in_python(fn, me)
+    for name in ("__name__", "__qualname__"):
+        if not hasattr(fn, name):  # as objects with `__call__` have none
+            setattr(function, name, me.name)
+    functools.update_wrapper(function, fn, updated=())
+    function.cell = me
+    return function
 
-    @functools.wraps(fn, updated=())
+
+def _in_python(fn: Callable, me: Cell) -> Any:
+    """Returns the same, not compiled."""
+
     def call(*args: Any, **static: Any) -> Any:
         recorder = recording.recorder
         if recorder is None:
             return fn(*args, **static)
         return recorder.call_cell(me, args, static)
 
-    call.cell = me  # type: ignore[attr-defined]
     return call
 
 

@@ -28,6 +28,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -200,6 +201,9 @@ class Recorder(Trace):
         self._forget_objects()
         self._forget_objects = nothing_to_forget
         self._instance = self._shared = self._owned = None
+        if self.result is Value and type(self.registry) is not weakref.ProxyType:
+            # The collector may not follow symbols that users keep; these keep this recorder.
+            self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
 
@@ -292,7 +296,7 @@ class Recorder(Trace):
     def _value_reached(self, symbol: Symbol) -> np.ndarray | None:
         """The value of a symbol that depends on arrays which the function reaches and no more."""
         registry = self.registry
-        if not isinstance(symbol, Shared) or not registry.is_reached(symbol.index):
+        if not (self.active and isinstance(symbol, Shared) and registry.is_reached(symbol.index)):
             return None
         compute, closed_over = registry.prologue([[symbol.index]])
         values = [registry.arrays_reached[registry.shared[i].tracer] for i in closed_over]
@@ -363,10 +367,7 @@ class Recorder(Trace):
     def cell_call_spec(
         self, cell: Cell, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
     ) -> tuple[CallSpec, list] | None:
-        """(how to record a call of a cell, its references); None if it is not ours to record.
-
-        See `_record.slow_path`.
-        """
+        """(how to record a call of a cell, its references); None if it is not ours to record."""
         return cell_call_spec(self, cell, args, static, lifted or {})
 
     # --- jit-ted functions and other primitives ---
@@ -467,8 +468,7 @@ class Recorder(Trace):
             return call(*values)
 
         name = getattr(fun, "__name__", "custom")
-        ways = self.registry.reached
-        key = ("custom", *(function_identity(part, ways) for part in functions))
+        key = ("custom", *(function_identity(part, self.registry.reached) for part in functions))
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
             what = f"`{name}`, which has a derivative rule,"
@@ -566,8 +566,7 @@ class Recorder(Trace):
         args = [None if i in tracers else x for i, x in enumerate(args)]
         shared = tuple(s.index for s in tracers.values())
         tracers = set(tracers)
-        ids = self.registry.shared_results((key, marks), filled, shared)
-        return [Shared(self, i) for i in ids]
+        return [Shared(self, i) for i in self.registry.shared_results((key, marks), filled, shared)]
 
     # --- results ---
 

@@ -197,9 +197,13 @@ class Symbol(Tracer):
         return self._type()
 
     def __repr__(self):
-        if not self._type().shape:
+        try:
+            kind = self._type()
+        except ReferenceError:  # those who recorded are gone, with all types
+            return "symbolic array of a function that was recorded before"
+        if not kind.shape:
             refuse_writing(sys._getframe(1))
-        return f"symbolic {self._type().str_short()}"
+        return f"symbolic {kind.str_short()}"
 
 
 class Value(Symbol):

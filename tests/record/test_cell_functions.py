@@ -61,6 +61,22 @@ def test_has_the_attributes_of_its_function(cell):
     assert weakref.ref(fn)() is fn
 
 
+def test_has_names_where_what_it_calls_has_none(cell):
+    class Twice:
+        def __call__(self, x):
+            return 2 * x
+
+    fn, named = cell(Twice()), jedbatch.cell(functools.partial(scaled, P), name="layer")
+    assert (fn.__name__, fn.__qualname__) == ("Twice", "Twice")
+    assert named.__name__ == "layer"
+    assert repr(fn) == f"<function Twice at {hex(id(fn))}>"
+    assert repr(named).startswith("<function layer at ")
+    assert jax.vmap(jax.grad(fn))(jnp.ones(2)).tolist() == [2, 2]
+    np.testing.assert_array_equal(named(2.0), [0, 4, 8])
+    with pytest.raises(jedbatch.errors.SymbolicValueError):  # a message that has the name
+        jedbatch.batch(lambda _, x: fn(x) if fn(x) > 0 else x, out_axes=None).plan(P, [1.0])
+
+
 def test_is_its_function_where_nothing_is_recorded(cell):
     fn, named = cell(scaled), {"x": 2.0}
     np.testing.assert_array_equal(fn(P, 2.0), [0, 4, 8])
@@ -213,6 +229,40 @@ def test_no_recorder_outlives_its_recording(cell, monkeypatch, ends):
     gc.collect()
     assert made
     assert [ref() for ref in made] == [None] * len(made)
+
+
+@pytest.mark.parametrize("has_rounds", [False, True])
+def test_symbols_kept_where_cells_reach_them_are_collected(cell, has_rounds):
+    """All that was recorded is let go with the batched function, though symbols escaped."""
+
+    def made():
+        kept = []
+        fn = cell(lambda params, x, _kept=kept: params["w"] * x)
+
+        def both(params, x):
+            first = fn(params, x)
+            if has_rounds and first[1] > 100:
+                raise AssertionError
+            second = fn(params, x)
+            kept.extend([params["w"], first, second])
+            return first + second
+
+        batched = jedbatch.batch(both)
+        for instances in ([1.0, 2.0], [3.0, 4.0]):
+            np.testing.assert_allclose(batched(P, instances), [2 * P["w"] * x for x in instances])
+        assert repr(kept[-1]) == "symbolic float32[3]"
+        return [weakref.ref(x._trace) for x in kept], kept[-3:]
+
+    refs, last = made()
+    gc.collect()
+    for x in last:
+        assert repr(x) == "symbolic array of a function that was recorded before"
+        for use in (float, bool, jnp.sin, len, np.asarray, lambda x: x + 1):
+            with pytest.raises(jedbatch.errors.EscapedValueError):
+                use(x)
+    del x, last
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
 
 
 def test_compiled_cells_are_collected():
