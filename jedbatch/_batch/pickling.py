@@ -32,8 +32,15 @@ def dumps(value: Any) -> bytes:
 if cloudpickle:
 
     def _reduced_by_cloudpickle(function: Any) -> Any:
-        """Returns how functions of cells are sent, by value if they are of a script: as others."""
-        return (by_value if function.__module__ == "__main__" else reduced)(function)
+        """Returns how the function of a cell is sent: as cloudpickle sends other functions.
+
+        Those of a script are sent by value, and those of modules of which the user says so
+        (`cloudpickle.register_pickle_by_value`), or of which the user says it of a package.
+        """
+        module = f"{function.__module__}."
+        packages = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        is_sent_by_value = any(module.startswith(f"{package}.") for package in packages)
+        return (by_value if is_sent_by_value else reduced)(function)
 
     for _kind in function_types()[1:]:
         cloudpickle.Pickler.dispatch_table[_kind] = _reduced_by_cloudpickle

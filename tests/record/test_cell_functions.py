@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import pickle
 import subprocess
@@ -166,6 +167,26 @@ def test_cloudpickle_sends_cells_of_a_script_as_code(tmp_path):
     path.write_text(textwrap.dedent(script))
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["6"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["cells_sent", "sent.cells"])
+def test_cloudpickle_sends_cells_of_registered_modules_as_code(tmp_path, monkeypatch, name):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import jedbatch\n@jedbatch.cell\ndef twice(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    twice = importlib.import_module(name).twice
+    assert cloudpickle.loads(cloudpickle.dumps(twice)) is twice
+    package = importlib.import_module(name.split(".")[0])
+    cloudpickle.register_pickle_by_value(package)
+    try:
+        sent = cloudpickle.dumps(twice)
+    finally:
+        cloudpickle.unregister_pickle_by_value(package)
+    code = "import cloudpickle, sys; print(cloudpickle.load(sys.stdin.buffer)(7))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, input=sent, capture_output=True, check=True).stdout == b"14\n"
 
 
 def test_recorders_are_kept_per_thread(cell):
