@@ -20,14 +20,30 @@ from jedbatch._jaxpr.versions import wrapped_by_jax
 from jedbatch._support.native import function_types
 
 
+def cell_of(x: object) -> Any:
+    """Returns the `Cell` of a function that `cell` returned; None of anything else.
+
+    `functools.wraps`, `jax.grad` and their like give what they return all attributes of a cell, and
+    a method has those of its function; neither computes what the cell does.
+    """
+    if not isinstance(x, function_types()):
+        return None
+    made, wrapped = vars(x).get("cell"), vars(x).get("__wrapped__")
+    return made if wrapped is not None and wrapped is getattr(made, "fn", None) else None
+
+
+def function_of(x: Any) -> Any:
+    """Returns the function that a cell is made of; anything else as it is."""
+    made = cell_of(x)
+    return x if made is None else made.fn
+
+
 def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
     """The cells of a function's closure and of the closures of functions it leads to."""
     cells: dict[int, types.CellType] = {}
     stack = [fn]
     while stack:
-        x = stack.pop()
-        if isinstance(x, function_types()):
-            x = getattr(getattr(x, "cell", None), "fn", x)
+        x = function_of(stack.pop())
         if isinstance(x, functools.partial):
             stack += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, types.MethodType):
@@ -58,7 +74,7 @@ def function_identity(
 
     `ways` names arrays, by their ids, that are told apart by name.
     """
-    direct = free_values(getattr(getattr(fn, "cell", None), "fn", fn))
+    direct = free_values(function_of(fn))
     operands = {id(x): "operand" for x in direct if isinstance(x, Tracer)}
     return _identity(fn, operands, ways, [])
 
@@ -74,7 +90,7 @@ def _identity(
     Tracers it closes over directly become operands. Elsewhere, values that all instances share
     are told apart, and others find no equal: they make an error when the cell is traced.
     """
-    value = getattr(getattr(value, "cell", None), "fn", value)
+    value = function_of(value)
     if id(value) in path:  # a function that calls itself
         return "around", len(path) - path.index(id(value))
     path = [*path, id(value)]

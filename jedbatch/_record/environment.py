@@ -50,6 +50,7 @@ from jedbatch._jaxpr.identity import (
     typed,
     typed_or_same,
 )
+from jedbatch._record.closures import cell_of
 from jedbatch._support.native import function_types
 from jedbatch._support.types import Array, Leaf
 
@@ -352,9 +353,9 @@ class _Walk:
             self._visit_attributes(thing)
 
     def _visit_function(self, thing: _Thing, fn: Any) -> None:
-        if getattr(fn, "cell", None) is not None:  # ours
+        if (made := cell_of(fn)) is not None:
             self._text.append("cell")
-            self._add(thing, "get", ["cell.fn"], [fn.cell.fn])
+            self._add(thing, "get", ["cell.fn"], [made.fn])
             return
         self._text.append(fn.__code__)
         names = code_names(fn.__code__)

@@ -14,6 +14,7 @@ from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers
 from jedbatch._record.cell import Cell, recording
+from jedbatch._record.closures import cell_of
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec
@@ -172,7 +173,7 @@ def evaluate(
     by_type = [cells.get(t.name) for t in graph.types]
     if recording.recorder is not None:
         cells_of_types = [
-            getattr(c, "cell", None) or (c and Cell(c, getattr(c, "__name__", t.name)))
+            cell_of(c) or (c and Cell(c, getattr(c, "__name__", t.name)))
             for c, t in zip(by_type, graph.types, strict=True)
         ]
         recorded = record_graph(recording.recorder, graph, cells_of_types, shared)

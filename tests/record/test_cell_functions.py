@@ -117,6 +117,87 @@ def test_keywords_are_recorded(cell):
         np.testing.assert_allclose(batched(P, instances), [both(P, x) for x in instances])
 
 
+def square(x):
+    return x * x
+
+
+def wrapped_by_hand(fn, factor):
+    @functools.wraps(fn)
+    def wrapper(x):
+        return factor * fn(x)
+
+    return wrapper
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def method(self, x):
+        return self.factor * x
+
+
+MADE_OF_CELLS = {
+    "jax.grad": lambda fn, cell: [jax.grad(fn), fn],
+    "jax.vmap": lambda fn, cell: [lambda x: jax.vmap(fn)(jnp.stack([x, x])).sum(), fn],
+    "functools.wraps": lambda fn, cell: [wrapped_by_hand(fn, k) for k in (2, 3)],
+    "methods": lambda fn, cell: [types.MethodType(cell(Scale.method), Scale(k)) for k in (2, 3)],
+}
+
+
+@pytest.mark.parametrize("is_closed_over", [False, True])
+@pytest.mark.parametrize("made", MADE_OF_CELLS.values(), ids=MADE_OF_CELLS)
+def test_what_has_the_attributes_of_a_cell_is_none(cell, made, is_closed_over):
+    """What is made of a cell, or is a method of an object, is told apart from the cell."""
+    functions = made(cell(square), cell)
+
+    def fn(params, x):
+        total = 0 * params["w"]
+        for f in functions:
+            total += (cell(lambda x: 1 * f(x)) if is_closed_over else cell(f))(x)  # noqa: B023
+        return total
+
+    batched = jedbatch.batch(fn)
+    for instances in ([1.0, 2.0], [3.0]):
+        np.testing.assert_allclose(batched(P, instances), [fn(P, x) for x in instances])
+
+
+FACTOR = 2.0
+
+
+def test_what_wraps_a_cell_is_watched_for_changes(cell, monkeypatch):
+    fn = cell(square)
+
+    @functools.wraps(fn)
+    def wrapper(x):
+        return FACTOR * fn(x)
+
+    batched = jedbatch.batch(lambda params, x: wrapper(x) * params["w"])
+    np.testing.assert_allclose(batched(P, [3.0]), [18 * P["w"]])
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 5.0)
+    np.testing.assert_allclose(batched(P, [3.0]), [45 * P["w"]])
+
+
+def test_evaluate_calls_what_wraps_a_cell(cell):
+    graph = jedbatch.Graph.from_dag(
+        [0, 0], [[-1], [0]], names=["f"], inputs=[np.array([3.0], np.float32)]
+    )
+    fn = wrapped_by_hand(cell(square), 2)
+    model = lambda g: jedbatch.evaluate(g, {"f": fn})[-1]  # noqa: E731
+    assert model(graph) == 648
+    assert jedbatch.batch(model, in_axes=0)([graph, graph]).tolist() == [648, 648]
+
+
+def test_functions_may_have_an_attribute_of_that_name(cell):
+    def twice(x):
+        return 2 * x
+
+    twice.cell = "A1"
+    fn = cell(lambda x: twice(x) + 1)
+    batched = jedbatch.batch(lambda params, x: twice(fn(x)) * params["w"])
+    np.testing.assert_allclose(batched(P, [3.0]), [14 * P["w"]])
+
+
 def test_many_arguments(cell):
     most = cell(lambda *xs: functools.reduce(jnp.add, xs))
 
