@@ -354,8 +354,11 @@ class _Walk:
 
     def _visit_function(self, thing: _Thing, fn: Any) -> None:
         if (made := cell_of(fn)) is not None:
-            self._text.append("cell")
+            of_user = {k: x for k, x in vars(fn).items() if k not in _OF_EVERY_CELL}
+            self._text += ["cell", *of_user]
+            self._plain.append(fn)
             self._add(thing, "get", ["cell.fn"], [made.fn])
+            self._add(thing, "attribute", list(of_user), list(of_user.values()))
             return
         self._text.append(fn.__code__)
         names = code_names(fn.__code__)
@@ -487,6 +490,7 @@ _PARTS: dict[Any, list[str]] = {
     jax.custom_jvp: ["fun", "jvp"],
     jax.custom_vjp: ["fun", "fwd", "bwd"],
 }
+_OF_EVERY_CELL = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cell"})
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slotnames__"})
 
 

@@ -178,6 +178,19 @@ def test_what_wraps_a_cell_is_watched_for_changes(cell, monkeypatch):
     np.testing.assert_allclose(batched(P, [3.0]), [45 * P["w"]])
 
 
+@pytest.mark.parametrize("is_cell", [False, True])
+def test_attributes_of_cells_are_watched_for_changes(cell, is_cell):
+    fn = cell(square)
+    fn.factor = 2.0
+    scaled_by = cell(lambda x: fn.factor * x) if is_cell else lambda x: fn.factor * fn(x)
+    batched = jedbatch.batch(lambda params, x: scaled_by(x) * params["w"])
+    for factor in (2.0, 5.0, jnp.float32(3), jnp.arange(1.0, 4.0)):
+        fn.factor = factor
+        np.testing.assert_allclose(batched(P, [3.0]), [scaled_by(3.0) * P["w"]])
+    fn.other = 1
+    np.testing.assert_allclose(batched(P, [3.0]), [scaled_by(3.0) * P["w"]])
+
+
 def test_evaluate_calls_what_wraps_a_cell(cell):
     graph = jedbatch.Graph.from_dag(
         [0, 0], [[-1], [0]], names=["f"], inputs=[np.array([3.0], np.float32)]
