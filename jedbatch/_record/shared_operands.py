@@ -112,10 +112,16 @@ class SharedOperands:
     def _is_of_lists(
         self, name: str, indices: Mapping[int, int], shared: Sequence[SharedValue]
     ) -> bool:
-        """Notes an operation; returns whether it stacks lists of more than one length."""
-        first = next((shared[n].aval for n in indices.values() if n != VALUE), None)
-        if name not in STACKS or first is None or not _is_element(name, first):
+        """Notes an operation; returns whether it stacks lists of more than one length.
+
+        A list of weights only is none of these: it is a weight, and is stacked once.
+        """
+        avals = [shared[n].aval for n in indices.values() if n != VALUE]
+        if name not in STACKS or not 0 < len(avals) < len(indices):
             return False
+        if not all(_is_element(name, aval) for aval in avals):
+            return False
+        first = avals[0]
         lengths = self._lengths.setdefault((name, first.shape, first.dtype), set())
         num_lengths = len(lengths)
         lengths.add(len(indices))

@@ -134,6 +134,20 @@ def test_many_lengths_are_few_types(fn):
     assert len(plan.schedule) < len(apart.schedule)
 
 
+def test_lists_of_weights_are_stacked_once():
+    """Each instance reads stacks of two and of three weights, of which none is its own."""
+
+    def fn(w, xs):
+        few, more = jnp.stack([w["q"], -w["q"]]), jnp.stack([w["q"], *w["w"][:2]])
+        return sum((few @ x).sum() * (more @ x) for x in xs)
+
+    batched = check(fn, W, lists([2, 3]))
+    graph = batched.plan(W, lists([2, 3])).graph
+    names = {graph.types[t].name for t in graph.present_types}
+    assert "matmul" in names
+    assert not names & {"stack", "shared"}
+
+
 def test_few_lengths_are_types_of_their_own_until_there_are_more():
     """Instances that were recorded before are recorded again."""
     batched = jedbatch.batch(attention)
