@@ -38,9 +38,9 @@ ELEMENTWISE_OPERATIONS = names_in(
     "erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow",
     "is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not",
     "one_minus_square optimization_barrier or polygamma population_count pow random_gamma_grad",
-    "real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic",
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan",
-    "tanh xor",
+    "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left",
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan",
+    "tanh xor zeta",
 )
 
 # Keep every element in its place, unless they repeat some.

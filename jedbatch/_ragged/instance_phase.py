@@ -368,6 +368,6 @@ def _from_slots(
     else:
         e = batch.index(variable.aval.shape[axis])
         places, exist = batch.get("place", e), jnp.arange(batch.capacity.rows[e]) < batch.total(e)
-        parts = [x.reshape(-1, *x.shape[2:]) for x in parts]
+        parts = [lax.collapse(x, 0, 2) for x in parts]
     rows = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
     return rows if rest is None else jnp.where(broadcast_flags(exist, rows), rows, rest)

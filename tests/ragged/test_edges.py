@@ -468,6 +468,22 @@ def test_networks_of_graphs(model, target, monkeypatch):
     assert_close(found, expected, 2e-4)
 
 
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_rows_without_elements(target):
+    def fn(w, graph):
+        x, source, _ = graph
+        mixed = x @ w
+        none = mixed[:, :0]
+        return jnp.cumsum(none, axis=0), none[source], none.T @ mixed, jnp.cumsum(mixed, axis=0)
+
+    made = molecules(4, seed=0)
+    batched = jedbatch.batch(fn, target=target, out_axes=None)
+    for found, graph in zip(batched(PARAMS["w"], made), made, strict=True):
+        for one, expected in zip(found, fn(PARAMS["w"], graph), strict=True):
+            assert one.shape == expected.shape
+            assert_close(one, expected, 1e-4)
+
+
 @pytest.mark.parametrize("twice", [jax.jacfwd, jax.jacrev])
 def test_second_derivatives_of_rows_read_by_index_on_a_gpu(twice):
     def energy(w, graph):

@@ -97,6 +97,7 @@ def row_by_row(p, x, y, words):
         "features": jax.nn.softmax(x),
         "frequencies": jnp.abs(jnp.fft.rfft(x)),
         "bins": jnp.searchsorted(jnp.array([-0.5, 0.0, 0.5]), x),
+        "incomplete beta": jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(x)),
         "column": x[:, 1],
         "transposed": 2 * x.T,
         "heads": (x @ p["w"]).reshape(-1, 2, 2).sum(1),
@@ -199,7 +200,8 @@ def test_some_operations():
     """Some of the tables, and instances of two lengths: the loop compiles for each of them."""
 
     def some(p, x, y, words):
-        return jax.nn.softmax(x @ p["b"]) @ x, jnp.concatenate([x, y])
+        spread = jax.scipy.special.zeta(jnp.full_like(x, 2.5), 1 + x**2)
+        return jax.nn.softmax(x @ p["b"]) @ x, jnp.concatenate([x, y]), spread
 
     instances = made([1, 30, 1, 30])
     compiled_once(agree(split(some), instances), instances)
