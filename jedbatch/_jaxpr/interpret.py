@@ -40,7 +40,7 @@ ELEMENTWISE_OPERATIONS = names_in(
     "one_minus_square optimization_barrier or polygamma population_count pow random_gamma_grad",
     "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left",
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan",
-    "tanh xor zeta",
+    "tanh xor",
 )
 
 # Keep every element in its place, unless they repeat some.
