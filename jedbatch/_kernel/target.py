@@ -18,9 +18,11 @@ what it compares them with. Those for lanes whose loops or branches values decid
                 Hamiltonian Monte Carlo in four chunks took 2.2 times as long as under `vmap`, which
                 has one, and 256 equal ones in two 1.9 times. So starting a chunk costs as many
                 lanes as the widest has.
-    step_work   Loops of 256 units are faster in lock step (4,096 of them 11.3 ms, by lanes 15.8),
-                loops of 1,024 units by lanes (1,024 of them 14.0 ms, in lock step 22.8; 8,192 of
-                log-normal lengths 42 and 244). Anything from 2.1e8 to 8e8 separates them.
+    step_work   With products in float32 loops of 256 units are faster in lock step (4,096 of them
+                11.3 ms, by lanes 15.8), loops of 1,024 units by lanes (1,024 of them 14.0 ms, in
+                lock step 22.8; 8,192 of log-normal lengths 42 and 244). Anything from 2.1e8 to 8e8
+                separates them. In JAX's default precision 256 units gain by lanes, too (5.4 and
+                4.1 ms), which is given up here.
     nest_work   4,096 such chains do 4.9e8 operations in their largest block, and ran 4.9 times as
                 fast by lanes; 256 do 3.1e7, and ran as fast, or a fifth as fast where all draws
                 are alike. Half of `step_work` lies between.

@@ -278,7 +278,7 @@ def test_without_decisions_there_is_one_round():
 
 
 def test_a_call_leaves_nothing_to_the_collector():
-    """What was recorded is freed with the call: nothing of it refers to itself."""
+    """All that was recorded is freed with the call: nothing of it refers to itself."""
     step = cell(lambda w, h: (jnp.tanh(w @ h), jnp.abs(h).sum() < 0.5))
 
     def fn(w, x):

@@ -148,7 +148,7 @@ MADE_OF_CELLS = {
 @pytest.mark.parametrize("is_closed_over", [False, True])
 @pytest.mark.parametrize("made", MADE_OF_CELLS.values(), ids=MADE_OF_CELLS)
 def test_what_has_the_attributes_of_a_cell_is_none(cell, made, is_closed_over):
-    """What is made of a cell, or is a method of an object, is told apart from the cell."""
+    """Functions made of a cell, and methods of objects, are told apart from the cell."""
     functions = made(cell(square), cell)
 
     def fn(params, x):
