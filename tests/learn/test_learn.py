@@ -18,7 +18,10 @@ from jedbatch._learn.q_learning import NAMES, Problem, codes, look, salts, slot
 from jedbatch._schedule.encodings import ENCODINGS, encode
 
 # Programs here have many types of few nodes, so that there is something to learn.
-pytestmark = pytest.mark.filterwarnings("ignore::jedbatch.errors.ManyTypesWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jedbatch.errors.ManyTypesWarning"),
+    pytest.mark.unoptimized,
+]
 
 FIG1 = Graph.from_dag(
     [0] * 7 + [1] * 7 + [2],

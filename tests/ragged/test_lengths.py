@@ -14,6 +14,8 @@ from cases.helpers import assert_close, number
 import jedbatch
 from jedbatch import ragged
 
+pytestmark = pytest.mark.unoptimized
+
 CHANCE = [[(3, 3), (5, 2)], [(5, 2), (3, 3), (1, 4)], [(2, 2), (2, 2), (1, 3), (0, 3)]]
 WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
 

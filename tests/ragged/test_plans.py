@@ -18,6 +18,8 @@ from jedbatch._ragged.row_phase import RowFunction
 from jedbatch._session import pipeline
 from jedbatch._session.arguments import TypesOfLeaves
 
+pytestmark = pytest.mark.unoptimized
+
 W = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32) / 2
 WEIGHTS = {"w": W, "classes": W[:3] * 2}
 

@@ -11,6 +11,8 @@ from cases.helpers import check, mostly_slow
 import jedbatch
 from jedbatch._jaxpr.numbers import numbers_of, with_numbers
 
+pytestmark = pytest.mark.unoptimized
+
 W = jnp.array([0.3, -0.7])
 
 

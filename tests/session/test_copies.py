@@ -17,6 +17,8 @@ from jedbatch._session.copies import Copies
 from jedbatch._session.verify import verify
 from jedbatch.models.workloads import WORKLOADS
 
+pytestmark = pytest.mark.unoptimized
+
 POLICIES = {**FALLBACKS, "depth": depth, "none": None}
 
 
