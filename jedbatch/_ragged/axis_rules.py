@@ -49,7 +49,7 @@ def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
         raise CannotMergeError(f"`{name}` of a program that asks for a length")
     if not ragged:
         gives_ragged = any(is_ragged(v.aval.shape) for v in eqn.outvars)
-        if gives_ragged and name not in LOOK_UPS and name != "broadcast_in_dim":
+        if gives_ragged and name not in LOOK_UPS and not _broadcasts(eqn):
             raise CannotMergeError(f"`{name}` makes an array of ragged length")
         return []
     rule = _RULES.get(name)
@@ -58,6 +58,14 @@ def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
             return []
         raise CannotMergeError(f"`{name}` of arrays of different lengths")
     return [(i, a) for i, a in ragged if rule(eqn, params, i, a)]
+
+
+def _broadcasts(eqn: Equation) -> bool:
+    """Returns whether all rows of a result are one row, repeated."""
+    if eqn.primitive.name != "tile":
+        return eqn.primitive.name == "broadcast_in_dim"
+    sizes = zip(eqn.invars[0].aval.shape, eqn.params["reps"], strict=True)
+    return all(d == 1 for d, repeats in sizes if is_ragged((repeats,)))
 
 
 def _scanned_axes(eqn: Equation, ragged: list[tuple[int, int]]) -> list[tuple[int, int]]:

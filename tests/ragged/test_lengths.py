@@ -50,6 +50,25 @@ def agree(fn, instances, batched=None):
     return batched
 
 
+def test_one_row_repeated_as_often_as_there_are_rows():
+    """`jnp.tile` of a row of a weight, and of what an instance computes, beside its rows."""
+
+    def beside(weight, pair):
+        (x, _) = pair
+        of_all = jnp.tile((x @ weight).mean(0)[None], (x.shape[0], 1))
+        of_weight = jnp.tile(weight[None, 0], (x.shape[0], 1))
+        return jnp.tanh(jnp.concatenate([x, of_all, of_weight], 1)).max(0)
+
+    batched = agree(beside, arrays((3, 1), (5, 2)))
+    for lengths in [(4, 1), (1, 1)], [(7, 2), (2, 2)]:
+        instances = arrays(*lengths)
+        before = batched.compilations
+        got = batched(WEIGHT, instances)
+        assert_close(got, [beside(WEIGHT, x) for x in instances], 2e-5)
+    assert batched.compilations == before
+    assert apart(batched) is None
+
+
 # --- lengths that are equal by chance ---
 
 

@@ -30,6 +30,7 @@ ROW_WISE = {
     "columns": lambda x: x[:, 1:3],
     "added to features": lambda x: x.at[:, jnp.array([0, 2])].add(x[:, :2]),
     "flattened features": lambda x: x.reshape(x.shape[0], 2, 2),
+    "beside a repeated row": lambda x: x + jnp.tile(W[1:2], (x.shape[0], 1)),
 }
 ACROSS_ROWS = {
     "sum": lambda x: x.sum(axis=0),
