@@ -6,12 +6,14 @@ for each lane, and what is made of these element by element is computed again.
 """
 
 import enum
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import dependents, is_inexact, reads
+from jedbatch._jaxpr.interpret import dependents, inner_programs, is_inexact, reads
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._support.types import Array
 
@@ -32,6 +34,28 @@ def is_kept(eqn: Equation) -> bool:
         return name in PRODUCTS
     (x,), (result,) = eqn.invars, eqn.outvars
     return is_inexact(result) and result.aval.size * LEAST_REDUCTION <= x.aval.size
+
+
+# What runs a program of its own is not run again.
+LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
+
+
+def runs_again(body: Iterable[Equation]) -> bool:
+    """Returns whether most of a program may be run again in reverse.
+
+    Loops are not. Of programs with complex numbers JAX keeps all it would: `jax.checkpoint` rounds
+    what it keeps by `reduce_precision`, which takes real numbers only.
+    """
+    body = list(body)
+    return not (any(eqn.primitive.name in LOOPS for eqn in body) or any(map(_is_complex, body)))
+
+
+def _is_complex(eqn: Equation) -> bool:
+    """Returns whether complex numbers go into an equation, come out of it, or are inside."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    if any(jnp.issubdtype(x.aval.dtype, jnp.complexfloating) for x in atoms if is_inexact(x)):
+        return True
+    return any(_is_complex(e) for program in inner_programs(eqn) for e in program.eqns)
 
 
 class Source(enum.Enum):

@@ -42,7 +42,14 @@ from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
-from jedbatch._kernel.residuals import Residuals, Source, Sourced, keep_some, recomputable
+from jedbatch._kernel.residuals import (
+    Residuals,
+    Source,
+    Sourced,
+    keep_some,
+    recomputable,
+    runs_again,
+)
 from jedbatch._kernel.weight_gradients import MatrixProduct, Tap
 from jedbatch._support.types import Array, Leaf
 
@@ -52,8 +59,6 @@ ADDITIVE_OPERATIONS = frozenset({"add", "add_any", "sub"})
 LINEAR_OPERATIONS = ADDITIVE_OPERATIONS | {"dot_general", "mul", "conv_general_dilated"}
 # The gradient is a scatter, better done once than block by block.
 LOOK_UPS = frozenset({"gather", "dynamic_slice"})
-# What runs a program of its own is not run again.
-LOOPS = frozenset({"scan", "while", "cond", "custom_vjp_call"})
 
 CONSTS = -1  # in place of an operand
 MAX_SLOTS = 62  # results of a node told apart; further ones are always alive
@@ -313,7 +318,7 @@ class KernelVjp:
         what the second takes, besides cotangents of results.
         """
         kernel = self.kernel
-        cheap = not any(eqn.primitive.name in LOOPS for eqn in kernel.body)
+        cheap = runs_again(kernel.body)
         kinds = [(kernel.jaxpr.outvars[p] if isinstance(p, int) else p).aval for p in places]
         structure = []
         # Some rules (of `pure_callback`) refuse to be differentiated whatever comes of it.

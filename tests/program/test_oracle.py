@@ -147,6 +147,35 @@ def test_complex():
     check(fn, jnp.complex64([1 + 2j, 3 - 1j]), [1, 4, 2])
 
 
+def test_complex_products(x64):
+    """Products of complex weights, of which operands and results are read again in reverse."""
+    spins = jax.random.normal(jax.random.key(0), (3, 3, 2)) @ jnp.array([1.0, 1j])
+    params = {"turn": spins, "phase": jnp.arange(1.0, 4.0)}
+
+    @jedbatch.cell
+    def leaf(params, number):
+        return jnp.exp(1j * params["phase"] * number)
+
+    @jedbatch.cell
+    def join(params, a, b):
+        return params["turn"] @ (a * b.conj()) / (1 + jnp.abs(a).sum())
+
+    @jedbatch.cell
+    def spectrum(params, x):
+        return jnp.abs(jnp.fft.fft(x.real) @ params["turn"]).sum()
+
+    def encode(params, tree):
+        if isinstance(tree, float):
+            return leaf(params, tree)
+        return join(params, *(encode(params, part) for part in tree))
+
+    def fn(params, tree):
+        z = encode(params, tree)
+        return jnp.abs(z), z.real * z.imag, spectrum(params, z)
+
+    check(fn, params, [(0.5, 1.5), ((1.0, 2.0), (0.25, (3.0, 1.0))), 2.0])
+
+
 def test_nan_stays_in_its_instance():
     """Values and input gradients of the others stay what they are, to the bit."""
     fn, params, instances = programs.chain_nnx(7, seed=6)
