@@ -12,6 +12,7 @@ Types are changed where a graph is written down: until then every call is record
 arguments it has.
 """
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -91,19 +92,23 @@ class CellCalls:
         self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
         self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
+        self._weak: dict[int, tuple[bool, ...]] = {}
         self._expressions = Expressions(key_of)
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
 
-    def add(self, node_type: int, args: tuple, slots: Sequence[bool], listed: int) -> None:
-        """Adds a type of calls."""
+    def add(
+        self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
+    ) -> None:
+        """Adds a type of calls, which has the id `node_type`."""
         self.listed[node_type] = listed
+        self._weak[node_type] = _weak_among_others(of)
         self.lists[node_type] = tuple(_lists(args, self.first_variable))
         self.slots[node_type] = tuple(slots)
 
     @property
     def num_lengths(self) -> int:
-        """Of lists, how many have been met."""
-        return len({tuple(x.length for x in lists) for lists in self.lists.values()})
+        """Of lists, how many have been met; several of one length where some elements are weak."""
+        return len({(self._weak[t], *(x.length for x in lists)) for t, lists in self.lists.items()})
 
     @property
     def longest(self) -> int:
@@ -164,7 +169,11 @@ class CellCalls:
         num_inputs = sum(role[0] == "input" for role in roles)
         shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
         types = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[0] == "input")
-        elements = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[2:] == (0,))
+        elements = tuple(  # what weak types mean has been settled in the program
+            dataclasses.replace(t, weak=False)
+            for r, t in zip(roles, of.operands, strict=True)
+            if r[2:] == (0,)
+        )
         listed = self.listed[node_type]
         in_lists = of.results[: listed * length : length]
         kinds = in_lists, of.results[listed * length :]
@@ -380,7 +389,7 @@ class Arities:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
         if node_type in calls.lists:
             return
-        calls.add(node_type, args, slots, listed)
+        calls.add(node_type, self._node_types[node_type], args, slots, listed)
         self._makers.note(node_type, cell)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
@@ -440,6 +449,12 @@ class Arities:
           *nodes: as `padded_calls.pad` takes them.
         """
         return pad(self.padded, self._makers, self._node_types, *nodes)
+
+
+def _weak_among_others(of: NodeType) -> tuple[bool, ...]:
+    """Returns which operands have weak types; nothing where all have, or none has."""
+    weak = tuple(t.weak for t in of.operands)
+    return weak if len(set(weak)) > 1 else ()
 
 
 def _first_variable(fn: Callable) -> int | None:

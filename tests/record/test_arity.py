@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -241,6 +242,28 @@ def test_many_lengths_are_few_types():
     assert types_of(batched.plan(W, few)) == 4  # one for each number of children
     # No children, up to four, up to eight, and up to 32.
     assert types_of(batched.plan(W, many)) == types_of(batched.plan(W, [*few, *many])) == 4
+
+
+def test_elements_of_weak_types_among_others():
+    """Few lengths, but types for every pattern of leaves and nodes in them."""
+
+    @jedbatch.cell
+    def node(w, states):
+        rows = jnp.stack(states)
+        return jnp.tanh(jax.nn.softmax(rows @ w[0]) @ rows @ w + sum(states))
+
+    def encode(w, tree):
+        if isinstance(tree, float):
+            return jnp.full(2, tree)  # of a Python number, so of a weak type
+        return node(w, [encode(w, part) for part in tree])
+
+    w, inner = jnp.asarray([[0.5, -1.0], [2.0, 0.25]], jnp.float32), (0.5, (1.0, -2.0))
+    patterns = itertools.chain(*(itertools.product([0.25, inner], repeat=n) for n in (1, 2, 3)))
+    many = list(patterns)
+    batched = check(encode, w, many)
+    assert types_of(batched.plan(w, many)) == 1
+    few = jedbatch.batch(encode).plan(w, [(0.5, 1.0), (inner, inner), (0.5, inner)])
+    assert types_of(few) == 3  # two leaves, a leaf and a node, and two nodes
 
 
 def test_longer_lists_than_there_is_room_for():
