@@ -41,7 +41,9 @@ def ends_alone(condition: Any) -> Any:
 def goes_on_alone(body: Any) -> Any:
     """Returns the body of a loop that runs for lanes alone that are not done.
 
-    In lock step it keeps what others carry, which is a copy of an array where nobody is done.
+    In lock step it keeps what others carry, which is a copy of an array where nobody is done. Loops
+    inside of it, which no longer keep it either, end for each lane by itself, so that JAX's rule
+    for lock step does.
     """
     return _with(body, _GOING_ON)
 
@@ -59,8 +61,11 @@ def _with(program: Any, functions: dict[str, Callable]) -> Any:
     for eqn in without_consts(program).eqns:
         if (fn := functions.get(eqn.primitive.name)) is not None:
             eqns.append(_as(eqn, fn))
-        else:
-            eqns.append(eqn.replace(params={name: through(x) for name, x in eqn.params.items()}))
+            continue
+        params = {name: through(x) for name, x in eqn.params.items()}
+        if eqn.primitive.name == "while" and functions is _GOING_ON:
+            params["cond_jaxpr"] = ends_alone(params["cond_jaxpr"])
+        eqns.append(eqn.replace(params=params))
     return with_equations(program, eqns)
 
 

@@ -77,6 +77,41 @@ def test_lanes_leave_a_loop_of_equinox_by_themselves():
     assert steps < 64 * 60 / 2  # which is what lock step runs, halved
 
 
+def in_loops(params, n, x):
+    """A loop with little work in one with much, n steps, whose lanes leave by themselves."""
+
+    def halve(k, y):
+        def step(carry):
+            return carry[0] + 1, carry[1] / 2
+
+        start = jnp.int32(0), y
+        return eqxi.while_loop(
+            lambda c: c[0] < k, step, start, kind="checkpointed", max_steps=8, checkpoints=2
+        )[1]
+
+    def step(carry):
+        i, x, y = carry
+        y = halve((n + i) % 3, y) + 1
+        for _ in range(4):
+            x = jnp.tanh(x @ params)
+        return i + 1, x, y
+
+    start = jnp.int32(0), x, jnp.float32(0)
+    return eqxi.while_loop(
+        lambda c: c[0] < n, step, start, kind="checkpointed", max_steps=64, checkpoints=2
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "lanes", "lockstep"])
+def test_loops_of_equinox_in_loops_keep_what_lanes_that_are_done_carry(mode):
+    params = jnp.asarray(RNG.normal(size=(64, 64)) / 8, jnp.float32)
+    rows = jnp.asarray(RNG.geometric(1 / 4, 72) % 40, jnp.int32), jnp.ones((72, 64), jnp.float32)
+    alone = jax.jit(in_loops)
+    theirs = [alone(params, *row) for row in zip(*rows, strict=True)]
+    ours = jedbatch.batch(in_loops, (None, 0, 0), control_flow=mode)(params, *rows)
+    assert_close(ours, jax.tree.map(lambda *xs: jnp.stack(xs), *theirs), 1e-5)
+
+
 def test_an_error_of_an_instance_is_raised_and_no_other():
     eqx = pytest.importorskip("equinox")
 
