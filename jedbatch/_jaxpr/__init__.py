@@ -38,11 +38,13 @@ Read in this order:
 23. `branch_residuals`: Residuals of branches, without those that are there anyway.
 24. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-25. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+25. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+   others.
+26. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-26. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
+27. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
    set.
-27. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-28. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
+28. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+29. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
    with zeros first.
 """

@@ -7,6 +7,9 @@ place. Of branches each runs for its own lanes, in blocks. Every lane computes w
 alone. Loops and branches inside of `scan`, `jit` and the like run so too; loops that take about as
 many trips in each lane, as far as their programs say, are loops of all lanes (`trip_counts`).
 
+Where a step has little work, lanes that are done are not exchanged for others: the loop runs in
+lock step, and narrows as they get fewer (`narrowing`).
+
 Where loops are nested, or branches with much work are in a loop, lanes have program counters
 instead: `program_counters` runs all from the first such loop to the last one as one program.
 
@@ -29,6 +32,13 @@ from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
 from jedbatch._jaxpr.lane_steps import is_counting, tell
+from jedbatch._jaxpr.narrowing import (
+    counted,
+    narrowed,
+    narrower_widths,
+    rows_at,
+    where_lanes,
+)
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.trip_counts import with_equal_trips
@@ -46,6 +56,7 @@ BranchesName = Literal["forward", "reverse", "both"]
 LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
+EXCHANGE = 4.0  # of lanes, in starts of steps, which steps of those that run at a time exceed
 MANY_BYTES = 1 << 17  # of lanes that run, beyond which those that change are moved one by one
 BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
 
@@ -230,18 +241,27 @@ def _nest(
 
 
 def _rule_of_while(
-    eqn: Equation, mode: ControlFlowName, _: BranchesName, lanes: LaneRule
+    eqn: Equation, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
 ) -> Callable:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond = _function(ends_alone(eqn.params["cond_jaxpr"]), mode, "forward", lanes)
-    body = _function(goes_on_alone(eqn.params["body_jaxpr"]), mode, "forward", lanes)
+    alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
 
     def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
-        at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
-        if not any(in_batched[i] for i in decides) or size < FEWEST * at_a_time:
+        if not any(in_batched[i] for i in decides):
             return _in_lock_step(eqn, in_batched, args)
+        at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
+        is_refilled = size >= FEWEST * at_a_time
+        is_light = at_a_time * body_work < EXCHANGE * lanes.step_work and not is_nest(eqn)
+        narrows = mode == "auto" and lanes.nests and is_light
+        widths = narrower_widths(size, body_work, lanes.step_work) if narrows else []
+        if widths:
+            is_refilled = False
+        elif not is_refilled:
+            return _in_lock_step(eqn, in_batched, args)
+        inside: ControlFlowName = mode if is_refilled else "lockstep"
+        cond, body = (_function(x, inside, "forward", lanes) for x in alone)
         consts = args[: num_cond + num_body]
         start = [
             x if batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
@@ -262,9 +282,12 @@ def _rule_of_while(
         def step(of_lane: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
             return body(*split(of_lane)[1], *carry)
 
-        few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
-        over_lanes = jax.vmap(more), jax.vmap(step)
-        outs = refilled(*over_lanes, own, start, at_a_time, few, body_work, lanes.nests)
+        given = jax.vmap(more), jax.vmap(step), own, start
+        if is_refilled:
+            few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
+            outs = refilled(*given, at_a_time, few, body_work, lanes.nests)
+        else:
+            outs = narrowed(*given, widths, body_work, lanes.step_work)
         return outs, [True] * len(outs)
 
     return rule
@@ -330,8 +353,8 @@ def refilled(
 
     def together(state: Any) -> Any:
         goes_on, carry, tally = state
-        tally = _counted(tally, 0, goes_on)
-        carry = _where(goes_on, step(own, carry), carry)
+        tally = counted(tally, 0, goes_on)
+        carry = where_lanes(goes_on, step(own, carry), carry)
         return goes_on & more(own, carry), carry, tally
 
     tally = jnp.zeros((2, 3), jnp.int32) if is_counting() else None
@@ -343,8 +366,8 @@ def refilled(
 
     def one_step(mine: Sequence[Array], state: Any) -> Any:
         goes_on, carry, tally = state
-        tally = _counted(tally, 1, goes_on)
-        carry = _where(goes_on, step(mine, carry), carry)
+        tally = counted(tally, 1, goes_on)
+        carry = where_lanes(goes_on, step(mine, carry), carry)
         return goes_on & more(mine, carry), carry, tally
 
     def exchange(state: Any) -> Any:
@@ -368,8 +391,8 @@ def refilled(
 
     row_bytes = sum(x.nbytes // size for x in (*own, *start))
     lane = left[:at_a_time]
-    state = lane, lane < size, jnp.minimum(num_left, at_a_time), _rows(own, lane), _rows(ends, lane)
-    state = (*state, ends, tally)
+    rows = rows_at(own, lane), rows_at(ends, lane)
+    state = lane, lane < size, jnp.minimum(num_left, at_a_time), *rows, ends, tally
     if nests:
         *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
     else:
@@ -409,8 +432,8 @@ def _put_together(
     written = jnp.where(goes_on, len(ends[0]), leaves)
     pairs = zip(ends, carry, strict=True)
     ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
-    mine = _where(goes_on, mine, _rows(own, comes))
-    return mine, _where(goes_on, carry, _rows(ends, comes)), ends
+    mine = where_lanes(goes_on, mine, rows_at(own, comes))
+    return mine, where_lanes(goes_on, carry, rows_at(ends, comes)), ends
 
 
 def _put_one_by_one(
@@ -439,23 +462,6 @@ def _put_one_by_one(
     state = list(mine), list(carry), list(ends)
     found: Any = lax.fori_loop(0, (~goes_on).sum(dtype=jnp.int32), put, state)
     return found
-
-
-def _counted(tally: Array | None, row: int, goes_on: Array) -> Array | None:
-    """Returns counts to which a step of some lanes was added."""
-    if tally is None:
-        return None
-    counts = [1, len(goes_on), goes_on.sum(dtype=jnp.int32)]
-    return tally.at[row].add(jnp.stack([jnp.int32(x) for x in counts]))
-
-
-def _rows(arrays: Sequence[Array], lane: Array) -> list[Array]:
-    return [x.at[lane].get(mode="clip") for x in arrays]
-
-
-def _where(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
-    pairs = zip(xs, ys, strict=True)
-    return [jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs]
 
 
 def _what_decides(eqn: Equation) -> set[int]:
