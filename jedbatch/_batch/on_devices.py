@@ -14,7 +14,6 @@ from jedbatch import checks
 from jedbatch._batch.agreement import ENDED, FAILED, READY, Agreement, agree_to_begin
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
-from jedbatch._program.returned import unstacked
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
 from jedbatch._session.pipeline import checked_inputs
@@ -329,8 +328,6 @@ def apply_on_devices(batched: Any, plan: Plan, leaves: Sequence[Leaf], inputs: A
     check_devices(name, devices, leaves)
     rows = checked_inputs(plan, inputs)
     pieces = run_on_devices(plan, leaves, rows, name)
-    if static.results.batch is None:  # each has all rows of an arena
-        pieces = tuple([row for piece in x for row in unstacked(piece)] for x in pieces)
     return results_from(static.results, static.signature, pieces)
 
 

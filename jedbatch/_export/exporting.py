@@ -38,7 +38,7 @@ from jedbatch._ragged.calls import find_calls
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.indices import table_rows
-from jedbatch._session.pipeline import told_apart
+from jedbatch._session.pipeline import results_of_rows, told_apart
 from jedbatch._session.portable import identity_of
 from jedbatch._session.session import Session
 from jedbatch._session.shards import values_at, with_room
@@ -315,12 +315,9 @@ class Sample:
             signature = enlarged(make_ample_signature(placed, None, ()), sizes, used)
             if not keeps:
                 return signature, None
-            leaves = {
-                id(x): told_apart(x, form) or None if form.batch is not None else None
-                for x, form in zip(placed, forms, strict=True)
-            }
-            if any(form.batch is None for form in forms):
-                leaves = dict.fromkeys(leaves)
+            pairs = list(zip(placed, forms, strict=True))
+            tells = any(told_apart(x, form) for x, form in pairs)
+            leaves = {id(x): results_of_rows(x, form) if tells else None for x, form in pairs}
 
             def readers_of(placed: Placement, shares: bool | None) -> Any:
                 own = leaves[id(placed)]

@@ -11,6 +11,10 @@ tangents are a primitive too, linear and with a transpose:
     tangents        -transpose->  pull_back(x, residuals, cotangents)
 
 `pull_back` binds such primitives, hence it is differentiable by the same rules, again and again.
+A program may ask its arguments first where they are zeros, and leave out what follows from these.
+That must not hold of their tangents too: where an argument is 0, its tangent need not be. So these
+are asked as well (`DifferentiableProgram.marks`).
+
 What is transposed in a program with tangents follows from the program alone: it is the program on
 numbers a + b e, with e e = 0, and its transpose is the transpose on such numbers, where the parts
 a and b of cotangents are exchanged.
@@ -44,6 +48,9 @@ class DifferentiableProgram:
       pull_back: from (arguments, residuals, cotangents of the results, for each argument whether
         its cotangent is wanted) to cotangents of the arguments.
       types: from the types of the arguments to those of the results; None if tracing `run` tells.
+      marks: from (arguments, some numbers for each, or None) to a list of bool[...]: where these
+        numbers, the arguments or tangents of theirs, are not zeros. None if `run` does not ask.
+      run_marked: from (marks, arguments) to what `run` returns.
     """
 
     def __init__(
@@ -52,11 +59,20 @@ class DifferentiableProgram:
         pull_back: Callable,
         run_known: Callable | None = None,
         types: Callable | None = None,
+        marks: Callable | None = None,
     ):
-        self.run = run
+        """Prepares a program; `run` takes marks first if there are `marks`."""
+        self.marks = marks
+        self.run_marked: Callable = run if marks else lambda _, *args: run(*args)
+        self.run: Callable = self._run_asking if marks else run
         self.pull_back = pull_back
         self.types = types
         self.known: Callable = run_known or (lambda *args: (bind_program(self, args), []))
+
+    def _run_asking(self, *args: Array) -> list[Array]:
+        """Returns what the program returns; its arguments are asked first where they are zeros."""
+        assert self.marks is not None
+        return list(self.run_marked(self.marks(args, args), *args))
 
     @functools.cached_property
     def traced(self) -> Callable:
@@ -75,7 +91,8 @@ class WithTangents(DifferentiableProgram):
     """
 
     def __init__(self, of: DifferentiableProgram, which: Sequence[bool]):
-        super().__init__(self._run, self._pull_back)
+        run = self._run_marked if of.marks else functools.partial(self._run_marked, ())
+        super().__init__(run, self._pull_back, marks=of.marks and self._marks)
         self.of = of
         self.moving = [i for i, there in enumerate(which) if there]
         self.num_args = len(which)
@@ -98,13 +115,26 @@ class WithTangents(DifferentiableProgram):
         ) -> list[Array]:
             return self._pull_back(args, (), [*nothing, *cotangents], wanted)
 
-        return DifferentiableProgram(lambda *args: self._run(*args)[len(nothing) :], pull_back)
+        def run(*args: Any) -> list[Array]:
+            return list(self.run_marked(*args))[len(nothing) :]
 
-    def _run(self, *operands: Array) -> list[Array]:
+        if self.marks is None:
+            run = functools.partial(run, ())
+        return DifferentiableProgram(run, pull_back, marks=self.marks)
+
+    def _marks(self, operands: Partial, numbers: Partial) -> list[Array]:
+        """Returns where some numbers, or the tangents among them, are not zeros."""
+        assert self.of.marks is not None
+        args, count = operands[: self.num_args], self.num_args
+        parts = numbers[:count], spread_to(numbers[count:], self.moving, args)
+        return [x | y for x, y in zip(*(self.of.marks(args, part) for part in parts), strict=True)]
+
+    def _run_marked(self, marks: Sequence[Array], *operands: Array) -> list[Array]:
         args, tangents = operands[: self.num_args], operands[self.num_args :]
 
         def run(*moved: Array) -> tuple[list[Array], list[Array]]:
-            results = list(self.of.run(*with_replaced(args, self.moving, moved)))
+            full = with_replaced(args, self.moving, moved)
+            results = list(self.of.run_marked(marks, *full))
             return list(filter(has_tangent, results)), results
 
         moved = [args[i] for i in self.moving]
@@ -201,7 +231,18 @@ def _batched(
         return spread_to([_to(dims[i], x) for i, x in zip(there, back, strict=True)], there, args)
 
     axes = tuple(dims)
-    return DifferentiableProgram(mapped(program.run, axes), pull_back, mapped(program.known, axes))
+    run, known = mapped(program.run, axes), mapped(program.known, axes)
+    marks_of_one = program.marks
+    if marks_of_one is None:
+        return DifferentiableProgram(run, pull_back, known)
+
+    def marks(args: Partial, numbers: Partial) -> Any:
+        there = [None if x is None else dim for x, dim in zip(numbers, dims, strict=True)]
+        found = mapped(marks_of_one, [list(dims), there])(list(args), list(numbers))
+        return list(found)
+
+    run = mapped(program.run_marked, (0, *axes))
+    return DifferentiableProgram(run, pull_back, known, marks=marks)
 
 
 def _to(dim: int | None, x: Array) -> Array:

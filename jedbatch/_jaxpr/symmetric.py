@@ -6,6 +6,7 @@ pushing tangents forward, which JAX can do. Programs that do so serve any order:
 reverse is again such a program (`Symmetric`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,20 +45,24 @@ class Symmetric(DifferentiableProgram):
         pull_back: Callable,
         refuse: Callable[[], None] = lambda: None,
         types: Callable | None = None,
+        marks: Callable | None = None,
     ):
         """Prepares a program.
 
         Args:
           run: see `DifferentiableProgram`.
           known: see `DifferentiableProgram`.
-          pull_back: see `DifferentiableProgram`.
+          pull_back: see `DifferentiableProgram`; if there are `marks`, it takes them too, last.
           refuse: raises an error if the reverse need not be a derivative, since it is a rule of the
             user's.
           types: see `DifferentiableProgram`.
+          marks: from (arguments, cotangents of the results, None where there is none) to a list of
+            bool[...]: where these are not zeros. None if `pull_back` does not ask.
         """
         super().__init__(run, self._pull_back, self._known, types)
         self.run_known = known
-        self.sweep = pull_back
+        self.marks_of_cotangents = marks
+        self.sweep: Callable = pull_back if marks else lambda *args: pull_back(*args[:-1])
         self.refuse = refuse
         self.save = DifferentiableProgram(self._save, self._pull_back_save)
         self.num_results = 0  # known once it has run
@@ -102,7 +107,8 @@ class _Reverse(DifferentiableProgram):
     """
 
     def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Sequence[bool]):
-        super().__init__(self._run, self._pull_back)
+        run = self._run if of.marks_of_cotangents else functools.partial(self._run, ())
+        super().__init__(run, self._pull_back, marks=of.marks_of_cotangents and self._marks)
         self.of = of
         self.num_args = num_args
         self.num_results = len(cotangents)
@@ -119,17 +125,32 @@ class _Reverse(DifferentiableProgram):
         end = len(operands) - len(self.exist)
         return operands[: self.num_args], operands[self.num_args : end], operands[end:]
 
-    def _run(self, *operands: Array) -> list[Array]:
+    def _marks(self, operands: Partial, numbers: Partial) -> Any:
+        return self.marks_at(operands[: self.num_args], self._cut(numbers)[2])
+
+    def marks_at(self, args: Partial, cotangents: Partial) -> Any:
+        """Returns the marks of the cotangents that exist, or of tangents of theirs."""
+        assert self.of.marks_of_cotangents is not None
+        full = spread_to(cotangents, self.exist, [None] * self.num_results)
+        return self.of.marks_of_cotangents(args, full)
+
+    def _run(self, marks: Sequence[Array], *operands: Array) -> list[Array]:
         args, residuals, cotangents = self._cut(operands)
-        back = self._sweep(args, residuals, cotangents, self.wanted)
+        back = self.swept(args, residuals, cotangents, self.wanted, marks)
         self.places = [i for i, x in enumerate(back) if x is not None]
         return [back[i] for i in self.places]
 
-    def _sweep(
-        self, args: Partial, residuals: Partial, cotangents: Partial, wanted: Sequence[bool]
+    def swept(
+        self,
+        args: Partial,
+        residuals: Partial,
+        cotangents: Partial,
+        wanted: Sequence[bool],
+        marks: Sequence[Array],
     ) -> list[Array]:
+        """Returns the cotangents of all arguments, None where there is none."""
         full = spread_to(cotangents, self.exist, [None] * self.num_results)
-        return self.of.sweep(args, residuals, full, wanted)
+        return list(self.of.sweep(args, residuals, full, wanted, marks))
 
     def _pull_back(
         self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
@@ -148,7 +169,8 @@ class _Both(DifferentiableProgram):
     """From (x, c) to the reverse of a program, with a place for each argument, and the results."""
 
     def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
-        super().__init__(self._run, self._pull_back)
+        run = self._run if reverse.marks else functools.partial(self._run, ())
+        super().__init__(run, self._pull_back, marks=reverse.marks and self._marks)
         self.reverse = reverse
         self.wanted = wanted
 
@@ -156,11 +178,15 @@ class _Both(DifferentiableProgram):
         """Cotangents of what comes out, from those of the reverse for all arguments."""
         return [*cotangents, *([None] * len(self.reverse.exist))]
 
-    def _run(self, *operands: Array) -> list[Array]:
+    def _marks(self, operands: Partial, numbers: Partial) -> Any:
+        count = self.reverse.num_args
+        return self.reverse.marks_at(operands[:count], numbers[count:])
+
+    def _run(self, marks: Sequence[Array], *operands: Array) -> list[Array]:
         count = self.reverse.num_args
         args, cotangents = operands[:count], operands[count:]
         results, residuals = self.reverse.of.run_known(*args)
-        back = self.reverse._sweep(args, residuals, cotangents, self.wanted)
+        back = self.reverse.swept(args, residuals, cotangents, self.wanted, marks)
         nothing = [jnp.zeros_like(x) if has_tangent(x) else x for x in args]
         of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
         return [*of_args, *(results[i] for i in self.reverse.exist)]
@@ -194,6 +220,7 @@ class DifferentiableFunction:
         pull_back: Callable,
         refuse: Callable[[], None],
         types: Callable[[], Sequence[tuple[tuple[int, ...], Any]]],
+        marks: Callable | None = None,
     ):
         """Prepares a function, which must not close over values that are being traced.
 
@@ -201,12 +228,14 @@ class DifferentiableFunction:
           run: from arguments, a pytree, to a list of results.
           known: from arguments to (results, residuals), lists.
           pull_back: from (arguments, results, residuals, cotangents of the results, None where
-            there is none) to cotangents of the arguments, None where there is none.
+            there is none, and their marks if there are `marks`) to cotangents of the arguments,
+            None where there is none.
           refuse: see `Symmetric`.
           types: returns (shape, dtype) of each result.
+          marks: see `Symmetric`.
         """
         self._run, self._known, self._pull_back = run, known, pull_back
-        self._refuse, self._types = refuse, types
+        self._refuse, self._types, self._marks = refuse, types, marks
         self._programs: dict[Any, Symmetric] = {}
 
     def __call__(self, args: PyTree) -> list[Array]:
@@ -226,16 +255,23 @@ class DifferentiableFunction:
             results, residuals = self._known(jax.tree.unflatten(tree, leaves))
             return list(results), [*results, *residuals]
 
-        def pull_back(leaves: Any, saved: Any, cotangents: Partial, _: Any) -> list[Array]:
+        def pull_back(
+            leaves: Any, saved: Any, cotangents: Partial, _: Any, *marks: Any
+        ) -> list[Array]:
             count = len(cotangents)
             arguments = jax.tree.unflatten(tree, leaves)
-            back = self._pull_back(arguments, saved[:count], saved[count:], cotangents)
+            back = self._pull_back(arguments, saved[:count], saved[count:], cotangents, *marks)
             return tree.flatten_up_to(back)
+
+        def marks(leaves: Any, cotangents: Partial) -> Any:
+            assert self._marks is not None
+            return self._marks(jax.tree.unflatten(tree, leaves), cotangents)
 
         def types(*_: Any) -> list[ShapedArray]:
             return [ShapedArray(shape, dtype) for shape, dtype in self._types()]
 
-        return Symmetric(run, known, pull_back, self._refuse, types)
+        asks = marks if self._marks else None
+        return Symmetric(run, known, pull_back, self._refuse, types, asks)
 
 
 def refuse_rules(subject: str, equations: Sequence[Equation]) -> None:

@@ -24,7 +24,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.arenas import take
 from jedbatch._program.executors import Fused, jit_for
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.returned import Pieces
+from jedbatch._program.returned import Pieces, joined, unstacked
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._support.types import Array, PyTree
 
@@ -118,8 +118,11 @@ class OnDevices:
         return self._mapped(function, in_specs, (EVERYWHERE, cut))(*args)
 
     def _reverse(self, signature, shared, tables, values, pieces):
-        (table, rows, order), reverse_table, bits = tables
-        rows, own_tables = _own(rows), (_own(table), _own(reverse_table), bits)
+        (table, rows, order), reverse_table, wanted = tables
+        rows = _own(rows)
+        if signature.marks:
+            wanted = tuple(_own_flags(x, *_route(rows, order, a)) for a, x in enumerate(wanted))
+        own_tables = _own(table), _own(reverse_table), wanted
         outputs = tuple(
             _scattered(of_arena, kind, *_route(rows, order, a))
             for a, (of_arena, kind) in enumerate(zip(pieces, signature.forward.arenas, strict=True))
@@ -185,6 +188,30 @@ def _scattered(pieces: Sequence[Array], kind: Kind, rows: Array, order: Array) -
         for x in pieces
     ]
     return jnp.concatenate(own) if own else jnp.zeros((0, *shape), dtype)
+
+
+def _own_flags(flags: Array, rows: Array, order: Array) -> Array:
+    """Returns the flags of the rows that a device returns, from those of results in order."""
+    count = len(order)
+    if not count:
+        return jnp.zeros(0, bool)
+    return (rows < count) & take(flags, jnp.minimum(rows, count - 1))
+
+
+def split_rows(pieces: Pieces) -> Pieces:
+    """Returns what `OnDevices` returns row by row; each of its pieces has all of an arena."""
+    return tuple([row for piece in of_arena for row in unstacked(piece)] for of_arena in pieces)
+
+
+def joined_rows(arenas: Sequence[Kind], cotangents: Pieces) -> tuple[Pieces, list[np.ndarray]]:
+    """Does the same as `with_zeros` for what `split_rows` returns."""
+    arrays, exist = joined(arenas, cotangents, None)
+    return tuple([] if x is None or not len(x) else [x] for x in arrays), exist
+
+
+def all_exist(arenas: Sequence[Kind], exist: Sequence[np.ndarray]) -> bool:
+    """Returns whether all pieces that can have a cotangent have one, by `exist` of `joined`."""
+    return all(x.all() for (_, dtype), x in zip(arenas, exist, strict=True) if has_gradient(dtype))
 
 
 def split_pieces(pieces: Pieces) -> Pieces:

@@ -12,23 +12,25 @@ Read in this order:
 8. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
 9. `microbatches`: Microbatches: the calls of a minibatch in parts that run one after another.
 10. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
-11. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
-12. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
-13. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
+11. `gates`: Gates: what comes back through one result of a phase stays apart from what does
+   through another.
+12. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
+13. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
+14. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
-14. `microbatch_loop`: Running a program on one microbatch after another.
-15. `packed_program`: Running a program in phases on the packed rows of all instances.
-16. `renaming`: Operations written down so that the names of symbols do not matter.
-17. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-18. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+15. `microbatch_loop`: Running a program on one microbatch after another.
+16. `packed_program`: Running a program in phases on the packed rows of all instances.
+17. `renaming`: Operations written down so that the names of symbols do not matter.
+18. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+19. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-19. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-20. `regions`: The ragged parts of an instance's graph, taken out of it.
-21. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-22. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+20. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+21. `regions`: The ragged parts of an instance's graph, taken out of it.
+22. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+23. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-23. `lengths`: The arrays of instances that have lengths of their own.
-24. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+24. `lengths`: The arrays of instances that have lengths of their own.
+25. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-25. `row_capacities`: How much room programs have for the calls of a region.
+26. `row_capacities`: How much room programs have for the calls of a region.
 """

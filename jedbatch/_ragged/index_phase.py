@@ -2,9 +2,11 @@
 
 See `_ragged.indexing`. Such a phase has no loop, so that JAX differentiates it: the transpose of a
 gather is a scatter, and the other way round. What else is in it (zeros to add to, the shape of
-indices) is computed for all rows side by side.
+indices) is computed for all rows side by side. The derivatives of products and extremes divide by
+what may be 0, and are asked first to which calls something comes back (see `_ragged.gates`).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from jedbatch._jaxpr.interpret import Bindings, value_of
+from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.interpret import Bindings, has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
+from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._program.arenas import take
+from jedbatch._ragged.gates import Gates
 from jedbatch._ragged.indexing import NamedRows, find_indexing, run_indexed
-from jedbatch._ragged.packing import PackedBatch, ragged_axis
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 from jedbatch._support.types import Array, AxisSize
+
+DIVIDING = ("scatter-mul", "scatter-min", "scatter-max")
 
 
 class IndexPhase:
@@ -30,6 +37,13 @@ class IndexPhase:
     def __init__(self, phase: Phase):
         self.phase = phase
         self._indexed = {id(eqn) for eqn in phase.indexed}
+        self._functions: dict[RowCapacity, DifferentiableFunction] = {}
+        self._divides = any(eqn.primitive.name in DIVIDING for eqn in phase.indexed)
+        inexact = [
+            [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
+            for variables in (phase.shared, phase.reads, phase.writes)
+        ]
+        self._moving_shared, self._moving, self._returned = inexact
 
     def run(
         self,
@@ -39,10 +53,66 @@ class IndexPhase:
         number: int,
     ) -> list[Array]:
         """Returns the variables that the phase writes: packed rows, or [K, ...]."""
+        if not self._divides:
+            return self._run(batch, shared, reads)
+        if batch.capacity not in self._functions:
+            self._functions[batch.capacity] = self._function(batch.without_table())
+        return self._functions[batch.capacity]((list(shared), list(reads), batch.table))
+
+    def _function(self, batch: PackedBatch) -> DifferentiableFunction:
+        """Returns the phase as a function of (shared values, what it reads, a table)."""
+        phase = self.phase
+
+        def run(arguments):
+            shared, reads, table = arguments
+            return self._run(batch.reading(table), shared, reads)
+
+        def pull_back(arguments, results, residuals, cotangents, moves):
+            shared, reads, table = arguments
+            returned = [i for i in self._returned if cotangents[i] is not None]
+            gates = Gates.find(phase, returned)
+            flags = [moves[i] for i in returned]
+
+            def forward(some_shared, some_reads):
+                all_shared = with_replaced(shared, self._moving_shared, some_shared)
+                all_reads = with_replaced(reads, self._moving, some_reads)
+                outs = self._run(batch.reading(table), all_shared, all_reads, gates, flags)
+                return [outs[i] for i in returned]
+
+            moving = [shared[i] for i in self._moving_shared], [reads[i] for i in self._moving]
+            _, back = jax.vjp(forward, *moving)
+            of_shared, of_reads = back([cotangents[i] for i in returned])
+            return (
+                with_replaced([None] * len(shared), self._moving_shared, of_shared),
+                with_replaced([None] * len(reads), self._moving, of_reads),
+                None,
+            )
+
+        def marks(arguments, cotangents):
+            return batch.reading(arguments[2]).moving_calls(phase.writes, cotangents)
+
+        refuse = functools.partial(refuse_rules, "what is read by index", phase.equations)
+        kinds = list(map(batch.kind, phase.writes))
+        return DifferentiableFunction(
+            run, lambda arguments: (run(arguments), []), pull_back, refuse, lambda: kinds, marks
+        )
+
+    def _run(
+        self,
+        batch: PackedBatch,
+        shared: Sequence[jax.Array],
+        reads: Sequence[jax.Array],
+        gates: Gates | None = None,
+        flags: Sequence[jax.Array] = (),
+    ) -> list[Array]:
+        """Returns the variables that the phase writes; `flags`, bool[K] each, are for `gates`."""
         phase = self.phase
         env = dict(zip((*phase.shared, *phase.reads), (*shared, *reads), strict=True))
-        step = _Step(batch, env, phase.shared)
+        step = _Step(batch, env, phase.shared, gates, flags)
+        if gates is not None:
+            step.env.update((v, step.behind_gate(v, x, always=True)) for v, x in env.items())
         for eqn in phase.equations:
+            step.readers = eqn.outvars
             if id(eqn) in self._indexed:
                 out = [step.indexed(eqn)]
             elif eqn.primitive.name == "dim_as_value":
@@ -60,10 +130,22 @@ class _Step:
       batch: the minibatch.
       env: values by variable: packed rows, [K, ...], or as they are where all instances share them.
       shared: the variables that all instances share.
+      gates: of the phase, where it is differentiated and they are needed; None elsewhere.
+      flags: bool[K] for each result that these know, the calls to which something comes back.
+      readers: the results of the equation that runs.
     """
 
-    def __init__(self, batch: PackedBatch, env: Bindings, shared: Sequence[Atom]):
+    def __init__(
+        self,
+        batch: PackedBatch,
+        env: Bindings,
+        shared: Sequence[Atom],
+        gates: Gates | None,
+        flags: Sequence[jax.Array],
+    ):
         self.batch, self.env, self.shared = batch, env, frozenset(shared)
+        self.gates, self.flags = gates, flags
+        self.readers: Sequence[Atom] = ()
 
     @property
     def _is_on_gpu(self) -> bool:
@@ -77,7 +159,23 @@ class _Step:
     def value(self, atom: Atom) -> tuple[Array, bool]:
         """Returns (the value of a variable or literal, whether calls have values of their own)."""
         own = not isinstance(atom, Literal) and atom not in self.shared
-        return value_of(atom, self.env), own
+        x = value_of(atom, self.env)
+        return x if self.gates is None else self.behind_gate(atom, x), own
+
+    def behind_gate(self, atom: Atom, x: Array, always: bool = False) -> Array:
+        """Returns a value as the equation that runs reads it; `always` where the phase reads it."""
+        assert self.gates is not None
+        flags = [self._of_rows(atom, x) for x in self.flags]
+        return self.gates.at(atom, x, flags, None if always else self.readers, always)
+
+    def _of_rows(self, atom: Atom, flags: jax.Array) -> jax.Array:
+        """Returns the flags of calls for the rows of a variable, or for all calls together."""
+        if isinstance(atom, Literal) or atom in self.shared:
+            return flags.any()
+        axis = ragged_axis(atom)
+        if axis is None:
+            return flags
+        return take(flags, self.batch.get("call", self.batch.index(atom.aval.shape[axis])))
 
     def by_row(self, eqn: Equation) -> list[Array]:
         """Returns the results of a row-wise equation for every row, or for every call."""

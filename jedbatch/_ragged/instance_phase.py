@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.derivatives import with_replaced
-from jedbatch._jaxpr.interpret import has_gradient, run_equations
+from jedbatch._jaxpr.interpret import Rule, has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.packing import PackedBatch, RowCapacity, moving_calls, ragged_axis
+from jedbatch._ragged.gates import Gates
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
@@ -178,16 +179,19 @@ class InstancePhase:
             shared, operands, table = arguments
             return self._forward(batch.reading(table), shared, operands)
 
-        def pull_back(arguments, results, residuals, cotangents):
+        def pull_back(arguments, results, residuals, cotangents, moves):
             shared, operands, table = arguments
-            return *self._reverse(batch.reading(table), shared, operands, cotangents), None
+            return *self._reverse(batch.reading(table), shared, operands, cotangents, moves), None
+
+        def marks(arguments, cotangents):
+            return batch.reading(arguments[2]).moving_calls(self.phase.writes, cotangents)
 
         refuse = functools.partial(
             refuse_rules, "what is done to arrays of any length", self.phase.equations
         )
         kinds = list(map(batch.kind, self.phase.writes))
         return DifferentiableFunction(
-            run, lambda arguments: (run(arguments), []), pull_back, refuse, lambda: kinds
+            run, lambda arguments: (run(arguments), []), pull_back, refuse, lambda: kinds, marks
         )
 
     def _forward(
@@ -197,7 +201,7 @@ class InstancePhase:
 
         def made(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
-            return self._lanes(group, shared, blocks, differentiable=False)
+            return self._lanes(group, shared, blocks)
 
         if batch.capacity.slots:
             parts = zip(*map(made, InstanceGroup.all(batch)), strict=True)
@@ -212,12 +216,17 @@ class InstancePhase:
         return self._each_group(batch, list(map(batch.empty, phase.writes)), body)
 
     def _reverse(
-        self, batch: PackedBatch, shared, operands, cotangents
+        self, batch: PackedBatch, shared, operands, cotangents, moves_of: Sequence[jax.Array]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns cotangents of the shared values and of the operands."""
+        """Returns cotangents of the shared values and of the operands.
+
+        `moves_of`, bool[K] for each result, says to which calls something comes back through it.
+        """
         phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
         returned = [i for i in self._returned if cotangents[i] is not None]
-        moves = self._moving_calls(batch, [(phase.writes[i], cotangents[i]) for i in returned])
+        nothing = jnp.zeros(batch.capacity.calls, bool)
+        moves = functools.reduce(jnp.logical_or, [moves_of[i] for i in returned], nothing)
+        gates = Gates.find(phase, returned)
 
         def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
@@ -225,7 +234,8 @@ class InstancePhase:
             def forward(some_shared, some_blocks):
                 all_shared = with_replaced(shared, moving_shared, some_shared)
                 all_blocks = with_replaced(blocks, moving, some_blocks)
-                outs = self._lanes(group, all_shared, all_blocks, differentiable=True)
+                flags = [group.alive & moves_of[i][group.calls] for i in returned]
+                outs = self._lanes(group, all_shared, all_blocks, gates, flags)
                 return [outs[i] for i in returned]
 
             _, pull_back = jax.vjp(
@@ -273,23 +283,6 @@ class InstancePhase:
             with_replaced(nones[1], moving, of_operands),
         )
 
-    @staticmethod
-    def _moving_calls(
-        batch: PackedBatch, cotangents: Sequence[tuple[Atom, jax.Array]]
-    ) -> jax.Array:
-        """Returns bool[K]: the calls to which something comes back through some variables."""
-        num_calls = batch.capacity.calls
-        moves = jnp.zeros(num_calls, bool)
-        for variable, x in cotangents:
-            axis = ragged_axis(variable)
-            if axis is None:
-                call, exists = jnp.arange(num_calls), jnp.arange(num_calls) < batch.get("calls")[0]
-            else:
-                e = batch.index(variable.aval.shape[axis])
-                call, exists = batch.get("call", e), jnp.arange(len(x)) < batch.total(e)
-            moves |= moving_calls(call, [where_alive(broadcast_flags(exists, x), x)], num_calls)
-        return moves
-
     def _each_group(
         self, batch: PackedBatch, state: Any, body: Callable, moves: jax.Array | None = None
     ) -> Any:
@@ -328,26 +321,39 @@ class InstancePhase:
         group: InstanceGroup,
         shared: Sequence[Any],
         blocks: Sequence[Any],
-        differentiable: bool,
+        gates: Gates | None = None,
+        flags: Sequence[jax.Array] = (),
     ) -> list[Array]:
-        """Returns the variables that the phase writes for the instances of a group."""
-        lane = functools.partial(self._lane, group, differentiable)
-        lanes = jax.vmap(lane, in_axes=(0, None, 0), axis_name=LANES)
-        return lanes(dict(group.lengths), shared, blocks)
+        """Returns the variables that the phase writes for the instances of a group.
+
+        If they are to be differentiated there are `gates`, and `flags`, bool[G] for each result
+        that these know, say to which instances something comes back through it.
+        """
+        lane = functools.partial(self._lane, group, gates)
+        lanes = jax.vmap(lane, in_axes=(0, None, 0, 0), axis_name=LANES)
+        return lanes(dict(group.lengths), shared, blocks, list(flags))
 
     def _lane(
-        self, group: InstanceGroup, differentiable: bool, lengths, shared, blocks
+        self, group: InstanceGroup, gates: Gates | None, lengths, shared, blocks, flags
     ) -> list[Array]:
         """Returns the variables that the phase writes for one instance."""
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.capacity)
         guarded = group.batch.capacity.guarded or self._makes_more
+        differentiable = gates is not None
         padded = Padded(sizes, lengths, guarded, group.tiles, group.offset, differentiable, LANES)
+        rule: Rule = padded.run
+        if gates is not None:
+            shared, blocks = (
+                [gates.at(v, x, flags, None) for v, x in zip(variables, values, strict=True)]
+                for variables, values in ((phase.shared, shared), (phase.reads, blocks))
+            )
+            rule = gates.rule(padded.run, flags)
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):
             axis = ragged_axis(v)
             env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
-        run_equations(phase.equations, env, padded.run)
+        run_equations(phase.equations, env, rule)
         results = []
         for v in phase.writes:
             axis = ragged_axis(v)

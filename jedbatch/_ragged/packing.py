@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Atom
+from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets, in_blocks
-from jedbatch._program.arenas import row, take
+from jedbatch._program.arenas import broadcast_flags, row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._support.types import AxisSize
@@ -222,6 +223,29 @@ class PackedBatch:
             lead = self.capacity.rows[self.index(variable.aval.shape[axis])]
         return (lead, *row_shape(variable)), variable.aval.dtype
 
+    def moving_calls(
+        self, variables: Sequence[Atom], cotangents: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Returns bool[K] for each variable: the calls in which it has a cotangent other than 0.
+
+        `cotangents` are of all calls, [R, ...] or [K, ...]; None where there is none.
+        """
+        num_calls, moves = self.capacity.calls, []
+        for variable, x in zip(variables, cotangents, strict=True):
+            if x is None:
+                moves.append(jnp.zeros(num_calls, bool))
+                continue
+            axis = ragged_axis(variable)
+            if axis is None:
+                call, total = jnp.arange(num_calls), self.get("calls")[0]
+            else:
+                e = self.index(variable.aval.shape[axis])
+                call, total = self.get("call", e), self.total(e)
+            exists = jnp.arange(len(x)) < total
+            x = where_alive(broadcast_flags(exists, x), x)
+            moves.append(moving_calls(call, x, num_calls))
+        return moves
+
     def empty(self, variable: Atom) -> jax.Array:
         """Returns zeros for a variable of all calls: [R, ...], or [K, ...]."""
         return jnp.zeros(*self.kind(variable))
@@ -239,7 +263,7 @@ def row_shape(variable: Atom) -> tuple[int, ...]:
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
 
 
-def moving_calls(call: jax.Array, cotangents: Sequence[jax.Array], num_calls: int) -> jax.Array:
+def moving_calls(call: jax.Array, cotangents: jax.Array, num_calls: int) -> jax.Array:
     """Returns bool[K]: the calls some row of which has a cotangent other than 0.
 
     Cotangents of packed rows are zeros where a loss does not read what an instance returns. Zeros
@@ -247,11 +271,9 @@ def moving_calls(call: jax.Array, cotangents: Sequence[jax.Array], num_calls: in
 
     Args:
       call: int32[R], the call of every row.
-      cotangents: [R, ...] each.
+      cotangents: [R, ...].
       num_calls: K.
     """
-    moves = jnp.zeros(len(call), bool)
-    for x in cotangents:
-        moves |= (x != 0).reshape(len(x), -1).any(axis=1)
+    moves = (cotangents != 0).reshape(len(call), -1).any(axis=1)
     # Numbers are added up: XLA:GPU has no atomic operation for bits.
     return jnp.zeros(num_calls, jnp.int32).at[call].add(moves.astype(jnp.int32)) > 0

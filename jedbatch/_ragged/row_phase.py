@@ -6,7 +6,7 @@ rows on a CPU); how many of each there are is data, so few rows are computed tha
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -161,18 +161,33 @@ class RowFunction:
         def save(arguments):
             return self._forward(arguments, keep_residuals=True)
 
-        def pull_back(arguments, results, residuals, cotangents):
-            reverse = RowReverse(self, arguments, results, cotangents)
+        def pull_back(arguments, results, residuals, cotangents, moves):
+            reverse = RowReverse(self, arguments, results, cotangents, moves)
             of_consts, of_operands = reverse.run(residuals)
             nothing = jax.tree.map(lambda _: None, tuple(arguments[2:]))
             return RowArguments(of_consts, of_operands, *nothing)
 
         refuse = functools.partial(refuse_rules, "what is done to rows of arrays", self.kernel.body)
-        return DifferentiableFunction(run, save, pull_back, refuse, self._result_types)
+        types, marks = self._result_types, self._moving_calls
+        return DifferentiableFunction(run, save, pull_back, refuse, types, marks)
 
     def _result_types(self) -> list[Kind]:
         """Returns (shape, dtype) of each result."""
         return [((self.capacity, *t.shape), t.dtype) for t in self.kernel.results]
+
+    def _moving_calls(
+        self, arguments: RowArguments, cotangents: Sequence[jax.Array | None]
+    ) -> list[jax.Array]:
+        """Returns bool[K] for each result: the calls to which something comes back through it."""
+        exists = jnp.arange(self.capacity) < arguments.total
+        return [
+            jnp.zeros(self.num_calls, bool)
+            if x is None
+            else moving_calls(
+                arguments.call, where_alive(broadcast_flags(exists, x), x), self.num_calls
+            )
+            for x in cotangents
+        ]
 
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
@@ -255,12 +270,14 @@ class RowReverse:
       arguments: it ran on.
       results: it returned.
       cotangents: of the results; None where there is none.
+      moving_calls: bool[K] for each result, the calls to which something comes back through it.
     """
 
     function: RowFunction
     arguments: RowArguments
     results: Sequence[jax.Array]
     cotangents: Sequence[jax.Array | None]
+    moving_calls: Sequence[jax.Array]
 
     def run(self, residuals: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         """Returns the cotangents of (consts, operands); None where there is none."""
@@ -284,17 +301,18 @@ class RowReverse:
         """The operands that have a cotangent."""
         return [j for j, t in enumerate(self.function.kernel.operands) if differentiable(t)]
 
-    def _moving_rows(self) -> jax.Array:
-        """Returns bool[R]: which rows exist and belong to a call to which something comes back."""
+    def _moving_rows(self) -> list[jax.Array]:
+        """Returns bool[R] for each result: which rows exist, of calls in which it moves."""
         call, function = self.arguments.call, self.function
         exists = jnp.arange(function.capacity) < self.arguments.total
-        cotangents = [
-            where_alive(broadcast_flags(exists, x), x) for x in self.cotangents if x is not None
+        nothing = jnp.zeros(function.capacity, bool)
+        return [
+            exists & calls[call] if self.has_cotangent(s) else nothing
+            for s, calls in enumerate(self.moving_calls)
         ]
-        return exists & moving_calls(call, cotangents, function.num_calls)[call]
 
     def _cotangents_at(
-        self, moves: jax.Array, lane: Lane, width: int
+        self, moves: Sequence[jax.Array], lane: Lane, width: int
     ) -> tuple[list[jax.Array | None], dict[int, jax.Array]]:
         """Returns (cotangents of results, bool[width]: where they exist, by result) of rows."""
         kernel = self.function.kernel
@@ -302,7 +320,7 @@ class RowReverse:
         alive = {}
         for s in kernel.reverse.returned:
             has_cotangent, result = self.has_cotangent(s), kernel.results[s]
-            alive[s] = moves & has_cotangent
+            alive[s] = slice_rows(moves[s], lane, width)
             if has_cotangent:
                 x = slice_rows(self.cotangents[s], lane, width)
             else:
@@ -311,7 +329,7 @@ class RowReverse:
         return cotangents, alive
 
     def _sweep(
-        self, residuals: Sequence[jax.Array], moves: jax.Array
+        self, residuals: Sequence[jax.Array], moves: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array | None]]:
         """Returns (cotangents of the moving operands, those of the consts).
 
@@ -326,11 +344,10 @@ class RowReverse:
 
         def block(width, lane, state):
             sums, gradients = list(state[0]), state[1]
-            moves_here = slice_rows(moves, lane, width)
             operands = function.operands_at(arguments, lane, width)
             results = [slice_rows(x, lane, width) for x in self.results]
             saved = [slice_rows(x, lane, width) for x in residuals]
-            cotangents, alive = self._cotangents_at(moves_here, lane, width)
+            cotangents, alive = self._cotangents_at(moves, lane, width)
             consts = arguments.consts
             sent, rows = reverse_lanes(
                 back, consts, prepared, operands, results, saved, cotangents, alive, width
@@ -338,7 +355,8 @@ class RowReverse:
             for k, (j, x) in enumerate(zip(moving, sent, strict=True)):
                 if not any(map(self.has_cotangent, back.flow[j])):
                     continue
-                x = where_alive(broadcast_flags(moves_here, x), x)
+                flags = _any_of(moves, back.flow[j], lane, width)
+                x = where_alive(broadcast_flags(flags, x), x)
                 if function.by_row[j]:
                     sums[k] = put(sums[k], x, lane)
                 else:
@@ -368,7 +386,7 @@ class RowReverse:
             gradients[c] = jnp.zeros(*function.kernel.const_kinds[c])
         return each_block(function.buckets, capacity, arguments.trips, block, (sums, gradients))
 
-    def _lanes(self, residuals: Sequence[jax.Array], moves: jax.Array) -> Lanes:
+    def _lanes(self, residuals: Sequence[jax.Array], moves: Sequence[jax.Array]) -> Lanes:
         """Returns the lanes of which the gradients of consts are added up."""
         function, arguments = self.function, self.arguments
         return Lanes(
@@ -376,10 +394,16 @@ class RowReverse:
             arguments.consts,
             residuals,
             functools.partial(function.operands_at, arguments),
-            lambda sources, lane, width: (
-                slice_rows(moves, lane, width) & any(map(self.has_cotangent, sources))
-            ),
+            functools.partial(_any_of, moves),
             function.buckets,
             function.capacity,
             arguments.trips,
         )
+
+
+def _any_of(
+    moves: Sequence[jax.Array], sources: Iterable[int], lane: Lane, width: int
+) -> jax.Array:
+    """Returns bool[width]: the rows to which something comes back through one of some results."""
+    flags = [slice_rows(moves[s], lane, width) for s in sorted(sources)]
+    return functools.reduce(jnp.logical_or, flags, jnp.zeros(width, bool))

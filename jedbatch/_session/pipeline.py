@@ -359,9 +359,14 @@ def with_inputs(
     return plan
 
 
+def results_of_rows(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
+    """The results that rows returned belong to (see `find_readers`)."""
+    return [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+
+
 def told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
-    """The results that rows returned belong to (see `find_readers`); nothing if all are of one."""
-    numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+    """The same; nothing if all are of one."""
+    numbers = results_of_rows(placed, form)
     return numbers if any(x.any() for x in numbers) else []
 
 

@@ -13,6 +13,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,13 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import is_staging
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
-from jedbatch._program.device_axis import split_pieces, with_zeros
+from jedbatch._program.device_axis import (
+    all_exist,
+    joined_rows,
+    split_pieces,
+    split_rows,
+    with_zeros,
+)
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.output_spec import OutputSpec
@@ -517,6 +524,8 @@ def run_on_devices(
 ) -> tuple[list[Array], ...]:
     """The pieces returned from each arena; differentiable in the leaves and the inputs.
 
+    Results that are not stacked are pieces of one row.
+
     Args:
       plan: of a minibatch that is cut over devices.
       leaves: of the shared arguments, which all devices have.
@@ -535,25 +544,35 @@ def run_on_devices(
         table = jax.lax.with_sharding_constraint(table, devices.cut)
     arguments = shared, rows, (table, own_rows, order)
     executor = programs.executor_on(signature, devices)
+    is_stacked = static.results.batch is not None
+    split = split_pieces if is_stacked else split_rows
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         if not has_bounds(signature):
-            return executor.infer(*arguments)
+            return split(executor.infer(*arguments))
         outputs, flags = executor.watch(*arguments)
         check_shards(signature, flags, _known_shards(plan, devices))
-        return outputs
+        return split(outputs)
 
     def reverse_of(table, exist, moving):
         reverse = static.reverse
         assert reverse is not None
+        if not is_stacked:
+            refuse_derivative(reverse, None, moving, name)
+            reverse = reverse.with_constants(moving)
+            if all_exist(signature.arenas, exist):
+                return reverse, table, None
+            return replace(reverse, marks=True), table, exist
         numbers = leaf_numbers(static.results, signature.arenas)
         bits = bits_of(numbers, exist) if reverse.tells else None
         refuse_derivative(reverse, bits, moving, name)
         return reverse.with_constants(moving), table, bits
 
     counts = [len(order[a if len(order) > 1 else 0]) for a in range(len(signature.arenas))]
-    join = functools.partial(with_zeros, signature.arenas, counts)
+    join = functools.partial(joined_rows, signature.arenas)
+    if is_stacked:
+        join = functools.partial(with_zeros, signature.arenas, counts)
     permit = functools.partial(permit_derivative, static)
-    run = Differentiable(lambda _: executor, signature, split_pieces, join, permit, reverse_of)
+    run = Differentiable(lambda _: executor, signature, split, join, permit, reverse_of)
     with reverse_mode_only(name):
         return run(*arguments, plan.reverse_table)
 

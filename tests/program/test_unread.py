@@ -1,0 +1,135 @@
+"""Results that no loss reads add nothing to gradients, whatever runs the program.
+
+The derivative of the second result of each function is infinite; the loop over instances does not
+compute it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close
+from jax.sharding import Mesh
+
+import jedbatch
+from jedbatch import Exported
+
+WEIGHT = jnp.asarray([0.5, -1.0, 2.0])
+XS = [np.asarray(x, np.float32) for x in ([1, 2, 3], [-1, 0.5, 2], [2, 1, -3], [0.5, 1, 1])]
+
+
+@jedbatch.cell
+def value_and_norm(w, x):
+    return jnp.tanh(w * x), jnp.linalg.norm(0 * w * x)
+
+
+def norms(w, x):
+    y, norm = value_and_norm(w, x)
+    return (y * x).sum(), jnp.log(norm) + y
+
+
+def decides(w, x):
+    y, norm = value_and_norm(w, x)
+    while y.sum() > 0.5:
+        y = y - value_and_norm(w, y)[0] ** 2
+    return y.sum(), jnp.log(norm) + jnp.sqrt(0 * y)
+
+
+@jedbatch.cell
+def steps(w, n, x):
+    """A loop of branches with two results."""
+
+    def step(k, carry):
+        y, norm = carry
+        y = jax.lax.cond(k % 2 == 0, lambda y: jnp.tanh(w * y), lambda y: y * w, y)
+        return y, norm
+
+    y, _ = jax.lax.fori_loop(0, 3, step, (x, 0.0))
+    y = jax.lax.switch(n, [jnp.sin, jnp.cos, lambda y: y * w], y)
+    return y, jnp.sqrt(0 * y)
+
+
+def branches(w, x):
+    y, norm = steps(w, jnp.int32(x[0] > 0) + jnp.int32(x[1] > 0), x)
+    return y.sum(), norm * y
+
+
+def by_batch(fn, w, xs, **options):
+    return jedbatch.batch(fn, out_axes=None, **options)(w, xs)
+
+
+def by_plan(fn, w, xs, **options):
+    batched = jedbatch.batch(fn, out_axes=None, **options)
+    return batched.apply(w, batched.plan(WEIGHT, xs))
+
+
+def by_stacked(fn, w, xs):
+    """As arrays of the results of all instances; a loss reads arrays or not."""
+    first, second = jedbatch.batch(fn)(w, xs)
+    return [(first, second)]
+
+
+def by_export(fn, w, xs):
+    batched = jedbatch.batch(fn, out_axes=None)
+    exported = Exported.deserialize(batched.export(WEIGHT, xs, gradient=True).serialize())
+    plan = exported.plan(batched.graph(WEIGHT, xs).split(), gradient=True)
+    return exported.apply(w, plan)
+
+
+def by_mesh(fn, w, xs):
+    batched = jedbatch.batch(fn, out_axes=None)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    return batched.apply(w, batched.plan(WEIGHT, xs, mesh=mesh))
+
+
+def by_scope(fn, w, xs):
+    with jedbatch.lazy():
+        return [fn(w, x) for x in xs]
+
+
+CASES = {
+    "batch": (by_batch, norms),
+    "plan": (by_plan, norms),
+    "arrays": (by_stacked, norms),
+    "decisions": (by_batch, decides),
+    "lanes": (functools.partial(by_plan, control_flow="lanes"), branches),
+    "lock step": (functools.partial(by_plan, control_flow="lockstep"), branches),
+    "export": (by_export, norms),
+    "mesh": (by_mesh, norms),
+    "scope": (by_scope, norms),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unread_results_add_nothing(name):
+    run, fn = CASES[name]
+
+    def slope(run, read):
+        return jax.grad(lambda w: read(run(w)))(WEIGHT)
+
+    for read in (
+        lambda found: sum(own[0].sum() for own in found),
+        lambda found: jnp.sum(found[-1][0]) ** 2,
+    ):
+        expected = slope(lambda w: [fn(w, x) for x in XS], read)
+        if name == "arrays":
+            expected = slope(lambda w: [(jnp.stack([fn(w, x)[0] for x in XS]),)], read)
+        assert np.isfinite(expected).all()
+        assert_close(slope(lambda w: run(fn, w, XS), read), expected, 1e-5)
+
+
+def root(w, x):
+    """Whose derivative is infinite for the first instance alone."""
+    return (jnp.sqrt(w * w * jnp.abs(x[0] - 1)).sum(),)
+
+
+@pytest.mark.parametrize("run", [by_batch, by_plan, by_mesh, by_scope])
+def test_unread_instances_add_nothing(run):
+    def slope(run):
+        return jax.grad(lambda w: run(root, w, XS)[-1][0])(WEIGHT)
+
+    expected = slope(lambda fn, w, xs: [fn(w, x) for x in xs])
+    assert np.isfinite(expected).all()
+    assert_close(slope(run), expected, 1e-5)

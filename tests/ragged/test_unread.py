@@ -1,0 +1,198 @@
+"""Results of ragged programs that a loss does not read, whose derivative is infinite.
+
+What the loop over instances does not compute adds nothing here: not to values, nor to derivatives
+of any order. And a cotangent that is 0 by chance has a derivative nevertheless.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, mostly_slow
+
+import jedbatch
+
+pytestmark = pytest.mark.unoptimized
+
+CPU = jedbatch.Target.named("cpu")
+WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
+DIRECTION = np.array([[1.0, 0.5], [-0.5, 2.0]], np.float32)
+SIZES = [(3, 5), (1, 1), (6, 2), (2, 9)]  # (nodes, edges) of each graph
+
+
+def graphs():
+    """Graphs (x [n, 2], source [e], target [e])."""
+    rng = np.random.default_rng(0)
+    return [
+        (
+            rng.normal(size=(n, 2)).astype(np.float32),
+            *(rng.integers(0, n, e).astype(np.int32) for _ in range(2)),
+        )
+        for n, e in SIZES
+    ]
+
+
+def norms_of_rows(weight, graph):
+    """Rows, with norms of them: one phase over rows, with two results."""
+    y = graph[0] @ weight
+    return jnp.tanh(y), jnp.sqrt(0 * y)
+
+
+def norm_of_edges(weight, graph):
+    """Sums over edges: one phase over instances, with two results."""
+    y = (graph[0] @ weight)[graph[1]]
+    return jnp.tanh(y).sum(), jnp.sqrt(0 * y).sum()
+
+
+def norm_of_sums(weight, graph):
+    """Sums of what edges bring to nodes, and their norms, of which one is divided by."""
+    y = graph[0] @ weight
+    received = jax.ops.segment_sum(jnp.tanh(y)[graph[1]], graph[2], y.shape[0])
+    norm = jnp.sqrt(jnp.square(0 * received).sum())
+    return received[0], norm, (received / norm).sum(0), graph[2] + 1
+
+
+def attention(weight, graph):
+    """Scores of pairs of rows, of which one result takes logarithms of zeros."""
+    y = graph[0] @ weight
+    scores = jax.nn.softmax(y @ y.T)
+    return scores @ y, jnp.log(0 * scores).max(1), scores.shape[0] * y.max()
+
+
+def extremes(weight, graph):
+    """Products and maxima of edges, and a norm of an array that is read whole."""
+    y = graph[0] @ weight
+    largest = jax.ops.segment_max(y[graph[1]], graph[2], y.shape[0])
+    there = jnp.isfinite(largest)
+    return y.sum(0), jnp.sqrt(jnp.where(there, 0 * largest, 0)), jnp.linalg.norm(0 * y)
+
+
+def loop_with_two_results(weight, graph):
+    """A loop over rows with two results, of which one is a norm."""
+    y = graph[0] @ weight
+
+    def step(total, row):
+        total = jnp.tanh(total + row)
+        return total, jnp.sqrt(0 * total)
+
+    total, norms = jax.lax.scan(step, jnp.zeros(2), y)
+    return total, norms, y[0]
+
+
+FUNCTIONS = [
+    norms_of_rows,
+    norm_of_edges,
+    norm_of_sums,
+    attention,
+    extremes,
+    loop_with_two_results,
+]
+LOSSES = {
+    "first results": lambda found: sum(jnp.sum(jnp.sin(own[0])) for own in found),
+    "one instance": lambda found: jnp.sum(found[2][0] ** 2),
+    "several": lambda found: jnp.sum(found[0][0]) * jnp.sum(found[2][0]) + jnp.sum(found[3][0]),
+}
+TARGETS = {
+    "cpu": CPU,
+    "gpu": jedbatch.Target.named("gpu"),
+    "microbatches": dataclasses.replace(CPU, name="microbatches of 8", microbatch_rows=8),
+}
+
+
+def losses(fn, name, target):
+    """Losses of a weight: by a plan, and by the loop."""
+    instances, read = graphs(), LOSSES[name]
+    batched = jedbatch.batch(fn, out_axes=None, target=TARGETS[target])
+    plan = batched.plan(WEIGHT, instances)
+
+    def of_plan(weight):
+        return read(batched.apply(weight, plan))
+
+    def of_loop(weight):
+        return read([fn(weight, instance) for instance in instances])
+
+    return of_plan, of_loop
+
+
+def same(of_plan, of_loop, transform, *args):
+    """What a transformation makes of both is the same, and finite."""
+    expected = jax.jit(transform(of_loop))(*args)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    assert_close(jax.jit(transform(of_plan))(*args), expected, 2e-4)
+
+
+def pushed(loss):
+    """The derivative of the gradient along a direction, forward over reverse."""
+    return lambda w: jax.jvp(jax.grad(loss), (w,), (DIRECTION,))[1]
+
+
+def pulled(loss):
+    """The same, reverse over reverse."""
+    return jax.grad(lambda w: jnp.vdot(jax.grad(loss)(w), DIRECTION))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+def test_unread_results_add_nothing_to_gradients(fn, target):
+    for name in LOSSES:
+        same(*losses(fn, name, target), jax.value_and_grad, WEIGHT)
+
+
+@pytest.mark.parametrize("transform", [pushed, pulled, jax.hessian])
+@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+def test_unread_results_add_nothing_to_second_derivatives(fn, transform):
+    same(*losses(fn, "several", "cpu"), transform, WEIGHT)
+
+
+def rows_cubed(weight, graph):
+    return graph[0] @ weight
+
+
+def sums_cubed(weight, graph):
+    y = graph[0] @ weight
+    return (y * jax.nn.softmax(y, 0)).sum(0)
+
+
+def twice_pushed(loss):
+    """The third derivative along a direction, of which two are pushed forward."""
+    return lambda w: jax.jvp(pushed(loss), (w,), (DIRECTION,))[1]
+
+
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, "cpu"))
+@pytest.mark.parametrize("fn", mostly_slow([rows_cubed, sums_cubed], "sums_cubed"))
+def test_cotangents_that_are_zero_by_chance_have_derivatives(fn, target):
+    instances, nothing = graphs(), np.zeros_like(WEIGHT)
+    batched = jedbatch.batch(fn, out_axes=None, target=TARGETS[target])
+    plan = batched.plan(WEIGHT, instances)
+    for power, transforms in ((2, (pushed, pulled)), (3, (twice_pushed,))):
+
+        def read(found, power=power):
+            return sum(jnp.sum(x**power) for x in found)
+
+        for transform in transforms:
+            of_plan = transform(lambda w, read=read: read(batched.apply(w, plan)))
+            of_loop = transform(lambda w, read=read: read([fn(w, own) for own in instances]))
+            expected = jax.jit(of_loop)(nothing)
+            assert np.abs(expected).max() > 1
+            assert_close(jax.jit(of_plan)(nothing), expected, 1e-4)
+
+
+@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+def test_gradients_of_many_losses_at_once(fn):
+    """`jax.vmap` of gradients, of losses that read other results each."""
+    instances = graphs()
+    batched = jedbatch.batch(fn, out_axes=None)
+    plan = batched.plan(WEIGHT, instances)
+    factors = np.eye(len(instances), dtype=np.float32)
+
+    def slopes(run):
+        def loss(weight, factor):
+            return sum(f * jnp.sum(own[0]) for f, own in zip(factor, run(weight), strict=True))
+
+        return jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(WEIGHT, factors)
+
+    expected = slopes(lambda w: [fn(w, instance) for instance in instances])
+    assert np.isfinite(expected).all()
+    assert_close(slopes(lambda w: batched.apply(w, plan)), expected, 2e-4)
