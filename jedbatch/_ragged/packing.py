@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Atom
-from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets, in_blocks
-from jedbatch._program.arenas import broadcast_flags, row, take
+from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._support.types import AxisSize
@@ -230,20 +229,22 @@ class PackedBatch:
 
         `cotangents` are of all calls, [R, ...] or [K, ...]; None where there is none.
         """
-        num_calls, moves = self.capacity.calls, []
-        for variable, x in zip(variables, cotangents, strict=True):
-            if x is None:
-                moves.append(jnp.zeros(num_calls, bool))
-                continue
-            axis = ragged_axis(variable)
-            if axis is None:
+        num_calls = self.capacity.calls
+        moves = [jnp.zeros(num_calls, bool)] * len(variables)
+        by_extent: dict[AxisSize | None, list[int]] = {}
+        for i, v in enumerate(variables):
+            axis = ragged_axis(v)
+            by_extent.setdefault(None if axis is None else v.aval.shape[axis], []).append(i)
+        for extent, own in by_extent.items():
+            if extent is None:
                 call, total = jnp.arange(num_calls), self.get("calls")[0]
             else:
-                e = self.index(variable.aval.shape[axis])
+                e = self.index(extent)
                 call, total = self.get("call", e), self.total(e)
-            exists = jnp.arange(len(x)) < total
-            x = where_alive(broadcast_flags(exists, x), x)
-            moves.append(moving_calls(call, x, num_calls))
+            exists = jnp.arange(len(call)) < total
+            found = moving_calls(call, exists, [cotangents[i] for i in own], num_calls)
+            for i, flags in zip(own, found, strict=True):
+                moves[i] = flags
         return moves
 
     def empty(self, variable: Atom) -> jax.Array:
@@ -263,17 +264,28 @@ def row_shape(variable: Atom) -> tuple[int, ...]:
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
 
 
-def moving_calls(call: jax.Array, cotangents: jax.Array, num_calls: int) -> jax.Array:
-    """Returns bool[K]: the calls some row of which has a cotangent other than 0.
+def moving_calls(
+    call: jax.Array, exists: jax.Array, cotangents: Sequence[jax.Array | None], num_calls: int
+) -> list[jax.Array]:
+    """Returns bool[K] for each cotangent: the calls some row of which has another one than 0.
 
     Cotangents of packed rows are zeros where a loss does not read what an instance returns. Zeros
     that it does send back for all rows of a call cannot be told from these.
 
     Args:
       call: int32[R], the call of every row.
-      cotangents: [R, ...].
+      exists: bool[R], whether there is such a row.
+      cotangents: [R, ...] each; None where there is none.
       num_calls: K.
     """
-    moves = (cotangents != 0).reshape(len(call), -1).any(axis=1)
-    # Numbers are added up: XLA:GPU has no atomic operation for bits.
-    return jnp.zeros(num_calls, jnp.int32).at[call].add(moves.astype(jnp.int32)) > 0
+    moves = [
+        exists & (x != 0).reshape(len(call), -1).any(axis=1) for x in cotangents if x is not None
+    ]
+    nothing = jnp.zeros(num_calls, bool)
+    if not moves:
+        return [nothing] * len(cotangents)
+    # All at once; and numbers are added up: XLA:GPU has no atomic operation for bits.
+    flags = jnp.stack(moves) if len(moves) > 1 else moves[0][None]
+    counts = jnp.zeros((len(moves), num_calls), jnp.int32).at[:, call].add(flags.astype(jnp.int32))
+    found = iter([counts[k] > 0 for k in range(len(moves))])
+    return [nothing if x is None else next(found) for x in cotangents]

@@ -180,14 +180,7 @@ class RowFunction:
     ) -> list[jax.Array]:
         """Returns bool[K] for each result: the calls to which something comes back through it."""
         exists = jnp.arange(self.capacity) < arguments.total
-        return [
-            jnp.zeros(self.num_calls, bool)
-            if x is None
-            else moving_calls(
-                arguments.call, where_alive(broadcast_flags(exists, x), x), self.num_calls
-            )
-            for x in cotangents
-        ]
+        return moving_calls(arguments.call, exists, cotangents, self.num_calls)
 
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
