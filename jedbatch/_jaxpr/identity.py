@@ -71,6 +71,8 @@ def typed(value: object, above: tuple[int, ...] = ()) -> Hashable:
     kind: Any = type(value)
     if kind is int or kind is str or kind is bool or value is None:
         return kind, value
+    if kind is float:
+        return kind, None, _content(value)
     if isinstance(value, BY_IDENTITY):
         hash(value)
         return Same(value)

@@ -14,6 +14,8 @@ its shapes if that fails. So the key of an instance says which of its lengths mu
 no record is used for an instance that it does not hold for.
 """
 
+import array
+import functools
 import itertools
 import traceback
 from collections.abc import Hashable, Iterable, Sequence
@@ -108,6 +110,13 @@ class LengthFamily:
         """
         if not (self.pairs or self.groups):
             return [b""] * len(lengths)
+        if len(lengths) == 1:  # NumPy takes longer
+            (own,) = lengths
+            found = [int(own[a] != own[b]) for a, b in self.pairs]
+            for group in self.groups:
+                of_group = [own[i] for i in group]
+                found += map(of_group.index, of_group)
+            return [array.array("i", found).tobytes()]
         every = np.array(lengths)
         columns = []
         if self.pairs:
@@ -129,12 +138,7 @@ class LengthFamily:
                 first = found[begin : begin + len(group)]
                 same += [(group[k], i) for k, i in zip(first, group, strict=True)]
                 begin += len(group)
-            connected: UnionFind[int] = UnionFind()
-            for a, b in same:
-                connected.union(a, b)
-            least: dict[int, int] = {}
-            classes = [least.setdefault(connected.find(i), i) for i in range(len(self.types))]
-            self.shared[equal] = classes
+            classes = self.shared[equal] = _least_of_sets(len(self.types), same)
         return classes
 
 
@@ -228,13 +232,13 @@ class Lengths:
         self, key: Hashable, arrays: Sequence[Array]
     ) -> tuple[Hashable, LengthFamily, list[int]]:
         """Returns (key without lengths, family, lengths of the arrays) of an instance."""
-        general = _without_lengths(key)
-        family = None if general is None else self._families.get(_without_values(general))
+        general, form = _general(key)
+        family = None if general is None else self._families.get(form)
         if family is None:
             family = LengthFamily([array_type(x) for x in arrays])
             family.add(self._related(family))
             family.group(self._grouped(family))
-            self._families[_without_values(general)] = family
+            self._families[form] = family
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
         for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
             if n >= 0 and self._kinds.setdefault((shape[1:], dtype), n) != n:
@@ -337,6 +341,8 @@ class Lengths:
 
     def _grouped(self, family: LengthFamily) -> list[list[int]]:
         """Returns arrays of kinds of which all are compared."""
+        if not self._compared:
+            return []
         groups: dict[tuple, list[int]] = {}
         for i in range(len(family.types)):
             kind = _kind(family, i)
@@ -424,29 +430,47 @@ def _reason(error: Exception) -> str:
     return f"the operation at {where} has to know the lengths of arrays"
 
 
-def _without_lengths(key: Hashable) -> Hashable:
-    """Returns a key of instances (see `instance_key`) that does not depend on lengths."""
+def _general(key: Hashable) -> tuple[Hashable, Hashable]:
+    """Returns a key of instances (see `instance_key`) that does not depend on lengths.
+
+    And the same without the values of numbers.
+    """
     if not isinstance(key, tuple):
-        return key
-    return tuple(
-        ("array", token[1][1:], len(token[1]), *token[2:])
-        if isinstance(token, tuple) and token and isinstance(token[0], str) and token[0] == "array"
-        else token
-        for token in key
-    )
+        return key, key
+    general: list[Any] = []
+    form: list[Any] = []
+    for token in key:
+        if isinstance(token, tuple) and token:
+            head = token[0]
+            if isinstance(head, str):
+                if head == "array":
+                    token = ("array", token[1][1:], len(token[1]), *token[2:])
+            elif isinstance(head, type) and _is_number(head):
+                general.append(token)
+                form.append(head)
+                continue
+        general.append(token)
+        form.append(token)
+    return tuple(general), tuple(form)
 
 
-def _without_values(key: Hashable) -> Hashable:
-    """Returns the key without the values of numbers."""
-    if not isinstance(key, tuple):
-        return key
-    return tuple(
-        token[0]
-        if isinstance(token, tuple) and token and isinstance(token[0], type) and _is_number(token)
-        else token
-        for token in key
-    )
+@functools.lru_cache(512)
+def _is_number(kind: type) -> bool:
+    return issubclass(kind, int | float | complex | np.number)
 
 
-def _is_number(token: tuple) -> bool:
-    return issubclass(token[0], int | float | complex | np.number)
+def _least_of_sets(count: int, pairs: Iterable[Pair]) -> list[int]:
+    """Returns for each of so many numbers the least of its set; pairs are in one set."""
+    above = list(range(count))  # less, or the number itself if it is the least
+    for a, b in pairs:
+        while above[a] != a:
+            above[a] = a = above[above[a]]
+        while above[b] != b:
+            above[b] = b = above[above[b]]
+        if a < b:
+            above[b] = a
+        else:
+            above[a] = b
+    for i, least in enumerate(above):  # that of what is above is known
+        above[i] = above[least]
+    return above

@@ -261,6 +261,10 @@ def on_tiles(
     return _TemplateMaker(record, regions, leaf_of).make()
 
 
+# What takes the place of nodes of a type, its symbols, and (step, kind, symbol) of its nodes.
+_NodesOfType = tuple[NodeOnTiles, list[int], list[tuple[StepOnTiles, int, int]]]
+
+
 class _TemplateMaker:
     """Makes the template of an instance."""
 
@@ -278,8 +282,8 @@ class _TemplateMaker:
         self._row_refs: dict[int, list[int]] = {}
         self.lengths: dict[tuple[AxisSize, tuple], int] = {}
         self.nonempty: dict[tuple[AxisSize, tuple, str], None] = {}
-        self._nodes: dict[int, tuple[NodeOnTiles, list[int]]] = {}  # by type
-        self._kinds: dict[int, tuple[int, int, ValueType]] = {}  # (axis, symbol, type of tiles)
+        self._nodes: dict[int, _NodesOfType] = {}
+        self._kinds: dict[int, tuple[int, int, ValueType] | None] = {}  # see `_tiled`
         self.columns: list[tuple[int, int, int, int, int, int]] = []  # of nodes
         self.operand: list[int] = []
         self.num_values = 0
@@ -291,15 +295,18 @@ class _TemplateMaker:
         values: list[int] = []
         ends = graph.operand_ptr.tolist()
         operands = graph.operand.tolist()
-        for node, type_id in enumerate(graph.node_type.tolist()):
-            read = [
-                values[v] if v >= 0 else inputs[-1 - v]
-                for v in operands[ends[node] : ends[node + 1]]
-            ]
-            if self.regions.is_ragged(type_id):
+        node_types = graph.node_type.tolist()
+        num_results = {
+            t: -1 if self.regions.is_ragged(t) else graph.types[t].num_results
+            for t in set(node_types)
+        }
+        for type_id, begin, end in zip(node_types, ends, ends[1:], strict=False):
+            read = [values[v] if v >= 0 else inputs[-1 - v] for v in operands[begin:end]]
+            results = num_results[type_id]
+            if results < 0:
                 values += self._on_tiles(type_id, read)
             else:
-                values += self._node(type_id, ONCE, -1, graph.types[type_id].num_results, read)
+                values += self._node(type_id, ONCE, -1, results, read)
         outputs = [values[v] if v >= 0 else inputs[-1 - v] for v in graph.outputs.tolist()]
         elsewhere = {position for position, _, _ in self.record.ragged}
         shapes = [s for k, (s, _) in enumerate(self.record.types) if k not in elsewhere]
@@ -368,21 +375,30 @@ class _TemplateMaker:
 
     def _inputs(self, chunk: InputRows) -> list[int]:
         """Returns references to the inputs of a chunk of the graph."""
-        shape = chunk.type.shape
-        if id(chunk.type) not in self._kinds and not is_ragged(shape):
+        type_id = id(chunk.type)
+        tiled = self._kinds[type_id] if type_id in self._kinds else self._tiled(chunk.type)
+        if tiled is None:
             first = self._input(chunk)
             return [first - k for k in range(len(chunk))]
         assert chunk.leaf is not None
         assert chunk.rows is None
-        known = self._kinds.get(id(chunk.type))
-        if known is None:
-            (axis,) = ragged_axes(shape)
-            kind = ValueType(self.tiles.of_tile(shape), chunk.type.dtype, chunk.type.weak)
-            known = self._kinds[id(chunk.type)] = axis, self._symbol_of(shape), kind
-        axis, symbol, kind = known
+        axis, symbol, kind = tiled
         array = TiledArray(chunk.leaf, chunk.path, axis, symbol)
         leaf = 1 + self.arrays.setdefault(array, len(self.arrays))
-        return [self._input(TileInput(kind, BY_TILE, symbol, leaf))]
+        self.inputs.append(TileInput(kind, BY_TILE, symbol, leaf))
+        self.input_kind.append(BY_TILE)
+        self.input_symbol.append(symbol)
+        return [-len(self.input_kind)]
+
+    def _tiled(self, value_type: ValueType) -> tuple[int, int, ValueType] | None:
+        """Returns (ragged axis, symbol, type of tiles) of inputs; None if they are not ragged."""
+        tiled, shape = None, value_type.shape
+        if is_ragged(shape):
+            (axis,) = ragged_axes(shape)
+            kind = ValueType(self.tiles.of_tile(shape), value_type.dtype, value_type.weak)
+            tiled = axis, self._symbol_of(shape), kind
+        self._kinds[id(value_type)] = tiled
+        return tiled
 
     def _node(
         self,
@@ -392,43 +408,47 @@ class _TemplateMaker:
         results: int,
         read: Sequence[int],
         identity: int = -1,
-    ) -> list[int]:
+    ) -> range:
         """Adds a node; returns references to its results."""
         self.columns.append((type_id, kind, symbol, results, len(read), identity))
         self.operand += read
         first = self.num_values
-        self.num_values += results
-        return list(range(first, self.num_values))
+        self.num_values = end = first + results
+        return range(first, end)
 
     def _on_tiles(self, type_id: int, read: list[int]) -> list[int]:
         """Adds what takes the place of a ragged node; returns references to its results."""
         known = self._nodes.get(type_id)
         if known is None:
             known = self._nodes[type_id] = self._node_of(type_id)
-        node, symbols = known
+        node, symbols, steps = known
         slots = read
         if node.lengths or node.nonempty:
             numbers = tuple(zip(node.symbols, symbols, strict=True))
             slots += [self._length(*length, numbers) for length in node.lengths]
             self.nonempty.update(((e, numbers, name), None) for e, name in node.nonempty)
-        for step in node.steps:
-            symbol = symbols[step.symbol] if step.symbol >= 0 else -1
+        for step, kind, symbol in steps:
             values = [slots[k] for k in step.reads]
             identity = -1
             if step.combines:
                 identity = self._nothing(step, symbol)
             elif step.reads_rows:
                 values += self._rows(symbol)
-            kind = COMBINED if step.combines else ONCE if symbol < 0 else BY_TILE
             slots += self._node(step.type, kind, symbol, step.writes, values, identity)
         return [slots[k] for k in node.returned]
 
-    def _node_of(self, type_id: int) -> tuple[NodeOnTiles, list[int]]:
-        """Returns what takes the place of nodes of a type, and its symbols."""
+    def _node_of(self, type_id: int) -> _NodesOfType:
+        """Returns what takes the place of nodes of a type."""
         ragged = self.regions.on_tiles(type_id)
         node = self.tiles.nodes(ragged)
         assert isinstance(node, NodeOnTiles)  # as all ragged nodes that are left
-        return node, list(map(self._symbol, ragged.symbols))
+        symbols = list(map(self._symbol, ragged.symbols))
+        steps = []
+        for step in node.steps:
+            symbol = symbols[step.symbol] if step.symbol >= 0 else -1
+            kind = COMBINED if step.combines else ONCE if symbol < 0 else BY_TILE
+            steps.append((step, kind, symbol))
+        return node, symbols, steps
 
     def _nothing(self, step: StepOnTiles, symbol: int) -> int:
         """Returns the first of the inputs in the place of combined results of no tile."""

@@ -151,16 +151,19 @@ def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Lea
     kind = type(x)
     if kind in PLAIN_TYPES:
         return x
-    if is_array(x):
+    is_plain = kind is tuple or kind is list
+    if not is_plain and is_array(x):
         replacement = next(arrays)  # one for each time that it is met
         return done.setdefault(id(x), (replacement, x))[0]
-    is_plain = kind is tuple or kind is list
     node = None if is_plain else children_of(x)
     if not is_plain and node is None:
         return x
     if id(x) not in done:
         done[id(x)] = _UNFINISHED, x
-        parts = [_replaced(child, arrays, done) for child in (x if node is None else node[1])]
+        parts = [
+            child if type(child) in PLAIN_TYPES else _replaced(child, arrays, done)
+            for child in (x if node is None else node[1])
+        ]
         done[id(x)] = kind(parts) if is_plain else _rebuild(x, parts), x
     if done[id(x)][0] is _UNFINISHED:
         raise ValueError(

@@ -60,6 +60,14 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
             num_outside = math.inf
         x = stack.pop()
         kind = type(x)
+        if kind is float or kind is int:  # most of what there is
+            tokens.append(typed(x))
+            continue
+        if (kind is tuple or kind is list) and id(x) not in places:
+            places[id(x)] = len(tokens), x
+            tokens.append((kind, len(x), None))
+            stack.extend(reversed(x))
+            continue
         if num_outside < math.inf and is_array(x):
             cacheable = False
             continue

@@ -13,6 +13,7 @@ from cases.helpers import assert_close, number
 
 import jedbatch
 from jedbatch import ragged
+from jedbatch._ragged.lengths import LengthFamily
 
 pytestmark = pytest.mark.unoptimized
 
@@ -403,3 +404,22 @@ def test_lengths_as_static_arguments_of_cells():
     instances = arrays((3, 2, 1), (1, 2, 2))
     assert_close(batched(WEIGHT, instances), [fn(WEIGHT, i) for i in instances], 2e-5)
     assert apart(batched) is None
+
+
+def test_which_arrays_are_equally_long_of_one_instance_and_of_many():
+    """And the least of each set, against sets that are put together one by one."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        count = int(rng.integers(2, 9))
+        family = LengthFamily([((int(n), 2), np.dtype(np.float32), False) for n in range(count)])
+        family.add([tuple(sorted(rng.choice(count, 2, replace=False).tolist())) for _ in range(3)])
+        family.group([sorted(rng.choice(count, 2, replace=False).tolist())])
+        lengths = rng.integers(1, 4, (4, count)).tolist()
+        every = family.equal(lengths)
+        assert [family.equal([own])[0] for own in lengths] == every
+        for own, equal in zip(lengths, every, strict=True):
+            sets = [{i} for i in range(count)]
+            for a, b in [*family.pairs, *family.groups]:
+                if own[a] == own[b]:
+                    sets = [sets[a] | sets[b] if s & (sets[a] | sets[b]) else s for s in sets]
+            assert family.classes(equal) == list(map(min, sets))
