@@ -8,29 +8,30 @@ Read in this order:
 4. `tiling`: Cutting the rows of long instances into tiles.
 5. `row_rules`: Running a row-wise equation for one row.
 6. `padded_loops`: Loops and branches on padded arrays, of as many steps as each instance needs.
-7. `padded_rules`: Running equations for one instance whose arrays are padded.
-8. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
-9. `microbatches`: Microbatches: the calls of a minibatch in parts that run one after another.
-10. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
-11. `gates`: Gates: what comes back through one result of a phase stays apart from what does
+7. `softmax`: Softmax along ragged axes: one selection instead of one for every operation.
+8. `padded_rules`: Running equations for one instance whose arrays are padded.
+9. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
+10. `microbatches`: Microbatches: the calls of a minibatch in parts that run one after another.
+11. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
+12. `gates`: Gates: what comes back through one result of a phase stays apart from what does
    through another.
-12. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
-13. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
-14. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
+13. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
+14. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
+15. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
-15. `microbatch_loop`: Running a program on one microbatch after another.
-16. `packed_program`: Running a program in phases on the packed rows of all instances.
-17. `renaming`: Operations written down so that the names of symbols do not matter.
-18. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-19. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+16. `microbatch_loop`: Running a program on one microbatch after another.
+17. `packed_program`: Running a program in phases on the packed rows of all instances.
+18. `renaming`: Operations written down so that the names of symbols do not matter.
+19. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+20. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-20. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-21. `regions`: The ragged parts of an instance's graph, taken out of it.
-22. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-23. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+21. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+22. `regions`: The ragged parts of an instance's graph, taken out of it.
+23. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+24. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-24. `lengths`: The arrays of instances that have lengths of their own.
-25. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+25. `lengths`: The arrays of instances that have lengths of their own.
+26. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-26. `row_capacities`: How much room programs have for the calls of a region.
+27. `row_capacities`: How much room programs have for the calls of a region.
 """

@@ -31,6 +31,7 @@ from jedbatch._ragged.gates import Gates
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
+from jedbatch._ragged.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
 from jedbatch._support.types import Array
 
@@ -154,6 +155,7 @@ class InstancePhase:
         self._functions: dict[RowCapacity, DifferentiableFunction] = {}
         self._tiles = find_tiles(phase)
         self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
+        self._masks = find_softmax_masks(phase.equations, phase.writes)
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
             for variables in (phase.shared, phase.reads, phase.writes)
@@ -340,8 +342,16 @@ class InstancePhase:
         phase = self.phase
         sizes = dict.fromkeys(lengths, group.capacity)
         guarded = group.batch.capacity.guarded or self._makes_more
-        differentiable = gates is not None
-        padded = Padded(sizes, lengths, guarded, group.tiles, group.offset, differentiable, LANES)
+        padded = Padded(
+            sizes,
+            lengths,
+            guarded,
+            group.tiles,
+            group.offset,
+            gates is not None,
+            LANES,
+            NO_MASKS if guarded else self._masks,
+        )
         rule: Rule = padded.run
         if gates is not None:
             shared, blocks = (
@@ -352,7 +362,7 @@ class InstancePhase:
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):
             axis = ragged_axis(v)
-            env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
+            env[v] = padded.with_padding(v, x if axis is None else jnp.moveaxis(x, 0, axis))
         run_equations(phase.equations, env, rule)
         results = []
         for v in phase.writes:

@@ -31,6 +31,7 @@ from jedbatch._ragged.axis_rules import (
 from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._ragged.row_rules import bind_rows, look_up
+from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype
 
@@ -51,6 +52,7 @@ class Padded:
       alive: whether the instance takes the step of the loop that the equations are in; None if
         they are in no loop.
       chain: ids of equations that write nothing if it does not (see `_ragged.padded_loops`).
+      masks: where selections are not needed because of others (see `_ragged.softmax`).
       known: the extents that variables hold as numbers.
     """
 
@@ -63,11 +65,12 @@ class Padded:
         offset: Any = 0,
         differentiable: bool = True,
         lanes: str | None = None,
+        masks: SoftmaxMasks = NO_MASKS,
     ):
         self.sizes, self.lengths = sizes, lengths
         self.guarded = guarded and differentiable
         self.tiles, self.offset = tiles or {}, offset
-        self.differentiable, self.lanes = differentiable, lanes
+        self.differentiable, self.lanes, self.masks = differentiable, lanes, masks
         self.alive: Any = None
         self.chain: frozenset[int] = frozenset()
         self.known: Known = {}
@@ -100,8 +103,27 @@ class Padded:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
+    def with_padding(self, variable: Any, x: Array) -> Array:
+        """Returns a value of a variable, with what its padding must hold if that matters."""
+        axes = self.masks.scores.get(variable)
+        return x if axes is None else self.masked(x, variable.aval.shape, axes, _lowest(x.dtype))
+
     def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation."""
+        results = self._results(eqn, values)
+        if not self.masks.scores:
+            return results
+        return [self.with_padding(v, x) for v, x in zip(eqn.outvars, results, strict=True)]
+
+    def _needing_mask(
+        self, eqn: Equation, mixed: Sequence[tuple[int, int]], operand: int
+    ) -> list[int]:
+        """Returns the axes of an operand along which it takes rows together, with padding in it."""
+        if (id(eqn), operand) in self.masks.settled:
+            return []
+        return [a for i, a in mixed if i == operand]
+
+    def _results(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         name = eqn.primitive.name
         note_extent(eqn, self.known)
         if name == "dim_as_value":
@@ -160,7 +182,9 @@ class Padded:
     ) -> list[Array]:
         name, (x, *initial_values) = eqn.primitive.name, values
         if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
-            x = self.masked(x, eqn.invars[0].aval.shape, axes, identity_of(name, x.dtype))
+            shape, mixed = eqn.invars[0].aval.shape, [(0, a) for a in axes]
+            masked_axes = self._needing_mask(eqn, mixed, 0)
+            x = self.masked(x, shape, masked_axes, identity_of(name, x.dtype))
         if name == "top_k":  # of instances that have fewer rows there are none
             lacking = [self.size(eqn.params["k"]) - x.shape[a] for a in axes]
             config = [
@@ -344,7 +368,7 @@ class Padded:
 
     def _dot(self, eqn, values, mixed):
         sides = [
-            self.masked(x, v.aval.shape, [a for i, a in mixed if i == side], 0)
+            self.masked(x, v.aval.shape, self._needing_mask(eqn, mixed, side), 0)
             for side, (x, v) in enumerate(zip(values, eqn.invars, strict=True))
         ]
         return bind_rows(eqn, sides, self.size)
