@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
@@ -27,7 +28,7 @@ from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._support.types import AxisSize
 
-MIN_WIDE_BLOCKS = 2  # that there is room for, where blocks are that wide
+MIN_WIDE_BLOCKS = 1.5  # that there is room for, where blocks are that wide
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,22 @@ def _often_used(blocks: Buckets, rows: int) -> Buckets:
     narrowest, *wider = blocks.widths
     often = [width for width in wider if MIN_WIDE_BLOCKS * width <= rows]
     return Buckets((narrowest, *often), blocks.overhead)
+
+
+@functools.lru_cache(256)
+def whole_blocks(need: int, blocks: Buckets) -> int:
+    """Returns a capacity for so many rows, in which the blocks of any number up to it have room.
+
+    It is a multiple of the widest block, or half a block less where that does.
+    """
+    widest = blocks.widths[-1]
+    whole = -(-need // widest) * widest
+    less = whole - widest // 2
+    if less < need:
+        return whole
+    used = _often_used(blocks, less)
+    computed = used.cover(np.arange(less + 1)) @ np.array(used.widths)
+    return less if computed.max() <= less else whole
 
 
 @functools.lru_cache(256)

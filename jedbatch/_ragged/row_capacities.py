@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from jedbatch._kernel.target import Target
+from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.capacity import CAPACITY_HEADROOM, MAX_OVERSIZE, round_up
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.groups import (
@@ -26,7 +27,7 @@ from jedbatch._ragged.groups import (
     slots_of,
 )
 from jedbatch._ragged.microbatches import Microbatches, evenly_distributed, fine_rows
-from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.packing import RowCapacity, whole_blocks
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
 TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
@@ -74,7 +75,7 @@ def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | N
     else:
         headroom, power = (TABLE_HEADROOM, 3) if tables else (LENGTH_HEADROOM, 2)
         lengths = fitted_lengths(calls.longest, target.shortest, headroom, power)
-    rows = _rows_for(calls, target.blocks.widths[-1], model)
+    rows = _rows_for(calls, target.blocks, model)
     return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
 
 
@@ -92,7 +93,7 @@ def _straight_capacity(
     if number > 1:
         capacity = _of_microbatches(calls, target, model, reach, number)
     else:
-        rows = _rows_for(calls, target.blocks.widths[0], model)
+        rows = _rows_for(calls, Buckets(target.blocks.widths[:1]), model)
         lengths, slots = find_groups(calls.longest, reach)
         num_calls = round_up(len(calls.calls))
         capacity = RowCapacity(num_calls, rows, lengths, calls.guarded, target, slots)
@@ -171,10 +172,10 @@ def _many(number: int) -> int:
     return max(2, 1 << (math.ceil(CAPACITY_HEADROOM * number) - 1).bit_length())
 
 
-def _rows_for(calls: RegionCalls, block: int, model: RowCapacity | None) -> tuple[int, ...]:
+def _rows_for(calls: RegionCalls, blocks: Buckets, model: RowCapacity | None) -> tuple[int, ...]:
     """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
-    rows = [-(-round_up(n * CAPACITY_HEADROOM) // block) * block for n in calls.rows]
-    if model and _is_near(rows, model.rows, max(MANY_ROWS, block)):
+    rows = [whole_blocks(round_up(n * CAPACITY_HEADROOM), blocks) for n in calls.rows]
+    if model and _is_near(rows, model.rows, max(MANY_ROWS, blocks.widths[-1])):
         rows = list(map(max, rows, model.rows))
     return tuple(rows)
 

@@ -1,5 +1,6 @@
 """Plans of ragged instances: arranged once for minibatches that differ in lengths and numbers."""
 
+import dataclasses
 import itertools
 import pickle
 
@@ -10,9 +11,9 @@ import pytest
 
 import jedbatch
 from jedbatch._kernel.target import CPU
-from jedbatch._layout.bucketing import Buckets, blocks_of
+from jedbatch._layout.bucketing import Buckets, blocks_of, in_blocks
 from jedbatch._ragged.packed_program import PackedProgram
-from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.packing import RowCapacity, whole_blocks
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.row_phase import RowFunction
 from jedbatch._session import pipeline
@@ -203,3 +204,29 @@ def test_types_are_those_of_the_leaves_that_come():
     assert types.of([jnp.ones((2, 3), jnp.bfloat16)])[0][0][1] == jnp.bfloat16
     jax.jit(lambda x: types.of([x, b]) and x)(jnp.ones(5))
     assert types.of([jnp.ones(5), b])[0][0] == ((5,), jnp.dtype("float32"), False)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [CPU.blocks, Buckets((512, 2048), 512), Buckets((16,)), Buckets((32, 192), 32)],
+    ids=str,
+)
+def test_blocks_of_any_rows_have_room(blocks):
+    """As many rows as a capacity has room for, or fewer, take no more blocks than fit into it."""
+    most, step = 4 * blocks.widths[-1], max(1, blocks.widths[-1] // 64)
+    for need in range(1, most, step):
+        rows = whole_blocks(need, blocks)
+        used = RowCapacity(1, (rows,), (8,), False, dataclasses.replace(CPU, blocks=blocks)).blocks(
+            0
+        )
+        assert need <= rows < need + blocks.widths[-1]
+        assert max(in_blocks(n, used) for n in range(rows + 1)) <= rows
+
+
+def test_rows_of_small_minibatches_have_half_a_block_less():
+    """200 rows run in a wide block and a few narrow ones, of the room of one and a half."""
+    rows = whole_blocks(256, CPU.blocks)
+    assert rows == 288
+    assert RowCapacity(8, (rows,), (8,), False, CPU).blocks(0).widths == CPU.blocks.widths
+    assert whole_blocks(192, CPU.blocks) == 192
+    assert whole_blocks(0, CPU.blocks) == 0
