@@ -38,7 +38,9 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._program.widths import is_cut_cheaply
 
-SMALL_RESULT_BYTES = 1 << 20  # bytes of results; a program of this size will do for any minibatch
+# Bytes of results; a program of this size will do for any minibatch. In inference, rows that nobody
+# writes take memory and no time; in training, weight gradients are computed over all lanes.
+SMALL_RESULT_BYTES, SMALL_IN_INFERENCE = 1 << 20, 1 << 25
 
 
 def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
@@ -87,7 +89,8 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
     mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
     its = signature.returned
     same = mine == its if placed.stacked else mine.keys() <= its.keys()
-    if not same or signature.result_bytes <= SMALL_RESULT_BYTES:
+    small = SMALL_RESULT_BYTES if placed.keeps else SMALL_IN_INFERENCE
+    if not same or signature.result_bytes <= small:
         return same
     return signature.result_bytes <= most * result_bytes(placed.kernels, placed.lanes)
 

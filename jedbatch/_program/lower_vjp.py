@@ -460,12 +460,15 @@ def reverse_ample(placed: Placement, readers: Readers, forward: Signature) -> Ca
     num_instructions = 0
     if forward.target.control == "loops":
         more = max(0, len(readers.runs) - len(placed.runs))  # as many again cost a few kB
-        num_instructions = forward.num_instructions + round_up(
-            max(2 * more, forward.num_instructions)
-        )
+        num_instructions = round_up(max(2 * more, forward.num_instructions))
+        num_instructions += forward.num_instructions
     larger = {
-        "sums": {
-            a: placed.with_headroom(n, row_bytes=row_bytes(forward.arenas[a]))
+        "input_readers": {
+            a: MAX_READERS if n and 16 * forward.inputs[a] <= sum(forward.lanes) else n
+            for a, n in need["input_readers"].items()
+        },
+        "sums": {  # of the few values that many read, which vary more than nodes do
+            a: placed.with_headroom(2 * n, row_bytes=row_bytes(forward.arenas[a]))
             for a, n in need["sums"].items()
         },
         "sent": dict(enumerate(readers.sent.room(forward) if readers.sent else ())),

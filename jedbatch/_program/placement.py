@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 HEADROOM_DEVIATIONS = 5.0  # between a minibatch and the largest of many
 GROWN_HEADROOM = 1.3  # of lanes that take few bytes, once programs had to grow
 SMALL_LANES = 1 << 21  # so few
+RARE_SHARE = 1 / 16  # of the bytes of all lanes, or less: a kernel that few nodes have
 # How far instances are taken to differ in size, as a part of their mean, before some are seen; and
 # how many of those seen count as much.
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
@@ -75,6 +76,7 @@ class Placement:
       target: what to make a program for.
       num_inputs: inputs of each arena, if they are more than the graph has, whose nodes count as
         several (see `_session.copies`).
+      ahead: kernels that others like this one may need, each with the kernel that it is like.
       worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
       worth_slicing: the share of a kernel's operands that another reading must improve.
     """
@@ -94,6 +96,7 @@ class Placement:
     reuse: bool
     target: Target
     num_inputs: tuple[int, ...] | None = None
+    ahead: tuple[tuple[Kernel, Kernel], ...] = ()
 
     @staticmethod
     def find(
@@ -106,6 +109,7 @@ class Placement:
         keeps: bool,
         reuse: bool | None,
         target: Target,
+        ahead: tuple[tuple[Kernel, Kernel], ...] = (),
     ) -> Placement:
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
@@ -148,6 +152,7 @@ class Placement:
             keeps,
             reuse,
             target,
+            ahead=ahead,
         )
 
     @property
@@ -334,17 +339,25 @@ class Placement:
         lanes, widest = {}, {}
         larger_trips = self._larger_trips()
         all_widest = choose_widths(self.target, self.kernels, self.trips, larger_trips, grown)
-        for kernel, need, num_widths in zip(self.kernels, self.lanes, all_widest, strict=True):
+        all_bytes = [k.result_bytes + k.cotangent_bytes for k in self.kernels]  # training may come
+        total = sum(n * b for n, b in zip(self.lanes, all_bytes, strict=True))
+        each = zip(self.kernels, self.lanes, all_bytes, all_widest, self.trips, strict=True)
+        for kernel, need, lane_bytes, num_widths, trips in each:
             widest[kernel] = num_widths
             widths = kernel.buckets.widths
-            lane_bytes = kernel.result_bytes + kernel.cotangent_bytes  # training may come later
             cheap = min(CHEAP_LANE_BYTES // max(1, lane_bytes), 2 * widths[-1])
             is_small = need * lane_bytes <= SMALL_LANES
             least = round_up(GROWN_HEADROOM * need) if grown and is_small else 0
-            by_chance = math.ceil(need + HEADROOM_DEVIATIONS * math.sqrt(need))
+            # Of kernels that few nodes have, it is chunks that there are more or fewer of.
+            is_rare = need * lane_bytes <= RARE_SHARE * total
+            drawn = need / max(1, int(trips.sum())) if is_rare else 1  # lanes at a time
+            by_chance = math.ceil(need + HEADROOM_DEVIATIONS * math.sqrt(need * drawn))
             ample = self.with_headroom(need, row_bytes=lane_bytes)
             ample = max(ample, round_up(by_chance, lane_bytes))
             lanes[kernel] = max(ample, widths[num_widths - 1], cheap, least)
+        for kernel, like in self.ahead:
+            lanes.setdefault(kernel, lanes[like])
+            widest.setdefault(kernel, 1)
         needed = self.need.sizes
         larger = {
             name: {

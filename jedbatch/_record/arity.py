@@ -10,6 +10,10 @@ many there are.
 
 Types are changed where a graph is written down: until then every call is recorded with the
 arguments it has.
+
+A cell that does nothing but reduce its arguments, `plus(*states)`, has types for a few lengths as
+soon as one of them is met, and programs have room for all: they are small, and a minibatch in which
+three states meet for the first time is no reason to compile.
 """
 
 import dataclasses
@@ -23,8 +27,9 @@ import numpy as np
 
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
+from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_expressions import Expressions
-from jedbatch._jaxpr.rolling import CannotRollError, Roller
+from jedbatch._jaxpr.rolling import CHAINS, CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.element_functions import ElementFunction, Makers, find_functions
 from jedbatch._record.instance_arrays import flatten
@@ -76,6 +81,7 @@ class CellCalls:
     """The types of calls of one cell, which may differ in the length of lists.
 
     Attributes:
+      first_variable: the position of the first of `*args`; None if there are none.
       lists: by type, the arguments that may be lists.
       slots: by type, for each leaf of the arguments whether it is an operand.
       listed: by type, how many lists there are among the results, of one result for each element;
@@ -83,6 +89,8 @@ class CellCalls:
       rolled: the types that were rolled up, by their ids; None of those that cannot be.
       padded_types: ids of the types that serve several lengths, by their keys, capacities, and
         whether functions of elements are given.
+      reduced: by type, the types of an element, where calls do nothing but reduce a few `*args`.
+      unmet: those of these types that were made before there was such a call.
     """
 
     def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
@@ -92,6 +100,8 @@ class CellCalls:
         self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
         self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
+        self.reduced: dict[int, tuple[ValueType, ...]] = {}
+        self.unmet: set[int] = set()
         self._weak: dict[int, tuple[bool, ...]] = {}
         self._expressions = Expressions(key_of)
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
@@ -108,12 +118,31 @@ class CellCalls:
     @property
     def num_lengths(self) -> int:
         """Of lists, how many have been met; several of one length where some elements are weak."""
-        return len({(self._weak[t], *(x.length for x in lists)) for t, lists in self.lists.items()})
+        met = [(t, lists) for t, lists in self.lists.items() if t not in self.unmet]
+        return len({(self._weak[t], *(x.length for x in lists)) for t, lists in met})
 
     @property
     def longest(self) -> int:
         """The length of the longest list that has been met."""
         return max((x.length for lists in self.lists.values() for x in lists), default=0)
+
+    def element(self, node_type: int, of: NodeType) -> tuple[ValueType, ...] | None:
+        """Returns the types of an element if calls do nothing but reduce a few `*args`, as a sum.
+
+        Args:
+          node_type: the id of the type of these calls.
+          of: the type.
+        """
+        lists, num_operands = self.lists[node_type], len(of.operands)
+        if self.first_variable != 0 or len(lists) != 1 or of.shared:
+            return None
+        _, length, _, leaves = lists[0]
+        if not 1 < length <= MAX_ARITIES or length * leaves != num_operands:
+            return None
+        names = [eqn.primitive.name for eqn in inlined(operation_of(of).jaxpr).jaxpr.eqns]
+        if len(names) != num_operands - leaves or not CHAINS.keys() >= set(names):
+            return None
+        return of.operands[:leaves] if of.results == of.operands[:leaves] else None
 
     def roll(self, node_types: Sequence[NodeType]) -> dict[Hashable, list[Rolled]]:
         """Returns types that compute the same for lists of any length.
@@ -358,6 +387,7 @@ class Arities:
         self._makers = Makers(node_types, add_type)
         self._key_of = key_of
         self._cells: dict[Hashable, CellCalls] = {}
+        self._foreseeing: dict[Hashable, CellCalls] = {}  # that have types which may be met
 
     @property
     def revision(self) -> int:
@@ -388,6 +418,7 @@ class Arities:
         if calls is None:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
         if node_type in calls.lists:
+            calls.unmet.discard(node_type)
             return
         calls.add(node_type, self._node_types[node_type], args, slots, listed)
         self._makers.note(node_type, cell)
@@ -398,6 +429,42 @@ class Arities:
                 if rolled.node_type not in self.padded:
                     self.padded[rolled.node_type] = self._padded(cell, rolled, key)
                     self._changed += rolled.node_type != node_type
+
+    def lengths_ahead(self, cell: Hashable, node_type: int) -> tuple[int, ...]:
+        """Returns how many `*args` calls of a cell may have that were not met yet, to be traced.
+
+        Nothing unless this is the first type of calls that only reduce such elements: the types
+        for other lengths are cheap to make and to compile, and a program that lacks one has to be
+        compiled anew.
+        """
+        calls = self._cells[cell]
+        element = calls.element(node_type, self._node_types[node_type])
+        if element is None or element in calls.reduced.values():
+            return ()
+        calls.reduced[node_type] = element
+        (known,) = calls.lists[node_type]
+        return tuple(n for n in range(2, MAX_ARITIES + 1) if n != known.length)
+
+    def foresee(self, cell: Hashable, like: int, node_type: int) -> None:
+        """Takes a type of calls of a cell, made like another one, for one that may be met."""
+        calls = self._cells[cell]
+        calls.reduced[node_type] = calls.reduced[like]
+        calls.unmet.add(node_type)
+        self._foreseeing[cell] = calls
+
+    def ahead(self, type_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns pairs: a type that may be met, and one of those given that reduces the same.
+
+        Cells of which longer lists were met are called with what their authors chose, such as
+        eight at a time, and not with whatever there is.
+        """
+        pairs = []
+        for calls in self._foreseeing.values():
+            if calls.unmet and calls.longest <= MAX_ARITIES:
+                like = {calls.reduced[t]: t for t in type_ids if t in calls.reduced}
+                unmet = [t for t in sorted(calls.unmet) if calls.reduced[t] in like]
+                pairs += [(t, like[calls.reduced[t]]) for t in unmet]
+        return pairs
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
         calls = self._cells[cell]

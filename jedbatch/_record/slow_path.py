@@ -174,9 +174,30 @@ def cell_call_spec(
         recorder.registry.arities.note(
             (identity, options), fn, args, is_operand, call_spec.node_type
         )
+        if not captured and call_spec.node_type >= num_types:
+            _foresee(recorder, cell, args, static, (identity, options), call_spec.node_type)
     elif recorder.grouping.met is not None:
         recorder.grouping.met((identity, options, *shared), call_spec, call)
     return call_spec, [v.index for v in operands]
+
+
+def _foresee(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    calls: Hashable,
+    node_type: int,
+) -> None:
+    """Makes the types of calls of a cell with other numbers of `*args` (see `Arities`)."""
+    arities = recorder.registry.arities
+    for length in arities.lengths_ahead(calls, node_type):
+        try:
+            recorded = recorder.cell_call_spec(cell, args[:1] * length, static)
+        except Exception:  # the cell takes no such number
+            return
+        if recorded is not None:
+            arities.foresee(calls, node_type, recorded[0].node_type)
 
 
 def _make_values(

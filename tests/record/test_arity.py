@@ -462,3 +462,89 @@ def test_long_chains(length):
         return cell(*(rows[k] + 0.2 for k in chosen))
 
     check(fn, values, lists, rtol=1e-4)
+
+
+def summed_parts(*states):
+    return tuple(functools.reduce(jnp.add, parts) for parts in zip(*states, strict=True))
+
+
+def paths(plus):
+    """A function of steps, each of which goes on from so many states, summed by `plus`."""
+    move = jedbatch.cell(lambda w, x, state: (jnp.tanh(state[0] @ w + x), state[1] * x))
+
+    def encode(w, steps):
+        state = leaf(w, jnp.zeros(2))
+        for count, x in steps:
+            states = [move(w, x * k, state) for k in range(1, count + 1)]
+            state = plus(*states) if count > 1 else states[0]
+        return state[0]
+
+    return encode
+
+
+def steps(seed, *counts):
+    rng = np.random.default_rng(seed)
+    return [[(n, rng.normal(size=2).astype(np.float32)) for n in row] for row in counts]
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_sums_of_few_are_foreseen(gradient):
+    encode = paths(jedbatch.cell(summed_parts))
+    batched = jedbatch.batch(encode)
+    first = steps(0, [1, 2, 1], [2, 1, 1, 1], [1, 1])
+    later = [steps(k, [1, 3, 1], [2, n, 1, 1], [1, 1]) for k, n in enumerate([1, 4, 2, 3], 1)]
+
+    def loss(w, plan):
+        return batched.apply(w, plan).sum()
+
+    def loop(w, instances):
+        return sum(encode(w, x).sum() for x in instances)
+
+    programs = set()
+    for instances in [first, *later]:
+        plan = batched.plan(W, instances, gradient=gradient)
+        programs.add(plan.static.signature)
+        for transform in [lambda f: f, *[jax.grad] * gradient]:
+            assert_close(transform(loss)(W, plan), transform(loop)(W, instances), 1e-5)
+        check_plan(plan)
+    assert len(programs) == 1
+    kernels = plan.static.signature.kernels
+    widths = [len(k.operands) for k in kernels if k.node_type.name == "summed_parts"]
+    assert sorted(widths) == [4, 6, 8]  # of two, three and four states
+
+
+def test_sums_of_what_the_author_chose_are_not_foreseen():
+    batched = jedbatch.batch(paths(jedbatch.cell(summed_parts)))
+    plan = batched.plan(W, steps(0, [1, 2, 6, 2]))
+    assert len(plan.static.signature.kernels) == types_of(plan) == 5
+
+
+@pytest.mark.parametrize(
+    "plus",
+    [
+        lambda a, b: summed_parts(a, b),
+        lambda *states: summed_parts(*states) if len(states) == 2 else [][len(states)],
+        lambda *states: jax.tree.map(lambda x: 2 * x, summed_parts(*states)),
+    ],
+    ids=["of two", "refuses others", "is no sum"],
+)
+def test_what_is_not_foreseen(plus):
+    encode = paths(jedbatch.cell(plus))
+    instances = steps(0, [1, 2, 1], [2, 1, 1, 1])
+    plan = check(encode, W, instances, gradients=False).plan(W, instances)
+    assert len(plan.static.signature.kernels) == types_of(plan) == 4
+
+
+def test_sums_are_foreseen_for_each_type_of_elements():
+    encode = paths(jedbatch.cell(summed_parts))
+
+    def both(w, instance):
+        narrow = encode(w, instance)
+        return narrow, sum_of_wide(*[jnp.full(3, float(n)) for n, _ in instance])
+
+    sum_of_wide = jedbatch.cell(lambda *xs: functools.reduce(jnp.maximum, xs))
+    batched = jedbatch.batch(both, out_axes=None)
+    first, second = steps(0, [1, 2, 1], [2, 1]), steps(1, [1, 3, 1], [4, 1, 1, 1])
+    one, two = batched.plan(W, first, gradient=False), batched.plan(W, second, gradient=False)
+    assert one.static.signature is two.static.signature
+    assert_close(batched.apply(W, two), [both(W, x) for x in second], 1e-5)
