@@ -90,6 +90,11 @@ class Graph:
         arrays = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
         return sum(x.nbytes for x in (*arrays, *rows))
 
+    @functools.cached_property
+    def nbytes_each(self) -> int:
+        """The share of an instance in the bytes of all arrays."""
+        return self.nbytes // max(1, self.num_instances)
+
     def __post_init__(self) -> None:
         if self.node_ptr is None:
             object.__setattr__(self, "node_ptr", np.array([0, len(self.node_type)]))

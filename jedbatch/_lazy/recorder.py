@@ -102,7 +102,9 @@ class LazyRecorder(Recorder):
         self._names.clear()
         self.registry.constants.clear()
         super().forget()
-        for name in ("call_cell", "caller", "_compute"):  # a circle, which would keep traces alive
+        if hasattr(self, "call_cell"):  # a circle, which would keep traces alive
+            del self.call_cell
+        for name in ("caller", "_compute"):
             vars(self).pop(name, None)
 
     # --- what things count as ---

@@ -4,6 +4,7 @@ Inside a batched function a call of a cell is recorded; everywhere else the cell
 it wraps. The recorder is kept per thread.
 """
 
+import _thread
 import contextlib
 import functools
 import sys
@@ -25,13 +26,23 @@ Result = TypeVar("Result")
 
 
 class _Recording(threading.local):
+    """Who records in a thread; in a greenlet, to gevent, which has its own `threading.local`."""
+
     recorder: Any = None
 
     def __reduce__(self) -> str:
         return "recording"  # of the process that reads it
 
 
-recording = _Recording()
+def _recording() -> Any:
+    """Returns the same, compiled if it can be: a call of a cell asks, and that is a third of it."""
+    compiled = core()
+    if compiled is None or threading.local is not _thread._local:
+        return _Recording()
+    return compiled.Recording()
+
+
+recording = _recording()
 
 
 class Cell:

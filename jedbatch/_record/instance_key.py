@@ -110,6 +110,24 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     return key, arrays
 
 
+def plain_keys(instances: list[PyTree]) -> tuple[list[bytes | None], list[bool]]:
+    """Returns the keys of instances that are plain trees, and whether these cannot change.
+
+    The key is None and the flag False where `instance_key` has to look at an instance.
+    """
+    compiled = core()
+    if compiled is not None:
+        return compiled.plain_keys(instances, marshal.dumps)
+    keys: list[bytes | None] = []
+    for instance in instances:
+        try:
+            keys.append(marshal.dumps(instance, 2) if _is_plain_tree(instance) else None)
+        except ValueError:
+            keys.append(None)
+    pairs = zip(keys, instances, strict=True)
+    return keys, [key is not None and immutable(x) for key, x in pairs]
+
+
 def _is_plain_tree(instance: PyTree) -> bool:
     """True of tuples, lists and dicts of numbers and strings, none of them met twice.
 

@@ -109,6 +109,8 @@ class Recorder(Trace):
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
     """
 
+    __slots__ = ("__dict__", "call_cell")  # the compiled core reads `call_cell` for every call
+
     result: type[Value] = Value
 
     def __init__(

@@ -339,7 +339,7 @@ def _rows_between(
       group: of these.
       cuts: where the rows begin, and where the last ones end.
     """
-    places, numbers = kept.tolist(), group[cuts[:-1]].tolist()
+    numbers = group[cuts[:-1]].tolist()
     groups = dict.fromkeys(numbers)
     rows: dict[int, Iterator[np.ndarray]] = {}
     for g in groups:
@@ -348,7 +348,9 @@ def _rows_between(
             own, ends = kept, cuts
             if len(groups) > 1:
                 own, ends = kept[group == g], pointers(group == g)[cuts].tolist()
-            stacked = host_rows(_items(values, own), registry.value_types[value_id])
+            stacked = _numbers_at(values, own, registry.value_types[value_id])
+            if stacked is None:
+                stacked = host_rows(_items(values, own), registry.value_types[value_id])
             chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
             rows[g] = map(stacked.__getitem__, chunks)
     for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
@@ -358,12 +360,21 @@ def _rows_between(
             yield InputRows(value_type, next(rows[g]))
             continue
         leaf, row, _ = where
-        items = [values[k] for k in places[a:b]]
+        items = [values[k] for k in kept[a:b].tolist()]
         if row:
             yield InputRows(value_type, np.array(items), leaf)
         else:
             for item in items:
                 yield InputRows(value_type, None, leaf, item)
+
+
+def _numbers_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray | None:
+    """Returns some of the items of a list as `host_rows` does, if they are ints; else None."""
+    compiled = core()
+    if compiled is None or value_type.dtype != np.int32 or value_type.shape:
+        return None
+    numbers = np.empty(len(places), np.int32)
+    return numbers if compiled.take_ints(values, (places, numbers)) else None
 
 
 def _items(values: list[Any], places: np.ndarray) -> list[Any]:

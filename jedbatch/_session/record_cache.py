@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
@@ -137,17 +136,12 @@ class RecordCache:
 
 def _bytes_of_record(key: Any, record: Record) -> int:
     """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
-    graph = record.whole
-    return len(key) * (1 if isinstance(key, bytes) else 64) + _share(graph, graph.nbytes)
+    return len(key) * (1 if type(key) is bytes else 64) + record.whole.nbytes_each
 
 
 def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
     graph = known[1].whole
-    return _share(graph, BYTES_PER_NODE * len(graph.node_type))
-
-
-def _share(graph: Graph, total: int) -> int:
-    return total // max(1, graph.num_instances)
+    return BYTES_PER_NODE * len(graph.node_type) // max(1, graph.num_instances)
 
 
 def _bytes_of_family(key: Hashable, _: object) -> int:

@@ -6,6 +6,7 @@ in length do not make another key, as long as the function can be recorded witho
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import immutable, instance_key
+from jedbatch._record.instance_key import instance_key, plain_keys
 from jedbatch._record.trace import trace
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
@@ -61,31 +62,30 @@ class Recording:
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
-        if len(instances[0]) == 1:
-            known: list[Any] = list(map(cache.by_id.get, [id(x) for (x,) in instances]))
-            if None not in known:
-                if cache.unmarked is not None:
-                    cache.unmarked.note(())
-                nothing: Sequence[Any] = ()
-                arrays = [nothing] * len(instances)
-                return [same[1] for same in known], arrays, [], len(instances)
-        records: list[Any] = [None] * len(instances)
+        subjects: list[Any] = [x[0] if len(x) == 1 else x for x in instances]
+        known: list[Any] = list(map(cache.by_id.get, map(id, subjects)))
+        records: list[Any] = [same and same[1] for same in known]
+        nothing: Sequence[Any] = ()
+        arrays = [nothing] * len(instances)
+        if None not in known:
+            if cache.unmarked is not None:
+                cache.unmarked.note(())
+            return records, arrays, [], len(instances)
         keys: list[Hashable] = [None] * len(instances)
-        arrays = [()] * len(instances)
-        for i, instance in enumerate(instances):
-            subject = instance[0] if len(instance) == 1 else instance
-            if (same := cache.by_id.get(id(subject))) is not None:
-                records[i] = same[1]
-                continue
-            keys[i], arrays[i] = keyed(i, instance)
+        others = [i for i, same in enumerate(known) if same is None]
+        plain, constant = plain_keys([subjects[i] for i in others])
+        for i, key in zip(others, plain, strict=True):
+            keys[i] = key
+            if key is None:
+                keys[i], arrays[i] = keyed(i, instances[i])
             if self.key is not None:
                 ids = list(map(id, arrays[i]))
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
-                keys[i] = ("given", self.key(*instance), *form)
+                keys[i] = ("given", self.key(*instances[i]), *form)
         given = cache.look(keys, arrays)
-        for i, g in enumerate(given):
+        for i, g in zip(others, map(given.__getitem__, others), strict=True):
             keys[i] = keys[i] if g is None else g.key
-            if records[i] is None and keys[i] is not None:
+            if keys[i] is not None:
                 records[i] = cache.by_key.get(keys[i])
         first: dict[Hashable, int] = {}
         new = [
@@ -111,9 +111,10 @@ class Recording:
                 records[i] = fresh[i if k is None else first[k]]
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.by_key.add([(keys[i], records[i]) for i in kept])
-        plain = [i for i in kept if isinstance(keys[i], bytes) and len(instances[i]) == 1]
-        subjects = [(instances[i][0], records[i]) for i in plain if immutable(instances[i][0])]
-        cache.by_id.add([(id(known[0]), known) for known in subjects])
+        if self.key is None:
+            stay = set(itertools.compress(others, constant))  # and have an identity of their own
+            same = [(subjects[i], records[i]) for i in kept if i in stay and len(instances[i]) == 1]
+            cache.by_id.add([(id(pair[0]), pair) for pair in same])
         return records, arrays, tracers, len(instances) - len(new)
 
     def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:

@@ -12,8 +12,10 @@ from cases.compiled_core import assert_equal, both, columns, compiled
 import jedbatch
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
+from jedbatch._graph.types import ValueType
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._record.instance_key import _is_plain_tree
+from jedbatch._record.instance_key import _is_plain_tree, immutable, instance_key, plain_keys
+from jedbatch._record.trace import host_rows
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM
@@ -249,6 +251,54 @@ INSTANCES = {
 def test_plain_trees_are_told_apart_equally(monkeypatch, name):
     a, b = both(monkeypatch, lambda: _is_plain_tree(INSTANCES[name]))
     assert a is b
+
+
+@compiled
+def test_keys_of_plain_trees_are_equal(monkeypatch):
+    """Of all at once, in whichever order: what one leaves behind is not met in the next."""
+    instances = [*INSTANCES.values(), *reversed(INSTANCES.values()), ((1, 2), (3, (4, "x")))]
+    a, b = both(monkeypatch, lambda: plain_keys(instances))
+    assert a == b
+    keys, are_constant = a
+    for key, is_constant, instance in zip(keys, are_constant, instances, strict=True):
+        assert key is None or key == instance_key(instance)[0]
+        assert is_constant == (key is not None and immutable(instance))
+    assert keys[-1] is not None
+    assert sum(key is None for key in keys) == 2 * 10
+
+
+def test_a_part_that_others_hold_is_met_once():
+    part = [1, (2,)]
+    assert plain_keys([(part, 3), (part, part)])[0][1] is None
+    assert plain_keys([(part, 3), ([1, (2,)], [1, (2,)])])[0] != [None, None]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ([3, -(2**31), 2**31 - 1, "no number", 0], True),
+        ([0, 1, 2, None, 2**31], False),
+        ([0, 1, 2, None, -(2**31) - 1], False),
+        ([0, 1, 2, None, 2**70], False),
+        ([0, True, 2, None, 4], False),
+        ([0, 1.0, 2, None, 4], False),
+        ([0, Number(1), 2, None, 4], False),
+    ],
+)
+def test_ints_are_taken(values, fits):
+    places, numbers = np.array([4, 0, 1, 2, 1]), np.zeros(5, np.int32)
+    assert native.core().take_ints(values, (places, numbers)) is fits
+    if fits:
+        read = [values[k] for k in places]
+        assert_equal([numbers], [host_rows(read, ValueType((), np.dtype(np.int32)))])
+
+
+@compiled
+def test_ints_that_are_not_there_are_refused():
+    for places in ([2], [-1], [0, 0]):
+        with pytest.raises(ValueError, match="places"):
+            native.core().take_ints([1, 2], (np.array(places), np.zeros(1, np.int32)))
 
 
 @compiled

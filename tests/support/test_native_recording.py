@@ -1,6 +1,7 @@
 """The compiled core against the Python that it stands for: recording, and letting recorders go."""
 
 import gc
+import pickle
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 from cases.compiled_core import assert_equal, both, columns, compiled
 
 import jedbatch
+import jedbatch._record.cell as cell_module
 from jedbatch._record.recorder import Recorder
 from jedbatch._support import native
 
@@ -124,6 +126,52 @@ def test_threads_record_at_the_same_time():
     for plans in found:
         for a, b in zip(plans, expected, strict=True):
             assert_equal(a, b)
+
+
+@compiled
+def test_who_records_is_known_in_each_thread():
+    recording, me, other = cell_module.recording, object(), object()
+    assert type(recording) is native.core().Recording
+    assert pickle.loads(pickle.dumps(recording)) is recording
+    before = sys.getrefcount(me)
+
+    def in_thread():
+        found = [recording.recorder]
+        recording.recorder = other
+        found.append(recording.recorder)
+        recording.recorder = None
+        return [*found, recording.recorder]
+
+    recording.recorder = me
+    try:
+        assert recording.recorder is me
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(in_thread).result() == [None, other, None]
+        assert recording.recorder is me
+        with pytest.raises(AttributeError, match="set it to None"):
+            del recording.recorder
+    finally:
+        recording.recorder = None
+    assert recording.recorder is None
+    assert sys.getrefcount(me) == before
+
+
+@compiled
+def test_cells_are_recorded_by_whatever_the_recorder_has():
+    class Records:
+        def __init__(self, name):
+            self.call_cell = lambda cell, args, options: (name, cell.name, args, options)
+
+    class Slot(Records):
+        __slots__ = ("call_cell",)
+
+    for recorder in (Records("a"), Slot("b"), Records("c")):
+        cell_module.recording.recorder = recorder
+        try:
+            name = recorder.call_cell(combine.cell, (), {})[0]
+            assert combine(1, 2, scale=3) == (name, "combine", (1, 2), {"scale": 3})
+        finally:
+            cell_module.recording.recorder = None
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])

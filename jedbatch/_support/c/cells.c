@@ -1,4 +1,5 @@
-/* Cells as functions: the twin of `call` in `_record/cell.py`.
+/* Cells as functions, and who records in a thread: the twins of `call` and of `_Recording` in
+ * `_record/cell.py`.
  *
  * A call while nothing is recorded calls the function; else the recorder records it, at once if it
  * is one of `fast_path.c`. Arguments come as CPython's vectorcall has them, so that a recorded call
@@ -12,9 +13,12 @@
 #include <structmember.h>
 
 #include "cells.h"
+#include "slots.h"
 
 #define HAS_VECTORCALL (1UL << 11)
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
+
+static PyObject *name_recorder, *name_call_cell, *name_qualified, *method_type, *reduce;
 
 typedef PyObject *(*Vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
 
@@ -25,8 +29,80 @@ typedef struct {
     Vectorcall vectorcall;
 } CellFunction;
 
-static PyTypeObject *cell_function_type;
-static PyObject *name_recorder, *name_call_cell, *name_qualified, *method_type, *reduce;
+static PyTypeObject *cell_function_type, *recording_type;
+static Py_tss_t *recorder_key; /* of the recorder of a thread, a reference; NULL for none */
+/* The class of recorders met last, and where its slot `call_cell` is in bytes. */
+static PyTypeObject *recorder_type;
+static Py_ssize_t call_cell_at;
+
+static PyObject *
+get_recorder(PyObject *recording, void *nothing)
+{
+    (void)recording;
+    (void)nothing;
+    PyObject *recorder = PyThread_tss_get(recorder_key);
+    return Py_NewRef(recorder == NULL ? Py_None : recorder);
+}
+
+static int
+set_recorder(PyObject *recording, PyObject *recorder, void *nothing)
+{
+    (void)recording;
+    (void)nothing;
+    if (recorder == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "`recorder` cannot be deleted; set it to None");
+        return -1;
+    }
+    PyObject *before = PyThread_tss_get(recorder_key);
+    PyObject *after = recorder == Py_None ? NULL : Py_NewRef(recorder);
+    if (PyThread_tss_set(recorder_key, after) != 0) {
+        Py_XDECREF(after);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_XDECREF(before);
+    return 0;
+}
+
+static PyObject *
+recording_name(PyObject *recording, PyObject *nothing)
+{
+    (void)recording;
+    (void)nothing;
+    return PyUnicode_FromString("recording"); /* pickled as that of the process that reads it */
+}
+
+int
+note_recorder(PyObject *recorder)
+{
+    if (recorder_type == Py_TYPE(recorder))
+        return 0;
+    Py_ssize_t at = find_slot((PyObject *)Py_TYPE(recorder), "call_cell");
+    if (at < 0)
+        return -1;
+    PyTypeObject *before = recorder_type;
+    recorder_type = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(recorder));
+    call_cell_at = at;
+    Py_XDECREF((PyObject *)before);
+    return 0;
+}
+
+/* The recorder of this thread, None if there is none; a new reference, or NULL with an error. */
+static PyObject *
+recorder_of(CellFunction *function)
+{
+    if (Py_TYPE(function->recording) == recording_type)
+        return get_recorder(NULL, NULL);
+    return PyObject_GetAttr(function->recording, name_recorder);
+}
+
+/* What a recorder records calls by; a new reference, or NULL with an error. */
+static PyObject *
+call_cell_of(PyObject *recorder)
+{
+    PyObject *record = Py_TYPE(recorder) == recorder_type ? *slot(recorder, call_cell_at) : NULL;
+    return record != NULL ? Py_NewRef(record) : PyObject_GetAttr(recorder, name_call_cell);
+}
 
 /* A tuple of arguments, and a dict of those with names; *options is NULL if `names` is. */
 static PyObject *
@@ -84,13 +160,13 @@ call_with(PyObject *object, PyObject *const *args, size_t flags, PyObject *names
 {
     CellFunction *self = (CellFunction *)object;
     Py_ssize_t count = (Py_ssize_t)(flags & ~ARGUMENTS_OFFSET);
-    PyObject *recorder = PyObject_GetAttr(self->recording, name_recorder), *result = NULL;
+    PyObject *recorder = recorder_of(self), *result = NULL;
     if (recorder == NULL)
         return NULL;
     if (recorder == Py_None)
         result = call_function(self->fn, args, count, names);
     else {
-        PyObject *record = PyObject_GetAttr(recorder, name_call_cell);
+        PyObject *record = call_cell_of(recorder);
         if (record != NULL && is_fast_path(record))
             result = record_call(PyCFunction_GetSelf(record), self->cell, args, count, names);
         else if (record != NULL)
@@ -106,11 +182,11 @@ static PyObject *
 call(PyObject *object, PyObject *args, PyObject *options)
 {
     CellFunction *self = (CellFunction *)object;
-    PyObject *recorder = PyObject_GetAttr(self->recording, name_recorder), *result = NULL;
+    PyObject *recorder = recorder_of(self), *result = NULL;
     if (recorder == Py_None)
         result = PyObject_Call(self->fn, args, options);
     else if (recorder != NULL) {
-        PyObject *record = PyObject_GetAttr(recorder, name_call_cell);
+        PyObject *record = call_cell_of(recorder);
         options = options == NULL ? PyDict_New() : Py_NewRef(options);
         if (record != NULL && options != NULL)
             result = PyObject_CallFunctionObjArgs(record, self->cell, args, options, NULL);
@@ -248,9 +324,38 @@ static PyType_Spec spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, slots,
 };
 
+static PyMethodDef recording_methods[] = {
+    {"__reduce__", recording_name, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef recording_attributes[] = {
+    {"recorder", get_recorder, set_recorder, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot recording_slots[] = {
+    {Py_tp_methods, recording_methods},
+    {Py_tp_getset, recording_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec recording_spec = {
+    "jedbatch._record.cell.Recording", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, recording_slots,
+};
+
 int
 init_cells(PyObject *module)
 {
+    recorder_key = PyThread_tss_alloc();
+    if (recorder_key == NULL || PyThread_tss_create(recorder_key) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    recording_type = (PyTypeObject *)PyType_FromSpec(&recording_spec);
+    if (recording_type == NULL ||
+        PyModule_AddObjectRef(module, "Recording", (PyObject *)recording_type) < 0)
+        return -1;
     name_recorder = PyUnicode_InternFromString("recorder");
     name_call_cell = PyUnicode_InternFromString("call_cell");
     name_qualified = PyUnicode_InternFromString("__qualname__");

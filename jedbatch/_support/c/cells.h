@@ -8,6 +8,9 @@
 /* A dict of the arguments that have these names. */
 PyObject *named_arguments(PyObject *const *values, PyObject *names);
 
+/* Notes where recorders of a class have what calls are recorded by: -1 with an error. */
+int note_recorder(PyObject *recorder);
+
 /* Whether a recorder's `call_cell` is the method of a fast path. */
 int is_fast_path(PyObject *call_cell);
 

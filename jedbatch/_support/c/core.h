@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 12 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 13 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -36,6 +36,7 @@ PyObject *make_fast_path(PyObject *module, PyObject *args);
 int init_cells(PyObject *module);
 int init_fast_path(PyObject *module);
 PyObject *is_plain_tree(PyObject *module, PyObject *instance);
+PyObject *plain_keys(PyObject *module, PyObject *args);
 PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);

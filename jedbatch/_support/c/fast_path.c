@@ -864,7 +864,8 @@ make_fast_path(PyObject *module, PyObject *args)
     if ((self->trace_at = find_slot(self->result, "_trace")) >= 0 &&
         (self->index_at = find_slot(self->result, "index")) >= 0 &&
         (self->type_at = find_slot(self->result, "type")) >= 0 &&
-        (self->closure_at = find_slot(self->cell, "closure")) >= 0) {
+        (self->closure_at = find_slot(self->cell, "closure")) >= 0 &&
+        note_recorder(self->recorder) == 0) {
         PyObject *call = PyObject_GetAttrString(object, "call_cell");
         PyObject *forget = PyObject_GetAttrString(object, "forget_objects");
         if (call != NULL && forget != NULL)

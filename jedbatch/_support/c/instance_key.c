@@ -1,10 +1,12 @@
-/* Whether an instance is a plain tree: the twin of `_is_plain_tree` in `_record/instance_key.py`.
+/* Plain trees and their keys: the twins of `_is_plain_tree` and `plain_keys` in
+ * `_record/instance_key.py`.
  *
- * No Python code runs on the way and nothing is let go, so the parts of the instance stay.
+ * No Python code runs while a tree is looked at and nothing is let go, so its parts stay.
  */
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core.h"
 
@@ -96,6 +98,28 @@ look_inside(Objects *stack, PyObject *x)
     return found;
 }
 
+/* Whether an instance is a plain tree, and whether it cannot change; -1 without memory.
+ *
+ * Where a container has a single reference, the one by which it was found, it is met once. */
+static int
+is_tree(Objects *stack, Objects *met, PyObject *instance, int *is_constant)
+{
+    stack->count = 0;
+    if (met->count > 0)
+        memset(met->items, 0, met->room * sizeof(PyObject *));
+    met->count = 0;
+    *is_constant = 1;
+    int found = look(stack, instance);
+    while (found == 1 && stack->count > 0) {
+        PyObject *x = stack->items[--stack->count];
+        found = Py_REFCNT(x) == 1 ? 1 : meet(met, x);
+        *is_constant &= PyTuple_CheckExact(x);
+        if (found == 1)
+            found = look_inside(stack, x);
+    }
+    return found;
+}
+
 /* is_plain_tree(instance): whether it is made of tuples, lists and dicts of numbers and strings,
  * none of them met twice. */
 PyObject *
@@ -103,14 +127,44 @@ is_plain_tree(PyObject *module, PyObject *instance)
 {
     (void)module;
     Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
-    int found = look(&stack, instance);
-    while (found == 1 && stack.count > 0) {
-        PyObject *x = stack.items[--stack.count];
-        found = meet(&met, x);
-        if (found == 1)
-            found = look_inside(&stack, x);
-    }
+    int is_constant, found = is_tree(&stack, &met, instance, &is_constant);
     free(stack.items);
     free(met.items);
     return found < 0 ? PyErr_NoMemory() : PyBool_FromLong(found);
+}
+
+/* plain_keys(instances, marshal.dumps): (the keys of those that are plain trees, None of others;
+ * whether these cannot change). */
+PyObject *
+plain_keys(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *instances, *dumps, *found = NULL;
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &instances, &dumps))
+        return NULL;
+    Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
+    PyObject *keys = PyList_New(0), *constant = PyList_New(0), *version = PyLong_FromLong(2);
+    int failed = keys == NULL || constant == NULL || version == NULL;
+    for (Py_ssize_t i = 0; !failed && i < PyList_Size(instances); i++) {
+        PyObject *instance = Py_NewRef(PyList_GetItem(instances, i)), *key = NULL;
+        int is_constant, is_plain_one = is_tree(&stack, &met, instance, &is_constant);
+        if (is_plain_one < 0)
+            PyErr_NoMemory();
+        else if (is_plain_one)
+            key = PyObject_CallFunctionObjArgs(dumps, instance, version, NULL);
+        if (key == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
+            PyErr_Clear(); /* it is too deep */
+        failed = PyErr_Occurred() != NULL || PyList_Append(keys, key == NULL ? Py_None : key) < 0 ||
+                 PyList_Append(constant, key != NULL && is_constant ? Py_True : Py_False) < 0;
+        Py_XDECREF(key);
+        Py_DECREF(instance);
+    }
+    free(stack.items);
+    free(met.items);
+    if (!failed)
+        found = PyTuple_Pack(2, keys, constant);
+    Py_XDECREF(keys);
+    Py_XDECREF(constant);
+    Py_XDECREF(version);
+    return found;
 }
