@@ -186,6 +186,26 @@ def check_several_results():
     assert_close(slope, jax.grad(lambda p: squared(batched.apply(p, plan)["state"]))(PARAMS))
 
 
+def check_results_that_are_not_read():
+    """Of lists: a second one, whose derivative is infinite, and a first one that is for some."""
+
+    def fn(w, x):
+        return (jnp.sqrt(w * w * abs(x % 3)) * x).sum(), jnp.log(jnp.linalg.norm(0 * w))
+
+    w, xs = jnp.arange(1.0, 4), [np.float32(x) for x in range(17)]
+    batched = jedbatch.batch(fn, out_axes=None)
+    plan = batched.plan(w, xs, mesh=MESH)
+    read = [k for k in range(17) if k % 3]
+
+    def loss(found):
+        return sum(found[k][0] ** 2 for k in read)
+
+    want = jax.grad(lambda w: loss([fn(w, x) for x in xs]))(w)
+    assert np.isfinite(want).all()
+    for step in (lambda f: f, jax.jit):
+        assert_close(want, step(jax.grad(lambda w: loss(batched.apply(w, plan))))(w))
+
+
 def check_inputs():
     """Arrays of instances, which are differentiated by `inputs`."""
 
